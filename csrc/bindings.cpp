@@ -1,0 +1,213 @@
+// The only file that knows Python: torch tensors become hk::Tensor (pointer, dtype, sizes, strides) by their methods, so
+// the extension is built without torch and serves every torch.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cpu/kernels.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// The Python names and the dtypes of torch, looked up once.
+struct Torch {
+  py::str data_ptr{"data_ptr"}, stride{"stride"}, shape{"shape"}, dtype{"dtype"};
+  py::object dtypes[4];
+  py::object int32, int64, boolean;
+
+  Torch() {
+    const py::module_ torch = py::module_::import("torch");
+    const char* names[4] = {"float32", "float64", "bfloat16", "float16"};  // in the order of hk::DType
+    for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
+    int32 = torch.attr("int32");
+    int64 = torch.attr("int64");
+    boolean = torch.attr("bool");
+  }
+
+  static const Torch& get() {
+    static const Torch* torch = new Torch;  // never destroyed: the interpreter may be gone before
+    return *torch;
+  }
+};
+
+void* data_of(py::handle tensor) {
+  return reinterpret_cast<void*>(py::cast<uintptr_t>(tensor.attr(Torch::get().data_ptr)()));
+}
+
+// Sizes and strides; data stays null for a tensor without elements, which no kernel touches.
+hk::Tensor shape_of(py::handle tensor) {
+  const Torch& torch = Torch::get();
+  hk::Tensor result;
+  const py::tuple shape = tensor.attr(torch.shape), stride = tensor.attr(torch.stride)();
+  result.rank = static_cast<int>(shape.size());
+  if (result.rank > hk::kMaxRank) throw std::invalid_argument("a tensor of more than 4 dimensions reached the kernels");
+  for (int d = 0; d < result.rank; ++d) {
+    result.size[d] = py::cast<int64_t>(shape[d]);
+    result.stride[d] = py::cast<int64_t>(stride[d]);
+  }
+  result.data = data_of(tensor);
+  return result;
+}
+
+// A floating tensor; None becomes an absent one.
+hk::Tensor floating(py::handle tensor) {
+  if (tensor.is_none()) return {};
+  const Torch& torch = Torch::get();
+  hk::Tensor result = shape_of(tensor);
+  const py::object dtype = tensor.attr(torch.dtype);
+  for (int i = 0; i < 4; ++i) {
+    if (dtype.is(torch.dtypes[i])) {
+      result.dtype = static_cast<hk::DType>(i);
+      return result;
+    }
+  }
+  throw std::invalid_argument("a tensor of dtype " + std::string(py::str(dtype)) + " reached the kernels");
+}
+
+// A result the kernel fills; an empty tensor stands for one that is not asked for.
+hk::Tensor wanted(py::handle tensor) {
+  hk::Tensor result = floating(tensor);
+  for (int d = 0; d < result.rank; ++d)
+    if (result.size[d] == 0) return {};
+  return result;
+}
+
+// A contiguous [B or 1, length] tensor of whole numbers; `stride` becomes the step between batches.
+template <typename T>
+const T* batched(py::handle tensor, const py::object& dtype, int64_t* stride) {
+  if (tensor.is_none()) return nullptr;
+  if (!py::object(tensor.attr(Torch::get().dtype)).is(dtype))
+    throw std::invalid_argument("a mask of the wrong dtype reached the kernels");
+  const hk::Tensor t = shape_of(tensor);
+  *stride = t.size[0] == 1 ? 0 : t.size[1];
+  return static_cast<const T*>(t.data);
+}
+
+// What all kernels take: (k_lo, k_hi, key_visible, band_lo, band_hi).
+hk::MaskParams mask_of(const py::tuple& mask) {
+  const Torch& torch = Torch::get();
+  hk::MaskParams result;
+  result.k_lo = batched<int32_t>(mask[0], torch.int32, &result.interval_stride);
+  result.k_hi = batched<int32_t>(mask[1], torch.int32, &result.interval_stride);
+  result.key_visible = batched<uint8_t>(mask[2], torch.boolean, &result.visible_stride);
+  result.band_lo = py::cast<int64_t>(mask[3]);
+  result.band_hi = py::cast<int64_t>(mask[4]);
+  return result;
+}
+
+hk::Activation activation_of(const std::string& name) {
+  if (name == "identity") return hk::Activation::kIdentity;
+  if (name == "sigmoid") return hk::Activation::kSigmoid;
+  if (name == "softplus") return hk::Activation::kSoftplus;
+  throw std::invalid_argument("gate_activation is '" + name + "'");
+}
+
+// How the heads are gated and their probabilities dropped: (gate, activation, seed, dropout_p).
+void set_head_options(hk::AttentionParams& params, const py::tuple& options) {
+  params.gate = floating(options[0]);
+  params.activation = activation_of(py::cast<std::string>(options[1]));
+  const double p = py::cast<double>(options[3]);
+  if (p == 0.0) return;
+  params.dropout.active = true;
+  params.dropout.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(data_of(options[2])));
+  params.dropout.threshold = static_cast<uint32_t>(p * 4294967296.0);
+  params.dropout.keep_scale = 1.0 / (1.0 - p);
+}
+
+// What scores are made of: (query, key, mixing, content_bias, scale).
+void set_scores(hk::AttentionParams& params, const py::tuple& scores) {
+  params.query = floating(scores[0]);
+  params.key = floating(scores[1]);
+  params.mixing = floating(scores[2]);
+  params.content_bias = floating(scores[3]);
+  params.scale = py::cast<double>(scores[4]);
+}
+
+// A call without a single output element or without an element to read needs no kernel; its results are zeros already.
+template <typename Params>
+void launch(void (*kernel)(const Params&), const Params& params) {
+  const py::gil_scoped_release release;
+  kernel(params);
+}
+
+// Gated where scores hold no mixing, else collaborative. Outputs (out, attended, lse), an empty one is not kept.
+void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask, const py::tuple& options,
+                       const py::tuple& outputs, int threads) {
+  hk::ForwardParams params;
+  set_scores(params, scores);
+  params.value = floating(value);
+  params.mask = mask_of(mask);
+  set_head_options(params, options);
+  params.out = floating(outputs[0]);
+  params.attended = wanted(outputs[1]);
+  params.lse = wanted(outputs[2]);
+  params.threads = threads;
+  const hk::Kernels& k = hk::kernels();
+  launch(scores[2].is_none() ? k.gated_attention_forward : k.collaborative_attention_forward, params);
+}
+
+// `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias, dgate), an empty one or None
+// is not computed.
+void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask, const py::tuple& options,
+                        bool closed_grad, const py::tuple& saved, const py::tuple& gradients, int threads) {
+  hk::BackwardParams params;
+  set_scores(params, scores);
+  params.value = floating(value);
+  params.mask = mask_of(mask);
+  set_head_options(params, options);
+  params.closed_grad = closed_grad;
+  params.dout = floating(saved[0]);
+  params.attended = floating(saved[1]);
+  params.lse = floating(saved[2]);
+  params.dquery = wanted(gradients[0]);
+  params.dkey = wanted(gradients[1]);
+  params.dvalue = wanted(gradients[2]);
+  params.dmixing = wanted(gradients[3]);
+  params.dcontent_bias = wanted(gradients[4]);
+  params.dgate = wanted(gradients[5]);
+  params.threads = threads;
+  const hk::Kernels& k = hk::kernels();
+  launch(scores[2].is_none() ? k.gated_attention_backward : k.collaborative_attention_backward, params);
+}
+
+// `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask, const py::tuple& outputs,
+                          int threads) {
+  const Torch& torch = Torch::get();
+  hk::StatisticsParams params;
+  set_scores(params, scores);
+  params.excluded = batched<uint8_t>(excluded, torch.boolean, &params.excluded_stride);
+  params.mask = mask_of(mask);
+  params.lse = floating(outputs[0]);
+  params.max_prob = floating(outputs[1]);
+  params.argmax = static_cast<int64_t*>(data_of(outputs[2]));
+  params.entropy = floating(outputs[3]);
+  params.threads = threads;
+  launch(hk::kernels().attention_statistics, params);
+}
+
+py::list available_levels() {
+  py::list names;
+  for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level) names.append((*level)->name);
+  return names;
+}
+
+void use_level(const std::string& name) {
+  if (!hk::use_level(name.c_str()))
+    throw std::invalid_argument("level is '" + name + "'; this processor runs one of " +
+                                std::string(py::str(available_levels())));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
+  m.doc() = "C++ attention kernels for the CPU; called by the `native` backends, not by users.";
+  m.def("attention_forward", &attention_forward);
+  m.def("attention_backward", &attention_backward);
+  m.def("attention_statistics", &attention_statistics);
+  m.def("available_levels", &available_levels, "Instruction-set levels this processor can run, best first.");
+  m.def("level", [] { return hk::kernels().name; }, "The level in use.");
+  m.def("use_level", &use_level, "Use a level from now on (for tests and measurements).");
+}

@@ -1,0 +1,85 @@
+// What crosses the border from Python: plain structs of pointers, sizes and strides. No libtorch, no Python.
+//
+// Sizes: B batch, T query length, S key length, H query heads, Hk key/value heads, D query/key width of a head,
+// Dv value width, Ds shared width of collaborative attention. Strides count elements.
+#pragma once
+
+#include <cstdint>
+
+namespace hk {
+
+enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
+
+constexpr int kMaxRank = 4;
+
+// A strided tensor of one of the dtypes above; `data` is null where an optional tensor is absent.
+struct Tensor {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int rank = 0;
+  int64_t size[kMaxRank] = {0, 0, 0, 0};
+  int64_t stride[kMaxRank] = {0, 0, 0, 0};
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// The mask as data: query row i of batch b sees key j where j is in the band [i + band_lo, i + band_hi), in the interval
+// [k_lo[b][i], k_hi[b][i]) and key_visible[b][j] is not 0. A null pointer hides nothing.
+struct MaskParams {
+  int64_t band_lo = 0;
+  int64_t band_hi = 0;
+  const int32_t* k_lo = nullptr;         // [B or 1, T]
+  const int32_t* k_hi = nullptr;         // [B or 1, T]
+  const uint8_t* key_visible = nullptr;  // [B or 1, S]
+  int64_t interval_stride = 0;           // elements between batches, 0 where all share one
+  int64_t visible_stride = 0;            // elements between batches, 0 where all share one
+};
+
+// Dropout of probabilities; keep where the Philox word of (b, h, i, j) is at least `threshold`.
+struct DropoutParams {
+  bool active = false;
+  uint64_t seed = 0;
+  uint32_t threshold = 0;
+  double keep_scale = 1.0;  // 1 / (1 - p)
+};
+
+// Both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D], value [B, Hk, S, Dv].
+// Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, H, S, Dv], mixing [H, Ds], content_bias [B, H, S].
+struct AttentionParams {
+  Tensor query, key, value;
+  Tensor mixing, content_bias;  // absent for gated attention
+  Tensor gate;                  // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
+  MaskParams mask;
+  DropoutParams dropout;
+  double scale = 1.0;
+  Activation activation = Activation::kIdentity;
+  int threads = 1;
+};
+
+struct ForwardParams : AttentionParams {
+  Tensor out;       // [B, H, T, Dv]
+  Tensor attended;  // [B, H, T, Dv], out before the gate; absent where it is not kept
+  Tensor lse;       // [B, H, T] in the compute type; absent where it is not kept
+};
+
+// Absent gradients are not computed.
+struct BackwardParams : AttentionParams {
+  bool closed_grad = true;
+  Tensor dout, attended;                // [B, H, T, Dv]
+  Tensor lse;                           // [B, H, T] in the compute type
+  Tensor dquery, dkey, dvalue;          // as query, key, value
+  Tensor dmixing;                       // [B, H, Ds] in the compute type, to be summed over B
+  Tensor dcontent_bias;                 // [B, H, S] in the compute type
+  Tensor dgate;                         // dout * attended: [B, H, T] summed over Dv, or [B, H, T, Dv]
+};
+
+struct StatisticsParams : AttentionParams {
+  const uint8_t* excluded = nullptr;  // [B or 1, S], not 0: the key may not be the maximum
+  int64_t excluded_stride = 0;
+  Tensor lse, max_prob, entropy;  // [B, H, T] in the compute type
+  int64_t* argmax = nullptr;      // [B, H, T] contiguous
+};
+
+}  // namespace hk

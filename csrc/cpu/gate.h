@@ -1,0 +1,80 @@
+// The gate of a head's output: its values after the activation, for a head, a token or a row of elements.
+#pragma once
+
+#include <cmath>
+
+#include "common/params.h"
+#include "cpu/rows.h"
+
+namespace hk::HK_LEVEL {
+
+template <typename T>
+inline Vec<T> sigmoid(Vec<T> x) {
+  constexpr T kLog2e = T(1.4426950408889634074);
+  // exp2 serves arguments up to 64; beyond 40 the sigmoid is 0 or 1 to the last bit of a normal result or nearly so.
+  const Vec<T> clipped = x < T(-80) ? splat<T>(-80) : x;
+  const IntVec<T> negative = clipped < T(0);
+  const Vec<T> e = exp2<T>((negative ? clipped : -clipped) * kLog2e);
+  return (negative ? e : splat<T>(1)) / (e + T(1));
+}
+
+// In place, over `count` values whose storage is whole vectors.
+template <typename T>
+inline void activate(Activation activation, T* values, int64_t count) {
+  if (activation == Activation::kSigmoid) {
+    for (int64_t i = 0; i < count; i += kLanes<T>) store(values + i, sigmoid<T>(load(values + i)));
+  } else if (activation == Activation::kSoftplus) {
+    for (int64_t i = 0; i < count; ++i)
+      values[i] = std::max(values[i], T(0)) + std::log1p(std::exp(-std::abs(values[i])));
+  }
+}
+
+template <typename T>
+struct Gate {
+  char* data;
+  DType dtype;
+  Activation activation;
+  int64_t stride[4] = {0, 0, 0, 0};  // 0 where the gate broadcasts
+  bool elementwise = false;
+  bool per_head = true;
+
+  Gate(const Tensor& t, Activation act) : data(static_cast<char*>(t.data)), dtype(t.dtype), activation(act) {
+    if (!data) return;
+    for (int d = 0; d < t.rank; ++d) {
+      const int dim = t.rank == 1 ? 1 : d;  // [H], else [B, H, ...]
+      stride[dim] = t.size[d] == 1 ? 0 : t.stride[d];
+    }
+    elementwise = t.rank == 4 && t.size[3] != 1;
+    per_head = !elementwise && (t.rank < 3 || t.size[2] == 1);
+  }
+
+  explicit operator bool() const { return data != nullptr; }
+
+  char* at(int64_t b, int64_t h, int64_t t) const {
+    return data + (b * stride[0] + h * stride[1] + t * stride[2]) * element_size(dtype);
+  }
+
+  // An identity gate shuts the whole head exactly.
+  bool closed(int64_t b, int64_t h) const {
+    if (!data || !per_head || activation != Activation::kIdentity) return false;
+    T value;
+    load_row(&value, at(b, h, 0), dtype, 1);
+    return value == T(0);
+  }
+
+  // Values of `count` tokens from `first`, whole vectors of storage.
+  void tokens(int64_t b, int64_t h, int64_t first, int64_t count, T* values) const {
+    load_row(values, at(b, h, first), dtype, count, stride[2]);
+    for (int64_t i = count; i < round_up(count, kLanes<T>); ++i) values[i] = 0;
+    activate(activation, values, count);
+  }
+
+  // Values of the elements of one token, whole vectors of storage.
+  void elements(int64_t b, int64_t h, int64_t token, int64_t width, T* values) const {
+    load_row(values, at(b, h, token), dtype, width, stride[3]);
+    for (int64_t i = width; i < round_up(width, kLanes<T>); ++i) values[i] = 0;
+    activate(activation, values, width);
+  }
+};
+
+}  // namespace hk::HK_LEVEL

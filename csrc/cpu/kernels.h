@@ -1,0 +1,38 @@
+// The CPU kernels as one table a level: level.cpp is compiled once for each level and fills one of these.
+#pragma once
+
+#include "common/params.h"
+
+namespace hk {
+
+struct Kernels {
+  const char* name;
+  void (*gated_attention_forward)(const ForwardParams&);
+  void (*gated_attention_backward)(const BackwardParams&);
+  void (*collaborative_attention_forward)(const ForwardParams&);
+  void (*collaborative_attention_backward)(const BackwardParams&);
+  void (*attention_statistics)(const StatisticsParams&);
+};
+
+namespace baseline {
+extern const Kernels kKernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+#endif
+
+// Levels that this processor can run, best first, ended by null.
+const Kernels* const* available_levels();
+
+// The level in use: the best one, unless `use_level` chose another.
+const Kernels& kernels();
+
+// Use the level of this name from now on; false where this processor lacks it.
+bool use_level(const char* name);
+
+}  // namespace hk

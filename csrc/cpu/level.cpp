@@ -1,0 +1,37 @@
+// All kernels at one instruction-set level; the build compiles this file once a level, with HK_LEVEL its name.
+#include "cpu/attention_statistics.h"
+#include "cpu/collaborative_attention.h"
+#include "cpu/gated_attention.h"
+#include "cpu/kernels.h"
+
+#define HK_STRING_(x) #x
+#define HK_STRING(x) HK_STRING_(x)
+
+namespace hk::HK_LEVEL {
+namespace {
+
+// float64 tensors are computed in double, all others in float.
+bool in_double(const AttentionParams& p) { return p.query.dtype == DType::kFloat64; }
+
+void gated_forward(const ForwardParams& p) {
+  in_double(p) ? gated_attention_forward<double>(p) : gated_attention_forward<float>(p);
+}
+void gated_backward(const BackwardParams& p) {
+  in_double(p) ? gated_attention_backward<double>(p) : gated_attention_backward<float>(p);
+}
+void collaborative_forward(const ForwardParams& p) {
+  in_double(p) ? collaborative_attention_forward<double>(p) : collaborative_attention_forward<float>(p);
+}
+void collaborative_backward(const BackwardParams& p) {
+  in_double(p) ? collaborative_attention_backward<double>(p) : collaborative_attention_backward<float>(p);
+}
+void statistics(const StatisticsParams& p) {
+  in_double(p) ? attention_statistics<double>(p) : attention_statistics<float>(p);
+}
+
+}  // namespace
+
+const Kernels kKernels = {HK_STRING(HK_LEVEL),   gated_forward,          gated_backward,
+                          collaborative_forward, collaborative_backward, statistics};
+
+}  // namespace hk::HK_LEVEL

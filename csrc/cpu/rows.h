@@ -1,0 +1,202 @@
+// Rows of tensors in and out of tiles: widening from the storage dtype, transposing, narrowing back.
+//
+// Kernels compute in T (float or double) and never know the dtype of storage: it is a switch per row here.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "common/params.h"
+#include "cpu/simd.h"
+
+namespace hk::HK_LEVEL {
+
+inline int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+template <typename T>
+constexpr DType kDTypeOf = sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64;
+
+// A two-dimensional piece of a tensor: rows of contiguous elements, unless `step` says otherwise.
+struct Rows {
+  char* data = nullptr;
+  int64_t stride = 0;  // elements between rows
+  int64_t step = 1;    // elements between columns
+  DType dtype = DType::kFloat32;
+
+  char* at(int64_t row) const { return data + row * stride * element_size(dtype); }
+  Rows columns(int64_t first) const { return {data + first * step * element_size(dtype), stride, step, dtype}; }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// Element offset of leading indices; dimensions of size 1 broadcast.
+inline int64_t offset_of(const Tensor& t, int dim, int64_t index) { return t.size[dim] == 1 ? 0 : index * t.stride[dim]; }
+
+// [rows, width] of a four-dimensional tensor at (b, h).
+inline Rows rows_at(const Tensor& t, int64_t b, int64_t h) {
+  char* base = static_cast<char*>(t.data);
+  if (!base) return {};
+  return {base + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), t.stride[2], t.stride[3], t.dtype};
+}
+
+// [rows, width] of a three-dimensional tensor at b.
+inline Rows rows_at(const Tensor& t, int64_t b) {
+  char* base = static_cast<char*>(t.data);
+  if (!base) return {};
+  return {base + b * t.stride[0] * element_size(t.dtype), t.stride[1], t.stride[2], t.dtype};
+}
+
+inline float widen_half(uint16_t h) {
+  // Shift exponent and mantissa into place and multiply by 2^112, which also normalises subnormals.
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  uint32_t bits = static_cast<uint32_t>(h & 0x7fffu) << 13;
+  float magnitude;
+  std::memcpy(&magnitude, &bits, 4);
+  magnitude *= 5.192296858534828e33f;
+  std::memcpy(&bits, &magnitude, 4);
+  bits |= (h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  bits |= sign;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+inline float widen_bfloat(uint16_t h) {
+  const uint32_t bits = static_cast<uint32_t>(h) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+inline uint16_t narrow_bfloat(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+
+inline uint16_t narrow_half(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  uint32_t half;
+  if (bits > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (bits >= 0x477ff000u) {  // rounds to 65536 or more
+    half = 0x7c00u;
+  } else if (bits < 0x38800000u) {  // subnormal half: the adder aligns and rounds it
+    float magnitude, aligned;
+    std::memcpy(&magnitude, &bits, 4);
+    aligned = magnitude + 0.5f;
+    std::memcpy(&half, &aligned, 4);
+    half -= 0x3f000000u;
+  } else {
+    half = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  }
+  return static_cast<uint16_t>(sign | half);
+}
+
+// dst[i] = src[i * step] widened to T, for `count` elements.
+template <typename T>
+inline void load_row(T* dst, const char* src, DType dtype, int64_t count, int64_t step = 1) {
+  const auto copy = [&](const auto* p, auto widen) {
+    if (step == 1) {
+      for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<T>(widen(p[i]));
+    } else {
+      for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<T>(widen(p[i * step]));
+    }
+  };
+  const auto same = [](auto x) { return x; };
+  switch (dtype) {
+    case DType::kFloat32: return copy(reinterpret_cast<const float*>(src), same);
+    case DType::kFloat64: return copy(reinterpret_cast<const double*>(src), same);
+    case DType::kBFloat16: return copy(reinterpret_cast<const uint16_t*>(src), widen_bfloat);
+    case DType::kFloat16: return copy(reinterpret_cast<const uint16_t*>(src), widen_half);
+  }
+}
+
+// dst[i * step] = src[i] narrowed to the storage dtype, for `count` elements.
+template <typename T>
+inline void store_row(char* dst, const T* src, DType dtype, int64_t count, int64_t step = 1) {
+  const auto copy = [&](auto* p, auto narrow) {
+    if (step == 1) {
+      for (int64_t i = 0; i < count; ++i) p[i] = narrow(src[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) p[i * step] = narrow(src[i]);
+    }
+  };
+  switch (dtype) {
+    case DType::kFloat32: return copy(reinterpret_cast<float*>(dst), [](T x) { return static_cast<float>(x); });
+    case DType::kFloat64: return copy(reinterpret_cast<double*>(dst), [](T x) { return static_cast<double>(x); });
+    case DType::kBFloat16: return copy(reinterpret_cast<uint16_t*>(dst), narrow_bfloat);
+    case DType::kFloat16: return copy(reinterpret_cast<uint16_t*>(dst), narrow_half);
+  }
+}
+
+template <typename T>
+inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t width) {
+  for (int64_t r = first; r < first + count; ++r) {
+    if (rows.step == 1) {
+      std::memset(rows.at(r), 0, width * element_size(rows.dtype));
+    } else {
+      const T zero = 0;
+      for (int64_t i = 0; i < width; ++i) store_row(rows.at(r) + i * rows.step * element_size(rows.dtype), &zero, rows.dtype, 1);
+    }
+  }
+}
+
+// Rows [first, first + count) in T: in place where they are stored in T, else widened into scratch[count][width].
+template <typename T>
+struct Tile {
+  const T* data;
+  int64_t stride;
+};
+
+template <typename T>
+inline Tile<T> tile_of(const Rows& rows, int64_t first, int64_t count, int64_t width, T* scratch) {
+  if (rows.dtype == kDTypeOf<T>) return {reinterpret_cast<const T*>(rows.at(first)), rows.stride};
+  for (int64_t r = 0; r < count; ++r) load_row(scratch + r * width, rows.at(first + r), rows.dtype, width);
+  return {scratch, width};
+}
+
+// Lanes of a and b in turn: those of their lower halves (half = 0) or of their upper halves (half = 1).
+template <typename T, int half, size_t... I>
+inline Vec<T> interleave(Vec<T> a, Vec<T> b, std::index_sequence<I...>) {
+  constexpr int L = kLanes<T>;
+  return __builtin_shufflevector(a, b, (half * L / 2 + static_cast<int>(I) / 2 + (I % 2) * L)...);
+}
+
+// dst[columns][rows] = src[rows][columns] transposed, one square of lanes x lanes: log2(lanes) perfect shuffles.
+template <typename T>
+inline void transpose_square(const T* src, int64_t lds, T* dst, int64_t ldd) {
+  constexpr int L = kLanes<T>;
+  using Lanes = std::make_index_sequence<L>;
+  Vec<T> a[L], b[L];
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) a[i] = load(src + i * lds);
+#pragma GCC unroll 4
+  for (int stage = 1; stage < L; stage *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < L / 2; ++i) {
+      b[2 * i] = interleave<T, 0>(a[i], a[i + L / 2], Lanes{});
+      b[2 * i + 1] = interleave<T, 1>(a[i], a[i + L / 2], Lanes{});
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) a[i] = b[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) store(dst + i * ldd, a[i]);
+}
+
+// As above for whole tiles; both sizes in whole lanes.
+template <typename T>
+inline void transpose(const T* src, int64_t lds, T* dst, int64_t ldd, int64_t rows, int64_t columns) {
+  constexpr int L = kLanes<T>;
+  for (int64_t r = 0; r < rows; r += L)
+    for (int64_t c = 0; c < columns; c += L) transpose_square(src + r * lds + c, lds, dst + c * ldd + r, ldd);
+}
+
+}  // namespace hk::HK_LEVEL

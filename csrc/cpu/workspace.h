@@ -1,0 +1,69 @@
+// Scratch of one thread: one aligned block, handed out in order. Kept between calls while it is small.
+#pragma once
+
+#include <cstdlib>
+#include <new>
+
+#include "cpu/simd.h"
+
+namespace hk::HK_LEVEL {
+
+class Workspace {
+ public:
+  // Room for `count` values of T, aligned to a cache line; contents are undefined.
+  template <typename T>
+  T* take(int64_t count) {
+    const size_t bytes = round_up(static_cast<int64_t>(count * sizeof(T)), 64);
+    if (used_ + bytes > capacity_) throw std::bad_alloc();
+    T* piece = reinterpret_cast<T*>(block_ + used_);
+    used_ += bytes;
+    return piece;
+  }
+
+  // An empty workspace of at least `bytes`, this thread's own.
+  static Workspace& of_thread(int64_t bytes) {
+    thread_local Workspace workspace;
+    workspace.reserve(static_cast<size_t>(round_up(bytes, 64)));
+    return workspace;
+  }
+
+  // Gives a large block back to the system; a small one stays for the next call.
+  void release() {
+    if (capacity_ > kKeep) free_block();
+  }
+
+  Workspace() = default;
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() { free_block(); }
+
+ private:
+  static constexpr size_t kKeep = size_t{4} << 20;  // 4 MiB: a tile's scratch and the accumulators of short sequences
+
+  void reserve(size_t bytes) {
+    used_ = 0;
+    if (bytes <= capacity_) return;
+    free_block();
+    block_ = static_cast<char*>(std::aligned_alloc(64, bytes));
+    if (!block_) throw std::bad_alloc();
+    capacity_ = bytes;
+  }
+
+  void free_block() {
+    std::free(block_);
+    block_ = nullptr;
+    capacity_ = 0;
+  }
+
+  char* block_ = nullptr;
+  size_t capacity_ = 0;
+  size_t used_ = 0;
+};
+
+// Bytes of the pieces of a workspace, each rounded as `take` does.
+template <typename T>
+constexpr int64_t piece(int64_t count) {
+  return round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+}
+
+}  // namespace hk::HK_LEVEL
