@@ -1,0 +1,22 @@
+"""Fused attention kernels for heads that can be gated, shut, shared and read."""
+
+from heads_kernels import testing
+from heads_kernels.dispatch import Choice
+from heads_kernels.functional import attention_statistics, collaborative_attention, explain, gated_attention
+from heads_kernels.mask import Mask
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.problem import Problem
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionStatistics",
+    "Choice",
+    "Mask",
+    "Problem",
+    "attention_statistics",
+    "collaborative_attention",
+    "explain",
+    "gated_attention",
+    "testing",
+]

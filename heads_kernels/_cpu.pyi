@@ -1,0 +1,28 @@
+from collections.abc import Sequence
+
+from torch import Tensor
+
+_Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, int, int]
+_Options = tuple[Tensor | None, str, Tensor | None, float]
+
+def attention_forward(
+    scores: _Scores, value: Tensor, mask: _Mask, options: _Options, outputs: Sequence[Tensor], threads: int, /
+) -> None: ...
+def attention_backward(
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    closed_grad: bool,
+    saved: tuple[Tensor, Tensor, Tensor],
+    gradients: Sequence[Tensor | None],
+    threads: int,
+    /,
+) -> None: ...
+def attention_statistics(
+    scores: _Scores, excluded: Tensor | None, mask: _Mask, outputs: Sequence[Tensor], threads: int, /
+) -> None: ...
+def available_levels() -> list[str]: ...
+def level() -> str: ...
+def use_level(name: str, /) -> None: ...

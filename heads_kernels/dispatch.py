@@ -1,0 +1,73 @@
+"""Backends: one row each in an ordered table, and the choice among them.
+
+A row names the module that runs the operator (imported when the op runs, never before) and answers, for a `Problem`,
+the list of reasons why it can not serve it. An empty list means that it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from heads_kernels.problem import Problem
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row: `module` holds the launchers, `unsupported(problem)` the reasons against it."""
+
+    name: str
+    module: str
+    unsupported: Callable[[Problem], list[str]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `explain` returns: the backend that would run, and why each other one would not.
+
+    `backend` is None where no backend of the table (or not the one that was asked for) can serve the call.
+    `refusals` maps each backend that was passed over to its reasons.
+    """
+
+    operator: str
+    backend: str | None
+    refusals: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        head = f"{self.operator}: " + (f"runs on {self.backend!r}" if self.backend else "no backend can serve this call")
+        lines = [f"  not {name!r}: {'; '.join(reasons)}" for name, reasons in self.refusals.items()]
+        return "\n".join([head, *lines])
+
+
+def choose(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> Choice:
+    """Ask the rows in order; the first that can serve the problem is chosen, or only `backend` where it is named.
+
+    Raises `ValueError` where `backend` is not in the table.
+    """
+    if backend is not None:
+        rows = [row for row in table if row.name == backend]
+        if not rows:
+            known = ", ".join(repr(row.name) for row in table)
+            raise ValueError(f"backend is {backend!r}; use one of {known}, or None to let the package choose.")
+        table = rows
+    refusals: dict[str, list[str]] = {}
+    chosen: str | None = None
+    for row in table:
+        reasons = row.unsupported(problem)
+        if not reasons and chosen is None:
+            chosen = row.name
+        else:
+            refusals[row.name] = reasons or [f"could serve it too; {chosen!r} comes first"]
+    return Choice(problem.operator, chosen, refusals)
+
+
+def select(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> str:
+    """Name of the backend that serves the problem; raises `ValueError` with every reason where none does."""
+    if backend is None:
+        for row in table:
+            if not row.unsupported(problem):
+                return row.name
+    choice = choose(table, problem, backend)
+    if choice.backend is None:
+        raise ValueError(str(choice))
+    return choice.backend

@@ -1,0 +1,251 @@
+"""The operators as functions of tensors: the docstrings here are the specification of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from heads_kernels.dispatch import Backend, Choice, choose, select
+from heads_kernels.mask import Mask
+from heads_kernels.ops import attention_statistics as statistics_table
+from heads_kernels.ops import collaborative_attention as collaborative_table
+from heads_kernels.ops import gated_attention as gated_table
+from heads_kernels.ops.attention_statistics import op as statistics_op
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.collaborative_attention import op as collaborative_op
+from heads_kernels.ops.gated_attention import op as gated_op
+from heads_kernels.problem import Problem
+
+
+def gated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None = None,
+    *,
+    attn_mask: Mask | Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    gate_activation: str = "identity",
+    closed_grad: bool = True,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Attention whose heads can be gated and shut, in one fused pass.
+
+    .. math:: out_h = act(gate_h) \cdot softmax(scale \cdot Q_h K_h^T \text{ under the mask}) V_h
+
+    Gates of heads are those of Voita et al. 2019 (eq. 5, Hard Concrete) and Michel et al. 2019 (eq. 3); gates of
+    tokens and elements those of output-gated attention in current language models.
+
+    Args:
+        query: `[B, H, T, D]`; float32, bfloat16, float16 or float64; any strides with a contiguous last dimension.
+        key: `[B, Hk, S, D]`, `H` a multiple of `Hk`: query head `h` reads key head `h // (H // Hk)`.
+        value: `[B, Hk, S, Dv]`; `Dv` may differ from `D`.
+        gate: `[H]`, `[B, H]`, `[B, H, T]` or `[B, H, T, Dv]`; dimensions of size 1 broadcast; any strides and any
+            floating dtype. A head (or batch-head) whose identity gate is exactly 0 gives exact zeros and costs nothing.
+        attn_mask: a `Mask`, or a bool tensor broadcastable to `[B, H, T, S]` with True = may attend. A tensor of two
+            dimensions is `[T, S]`; padding is `Mask(key_mask=...)` or `[B, 1, 1, S]`.
+        is_causal: row i sees keys 0 to i (upper-left aligned); `Mask(causal="lower_right")` serves decoding.
+        scale: factor of the scores; default `D ** -0.5`.
+        gate_activation: "identity", or "sigmoid" / "softplus" where `gate` holds logits.
+        closed_grad: False reports gradient 0 for entries of an identity gate that are exactly 0, and skips their work
+            in the backward pass too (exact for Hard Concrete gates, whose clamp has no slope there).
+        dropout_p: probability of dropping an attention probability, after the softmax; Philox4x32-10 of a seed drawn
+            from PyTorch's generator and the element's index, so the same on every backend.
+        backend: one of the names that `explain` shows; None takes the first that can serve the call.
+
+    Returns:
+        `[B, H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.
+        Values that the mask hides reach no output, NaN included. The same call gives the same bits.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, named with its value and what would do; a backend
+            that is unknown or can not serve the call, with its reasons.
+    """
+    query, key, value = _autocast(query, key, value)
+    problem = Problem.gated(
+        query,
+        key,
+        value,
+        gate,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        gate_activation=gate_activation,
+        closed_grad=closed_grad,
+        dropout_p=dropout_p,
+    )
+    return gated_op.gated_attention(problem, select(gated_table.BACKENDS, problem, backend), _seed(problem))
+
+
+def collaborative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    content_bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    attn_mask: Mask | Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    gate_activation: str = "identity",
+    closed_grad: bool = True,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Attention whose heads share one query and one key and mix them with a vector each.
+
+    .. math:: out_h = act(gate_h) \cdot softmax(scale \cdot ((Q \circ m_h) K^T + 1 \, content\_bias_h^T)) V_h
+
+    (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The mixed query is formed tile by tile and never lies in memory.
+    With block-indicator mixing this is ordinary multi-head attention.
+
+    Args:
+        query: `[B, T, Ds]`, shared by all heads; any strides with a contiguous last dimension.
+        key: `[B, S, Ds]`, shared by all heads.
+        value: `[B, H, S, Dv]`.
+        mixing: `[H, Ds]`, any floating dtype. Chunks of 16 features of a head's vector that are all zero cost nothing.
+        content_bias: `[B, H, S]`: added to the score of key s for every query, inside the scale.
+        scale: default `(Ds / H) ** -0.5`. A converted layer passes the ORIGINAL scale of its model.
+        closed_grad: False reports gradient 0 for entries of `gate` (identity) and `mixing` that are exactly 0, and
+            skips their work in the backward pass too.
+        gate, attn_mask, is_causal, gate_activation, dropout_p, backend: as in `gated_attention`.
+
+    Returns:
+        `[B, H, T, Dv]` in the dtype of `query`; what `gated_attention` says of masked rows holds here.
+
+    Raises:
+        ValueError, TypeError: as in `gated_attention`.
+    """
+    query, key, value = _autocast(query, key, value)
+    problem = Problem.collaborative(
+        query,
+        key,
+        value,
+        mixing,
+        content_bias,
+        gate,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        gate_activation=gate_activation,
+        closed_grad=closed_grad,
+        dropout_p=dropout_p,
+    )
+    chosen = select(collaborative_table.BACKENDS, problem, backend)
+    return collaborative_op.collaborative_attention(problem, chosen, _seed(problem))
+
+
+def attention_statistics(
+    query: Tensor,
+    key: Tensor,
+    *,
+    mixing: Tensor | None = None,
+    content_bias: Tensor | None = None,
+    attn_mask: Mask | Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    exclude_keys: Tensor | None = None,
+    backend: str | None = None,
+) -> AttentionStatistics:
+    """What each query row attends to, streamed: the `[T, S]` matrix of probabilities is never in memory.
+
+    Args:
+        query, key: as in `gated_attention`, or as in `collaborative_attention` where `mixing` is given.
+        mixing, content_bias, attn_mask, is_causal, scale, backend: as in those.
+        exclude_keys: bool `[S]` or `[B, S]`, True for keys such as [CLS], [SEP] or EOS that may not be the maximum
+            (Voita et al. 2019, footnote 2). They keep their share of the probability: nothing is renormalised.
+
+    Returns:
+        Named tuple of `[B, H, T]` tensors, float32 (float64 for float64 inputs), argmax int64, without gradient:
+        `lse`, natural log of the sum of exp(score) over visible keys (-inf where a row sees none);
+        `max_prob`, the largest probability among the keys that are not excluded (0 where there is none): the mean of
+        it over rows is the confidence of a head; `argmax`, the first key that has it (-1 where there is none);
+        `entropy`, `-sum p ln p` in nats (0 where a row sees no key).
+
+    Raises:
+        ValueError, TypeError: as in `gated_attention`.
+    """
+    query, key = _autocast(query, key)
+    problem = Problem.statistics(
+        query,
+        key,
+        mixing=mixing,
+        content_bias=content_bias,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+    )
+    if exclude_keys is not None:
+        exclude_keys = _excluded(exclude_keys, problem)
+    chosen = select(statistics_table.BACKENDS, problem, backend)
+    return statistics_op.attention_statistics(problem, chosen, exclude_keys)
+
+
+_OPERATORS: dict[str, tuple[Callable[..., Problem], Sequence[Backend]]] = {
+    "gated_attention": (Problem.gated, gated_table.BACKENDS),
+    "collaborative_attention": (Problem.collaborative, collaborative_table.BACKENDS),
+    "attention_statistics": (Problem.statistics, statistics_table.BACKENDS),
+}
+
+
+def explain(
+    operator: Callable[..., object] | str, *args: object, backend: str | None = None, **kwargs: object
+) -> Choice:
+    """Which backend would run this call, and why each other one would not; nothing runs.
+
+    Args:
+        operator: `gated_attention`, `collaborative_attention` or `attention_statistics`, the function or its name.
+        *args, **kwargs: the arguments of the call, `backend` among them.
+
+    Returns:
+        A `Choice` with `backend` and `refusals`; print it to read it.
+
+    Raises:
+        ValueError, TypeError: as the call itself.
+    """
+    name = operator if isinstance(operator, str) else getattr(operator, "__name__", repr(operator))
+    if name not in _OPERATORS:
+        raise ValueError(f"operator is {name!r}; use one of {', '.join(map(repr, _OPERATORS))}.")
+    parse, table = _OPERATORS[name]
+    kwargs.pop("exclude_keys", None)
+    return choose(table, parse(*args, **kwargs), backend)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
+
+    float64 is left alone, as autocast does with PyTorch's own operators.
+    """
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )
+
+
+def _seed(problem: Problem) -> Tensor | None:
+    """A seed of 63 bits from PyTorch's generator of the device, drawn only where there is dropout."""
+    if problem.dropout_p == 0.0:
+        return None
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=problem.query.device)
+
+
+def _excluded(exclude_keys: Tensor, problem: Problem) -> Tensor:
+    allowed = ([problem.S], [1, problem.S], [problem.B, problem.S])
+    if not isinstance(exclude_keys, Tensor):
+        raise TypeError(f"exclude_keys is a {type(exclude_keys).__name__}; pass a bool torch.Tensor [S] or [B, S].")
+    if exclude_keys.dtype != torch.bool:
+        raise TypeError(f"exclude_keys has dtype {exclude_keys.dtype}; pass bool, True for the keys to leave out.")
+    if list(exclude_keys.shape) not in allowed:
+        raise ValueError(f"exclude_keys has shape {list(exclude_keys.shape)}; pass [S] = {allowed[0]} or {allowed[2]}.")
+    if exclude_keys.device != problem.query.device:
+        raise ValueError(f"exclude_keys is on {exclude_keys.device}; move it to {problem.query.device}.")
+    return (exclude_keys[None] if exclude_keys.dim() == 1 else exclude_keys).contiguous()

@@ -1,0 +1,10 @@
+"""Collaborative attention: one query and one key projection for all heads, mixed by a vector each."""
+
+from heads_kernels.dispatch import Backend
+from heads_kernels.ops import support
+
+#: In the order in which they are asked.
+BACKENDS = (
+    Backend("cpu", "heads_kernels.ops.collaborative_attention.native", support.cpu),
+    Backend("eager", "heads_kernels.ops.collaborative_attention.eager", support.eager),
+)

@@ -1,0 +1,202 @@
+"""Pieces of the formula that the eager backends share.
+
+Scores of either operator, the visible pairs, a softmax of rows that may see nothing, products that
+hidden NaN can't enter, dropout, gates. Tensors are in the compute dtype (float32, or float64 for
+float64 inputs) unless they are arguments of an op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from heads_kernels.mask import UNBOUNDED, Intervals
+from heads_kernels.ops import gate as gates
+from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.philox import keep_mask
+
+NEG_INF = float("-inf")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def without_autocast(backend: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`backend`, shielded from the caller's autocast: it would cast the products inside to half."""
+
+    @functools.wraps(backend)
+    def shielded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        assert isinstance(args[0], Tensor)
+        with torch.autocast(args[0].device.type, enabled=False):
+            return backend(*args, **kwargs)
+
+    return shielded
+
+
+def visible_pairs(intervals: Intervals, scores: Tensor) -> Tensor | None:
+    """bool `[B or 1, H or 1, T, S]`, True = visible; None where nothing of `scores` is hidden."""
+    parts = intervals.k_lo, intervals.key_visible, intervals.dense
+    unlimited = intervals.band_lo <= -UNBOUNDED and intervals.band_hi >= UNBOUNDED
+    if unlimited and all(part is None for part in parts):
+        return None
+    return intervals.to_dense(scores.shape[-2], scores.shape[-1], scores.device)
+
+
+def rows_of(intervals: Intervals, start: int, stop: int) -> Intervals:
+    """The intervals of query rows `start` to `stop - 1` alone, which become rows 0 and on."""
+    rows = slice(start, stop)
+    lo, hi, dense = intervals.band_lo, intervals.band_hi, intervals.dense
+    return Intervals(
+        band_lo=-UNBOUNDED if lo <= -UNBOUNDED else lo + start,
+        band_hi=UNBOUNDED if hi >= UNBOUNDED else hi + start,
+        k_lo=None if intervals.k_lo is None else intervals.k_lo[:, rows],
+        k_hi=None if intervals.k_hi is None else intervals.k_hi[:, rows],
+        key_visible=intervals.key_visible,
+        dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
+    )
+
+
+def per_head(grouped: Tensor, query: Tensor) -> Tensor:
+    """`[B, Hk, S, W]` as `[B, H, S, W]`, compute dtype: query head h reads `h // (H // Hk)`."""
+    group = query.shape[1] // max(grouped.shape[1], 1)
+    return grouped.to(compute_dtype(query.dtype)).repeat_interleave(group, dim=1)
+
+
+def per_group(of_heads: Tensor, grouped: Tensor) -> Tensor:
+    """Gradient of `per_head`: the sum over the query heads that read a head."""
+    B, Hk, S, W = grouped.shape
+    return of_heads.reshape(B, Hk, of_heads.shape[1] // max(Hk, 1), S, W).sum(2)
+
+
+def mixed_query(query: Tensor, mixing: Tensor) -> Tensor:
+    """`query * mixing_h`, `[B, H, T, Ds]` in the compute dtype."""
+    dtype = compute_dtype(query.dtype)
+    return query[:, None].to(dtype) * mixing[:, None].to(dtype)
+
+
+def collaborative_scores(
+    mixed: Tensor, key: Tensor, content_bias: Tensor | None, scale: float
+) -> Tensor:
+    """`scale * (mixed key^T + content_bias)`, `[B, H, T, S]`."""
+    scores = mixed @ key[:, None].to(mixed.dtype).mT
+    if content_bias is not None:
+        scores = scores + content_bias[:, :, None].to(mixed.dtype)
+    return scale * scores
+
+
+def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities `[B, H, T, S]` and `lse` `[B, H, T]` of the visible scores.
+
+    Hidden pairs have probability 0, whatever their score. A row without visible scores above -inf
+    has `lse` -inf and probabilities 0.
+    """
+    if visible is not None:
+        scores = scores.masked_fill(~visible, NEG_INF)
+    lse = torch.logsumexp(scores, dim=-1)
+    return _only(visible, torch.softmax(scores, dim=-1), lse), lse
+
+
+def probabilities(scores: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
+    """`exp(scores - lse)`: what `softmax` gave, from the `lse` that it returned."""
+    return _only(visible, torch.exp(scores - lse[..., None]), lse)
+
+
+def _only(visible: Tensor | None, p: Tensor, lse: Tensor) -> Tensor:
+    p = p.masked_fill((lse == NEG_INF)[..., None], 0.0)
+    return p if visible is None else p.masked_fill(~visible, 0.0)
+
+
+def product(weights: Tensor, operand: Tensor, touched: Tensor | None) -> Tensor:
+    """`weights @ operand`, where a row of `operand` reaches only the rows that touch it.
+
+    In a plain product it reaches all of them: `0 * nan` is nan. `weights` `[..., M, N]` are 0
+    outside of `touched` (bool, broadcastable to them; None: all is touched, a plain product).
+    Values of `operand` `[..., N, W]` that are not finite give nan to the elements that touch them.
+    """
+    if touched is None:
+        return weights @ operand
+    finite = torch.isfinite(operand)
+    result = weights @ operand.masked_fill(~finite, 0.0)
+    poisoned = touched.expand(weights.shape).to(operand.dtype) @ (~finite).to(operand.dtype)
+    return result.masked_fill(poisoned > 0, float("nan"))
+
+
+def kept_share(
+    seed: Tensor | None, dropout_p: float, shape: Iterable[int], like: Tensor
+) -> Tensor | None:
+    """What dropout multiplies probabilities by: 0 or `1 / (1 - dropout_p)`; None without dropout.
+
+    `shape` is [B, H, T, S]; `like` names dtype and device.
+    """
+    if seed is None or dropout_p == 0.0:
+        return None
+    B, H, T, S = shape
+    return keep_mask(seed, dropout_p, B, H, T, S, like.device).to(like.dtype) / (1.0 - dropout_p)
+
+
+def times(tensor: Tensor, factor: Tensor | None) -> Tensor:
+    """`tensor * factor`, where None stands for ones."""
+    return tensor if factor is None else tensor * factor
+
+
+def opened(gate: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor | None:
+    """The values that multiply the output: `[B, H, T, Dv]`, each size 1 where it broadcasts."""
+    if gate is None:
+        return None
+    return gates.activate(gates.as_4d(gate).to(dtype), activation)
+
+
+def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -> Tensor | None:
+    """Visible pairs of open heads, `[B|1, H|1, T|1, S|1]`; None where that is all of them.
+
+    Only these take part in the output and in the gradients of queries, keys and values.
+    """
+    closed = gates.closed_heads(gate, activation)
+    if closed is None:
+        return visible
+    is_open = ~closed[:, :, None, None]
+    return is_open if visible is None else visible & is_open
+
+
+def only_rows(tensor: Tensor, pairs: Tensor | None) -> Tensor:
+    """`tensor` `[B, H, T, W]` with exact zeros in the rows that none of `pairs` belongs to."""
+    return tensor if pairs is None else tensor.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
+
+
+def score_gradient(
+    dattended: Tensor,
+    attended: Tensor,
+    value: Tensor,
+    p: Tensor,
+    kept: Tensor | None,
+    pairs: Tensor | None,
+) -> Tensor:
+    """`p * (dp - delta)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `pairs`.
+
+    `dp = kept * (dattended @ value^T)`; `delta = rowsum(dattended * attended)`, which is
+    `rowsum(p * dp)`.
+    """
+    dp = times(dattended @ value.mT, kept)
+    delta = (dattended * attended).sum(-1, keepdim=True)
+    dscores = p * (dp - delta)
+    return dscores if pairs is None else dscores.masked_fill(~pairs, 0.0)
+
+
+def gate_rows(
+    dout: Tensor,
+    attended: Tensor,
+    visible: Tensor | None,
+    gate: Tensor,
+    activation: str,
+    closed_grad: bool,
+) -> Tensor:
+    """`dout * attended`, summed over the head's width unless the gate is elementwise.
+
+    `[B, H, T]` or `[B, H, T, Dv]`; the truth for closed heads too, or 0 with `closed_grad=False`.
+    """
+    pairs = visible if closed_grad else contributing(visible, gate, activation)
+    rows = only_rows(dout * attended, pairs)
+    return rows if gates.is_elementwise(gate) else rows.sum(-1)

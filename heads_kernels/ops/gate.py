@@ -1,0 +1,73 @@
+"""What a gate is, for every backend: its activation, its broadcast to `[B, H, T, Dv]`, and its gradient.
+
+A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank says what it is: `[H]` per head,
+`[B, H]` per batch and head, `[B, H, T]` per token, `[B, H, T, Dv]` elementwise; dimensions of size 1 broadcast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def activate(gate: Tensor, activation: str) -> Tensor:
+    """The values that multiply the output, from the gate as it was passed (logits where an activation is named)."""
+    if activation == "sigmoid":
+        return torch.sigmoid(gate)
+    if activation == "softplus":
+        return F.softplus(gate)
+    return gate
+
+
+def as_4d(gate: Tensor) -> Tensor:
+    """A view of the gate with the four dimensions `[B, H, T, Dv]`, each of size 1 where it broadcasts."""
+    if gate.dim() == 1:
+        return gate[None, :, None, None]
+    return gate[(...,) + (None,) * (4 - gate.dim())]
+
+
+def is_elementwise(gate: Tensor) -> bool:
+    """Whether the gate differs along the width of a head."""
+    return gate.dim() == 4 and gate.shape[3] != 1
+
+
+def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
+    """`[B or 1, H or 1]` bool, True where an identity gate shuts a whole head exactly; None where no gate can."""
+    if gate is None or activation != "identity":
+        return None
+    gate = as_4d(gate)
+    if gate.shape[2] != 1 or gate.shape[3] != 1:
+        return None
+    return gate[:, :, 0, 0] == 0
+
+
+def empty_rows(gate: Tensor | None, needed: bool, query: Tensor, B: int, H: int, T: int, Dv: int) -> Tensor:
+    """Room for what a kernel's backward gives for the gate: `dout * attended` in the compute dtype.
+
+    `[B, H, T]`, summed over the width of the head, or `[B, H, T, Dv]` for an elementwise gate.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if gate is None or not needed:
+        return query.new_empty(0, dtype=dtype)
+    return query.new_empty((B, H, T, Dv) if is_elementwise(gate) else (B, H, T), dtype=dtype)
+
+
+def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool) -> Tensor:
+    """Gradient of the gate as it was passed, from the kernel's `rows` (see `empty_rows`).
+
+    Sums over what the gate was broadcast along, applies the slope of the activation, and with `closed_grad=False`
+    reports 0 for every entry of an identity gate that is exactly 0.
+    """
+    wide = as_4d(gate)
+    full = rows if rows.dim() == 4 else rows[..., None]
+    along = [d for d in range(4) if wide.shape[d] == 1 and full.shape[d] != 1]
+    grad = (full.sum(along, keepdim=True) if along else full).reshape(gate.shape)
+    if activation == "sigmoid":
+        opened = torch.sigmoid(gate.to(grad.dtype))
+        grad = grad * opened * (1 - opened)
+    elif activation == "softplus":
+        grad = grad * torch.sigmoid(gate.to(grad.dtype))
+    elif not closed_grad:
+        grad = grad.masked_fill(gate == 0, 0.0)
+    return grad.to(gate.dtype)

@@ -1,0 +1,10 @@
+"""Gated attention: `out = act(gate) * softmax(scale * Q K^T under mask) V`, per head."""
+
+from heads_kernels.dispatch import Backend
+from heads_kernels.ops import support
+
+#: In the order in which they are asked.
+BACKENDS = (
+    Backend("cpu", "heads_kernels.ops.gated_attention.native", support.cpu),
+    Backend("eager", "heads_kernels.ops.gated_attention.eager", support.eager),
+)

@@ -1,0 +1,66 @@
+"""Gated attention on the `cpu` backend: launchers of the C++ kernels in `csrc/cpu/gated_attention.h`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads_kernels import _cpu
+from heads_kernels.mask import Intervals
+from heads_kernels.ops.gated_attention.op import allocate, allocate_gradients
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    intervals: Intervals,
+    seed: Tensor | None,
+    scale: float,
+    gate_activation: str,
+    dropout_p: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, and `attended` and `lse` where `save` asks for them (see `allocate`)."""
+    outputs = allocate(query, value, gate, save)
+    _cpu.attention_forward(
+        (query, key, None, None, scale),
+        value,
+        (intervals.k_lo, intervals.k_hi, intervals.key_visible, intervals.band_lo, intervals.band_hi),
+        (gate, gate_activation, seed, dropout_p),
+        outputs,
+        torch.get_num_threads(),
+    )
+    return outputs
+
+
+def backward(
+    dout: Tensor,
+    attended: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    intervals: Intervals,
+    seed: Tensor | None,
+    scale: float,
+    gate_activation: str,
+    dropout_p: float,
+    closed_grad: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`dquery`, `dkey`, `dvalue` and the rows of the gate's gradient, those that `needs` asks for."""
+    gradients = allocate_gradients(query, key, value, gate, needs)
+    _cpu.attention_backward(
+        (query, key, None, None, scale),
+        value,
+        (intervals.k_lo, intervals.k_hi, intervals.key_visible, intervals.band_lo, intervals.band_hi),
+        (gate, gate_activation, seed, dropout_p),
+        closed_grad,
+        (dout, attended, lse),
+        (*gradients[:3], None, None, gradients[3]),
+        torch.get_num_threads(),
+    )
+    return gradients

@@ -1,0 +1,159 @@
+"""The torch ops of gated attention: forward and backward, their fakes, FLOPs and autograd.
+
+A backend module has `forward` and `backward` with the arguments of the ops, the mask parts as one `Intervals`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.mask import Intervals
+from heads_kernels.ops import gate as gates
+from heads_kernels.ops.autograd import first_order_only
+from heads_kernels.ops.gated_attention import BACKENDS
+from heads_kernels.ops.layout import compute_dtype, empty_gradient, empty_heads
+from heads_kernels.ops.library import define_op, load
+from heads_kernels.problem import Problem
+
+_CALL = """
+    Tensor query, Tensor key, Tensor value, Tensor? gate,
+    Tensor? k_lo, Tensor? k_hi, Tensor? key_visible, Tensor? dense_mask, SymInt band_lo, SymInt band_hi,
+    Tensor? seed, float scale, str gate_activation, float dropout_p
+"""
+
+
+def allocate(query: Tensor, value: Tensor, gate: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`out` as the query lies in memory; for the backward `attended` (out before the gate) and `lse`, else empty."""
+    B, H, T, Dv = *query.shape[:3], value.shape[3]
+    out = empty_heads(query, B, H, T, Dv)
+    attended = empty_heads(query, B, H, T, Dv) if save and gate is not None else query.new_empty(0)
+    lse = query.new_empty((B, H, T) if save else 0, dtype=compute_dtype(query.dtype))
+    return out, attended, lse
+
+
+def allocate_gradients(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`dquery`, `dkey`, `dvalue` and the rows of `gate_gradient`; empty where `needs` says no."""
+    B, H, T, Dv = *query.shape[:3], value.shape[3]
+    return (
+        empty_gradient(query, needs[0]),
+        empty_gradient(key, needs[1]),
+        empty_gradient(value, needs[2]),
+        gates.empty_rows(gate, needs[3], query, B, H, T, Dv),
+    )
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None,
+    k_lo: Tensor | None, k_hi: Tensor | None, key_visible: Tensor | None, dense_mask: Tensor | None,
+    band_lo: int, band_hi: int,
+    seed: Tensor | None, scale: float, gate_activation: str, dropout_p: float, save: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
+    result: tuple[Tensor, Tensor, Tensor] = load(BACKENDS, backend).forward(
+        query, key, value, gate, intervals, seed, scale, gate_activation, dropout_p, save
+    )
+    return result
+
+
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, *call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return allocate(query, value, gate, call[-2])
+
+
+def _forward_flops(query: Any, key: Any, value: Any, *call: Any, **kwargs: Any) -> int:
+    B, H, T, D = query
+    return forward_flops(B * H * T * key[2], D, value[3])
+
+
+forward_op = define_op(
+    "gated_attention",
+    f"({_CALL}, bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)",
+    _forward,
+    _forward_fake,
+    _forward_flops,
+)
+
+
+def _backward(
+    dout: Tensor, attended: Tensor, lse: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None,
+    k_lo: Tensor | None, k_hi: Tensor | None, key_visible: Tensor | None, dense_mask: Tensor | None,
+    band_lo: int, band_hi: int,
+    seed: Tensor | None, scale: float, gate_activation: str, dropout_p: float,
+    closed_grad: bool, needs: list[bool], backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = load(BACKENDS, backend).backward(
+        dout, attended, lse, query, key, value, gate, intervals,
+        seed, scale, gate_activation, dropout_p, closed_grad, needs,
+    )  # fmt: skip
+    return result
+
+
+def _backward_fake(
+    dout: Tensor, attended: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, *call: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return allocate_gradients(query, key, value, gate, call[-2])
+
+
+def _backward_flops(dout: Any, attended: Any, lse: Any, query: Any, key: Any, value: Any, *call: Any, **kwargs: Any) -> int:
+    B, H, T, D = query
+    return backward_flops(B * H * T * key[2], D, value[3])
+
+
+backward_op = define_op(
+    "gated_attention_backward",
+    f"(Tensor dout, Tensor attended, Tensor lse, {_CALL}, bool closed_grad, bool[4] needs, str backend)"
+    " -> (Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dgate_rows)",
+    _backward,
+    _backward_fake,
+    _backward_flops,
+)
+
+
+class _GatedAttention(torch.autograd.Function):
+    """Gradients of query, key, value and gate; `call` are the arguments of the op, in its order."""
+
+    @staticmethod
+    def forward(ctx: Any, closed_grad: bool, backend: str, *call: Any) -> Tensor:
+        out, attended, lse = forward_op(*call, True, backend)
+        ctx.save_for_backward(attended if call[3] is not None else out, lse, *call[:8], call[10])
+        ctx.constants = call[8:10], call[11:], closed_grad, backend
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        attended, lse, *tensors, seed = ctx.saved_tensors
+        band, (scale, gate_activation, dropout_p), closed_grad, backend = ctx.constants
+        gate = tensors[3]
+        needs = list(ctx.needs_input_grad[2:6])
+        dquery, dkey, dvalue, rows = backward_op(
+            dout, attended, lse, *tensors, *band, seed, scale, gate_activation, dropout_p, closed_grad, needs, backend
+        )
+        grads = (
+            dquery if needs[0] else None,
+            dkey if needs[1] else None,
+            dvalue if needs[2] else None,
+            gates.gate_gradient(rows, gate, gate_activation, closed_grad) if needs[3] else None,
+        )
+        return None, None, *first_order_only("gated_attention", grads, (dout, *tensors[:4])), *[None] * 10
+
+
+def gated_attention(problem: Problem, backend: str, seed: Tensor | None) -> Tensor:
+    """Run a valid problem on `backend`; gradients are recorded where an input asks for one."""
+    p, mask = problem, problem.intervals
+    inputs = p.query, p.key, p.value, p.gate
+    call = (
+        *inputs, mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi,
+        seed, p.scale, p.gate_activation, p.dropout_p,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return _GatedAttention.apply(p.closed_grad, backend, *call)  # type: ignore[no-any-return, no-untyped-call]
+    return forward_op(*call, False, backend)[0]  # type: ignore[no-any-return]

@@ -1,0 +1,27 @@
+"""How outputs lie in memory: one rule for the kernels and for the fakes that stand in for them while tracing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
+    """An empty `[B, H, L, W]` that lies in memory as `like` `[B, H, rows, width]` does.
+
+    Heads outside rows (`[B, H, L, W]` contiguous), or rows outside heads (a transposed `[B, L, H, W]`) as projections
+    give them, so that the reshape to `[B, L, H * W]` behind attention copies nothing.
+    """
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((B, L, H, W)).transpose(1, 2)
+    return like.new_empty((B, H, L, W))
+
+
+def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
+    """Room for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for."""
+    return torch.empty_like(tensor) if needed else tensor.new_empty(0)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of scores, lse and accumulators."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

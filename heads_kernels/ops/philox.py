@@ -1,0 +1,64 @@
+"""Dropout masks by Philox4x32-10: the seed and an element's index (b, h, i, j) decide about it.
+
+Counter-based random numbers (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so
+that a forward pass, its backward pass and every backend draw the same mask without keeping it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+_WORD = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low word of a product of two words, by halves of `b`: no step reaches 2**50."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+    """The four words of Philox4x32-10; a word is an int64 tensor in [0, 2**32); they broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + WEYL[0]) & _WORD, (k1 + WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def threshold(dropout_p: float) -> int:
+    """A probability is dropped where its word is below this: `floor(dropout_p * 2**32)`."""
+    return math.floor(dropout_p * 2**32)
+
+
+def keep_mask(
+    seed: Tensor, dropout_p: float, B: int, H: int, T: int, S: int, device: torch.device
+) -> Tensor:
+    """bool `[B, H, T, S]`, True where the probability of key j in row i is kept.
+
+    Element (b, h, i, j) reads word `j & 3` of counter `(j >> 2, i, h, b)` under the key
+    `(seed & 0xffffffff, seed >> 32)` and is kept where that word is at least
+    `threshold(dropout_p)`. `seed` is int64 `[1]`.
+    """
+
+    def count(n: int, dimension: int) -> Tensor:
+        indices = torch.arange(n, dtype=torch.int64, device=device)
+        return indices.reshape([-1 if d == dimension else 1 for d in range(4)])
+
+    seed = seed.to(device)
+    counter = count((S + 3) // 4, 3), count(T, 2), count(H, 1), count(B, 0)
+    words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
+    drawn = torch.stack([w.expand(B, H, T, -1) for w in words], dim=-1)  # [B, H, T, S / 4, 4]
+    return drawn.flatten(3)[..., :S] >= threshold(dropout_p)
