@@ -20,7 +20,8 @@ PACKAGE = ROOT / "heads_kernels"
 
 # A part imports itself and the parts below it; those of the top layer may also import each other.
 LAYERS = (
-    {"flops", "mask"},
+    {"errors", "flops"},
+    {"mask"},
     {"problem"},
     {"dispatch"},
     {"ops"},

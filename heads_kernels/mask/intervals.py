@@ -1,0 +1,100 @@
+"""What kernels read of a mask: two integers, two int32 vectors, one byte a key, or a dense mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+#: A band limit that limits nothing: larger than any T or S, and twice it still fits int32.
+UNBOUNDED: Final = 1 << 30
+
+Device = torch.device | str
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """The pair (query row i, key j) of batch b is visible when every part that is present says so.
+
+    band_lo, band_hi  integers: `i + band_lo <= j < i + band_hi`; unlimited: -/+ `UNBOUNDED`
+    k_lo, k_hi        int32 `[B or 1, T]`, contiguous, within [0, S], both or none:
+                      `k_lo[b, i] <= j < k_hi[b, i]`; a row with `k_lo >= k_hi` sees nothing
+    key_visible       bool `[B or 1, S]`, contiguous: False hides key j from every row
+    dense             bool `[B|1, H|1, T|1, S|1]`: False hides the pair; only `eager` reads it
+    """
+
+    band_lo: int = -UNBOUNDED
+    band_hi: int = UNBOUNDED
+    k_lo: Tensor | None = None
+    k_hi: Tensor | None = None
+    key_visible: Tensor | None = None
+    dense: Tensor | None = None
+
+    def __and__(self, other: Intervals) -> Intervals:
+        """The pairs that both let through."""
+        return Intervals(
+            band_lo=max(self.band_lo, other.band_lo),
+            band_hi=min(self.band_hi, other.band_hi),
+            k_lo=_both(torch.maximum, self.k_lo, other.k_lo),
+            k_hi=_both(torch.minimum, self.k_hi, other.k_hi),
+            key_visible=_both(torch.logical_and, self.key_visible, other.key_visible),
+            dense=_both(torch.logical_and, self.dense, other.dense),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are; the CPU when it has none."""
+        return device_of((self.k_lo, self.key_visible, self.dense))
+
+    def to_dense(self, T: int, S: int, device: Device | None = None) -> Tensor:
+        """The same as a bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
+        device = self.device if device is None else device
+        i = torch.arange(T, device=device)[:, None]  # [T, 1]
+        j = torch.arange(S, device=device)  # [S]
+        visible = ((j >= i + self.band_lo) & (j < i + self.band_hi))[None, None]  # [1, 1, T, S]
+        if self.k_lo is not None and self.k_hi is not None:
+            k_lo, k_hi = self.k_lo[:, None, :, None], self.k_hi[:, None, :, None]
+            visible = visible & (j >= k_lo) & (j < k_hi)
+        if self.key_visible is not None:
+            visible = visible & self.key_visible[:, None, None, :]
+        return visible if self.dense is None else visible & self.dense
+
+    def visible_pairs(self, B: int, T: int, S: int) -> Tensor:
+        """Number of visible pairs (i, j) in every batch, exact: int64 `[B]`, on `self.device`.
+
+        It is `to_dense(T, S).sum((1, 2, 3))` spread over B: a `dense` part that tells heads apart
+        counts the pairs of all of them. Without one, memory is O(B (T + S)).
+        """
+        if self.dense is not None:
+            return self.to_dense(T, S).sum((1, 2, 3)).expand(B)
+        i = torch.arange(T, device=self.device)[None]  # [1, T]
+        lo, hi = i + self.band_lo, i + self.band_hi
+        if self.k_lo is not None and self.k_hi is not None:
+            lo, hi = torch.maximum(lo, self.k_lo), torch.minimum(hi, self.k_hi)
+        lo = lo.clamp(0, S)  # [B or 1, T]
+        hi = torch.maximum(hi.clamp(0, S), lo)
+        if self.key_visible is None:
+            return (hi - lo).sum(1).expand(B)
+        # before[b, j]: visible keys left of key j, [B, S + 1]
+        before = torch.nn.functional.pad(self.key_visible.cumsum(1), (1, 0)).expand(B, -1)
+        lo, hi = lo.expand(B, -1), hi.expand(B, -1)
+        return (before.gather(1, hi) - before.gather(1, lo)).sum(1)
+
+
+def _both(
+    operation: Callable[[Tensor, Tensor], Tensor], a: Tensor | None, b: Tensor | None
+) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return operation(a, b)
+
+
+def device_of(values: Iterable[object]) -> torch.device:
+    """The device of the first tensor among them; the CPU when there is none."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
+    return torch.device("cpu")

@@ -1,0 +1,251 @@
+"""What callers write: a `Mask` is a tuple of terms, one for each argument, ANDed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.errors import refuse
+from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
+from heads_kernels.mask.terms import (
+    Alignment,
+    Causal,
+    Dense,
+    Documents,
+    KeyLengths,
+    KeyMask,
+    Prefix,
+    QueryLengths,
+    QueryMask,
+    Term,
+    Window,
+    check_broadcast,
+    readable,
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class Mask:
+    """Which keys every query row may see. `a & b`, and arguments together: what all let through.
+
+    Row i of T queries and key j of S keys, in batch b:
+
+    causal          True or "upper_left": `j <= i`, as in `scaled_dot_product_attention`;
+                    "lower_right": `j <= i + S - T`, for decoding with a cache
+    key_lengths     integers `[B]` or `[1]`: `j < key_lengths[b]`
+    query_lengths   integers `[B]` or `[1]`: rows `i >= query_lengths[b]` see nothing
+    key_mask        bool `[B or 1, S]`, True = real key: padding on either side, holes anywhere
+    query_mask      bool `[B or 1, T]`, True = real row: the other rows see nothing
+    window          `(left, right)`, -1 unlimited: `i - left <= j <= i + right`;
+                    `i + S - T` stands for i with causal="lower_right"
+    document_ids    integers `[S]` or `[B or 1, S]` (T == S), ascending along the row, or a pair
+                    `(query_ids, key_ids)`, key_ids ascending: keys of the row's own id
+    prefix_lengths  integers `[B]` or `[1]`, beside causal: `j < prefix_lengths[b]` is visible too
+
+    Tensors are kept by reference, get no gradient and must be on the query's device. Lengths may
+    also be a list of ints, which is copied to the device in every call.
+
+    Raises TypeError or ValueError that names the argument: here for what it is, in `intervals`
+    for how it fits B, T and S. Values (lengths in range, ids ascending) are checked where looking
+    at them is free: on the CPU and outside `torch.compile`. Elsewhere lengths are clamped to
+    [0, S] or [0, T], and the mask of unsorted ids is unspecified.
+
+        hk.Mask(causal=True, key_mask=tokens != pad)
+        hk.Mask(causal="lower_right", window=(4095, 0))
+        hk.Mask.from_cu_seqlens(cu_seqlens, total) & hk.Mask(causal=True)
+    """
+
+    terms: tuple[Term, ...]
+
+    def __init__(
+        self,
+        causal: bool | Alignment = False,
+        key_lengths: Tensor | Sequence[int] | None = None,
+        query_lengths: Tensor | Sequence[int] | None = None,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        prefix_lengths: Tensor | Sequence[int] | None = None,
+    ) -> None:
+        align = _parse_causal(causal)
+        terms: tuple[Term, ...] = ()
+        if prefix_lengths is not None:
+            if align is None:
+                instead = "pass causal=True or causal='lower_right' too"
+                refuse("prefix_lengths", "come without causal", instead)
+            terms += (Prefix(_parse_lengths("prefix_lengths", prefix_lengths), align),)
+        elif align is not None:
+            terms += (Causal(align),)
+        if window is not None:
+            terms += (Window(_parse_window(window), align or "upper_left"),)
+        if key_lengths is not None:
+            terms += (KeyLengths(_parse_lengths("key_lengths", key_lengths)),)
+        if query_lengths is not None:
+            terms += (QueryLengths(_parse_lengths("query_lengths", query_lengths)),)
+        if key_mask is not None:
+            terms += (KeyMask(_parse_real("key_mask", key_mask, "[B, S], True = real key")),)
+        if query_mask is not None:
+            terms += (QueryMask(_parse_real("query_mask", query_mask, "[B, T], True = real row")),)
+        if document_ids is not None:
+            terms += (Documents(*_parse_documents(document_ids)),)
+        object.__setattr__(self, "terms", terms)
+
+    @classmethod
+    def of(cls, terms: tuple[Term, ...]) -> Mask:
+        """The mask of these terms."""
+        mask = cls()
+        object.__setattr__(mask, "terms", terms)
+        return mask
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int) -> Mask:
+        """Packed documents by their borders: document d is [cu_seqlens[d], cu_seqlens[d + 1]).
+
+        `cu_seqlens`: integers `[documents + 1]`, ascending from 0. `total`: T = S, an int; what
+        lies between `cu_seqlens[-1]` and `total` (padding) is one more document.
+        """
+        layout = "pass an integer tensor [documents + 1]"
+        cu_seqlens = _parse_tensor("cu_seqlens", cu_seqlens, _INTEGERS, (1,), layout)
+        if not _is_int(total):
+            instead = "pass the packed length as an int"
+            refuse("total", f"is a {type(total).__name__}", instead, TypeError)
+        if readable(cu_seqlens):
+            borders = cu_seqlens.tolist()
+            if borders[:1] != [0] or borders != sorted(borders) or borders[-1] > total:
+                instead = f"pass ascending borders, from 0 to at most total = {total}"
+                refuse("cu_seqlens", f"is {borders}", instead)
+        j = torch.arange(total, device=cu_seqlens.device)
+        return cls(document_ids=torch.searchsorted(cu_seqlens.to(torch.int64), j, right=True))
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if not self.terms or not other.terms:
+            return self if self.terms else other
+        return Mask.of(self.terms + other.terms)
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
+        """Its `Intervals` for a call of these sizes on `device` (default: where its tensors are).
+
+        Costs a few integers where only `causal` and `window` are given, no tensor.
+        """
+        if device is None:
+            device = device_of(value for term in self.terms for value in vars(term).values())
+        combined: Intervals | None = None
+        for term in self.terms:
+            part = term.intervals(B, H, T, S, device)
+            combined = part if combined is None else combined & part
+        return Intervals() if combined is None else combined
+
+    def to_dense(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Tensor:
+        """The same as a bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
+        return self.intervals(B, H, T, S, device).to_dense(T, S, device)
+
+    def __repr__(self) -> str:
+        return f"Mask({', '.join(map(str, self.terms))})"
+
+
+def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -> Mask:
+    """The `attn_mask` of an operator as a `Mask`, for a call of `shape` = (B, H, T, S).
+
+    A bool tensor means what it means to `scaled_dot_product_attention`: True = may attend,
+    broadcastable to `[B, H, T, S]` from the right, so that 2-D is `[T, S]`. `[B|1, 1, 1, S|1]` is
+    taken as a key mask and `[B|1, 1, T, 1]` as a query mask, anything else as a dense mask.
+    """
+    if attn_mask is None:
+        return Mask()
+    if isinstance(attn_mask, Mask):
+        return attn_mask
+    instead = "pass a hk.Mask, or a bool tensor with True = may attend"
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
+        if attn_mask.requires_grad:
+            instead += ". Masks are data and get no gradient; the differentiable bias is"
+            instead += " content_bias of collaborative_attention"
+        elif attn_mask.is_floating_point():
+            instead += " (additive masks are not served)"
+    _parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
+    check_broadcast(attn_mask, shape)
+    visible = attn_mask[(None,) * (4 - attn_mask.dim())]  # [B|1, H|1, T|1, S|1]
+    if visible.shape[1] == 1 and visible.shape[2] == 1:
+        return Mask.of((KeyMask(visible[:, 0, 0].expand(-1, shape[3]), "attn_mask"),))
+    if visible.shape[1] == 1 and visible.shape[3] == 1:
+        return Mask.of((QueryMask(visible[:, 0, :, 0], "attn_mask"),))
+    return Mask.of((Dense(visible),))
+
+
+# ---------------------------------------------------------------------- what an argument is
+_INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _parse_tensor(
+    argument: str,
+    tensor: object,
+    dtypes: Sequence[torch.dtype],
+    ranks: Sequence[int],
+    instead: str,
+) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
+    if tensor.dtype not in dtypes:
+        refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
+    if tensor.dim() not in ranks:
+        refuse(argument, f"has shape {list(tensor.shape)}", instead)
+    return tensor
+
+
+def _parse_causal(causal: object) -> Alignment | None:
+    if causal is True or causal == "upper_left":
+        return "upper_left"
+    if causal == "lower_right":
+        return "lower_right"
+    if causal is not False:
+        refuse("causal", f"is {causal!r}", "use False, True (= 'upper_left') or 'lower_right'")
+    return None
+
+
+def _parse_window(window: object) -> tuple[int, int]:
+    instead = "pass (left, right), inclusive counts of keys on either side, -1 = unlimited"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        refuse("window", f"is {window!r}", instead)
+    if not all(map(_is_int, window)):
+        refuse("window", f"is {window!r}", instead, TypeError)
+    left, right = window
+    if left < -1 or right < -1:
+        refuse("window", f"is {window!r}", instead)
+    return (-1 if left >= UNBOUNDED else left), (-1 if right >= UNBOUNDED else right)
+
+
+def _parse_lengths(argument: str, lengths: object) -> Tensor | tuple[int, ...]:
+    instead = "pass an integer tensor [B] or a list of B ints"
+    if not isinstance(lengths, (tuple, list)):
+        return _parse_tensor(argument, lengths, _INTEGERS, (1,), instead)
+    if not all(map(_is_int, lengths)):
+        refuse(argument, f"is {lengths!r}", instead, TypeError)
+    return tuple(lengths)
+
+
+def _parse_real(argument: str, real: object, layout: str) -> Tensor:
+    return _parse_tensor(argument, real, (torch.bool,), (2,), f"pass a bool tensor {layout}")
+
+
+def _parse_documents(document_ids: object) -> tuple[Tensor, Tensor]:
+    instead = "pass an integer tensor [S] or [B, S], or a pair (query_ids, key_ids)"
+    pair = document_ids if isinstance(document_ids, (tuple, list)) else (document_ids,) * 2
+    if len(pair) != 2:
+        refuse("document_ids", f"has {len(pair)} parts", instead)
+    queries, keys = pair
+    queries = _parse_tensor("document_ids", queries, _INTEGERS, (1, 2), instead)
+    keys = _parse_tensor("document_ids", keys, _INTEGERS, (1, 2), instead)
+    if readable(keys) and not bool((keys[..., 1:] >= keys[..., :-1]).all()):
+        instead = "number the documents in the order in which their keys stand"
+        refuse("document_ids", "does not ascend along the row", instead)
+    return queries, keys

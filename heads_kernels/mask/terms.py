@@ -1,0 +1,263 @@
+"""One reason to hide keys each: a term gives its `Intervals` and knows nothing of kernels.
+
+A new mask is one small `Term` here and one line in `Mask.__init__`; no kernel changes. Nothing here
+waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from heads_kernels.errors import refuse
+from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
+
+Alignment = Literal["upper_left", "lower_right"]
+
+
+class Term:
+    """One reason to hide keys: a frozen dataclass of tensors, strings and tuples of integers.
+
+    Its first field is the value of `argument`, the name by which errors and `repr` call it.
+    """
+
+    argument: str
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        """Its `Intervals` for a call of these sizes; raises ValueError where it does not fit."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self.argument}={describe(next(iter(vars(self).values())))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Term):
+    """Row i sees keys `<= i` (upper_left) or `<= i + S - T` (lower_right)."""
+
+    align: Alignment
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        return Intervals(band_hi=_offset(self.align, T, S) + 1)
+
+    def __str__(self) -> str:
+        return "causal=True" if self.align == "upper_left" else f"causal={self.align!r}"
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Term):
+    """Row i sees keys `i - left` to `i + right`, both included; -1: unlimited. Aligned as Causal"""
+
+    sides: tuple[int, int]
+    align: Alignment
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        (left, right), offset = self.sides, _offset(self.align, T, S)
+        return Intervals(
+            band_lo=-UNBOUNDED if left == -1 else offset - left,
+            band_hi=UNBOUNDED if right == -1 else offset + right + 1,
+        )
+
+    def __str__(self) -> str:
+        return f"window={self.sides}{'' if self.align == 'upper_left' else ' ' + self.align}"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Term):
+    """Prefix-LM: row i sees keys `< max(i + offset + 1, lengths[b])`, causal or in the prefix."""
+
+    lengths: Tensor | tuple[int, ...]
+    align: Alignment
+    argument: str = "prefix_lengths"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        lengths = _lengths(self.argument, self.lengths, B, S, "S", device)
+        causal = torch.arange(T, dtype=torch.int32, device=device) + (_offset(self.align, T, S) + 1)
+        return _leading(torch.maximum(causal, lengths[:, None]).clamp(0, S))
+
+    def __str__(self) -> str:
+        return f"{Causal(self.align)}, {super().__str__()}"
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLengths(Term):
+    """Keys `>= lengths[b]` are hidden."""
+
+    lengths: Tensor | tuple[int, ...]
+    argument: str = "key_lengths"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        lengths = _lengths(self.argument, self.lengths, B, S, "S", device)
+        return _leading(lengths[:, None].expand(-1, T).contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class QueryLengths(Term):
+    """Rows `>= lengths[b]` see nothing."""
+
+    lengths: Tensor | tuple[int, ...]
+    argument: str = "query_lengths"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        lengths = _lengths(self.argument, self.lengths, B, T, "T", device)
+        real = torch.arange(T, device=device) < lengths[:, None]  # [B or 1, T]
+        return _leading(real.to(torch.int32) * S)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyMask(Term):
+    """Keys where `real` is False are hidden; the interval is the span of those where it is True."""
+
+    real: Tensor
+    argument: str = "key_mask"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        _check_rows(self.argument, self.real, B, S, "S", device)
+        if S == 0:  # no key to take a maximum over, and none to hide
+            return Intervals()
+        from_left = torch.arange(1, S + 1, dtype=torch.int32, device=device)
+        from_right = torch.arange(S, 0, -1, dtype=torch.int32, device=device)
+        first = S - (self.real * from_right).amax(1, keepdim=True)  # [B or 1, 1]; S if all hidden
+        end = (self.real * from_left).amax(1, keepdim=True)  # [B or 1, 1]; 0 if all hidden
+        return Intervals(
+            k_lo=first.expand(-1, T).contiguous(),
+            k_hi=end.expand(-1, T).contiguous(),
+            key_visible=self.real.contiguous(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class QueryMask(Term):
+    """Rows where `real` is False see nothing."""
+
+    real: Tensor
+    argument: str = "query_mask"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        _check_rows(self.argument, self.real, B, T, "T", device)
+        return _leading(self.real.to(torch.int32, memory_format=torch.contiguous_format) * S)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Term):
+    """Row i sees the keys whose id is its own. Ids of keys ascend; one tensor may be both."""
+
+    query_ids: Tensor
+    key_ids: Tensor
+    argument: str = "document_ids"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        if self.query_ids is self.key_ids and T != S:
+            instead = "pass a pair (query_ids, key_ids)"
+            refuse(self.argument, f"serve rows and keys alike, but T is {T} and S is {S}", instead)
+        queries = self.query_ids[None] if self.query_ids.dim() == 1 else self.query_ids
+        keys = self.key_ids[None] if self.key_ids.dim() == 1 else self.key_ids
+        _check_rows(self.argument, queries, B, T, "T", device)
+        _check_rows(self.argument, keys, B, S, "S", device)
+        if queries.shape[0] != keys.shape[0]:
+            queries, keys = queries.expand(B, -1), keys.expand(B, -1)
+        queries, keys = queries.contiguous(), keys.contiguous()
+        return Intervals(
+            k_lo=torch.searchsorted(keys, queries, out_int32=True),
+            k_hi=torch.searchsorted(keys, queries, out_int32=True, right=True),
+        )
+
+    def __str__(self) -> str:
+        if self.query_ids is self.key_ids:
+            return super().__str__()
+        return f"{self.argument}=({describe(self.query_ids)}, {describe(self.key_ids)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Term):
+    """Pairs where `visible`, `[B|1, H|1, T|1, S|1]`, is False are hidden."""
+
+    visible: Tensor
+    argument: str = "attn_mask"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        check_broadcast(self.visible, (B, H, T, S))
+        _check_device(self.argument, self.visible, device)
+        return Intervals(dense=self.visible)
+
+
+def _offset(align: Alignment, T: int, S: int) -> int:
+    """The key beside row 0, such that the first (last) row stands beside the first (last) key."""
+    return 0 if align == "upper_left" else S - T
+
+
+def _leading(k_hi: Tensor) -> Intervals:
+    """Row i sees the keys before `k_hi[b, i]`."""
+    return Intervals(k_lo=torch.zeros_like(k_hi), k_hi=k_hi)
+
+
+def describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    where = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
+
+
+# ---------------------------------------------------------------------- how it fits a call
+def readable(tensor: Tensor) -> bool:
+    """Whether its values may be looked at: on the CPU, not traced, not fake."""
+    if torch.compiler.is_compiling():
+        return False
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
+
+
+def _check_rows(
+    argument: str, tensor: Tensor, B: int, size: int, letter: str, device: Device
+) -> None:
+    """`tensor` is `[B or 1, size]` on `device`."""
+    batch, width = tensor.shape
+    if (batch != 1 and batch != B) or width != size:
+        was = f"has shape {list(tensor.shape)}, but B is {B} and {letter} is {size}"
+        refuse(argument, was, f"pass [{B} or 1, {size}]")
+    _check_device(argument, tensor, device)
+
+
+def _check_device(argument: str, tensor: Tensor, device: Device) -> None:
+    wanted = torch.device(device)
+    indices = {tensor.device.index, wanted.index} - {None}  # "cuda" means whichever
+    if tensor.device.type != wanted.type or len(indices) > 1:
+        was = f"is on {tensor.device}, but query is on {wanted}"
+        refuse(argument, was, "move it there once, before the call")
+
+
+def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None:
+    """`attn_mask` broadcasts to `shape`, aligned right."""
+    got, wanted = list(attn_mask.shape), list(shape)[4 - attn_mask.dim() :]
+    if any(size != 1 and size != want for size, want in zip(got, wanted, strict=True)):
+        instead = "make every size equal, or 1"
+        if got == [shape[0], shape[3]]:
+            instead = "2-D is [T, S]; a padding mask [B, S] goes as hk.Mask(key_mask=...)"
+        refuse("attn_mask", f"has shape {got}, but [B, H, T, S] is {list(shape)}", instead)
+
+
+def _lengths(
+    argument: str,
+    lengths: Tensor | tuple[int, ...],
+    B: int,
+    limit: int,
+    letter: str,
+    device: Device,
+) -> Tensor:
+    """`lengths` as int32 `[B or 1]` on `device`, within [0, limit]."""
+    count = lengths.shape[0] if isinstance(lengths, Tensor) else len(lengths)
+    if count != 1 and count != B:
+        refuse(argument, f"holds {count} lengths, but B is {B}", f"pass {B}, or 1 for all")
+    values: Sequence[int] = ()
+    if isinstance(lengths, Tensor):
+        _check_device(argument, lengths, device)
+        values = lengths.tolist() if readable(lengths) else ()
+    else:
+        values = () if torch.compiler.is_compiling() else lengths
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+    if values and not 0 <= min(values) <= max(values) <= limit:
+        refuse(argument, f"is {list(values)}", f"lengths go from 0 to {letter} = {limit}")
+    return lengths.to(torch.int64).clamp(0, limit).to(torch.int32)
