@@ -2,7 +2,12 @@
 
 from heads_kernels import testing
 from heads_kernels.dispatch import Choice
-from heads_kernels.functional import attention_statistics, collaborative_attention, explain, gated_attention
+from heads_kernels.functional import (
+    attention_statistics,
+    collaborative_attention,
+    explain,
+    gated_attention,
+)
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.problem import Problem

@@ -7,7 +7,13 @@ _Mask = tuple[Tensor | None, Tensor | None, Tensor | None, int, int]
 _Options = tuple[Tensor | None, str, Tensor | None, float]
 
 def attention_forward(
-    scores: _Scores, value: Tensor, mask: _Mask, options: _Options, outputs: Sequence[Tensor], threads: int, /
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    outputs: Sequence[Tensor | None],
+    threads: int,
+    /,
 ) -> None: ...
 def attention_backward(
     scores: _Scores,
@@ -21,7 +27,12 @@ def attention_backward(
     /,
 ) -> None: ...
 def attention_statistics(
-    scores: _Scores, excluded: Tensor | None, mask: _Mask, outputs: Sequence[Tensor], threads: int, /
+    scores: _Scores,
+    excluded: Tensor | None,
+    mask: _Mask,
+    outputs: Sequence[Tensor],
+    threads: int,
+    /,
 ) -> None: ...
 def available_levels() -> list[str]: ...
 def level() -> str: ...

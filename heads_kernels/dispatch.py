@@ -34,7 +34,9 @@ class Choice:
     refusals: dict[str, list[str]]
 
     def __str__(self) -> str:
-        head = f"{self.operator}: " + (f"runs on {self.backend!r}" if self.backend else "no backend can serve this call")
+        head = f"{self.operator}: " + (
+            f"runs on {self.backend!r}" if self.backend else "no backend can serve this call"
+        )
         lines = [f"  not {name!r}: {'; '.join(reasons)}" for name, reasons in self.refusals.items()]
         return "\n".join([head, *lines])
 
@@ -48,7 +50,9 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
         rows = [row for row in table if row.name == backend]
         if not rows:
             known = ", ".join(repr(row.name) for row in table)
-            raise ValueError(f"backend is {backend!r}; use one of {known}, or None to let the package choose.")
+            raise ValueError(
+                f"backend is {backend!r}; use one of {known}, or None to let the package choose."
+            )
         table = rows
     refusals: dict[str, list[str]] = {}
     chosen: str | None = None

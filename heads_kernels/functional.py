@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads_kernels.dispatch import Backend, Choice, choose, select
+from heads_kernels.errors import refuse
 from heads_kernels.mask import Mask
 from heads_kernels.ops import attention_statistics as statistics_table
 from heads_kernels.ops import collaborative_attention as collaborative_table
@@ -65,8 +67,7 @@ def gated_attention(
         ValueError, TypeError: an argument that does not fit, named with its value and what would do; a backend
             that is unknown or can not serve the call, with its reasons.
     """
-    query, key, value = _autocast(query, key, value)
-    problem = Problem.gated(
+    problem = _gated(
         query,
         key,
         value,
@@ -78,7 +79,9 @@ def gated_attention(
         closed_grad=closed_grad,
         dropout_p=dropout_p,
     )
-    return gated_op.gated_attention(problem, select(gated_table.BACKENDS, problem, backend), _seed(problem))
+    return gated_op.gated_attention(
+        problem, select(gated_table.BACKENDS, problem, backend), _seed(problem)
+    )
 
 
 def collaborative_attention(
@@ -121,8 +124,7 @@ def collaborative_attention(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    query, key, value = _autocast(query, key, value)
-    problem = Problem.collaborative(
+    problem = _collaborative(
         query,
         key,
         value,
@@ -170,8 +172,7 @@ def attention_statistics(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    query, key = _autocast(query, key)
-    problem = Problem.statistics(
+    problem = _statistics(
         query,
         key,
         mixing=mixing,
@@ -186,15 +187,73 @@ def attention_statistics(
     return statistics_op.attention_statistics(problem, chosen, exclude_keys)
 
 
+# ---------------------------------------------------------------------- arguments to a Problem
+def _gated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Problem:
+    return Problem.gated(*_autocast(query, key, value), *args, **kwargs)
+
+
+def _collaborative(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Problem:
+    return Problem.collaborative(*_autocast(query, key, value), *args, **kwargs)
+
+
+def _statistics(query: Tensor, key: Tensor, **kwargs: Any) -> Problem:
+    return Problem.statistics(*_autocast(query, key), **kwargs)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
+
+    float64 is left alone, as autocast does with PyTorch's own operators.
+    """
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
+    )
+
+
+def _seed(problem: Problem) -> Tensor | None:
+    """A seed of 63 bits from PyTorch's generator of the device, drawn only where there is dropout."""
+    if problem.dropout_p == 0.0:
+        return None
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=problem.query.device)
+
+
+def _excluded(exclude_keys: Tensor, problem: Problem) -> Tensor:
+    """`exclude_keys` as a contiguous `[B or 1, S]`."""
+    allowed = ([problem.S], [1, problem.S], [problem.B, problem.S])
+    instead = (
+        f"pass bool [S] = {allowed[0]} or [B, S] = {allowed[2]}, True for the keys to leave out"
+    )
+    if not isinstance(exclude_keys, Tensor):
+        refuse("exclude_keys", f"is a {type(exclude_keys).__name__}", instead, TypeError)
+    if exclude_keys.dtype != torch.bool:
+        refuse("exclude_keys", f"has dtype {exclude_keys.dtype}", instead, TypeError)
+    if list(exclude_keys.shape) not in allowed:
+        refuse("exclude_keys", f"has shape {list(exclude_keys.shape)}", instead)
+    if exclude_keys.device != problem.query.device:
+        refuse("exclude_keys", f"is on {exclude_keys.device}", f"move it to {problem.query.device}")
+    return (exclude_keys[None] if exclude_keys.dim() == 1 else exclude_keys).contiguous()
+
+
+# ---------------------------------------------------------------------- which backend, and why
 _OPERATORS: dict[str, tuple[Callable[..., Problem], Sequence[Backend]]] = {
-    "gated_attention": (Problem.gated, gated_table.BACKENDS),
-    "collaborative_attention": (Problem.collaborative, collaborative_table.BACKENDS),
-    "attention_statistics": (Problem.statistics, statistics_table.BACKENDS),
+    "gated_attention": (_gated, gated_table.BACKENDS),
+    "collaborative_attention": (_collaborative, collaborative_table.BACKENDS),
+    "attention_statistics": (_statistics, statistics_table.BACKENDS),
 }
 
 
 def explain(
-    operator: Callable[..., object] | str, *args: object, backend: str | None = None, **kwargs: object
+    operator: Callable[..., object] | str,
+    *args: object,
+    backend: str | None = None,
+    **kwargs: object,
 ) -> Choice:
     """Which backend would run this call, and why each other one would not; nothing runs.
 
@@ -214,38 +273,3 @@ def explain(
     parse, table = _OPERATORS[name]
     kwargs.pop("exclude_keys", None)
     return choose(table, parse(*args, **kwargs), backend)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
-
-    float64 is left alone, as autocast does with PyTorch's own operators.
-    """
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
-
-
-def _seed(problem: Problem) -> Tensor | None:
-    """A seed of 63 bits from PyTorch's generator of the device, drawn only where there is dropout."""
-    if problem.dropout_p == 0.0:
-        return None
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=problem.query.device)
-
-
-def _excluded(exclude_keys: Tensor, problem: Problem) -> Tensor:
-    allowed = ([problem.S], [1, problem.S], [problem.B, problem.S])
-    if not isinstance(exclude_keys, Tensor):
-        raise TypeError(f"exclude_keys is a {type(exclude_keys).__name__}; pass a bool torch.Tensor [S] or [B, S].")
-    if exclude_keys.dtype != torch.bool:
-        raise TypeError(f"exclude_keys has dtype {exclude_keys.dtype}; pass bool, True for the keys to leave out.")
-    if list(exclude_keys.shape) not in allowed:
-        raise ValueError(f"exclude_keys has shape {list(exclude_keys.shape)}; pass [S] = {allowed[0]} or {allowed[2]}.")
-    if exclude_keys.device != problem.query.device:
-        raise ValueError(f"exclude_keys is on {exclude_keys.device}; move it to {problem.query.device}.")
-    return (exclude_keys[None] if exclude_keys.dim() == 1 else exclude_keys).contiguous()

@@ -14,7 +14,7 @@ enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
 
 constexpr int kMaxRank = 4;
 
-// A strided tensor of one of the dtypes above; `data` is null where an optional tensor is absent.
+// A strided tensor of one of the dtypes above; of rank 0 where an optional tensor is absent.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -22,7 +22,7 @@ struct Tensor {
   int64_t size[kMaxRank] = {0, 0, 0, 0};
   int64_t stride[kMaxRank] = {0, 0, 0, 0};
 
-  explicit operator bool() const { return data != nullptr; }
+  explicit operator bool() const { return rank > 0; }
 };
 
 // The mask as data: query row i of batch b sees key j where j is in the band [i + band_lo, i + band_hi), in the interval

@@ -123,8 +123,8 @@ inline void load_output_gradients(const Head<T>& head, const Gate<T>& gate, cons
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < kBlockM; ++m) {
     const int64_t i = visible.first + m;
-    const bool sees = m < visible.columns && visible.sees(m);
-    const T lse = sees ? static_cast<const T*>(gradients.lse)[i] : kHidden<T>;
+    const T lse = visible.sees(m) ? static_cast<const T*>(gradients.lse)[i] : kHidden<T>;
+    const bool sees = lse != kHidden<T>;  // a row may see nothing but holes
     scratch.lse[m] = lse == kHidden<T> ? -kHidden<T> : lse * static_cast<T>(kLog2e);
     scratch.delta[m] = 0;
     T* dout = scratch.dout_rows + m * padded;

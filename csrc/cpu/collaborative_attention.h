@@ -26,7 +26,7 @@ struct CollaborativeAttention {
         T_(p.query.size[1]),
         S(p.key.size[1]),
         D(p.query.size[2]),
-        Dv(p.value ? p.value.size[3] : 1),
+        Dv(p.value.rank == 4 ? p.value.size[3] : 1),
         query_tiles((T_ + kBlockM - 1) / kBlockM),
         mixing(H * D),
         to_log2(H * D),
@@ -156,7 +156,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
   const CollaborativeAttentionBackward<T> op(params);
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t bytes = BackwardScratch<T>::bytes(op.D, op.Dv) + op.head_bytes();
-  if (op.B >= params.threads || op.H == 0) {
+  if (op.B >= params.threads || op.B == 0 || op.H == 0) {
     parallel_for(op.B, params.threads, work, bytes + piece<T>(op.shared_count()), [&](int64_t b, Workspace& workspace) {
       T* shared = workspace.take<T>(op.shared_count());
       op.group(b, 0, op.H, shared, workspace);

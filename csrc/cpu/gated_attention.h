@@ -22,7 +22,7 @@ struct GatedAttention {
         T_(p.query.size[2]),
         S(p.key.size[2]),
         D(p.query.size[3]),
-        Dv(p.value ? p.value.size[3] : 1),
+        Dv(p.value.rank == 4 ? p.value.size[3] : 1),
         query_tiles((T_ + kBlockM - 1) / kBlockM),
         to_log2(D, static_cast<T>(p.scale * kLog2e)) {}
 
@@ -103,7 +103,7 @@ void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<T> op(params);
   const int64_t heads = op.B * op.Hk;
   const int64_t work = 5 * op.multiply_adds() / 2, scratch = BackwardScratch<T>::bytes(op.D, op.Dv);
-  if (heads >= params.threads || op.S <= kBlockN) {
+  if (heads == 0 || heads >= params.threads || op.S <= kBlockN) {
     parallel_for(heads, params.threads, work, scratch + op.accumulator_bytes(op.S),
                  [&](int64_t item, Workspace& w) { op.key_head(item / op.Hk, item % op.Hk, 0, op.S, true, w); });
     return;

@@ -70,7 +70,7 @@ inline void store(T* p, Vec<T> v) {
 
 template <typename T>
 inline Vec<T> splat(T x) {
-  return Vec<T>{} + x;
+  return x - Vec<T>{};  // x - 0 is x to the bit, so this is one broadcast
 }
 
 template <typename T>

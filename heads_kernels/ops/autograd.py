@@ -12,7 +12,9 @@ class _FirstOrderOnly(torch.autograd.Function):
     """Hands gradients through and raises where somebody differentiates them again."""
 
     @staticmethod
-    def forward(ctx: Any, operator: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, operator: str, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.operator = operator
         return tuple(tensors[:count])
 

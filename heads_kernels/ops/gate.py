@@ -42,7 +42,9 @@ def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
     return gate[:, :, 0, 0] == 0
 
 
-def empty_rows(gate: Tensor | None, needed: bool, query: Tensor, B: int, H: int, T: int, Dv: int) -> Tensor:
+def empty_rows(
+    gate: Tensor | None, needed: bool, query: Tensor, B: int, H: int, T: int, Dv: int
+) -> Tensor:
     """Room for what a kernel's backward gives for the gate: `dout * attended` in the compute dtype.
 
     `[B, H, T]`, summed over the width of the head, or `[B, H, T, Dv]` for an elementwise gate.

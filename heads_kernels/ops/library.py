@@ -6,8 +6,9 @@ kernel would, and a FLOP formula. Gradients are an `autograd.Function` around th
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -38,9 +39,12 @@ def define_op(
     return packet.default
 
 
-def load(table: Sequence[Backend], name: str) -> ModuleType:
+@functools.cache
+def load(table: tuple[Backend, ...], name: str) -> ModuleType:
     """The module of backend `name`, imported the first time an op runs on it."""
     for row in table:
         if row.name == name:
             return importlib.import_module(row.module)
-    raise ValueError(f"backend is {name!r}; use one of {', '.join(repr(row.name) for row in table)}.")
+    raise ValueError(
+        f"backend is {name!r}; use one of {', '.join(repr(row.name) for row in table)}."
+    )

@@ -21,13 +21,19 @@ def cpu(problem: Problem) -> list[str]:
     """The C++ kernels read tensors in CPU memory, rows contiguous, masks as intervals."""
     reasons = []
     if not _CPU_EXTENSION:
-        reasons.append("the extension heads_kernels._cpu is not built (install the package with a C++ compiler)")
+        reasons.append(
+            "the extension heads_kernels._cpu is not built (install the package with a C++ compiler)"
+        )
     if problem.query.device.type != "cpu":
         reasons.append(f"tensors are on {problem.query.device}; it serves CPU tensors")
     if problem.intervals.dense is not None:
-        reasons.append("a dense attn_mask is no interval per row; use hk.Mask, or the eager backend")
+        reasons.append(
+            "a dense attn_mask is no interval per row; use hk.Mask, or the eager backend"
+        )
     for name in ("query", "key", "value"):
         tensor = getattr(problem, name)
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            reasons.append(f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())")
+            reasons.append(
+                f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
+            )
     return reasons

@@ -24,7 +24,13 @@ def forward(
     _cpu.attention_statistics(
         (query, key, mixing, content_bias, scale),
         excluded,
-        (intervals.k_lo, intervals.k_hi, intervals.key_visible, intervals.band_lo, intervals.band_hi),
+        (
+            intervals.k_lo,
+            intervals.k_hi,
+            intervals.key_visible,
+            intervals.band_lo,
+            intervals.band_hi,
+        ),
         tuple(statistics),
         torch.get_num_threads(),
     )

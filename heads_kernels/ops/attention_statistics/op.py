@@ -73,13 +73,26 @@ statistics_op = define_op(
 )
 
 
-def attention_statistics(problem: Problem, backend: str, excluded: Tensor | None) -> AttentionStatistics:
+def attention_statistics(
+    problem: Problem, backend: str, excluded: Tensor | None
+) -> AttentionStatistics:
     """Run a valid problem on `backend`; `excluded` `[B or 1, S]` bool marks keys left out of the maximum."""
     p, mask = problem, problem.intervals
     with torch.no_grad():
         return AttentionStatistics(
             *statistics_op(
-                p.query, p.key, p.mixing, p.content_bias, excluded,
-                mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi, p.scale, backend,
-            )  # fmt: skip
+                p.query,
+                p.key,
+                p.mixing,
+                p.content_bias,
+                excluded,
+                mask.k_lo,
+                mask.k_hi,
+                mask.key_visible,
+                mask.dense,
+                mask.band_lo,
+                mask.band_hi,
+                p.scale,
+                backend,
+            )
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 from heads_kernels import _cpu
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.collaborative_attention.op import allocate, allocate_gradients
+from heads_kernels.ops.layout import asked_for
 
 
 def forward(
@@ -29,9 +30,15 @@ def forward(
     _cpu.attention_forward(
         (query, key, mixing, content_bias, scale),
         value,
-        (intervals.k_lo, intervals.k_hi, intervals.key_visible, intervals.band_lo, intervals.band_hi),
+        (
+            intervals.k_lo,
+            intervals.k_hi,
+            intervals.key_visible,
+            intervals.band_lo,
+            intervals.band_hi,
+        ),
         (gate, gate_activation, seed, dropout_p),
-        outputs,
+        [asked_for(t) for t in outputs],
         torch.get_num_threads(),
     )
     return outputs
@@ -60,11 +67,17 @@ def backward(
     _cpu.attention_backward(
         (query, key, mixing, content_bias, scale),
         value,
-        (intervals.k_lo, intervals.k_hi, intervals.key_visible, intervals.band_lo, intervals.band_hi),
+        (
+            intervals.k_lo,
+            intervals.k_hi,
+            intervals.key_visible,
+            intervals.band_lo,
+            intervals.band_hi,
+        ),
         (gate, gate_activation, seed, dropout_p),
         closed_grad,
         (dout, attended, lse),
-        gradients,
+        [asked_for(t) for t in gradients],
         torch.get_num_threads(),
     )
     return gradients

@@ -26,7 +26,9 @@ _CALL = """
 """
 
 
-def allocate(query: Tensor, value: Tensor, gate: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def allocate(
+    query: Tensor, value: Tensor, gate: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """`out` as the value lies in memory; for the backward `attended` (out before the gate) and `lse`, else empty."""
     B, H, T, Dv = value.shape[0], value.shape[1], query.shape[1], value.shape[3]
     out = empty_heads(value, B, H, T, Dv)
@@ -36,7 +38,12 @@ def allocate(query: Tensor, value: Tensor, gate: Tensor | None, save: bool) -> t
 
 
 def allocate_gradients(
-    query: Tensor, key: Tensor, value: Tensor, content_bias: Tensor | None, gate: Tensor | None, needs: list[bool]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    content_bias: Tensor | None,
+    gate: Tensor | None,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`dquery`, `dkey`, `dvalue`, the rows of `dmixing` `[B, H, Ds]`, `dcontent_bias`, the rows of `gate_gradient`.
 
@@ -63,13 +70,30 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
     result: tuple[Tensor, Tensor, Tensor] = load(BACKENDS, backend).forward(
-        query, key, value, mixing, content_bias, gate, intervals, seed, scale, gate_activation, dropout_p, save
+        query,
+        key,
+        value,
+        mixing,
+        content_bias,
+        gate,
+        intervals,
+        seed,
+        scale,
+        gate_activation,
+        dropout_p,
+        save,
     )
     return result
 
 
 def _forward_fake(
-    query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, content_bias: Tensor | None, gate: Tensor | None, *call: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    content_bias: Tensor | None,
+    gate: Tensor | None,
+    *call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return allocate(query, value, gate, call[-2])
 
@@ -112,7 +136,9 @@ def _backward_fake(
     return allocate_gradients(query, key, value, content_bias, gate, call[-2])
 
 
-def _backward_flops(dout: Any, attended: Any, lse: Any, query: Any, key: Any, value: Any, *call: Any, **kwargs: Any) -> int:
+def _backward_flops(
+    dout: Any, attended: Any, lse: Any, query: Any, key: Any, value: Any, *call: Any, **kwargs: Any
+) -> int:
     B, H, S, Dv = value
     return backward_flops(B * H * query[1] * S, query[2], Dv)
 
@@ -144,7 +170,18 @@ class _CollaborativeAttention(torch.autograd.Function):
         mixing, content_bias, gate = tensors[3:6]
         needs = list(ctx.needs_input_grad[2:8])
         dquery, dkey, dvalue, dmixing_rows, dcontent_bias, dgate_rows = backward_op(
-            dout, attended, lse, *tensors, *band, seed, scale, gate_activation, dropout_p, closed_grad, needs, backend
+            dout,
+            attended,
+            lse,
+            *tensors,
+            *band,
+            seed,
+            scale,
+            gate_activation,
+            dropout_p,
+            closed_grad,
+            needs,
+            backend,
         )
         grads = (
             dquery if needs[0] else None,
@@ -152,9 +189,16 @@ class _CollaborativeAttention(torch.autograd.Function):
             dvalue if needs[2] else None,
             mixing_gradient(dmixing_rows, mixing, closed_grad) if needs[3] else None,
             dcontent_bias.to(content_bias.dtype) if needs[4] else None,
-            gates.gate_gradient(dgate_rows, gate, gate_activation, closed_grad) if needs[5] else None,
+            gates.gate_gradient(dgate_rows, gate, gate_activation, closed_grad)
+            if needs[5]
+            else None,
         )
-        return None, None, *first_order_only("collaborative_attention", grads, (dout, *tensors[:6])), *[None] * 10
+        return (
+            None,
+            None,
+            *first_order_only("collaborative_attention", grads, (dout, *tensors[:6])),
+            *[None] * 10,
+        )
 
 
 def mixing_gradient(rows: Tensor, mixing: Tensor, closed_grad: bool) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from heads_kernels import _cpu
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.gated_attention.op import allocate, allocate_gradients
+from heads_kernels.ops.layout import asked_for
 
 
 def forward(
@@ -27,9 +28,15 @@ def forward(
     _cpu.attention_forward(
         (query, key, None, None, scale),
         value,
-        (intervals.k_lo, intervals.k_hi, intervals.key_visible, intervals.band_lo, intervals.band_hi),
+        (
+            intervals.k_lo,
+            intervals.k_hi,
+            intervals.key_visible,
+            intervals.band_lo,
+            intervals.band_hi,
+        ),
         (gate, gate_activation, seed, dropout_p),
-        outputs,
+        [asked_for(t) for t in outputs],
         torch.get_num_threads(),
     )
     return outputs
@@ -56,11 +63,17 @@ def backward(
     _cpu.attention_backward(
         (query, key, None, None, scale),
         value,
-        (intervals.k_lo, intervals.k_hi, intervals.key_visible, intervals.band_lo, intervals.band_hi),
+        (
+            intervals.k_lo,
+            intervals.k_hi,
+            intervals.key_visible,
+            intervals.band_lo,
+            intervals.band_hi,
+        ),
         (gate, gate_activation, seed, dropout_p),
         closed_grad,
         (dout, attended, lse),
-        (*gradients[:3], None, None, gradients[3]),
+        [*map(asked_for, gradients[:3]), None, None, asked_for(gradients[3])],
         torch.get_num_threads(),
     )
     return gradients

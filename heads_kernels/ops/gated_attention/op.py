@@ -26,7 +26,9 @@ _CALL = """
 """
 
 
-def allocate(query: Tensor, value: Tensor, gate: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def allocate(
+    query: Tensor, value: Tensor, gate: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """`out` as the query lies in memory; for the backward `attended` (out before the gate) and `lse`, else empty."""
     B, H, T, Dv = *query.shape[:3], value.shape[3]
     out = empty_heads(query, B, H, T, Dv)
@@ -98,12 +100,21 @@ def _backward(
 
 
 def _backward_fake(
-    dout: Tensor, attended: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, *call: Any
+    dout: Tensor,
+    attended: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    *call: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return allocate_gradients(query, key, value, gate, call[-2])
 
 
-def _backward_flops(dout: Any, attended: Any, lse: Any, query: Any, key: Any, value: Any, *call: Any, **kwargs: Any) -> int:
+def _backward_flops(
+    dout: Any, attended: Any, lse: Any, query: Any, key: Any, value: Any, *call: Any, **kwargs: Any
+) -> int:
     B, H, T, D = query
     return backward_flops(B * H * T * key[2], D, value[3])
 
@@ -135,7 +146,18 @@ class _GatedAttention(torch.autograd.Function):
         gate = tensors[3]
         needs = list(ctx.needs_input_grad[2:6])
         dquery, dkey, dvalue, rows = backward_op(
-            dout, attended, lse, *tensors, *band, seed, scale, gate_activation, dropout_p, closed_grad, needs, backend
+            dout,
+            attended,
+            lse,
+            *tensors,
+            *band,
+            seed,
+            scale,
+            gate_activation,
+            dropout_p,
+            closed_grad,
+            needs,
+            backend,
         )
         grads = (
             dquery if needs[0] else None,
@@ -143,7 +165,12 @@ class _GatedAttention(torch.autograd.Function):
             dvalue if needs[2] else None,
             gates.gate_gradient(rows, gate, gate_activation, closed_grad) if needs[3] else None,
         )
-        return None, None, *first_order_only("gated_attention", grads, (dout, *tensors[:4])), *[None] * 10
+        return (
+            None,
+            None,
+            *first_order_only("gated_attention", grads, (dout, *tensors[:4])),
+            *[None] * 10,
+        )
 
 
 def gated_attention(problem: Problem, backend: str, seed: Tensor | None) -> Tensor:

@@ -1,0 +1,71 @@
+"""How tests call an operator on each backend of its table, skipping those that can not serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+from heads_kernels.dispatch import Backend
+from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
+
+TABLES: dict[str, tuple[Backend, ...]] = {
+    "gated_attention": gated_attention.BACKENDS,
+    "collaborative_attention": collaborative_attention.BACKENDS,
+    "attention_statistics": attention_statistics.BACKENDS,
+}
+
+#: Every (operator, backend) whose result has a gradient.
+DIFFERENTIABLE = [
+    (operator, row.name)
+    for operator in ("gated_attention", "collaborative_attention")
+    for row in TABLES[operator]
+]
+
+#: Every (operator, backend).
+EVERY = [(operator, row.name) for operator, table in TABLES.items() for row in table]
+
+
+def serve(operator: str, backend: str, /, **arguments: Any) -> None:
+    """Skip the test, with the reasons, where `backend` can not serve this call."""
+    choice = hk.explain(operator, backend=backend, **arguments)
+    if choice.backend is None:
+        pytest.skip(str(choice))
+
+
+def call(operator: str, backend: str, /, **arguments: Any) -> Any:
+    """The operator on `backend`; skips the test where it can not serve the call."""
+    serve(operator, backend, **arguments)
+    return getattr(hk, operator)(backend=backend, **arguments)
+
+
+def tensors(
+    operator: str,
+    *,
+    B: int = 2,
+    H: int = 4,
+    Hk: int = 2,
+    T: int = 5,
+    S: int = 7,
+    D: int = 8,
+    Dv: int = 6,
+    dtype: torch.dtype = torch.float64,
+    grad: bool = False,
+) -> dict[str, Tensor]:
+    """Random tensor arguments of `operator` by name, without a gate."""
+    if operator == "gated_attention":
+        shapes = {"query": (B, H, T, D), "key": (B, Hk, S, D), "value": (B, Hk, S, Dv)}
+    elif operator == "collaborative_attention":
+        shapes = {
+            "query": (B, T, D),
+            "key": (B, S, D),
+            "value": (B, H, S, Dv),
+            "mixing": (H, D),
+            "content_bias": (B, H, S),
+        }
+    else:
+        shapes = {"query": (B, H, T, D), "key": (B, Hk, S, D)}
+    return {name: torch.randn(s, dtype=dtype).requires_grad_(grad) for name, s in shapes.items()}

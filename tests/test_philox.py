@@ -1,0 +1,107 @@
+"""Dropout masks: the generator's published answers, every element's index, and the share kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calls import DIFFERENTIABLE, call, tensors
+from reference import keeps
+from reference import philox4x32 as reference_philox4x32
+
+from heads_kernels import functional
+from heads_kernels.ops.philox import keep_mask, philox4x32, threshold
+
+CPU = torch.device("cpu")
+FULL = 0xFFFFFFFF
+
+#: Known answers of Random123 (kat_vectors, philox4x32 10): counter, key, words.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((FULL,) * 4, (FULL,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
+) -> None:
+    got = philox4x32(
+        tuple(torch.tensor(word) for word in counter), tuple(torch.tensor(word) for word in key)
+    )
+    assert tuple(int(word) for word in got) == words
+    assert reference_philox4x32(counter, key) == words
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**40 + 7, 2**63 - 1, -5])
+@pytest.mark.parametrize("S", [1, 4, 6, 7])
+def test_every_element_reads_its_own_word(seed: int, S: int) -> None:
+    got = keep_mask(torch.tensor([seed]), 0.4, 2, 3, 5, S, CPU)
+    assert got.dtype == torch.bool
+    assert torch.equal(got, keeps(seed, 0.4, 2, 3, 5, S))
+
+
+def test_an_element_does_not_depend_on_the_sizes() -> None:
+    seed = torch.tensor([99])
+    small = keep_mask(seed, 0.5, 1, 2, 3, 5, CPU)
+    large = keep_mask(seed, 0.5, 2, 3, 8, 13, CPU)
+    assert torch.equal(large[:1, :2, :3, :5], small)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_empty(sizes: tuple[int, int, int, int]) -> None:
+    assert keep_mask(torch.tensor([1]), 0.5, *sizes, CPU).shape == sizes
+
+
+def test_threshold() -> None:
+    assert threshold(0.0) == 0
+    assert threshold(0.5) == 2**31
+    assert threshold(1.0 - 2**-53) == 2**32 - 1
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_share_kept(p: float) -> None:
+    kept = keep_mask(torch.tensor([2024]), p, 2, 4, 128, 128, CPU).double()
+    deviation = (p * (1 - p) / kept.numel()) ** 0.5
+    assert abs(kept.mean().item() - (1 - p)) <= 4.5 * deviation
+    # and neighbours in every dimension know nothing of each other
+    for dimension in range(4):
+        n = kept.shape[dimension]
+        first = kept.narrow(dimension, 0, n - 1) - kept.mean()
+        second = kept.narrow(dimension, 1, n - 1) - kept.mean()
+        covariance = (first * second).mean().item()
+        assert abs(covariance) <= 4.5 * p * (1 - p) / first.numel() ** 0.5 + 1e-12
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_the_mask_that_an_operator_draws(
+    operator: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys as values show the dropped probabilities of every row: the same on every backend."""
+    B, H, T, S, p = 2, 2, 6, 9, 0.3
+    seed = 2**45 + 3
+    monkeypatch.setattr(functional, "_seed", lambda problem: torch.tensor([seed]))
+    arguments = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=4, Dv=S, dtype=torch.float32)
+    arguments["value"] = torch.eye(S).expand(B, H, S, S)
+    plain = call(operator, backend, **arguments)
+    dropped = call(operator, backend, **arguments, dropout_p=p)
+    kept = keeps(seed, p, B, H, T, S)
+    torch.testing.assert_close(dropped, plain * kept / (1 - p), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_the_seed_is_drawn_from_pytorchs_generator(operator: str, backend: str) -> None:
+    arguments = tensors(operator, dtype=torch.float32)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(call(operator, backend, **arguments, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    state = torch.get_rng_state()
+    call(operator, backend, **arguments)
+    assert torch.equal(torch.get_rng_state(), state), "no seed is drawn without dropout"

@@ -1,0 +1,395 @@
+"""The operators inside PyTorch: checks of ops and gradients, autocast, FLOPs, compile, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calls import DIFFERENTIABLE, EVERY, call, serve, tensors
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import heads_kernels as hk
+from heads_kernels import functional
+from heads_kernels.ops.attention_statistics.op import statistics_op
+from heads_kernels.ops.collaborative_attention import op as collaborative
+from heads_kernels.ops.gated_attention import op as gated
+
+B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
+OPS = {"gated_attention": gated, "collaborative_attention": collaborative}
+
+
+def function(
+    operator: str, backend: str, names: list[str], **options: Any
+) -> Callable[..., Tensor]:
+    """The operator as a function of the tensors `names`, in their order."""
+
+    def run(*values: Tensor) -> Tensor:
+        arguments = dict(zip(names, values, strict=True))
+        out: Tensor = getattr(hk, operator)(**arguments, backend=backend, **options)
+        return out
+
+    return run
+
+
+def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_seed", lambda problem: torch.tensor([2**40 + 1]))
+
+
+# ---------------------------------------------------------------------- opcheck
+def in_order(arguments: dict[str, Tensor], gate: Tensor | None) -> list[Tensor | None]:
+    values: list[Tensor | None] = list(arguments.values())
+    return [*values, gate]
+
+
+OPCHECKS = {
+    "plain": ({}, None, {}),
+    "gate": ({}, (H,), {"is_causal": True}),
+    "element gate": ({}, (B, H, T, Dv), {"attn_mask": hk.Mask(key_lengths=[3, 7])}),
+    "wide": ({"T": 33, "S": 20, "D": 40}, (1, H, 33), {"attn_mask": hk.Mask(window=(3, 2))}),
+    "half": ({"dtype": torch.bfloat16}, (B, H), {"dropout_p": 0.3}),
+    "empty": ({"B": 0}, (H,), {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("case", OPCHECKS)
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> None:
+    """Schema, fake (shapes, dtypes, strides) and symbolic tracing of forward and backward op."""
+    sizes, gate_shape, options = OPCHECKS[case]
+    arguments = tensors(operator, **{"dtype": torch.float32, **sizes})
+    if transposed:
+        for name in arguments:
+            if arguments[name].dim() == 4:
+                arguments[name] = arguments[name].transpose(1, 2).contiguous().transpose(1, 2)
+    gate = None if gate_shape is None else torch.rand(gate_shape)
+    serve(operator, backend, **arguments, gate=gate, **options)
+    op = OPS[operator]
+    parse = hk.Problem.gated if operator == "gated_attention" else hk.Problem.collaborative
+    problem = parse(**arguments, gate=gate, **options)
+    mask, dropout_p = problem.intervals, problem.dropout_p
+    seed = torch.tensor([5]) if dropout_p else None
+    inputs = (
+        *in_order(arguments, gate), mask.k_lo, mask.k_hi, mask.key_visible, mask.dense,
+        mask.band_lo, mask.band_hi, seed, problem.scale, "identity", dropout_p,
+    )  # fmt: skip
+    torch.library.opcheck(op.forward_op, (*inputs, True, backend))
+    torch.library.opcheck(op.forward_op, (*inputs, False, backend))
+    out, attended, lse = op.forward_op(*inputs, True, backend)
+    saved = (torch.randn_like(out), out if gate is None else attended, lse)
+    differentiable = len(arguments) + 1
+    for needs in ([True] * differentiable, [True, *[False] * (differentiable - 1)]):
+        needs = [*needs[:-1], needs[-1] and gate is not None]
+        torch.library.opcheck(op.backward_op, (*saved, *inputs, False, needs, backend))
+
+
+@pytest.mark.parametrize("form", OPS)
+@pytest.mark.parametrize(
+    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
+)
+def test_opcheck_statistics(backend: str, form: str) -> None:
+    arguments = tensors(form, dtype=torch.float32)
+    del arguments["value"]
+    serve("attention_statistics", backend, **arguments)
+    excluded = torch.rand(B, S) > 0.5
+    mixing, content_bias = arguments.get("mixing"), arguments.get("content_bias")
+    inputs = (
+        arguments["query"], arguments["key"], mixing, content_bias, excluded,
+        None, None, None, None, -2, 3, 0.5, backend,
+    )  # fmt: skip
+    torch.library.opcheck(statistics_op, inputs)
+
+
+# ---------------------------------------------------------------------- gradients
+GRADCHECKS: dict[str, tuple[dict[str, int], tuple[int, ...] | None, dict[str, Any]]] = {
+    "plain": ({}, None, {}),
+    "head gate": ({}, (2,), {"is_causal": True}),
+    "batch gate": ({"Dv": 3}, (2, 2), {"attn_mask": hk.Mask(key_lengths=[2, 4])}),
+    "token sigmoid": ({}, (2, 2, 3), {"gate_activation": "sigmoid"}),
+    "element softplus": ({}, (2, 2, 3, 2), {"gate_activation": "softplus"}),
+    "broadcast gate": ({}, (2, 1, 3), {"attn_mask": hk.Mask(window=(1, 0))}),
+    "shared heads": ({"Hk": 1}, (2,), {"attn_mask": hk.Mask(query_lengths=[3, 0])}),
+    "dropout": ({}, (2,), {"dropout_p": 0.4, "is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("case", GRADCHECKS)
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_gradcheck(operator: str, backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, gate_shape, options = GRADCHECKS[case]
+    fixed_seed(monkeypatch)
+    sizes = {"B": 2, "H": 2, "Hk": 2, "T": 3, "S": 4, "D": 2, "Dv": 2, **sizes}
+    arguments = tensors(operator, **sizes, grad=True)
+    if gate_shape is not None:
+        gate = torch.randn(gate_shape, dtype=torch.float64)
+        gate.view(-1)[1] = 0.0
+        arguments["gate"] = gate.requires_grad_()
+    serve(operator, backend, **arguments, **options)
+    run = function(operator, backend, list(arguments), **options)
+    assert torch.autograd.gradcheck(run, tuple(arguments.values()))
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_create_graph_and_second_order(operator: str, backend: str) -> None:
+    arguments = tensors(operator, grad=True)
+    arguments["gate"] = torch.rand(H, dtype=torch.float64, requires_grad=True)
+    values = list(arguments.values())
+    out = call(operator, backend, **arguments)
+    dout = torch.randn_like(out)
+    plain = torch.autograd.grad(out, values, dout, retain_graph=True)
+    first = torch.autograd.grad(out, values, dout, create_graph=True)
+    for a, b in zip(plain, first, strict=True):
+        assert torch.equal(a, b)
+        with pytest.raises(
+            RuntimeError, match=rf"{operator} has no second derivative.*plain PyTorch"
+        ):
+            torch.autograd.grad(b.sum(), values, retain_graph=True)
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_no_graph_without_need(operator: str, backend: str) -> None:
+    arguments = tensors(operator)
+    assert not call(operator, backend, **arguments).requires_grad
+    arguments["value"].requires_grad_()
+    with torch.no_grad():
+        assert not call(operator, backend, **arguments).requires_grad
+    out = call(operator, backend, **arguments)
+    out.sum().backward()
+    assert arguments["value"].grad is not None
+    assert arguments["query"].grad is None
+
+
+# ---------------------------------------------------------------------- checkpointing and autocast
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_checkpoint_with_dropout(operator: str, backend: str) -> None:
+    """The forward pass run again draws the dropout mask of the first."""
+    arguments = tensors(operator, grad=True)
+    serve(operator, backend, **arguments, dropout_p=0.5)
+    run = function(operator, backend, list(arguments), dropout_p=0.5)
+    values = list(arguments.values())
+    results = []
+    for through in (lambda *a: run(*a), lambda *a: checkpoint(run, *a, use_reentrant=False)):
+        torch.manual_seed(11)
+        out = through(*values)
+        results.append([out, *torch.autograd.grad(out.square().sum(), values)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_autocast(operator: str, backend: str) -> None:
+    """The bits of a bfloat16 call with a float32 gate: arguments are cast, nothing inside is."""
+    arguments = tensors(operator, dtype=torch.float32, grad=True)
+    arguments["gate"] = torch.rand(H, requires_grad=True)
+    dout = torch.randn(B, H, T, Dv, dtype=torch.bfloat16)
+    narrow = {
+        name: t.bfloat16() if name in ("query", "key", "value") else t
+        for name, t in arguments.items()
+    }
+    serve(operator, backend, **narrow)
+    direct = call(operator, backend, **narrow)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(operator, backend, **arguments)
+        inside = torch.autograd.grad(out, list(arguments.values()), dout, retain_graph=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, direct)
+    outside = torch.autograd.grad(out, list(arguments.values()), dout)
+    wanted = torch.autograd.grad(direct, list(arguments.values()), dout)
+    for a, b, c in zip(inside, outside, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+        assert torch.equal(b, c)
+
+
+@pytest.mark.parametrize(
+    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
+)
+def test_autocast_statistics(backend: str) -> None:
+    arguments = tensors("attention_statistics", dtype=torch.float32)
+    narrow = {name: t.bfloat16() for name, t in arguments.items()}
+    want = call("attention_statistics", backend, **narrow)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = call("attention_statistics", backend, **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_autocast_leaves_float64_alone(operator: str, backend: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(operator, backend, **tensors(operator)).dtype == torch.float64
+
+
+# ---------------------------------------------------------------------- FLOP counts
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_flop_counter(operator: str, backend: str) -> None:
+    """The dense count, whatever the mask hides: scores and values, and five products backward."""
+    arguments = tensors(operator, grad=True)
+    serve(operator, backend, **arguments, is_causal=True)
+    with FlopCounterMode(display=False) as forward:
+        out = call(operator, backend, **arguments, is_causal=True)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert forward.get_total_flops() == 2 * B * H * T * S * (D + Dv)
+    assert backward.get_total_flops() == 2 * B * H * T * S * (3 * D + 2 * Dv)
+
+
+@pytest.mark.parametrize("form", OPS)
+@pytest.mark.parametrize(
+    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
+)
+def test_flop_counter_statistics(backend: str, form: str) -> None:
+    arguments = tensors(form)
+    del arguments["value"]
+    with FlopCounterMode(display=False) as counted:
+        call("attention_statistics", backend, **arguments)
+    assert counted.get_total_flops() == 2 * B * H * T * S * D
+
+
+# ---------------------------------------------------------------------- compile and export
+def compare_compiled(
+    run: Callable[..., Any], compiled: Callable[..., Any], values: list[Tensor]
+) -> None:
+    """Output and gradients of `compiled` are those of `run`."""
+    torch.manual_seed(3)
+    out = run(*values)
+    torch.manual_seed(3)
+    got = compiled(*values)
+    torch.testing.assert_close(got, out)
+    assert got.stride() == out.stride()
+    dout = torch.randn_like(out)
+    leaves = [value for value in values if value.requires_grad]
+    wanted = torch.autograd.grad(out, leaves, dout)
+    for a, b in zip(torch.autograd.grad(got, leaves, dout), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+COMPILED: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "gate, causal": ("head", {"is_causal": True, "closed_grad": False}),
+    "sigmoid, window": (
+        "token",
+        {"gate_activation": "sigmoid", "attn_mask": hk.Mask(window=(3, 0))},
+    ),
+    "dropout": (None, {"dropout_p": 0.25, "attn_mask": hk.Mask(causal="lower_right")}),
+}
+
+
+def compiled_arguments(operator: str, gate: str | None, T: int, S: int) -> dict[str, Tensor]:
+    arguments = tensors(operator, T=T, S=S, dtype=torch.float32, grad=True)
+    if gate is not None:
+        shape = {"head": (H,), "token": (B, H, T)}[gate]
+        arguments["gate"] = torch.randn(shape, requires_grad=True)
+    return arguments
+
+
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
+    """One graph, without a break, serves every length: the second call does not compile again."""
+    gate, options = COMPILED[case]
+    torch.compiler.reset()
+    arguments = compiled_arguments(operator, gate, T, S)
+    serve(operator, backend, **arguments, **options)
+    run = function(operator, backend, list(arguments), **options)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    compare_compiled(run, compiled, list(arguments.values()))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for t, s in ((9, 13), (12, 12), (33, 40)):
+            values = list(compiled_arguments(operator, gate, t, s).values())
+            compare_compiled(run, compiled, values)
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_compile_masks(operator: str, backend: str) -> None:
+    """A mask made of tensors of the batch, in the graph: other lengths do not compile again."""
+    torch.compiler.reset()
+    arguments = compiled_arguments(operator, "head", T, S)
+    names = list(arguments)
+
+    def run(key_mask: Tensor, lengths: Tensor, *values: Tensor) -> Tensor:
+        mask = hk.Mask(causal="lower_right", key_mask=key_mask, query_lengths=lengths)
+        return function(operator, backend, names, attn_mask=mask)(*values)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for t, s in ((T, S), (16, 16)):
+        values = list(compiled_arguments(operator, "head", t, s).values())
+        key_mask = torch.rand(B, s) > 0.3
+        stance = "default" if (t, s) == (T, S) else "fail_on_recompile"
+        with torch.compiler.set_stance(stance):
+            compare_compiled(run, compiled, [key_mask, torch.tensor([t, t - 3]), *values])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_compile_inductor(operator: str, backend: str, dynamic: bool) -> None:
+    """Among other operations, as in a model, through inductor, forward and backward."""
+    torch.compiler.reset()
+    arguments = compiled_arguments(operator, "head", T, S)
+    names = list(arguments)
+    options: dict[str, Any] = {"is_causal": True}
+    serve(operator, backend, **arguments, **options)
+
+    def run(weight: Tensor, *values: Tensor) -> Tensor:
+        out = function(operator, backend, names, **options)(*[v * 1.5 for v in values])
+        return out.transpose(1, 2).flatten(2) @ weight
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+    weight = torch.randn(H * Dv, 3, requires_grad=True)
+    for t, s in ((T, S), (9, 12)) if dynamic else ((T, S),):
+        values = list(compiled_arguments(operator, "head", t, s).values())
+        compare_compiled(run, compiled, [weight, *values])
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_export(operator: str, backend: str) -> None:
+    """An exported program holds the op itself, and serves other lengths and masks."""
+    names = list(tensors(operator))
+
+    class Model(torch.nn.Module):
+        def forward(self, key_mask: Tensor, *values: Tensor) -> Tensor:
+            mask = hk.Mask(causal=True, key_mask=key_mask)
+            return function(operator, backend, names, attn_mask=mask, scale=0.5)(*values)
+
+    def inputs(t: int, s: int) -> tuple[Tensor, ...]:
+        values = tensors(operator, T=t, S=s, dtype=torch.float32).values()
+        return (torch.rand(B, s) > 0.3, *values)
+
+    serve(operator, backend, **tensors(operator), attn_mask=hk.Mask(causal=True))
+    rows, keys = torch.export.Dim("rows", min=2), torch.export.Dim("keys", min=2)
+    along = {
+        "query": rows, "key": keys, "value": keys, "mixing": None, "content_bias": keys,
+    }  # fmt: skip
+    shapes = []
+    for name, value in zip(names, inputs(T, S)[1:], strict=True):
+        dimension = value.dim() - (1 if name == "content_bias" else 2)
+        shapes.append(None if along[name] is None else {dimension: along[name]})
+    program = torch.export.export(Model(), inputs(T, S), dynamic_shapes=({1: keys}, tuple(shapes)))
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert f"heads_kernels.{operator}.default" in targets
+    for t, s in ((T, S), (11, 6)):
+        values = inputs(t, s)
+        assert torch.equal(program.module()(*values), Model()(*values))
+
+
+@pytest.mark.parametrize(
+    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
+)
+def test_compile_statistics(backend: str) -> None:
+    torch.compiler.reset()
+    arguments = tensors("attention_statistics", dtype=torch.float32)
+    serve("attention_statistics", backend, **arguments)
+
+    def run(query: Tensor, key: Tensor, exclude: Tensor) -> Any:
+        return hk.attention_statistics(query, key, exclude_keys=exclude, backend=backend)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for s in (S, 12):
+        values = tensors("attention_statistics", S=s, dtype=torch.float32).values()
+        exclude = torch.arange(s) == 0
+        got, want = compiled(*values, exclude), run(*values, exclude)
+        assert type(got) is type(want)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
