@@ -7,15 +7,23 @@ Everything behind them (dispatch, ops, kernels, FLOP counts) reads a `Problem` a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import (
+    check_dropout,
+    check_gate,
+    check_grouped_heads,
+    check_mixing,
+    check_scale,
+    check_tensors,
+    shape_of,
+)
+from heads_kernels.errors import refuse
+from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals, Mask, as_mask
-
-GATE_ACTIVATIONS: Final = ("identity", "sigmoid", "softplus")
-DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. A head's
 #: mixing vector is read in chunks of this many features and a chunk that is all zero costs nothing.
@@ -61,19 +69,19 @@ class Problem:
         dropout_p: float = 0.0,
     ) -> Problem:
         """Check the arguments of `gated_attention`; raises `ValueError` or `TypeError` naming the argument."""
-        _check_tensors(query=query, key=key, value=value)
-        _check_grouped_heads(query, key)
+        check_tensors(query=query, key=key, value=value)
+        check_grouped_heads(query, key)
         if value.dim() != 4:
-            _refuse("value", f"has shape {_shape(value)}", "pass [B, Hk, S, Dv]")
+            refuse("value", f"has shape {shape_of(value)}", "pass [B, Hk, S, Dv]")
         if value.shape[:3] != key.shape[:3]:
-            _refuse(
+            refuse(
                 "value",
-                f"has shape {_shape(value)}, but key is {_shape(key)}",
+                f"has shape {shape_of(value)}, but key is {shape_of(key)}",
                 "make batch, heads and S of value equal to those of key: [B, Hk, S, Dv]",
             )
         B, H, T, D = query.shape
-        dropout_p = _check_dropout(dropout_p)
-        _check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
+        dropout_p = check_dropout(dropout_p)
+        check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
         return cls(
             operator="gated_attention",
             query=query,
@@ -83,7 +91,7 @@ class Problem:
             content_bias=None,
             gate=gate,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, key.shape[2])),
-            scale=_check_scale(scale, D),
+            scale=check_scale(scale, D),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
             dropout_p=dropout_p,
@@ -107,18 +115,18 @@ class Problem:
         dropout_p: float = 0.0,
     ) -> Problem:
         """Check the arguments of `collaborative_attention`; raises `ValueError` or `TypeError` naming the argument."""
-        _check_tensors(query=query, key=key, value=value)
-        _check_mixing(query, key, mixing, content_bias)
+        check_tensors(query=query, key=key, value=value)
+        check_mixing(query, key, mixing, content_bias)
         B, T, Ds = query.shape
         H, S = mixing.shape[0], key.shape[1]
         if value.dim() != 4 or value.shape[:3] != (B, H, S):
-            _refuse(
+            refuse(
                 "value",
-                f"has shape {_shape(value)}, but batch, heads and S are [{B}, {H}, {S}] by query, mixing and key",
+                f"has shape {shape_of(value)}, but batch, heads and S are [{B}, {H}, {S}] by query, mixing and key",
                 "pass [B, H, S, Dv]",
             )
-        dropout_p = _check_dropout(dropout_p)
-        _check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
+        dropout_p = check_dropout(dropout_p)
+        check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
         return cls(
             operator="collaborative_attention",
             query=query,
@@ -128,7 +136,7 @@ class Problem:
             content_bias=content_bias,
             gate=gate,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S)),
-            scale=_check_scale(scale, Ds / max(H, 1)),
+            scale=check_scale(scale, Ds / max(H, 1)),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
             dropout_p=dropout_p,
@@ -147,15 +155,19 @@ class Problem:
         scale: float | None = None,
     ) -> Problem:
         """Check the arguments of `attention_statistics`; raises `ValueError` or `TypeError` naming the argument."""
-        _check_tensors(query=query, key=key)
+        check_tensors(query=query, key=key)
         if mixing is None:
             if content_bias is not None:
-                _refuse("content_bias", "comes without mixing", "pass mixing [H, Ds] too, or leave it out")
-            _check_grouped_heads(query, key)
+                refuse(
+                    "content_bias",
+                    "comes without mixing",
+                    "pass mixing [H, Ds] too, or leave it out",
+                )
+            check_grouped_heads(query, key)
             B, H, T, D = query.shape
             S, width = key.shape[2], float(D)
         else:
-            _check_mixing(query, key, mixing, content_bias)
+            check_mixing(query, key, mixing, content_bias)
             B, T, Ds = query.shape
             H, S = mixing.shape[0], key.shape[1]
             width = Ds / max(H, 1)
@@ -168,7 +180,7 @@ class Problem:
             content_bias=content_bias,
             gate=None,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S)),
-            scale=_check_scale(scale, width),
+            scale=check_scale(scale, width),
         )
 
     # ------------------------------------------------------------------ sizes
@@ -207,112 +219,87 @@ class Problem:
         """Dtype of scores, softmax, lse and accumulators: float64 for float64 inputs, else float32."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
+    # ------------------------------------------------------------------ what is computed
+    def open_heads(self) -> Tensor:
+        """`[B, H]` bool: False where an identity gate shuts a whole head exactly."""
+        closed = closed_heads(self.gate, self.gate_activation)
+        if closed is None:
+            return torch.ones(self.B, self.H, dtype=torch.bool, device=self.query.device)
+        return ~closed.expand(self.B, self.H)
 
-# ---------------------------------------------------------------------- checks, one per kind of argument
-def _refuse(argument: str, was: str, instead: str, kind: type[Exception] = ValueError) -> NoReturn:
-    raise kind(f"{argument} {was}; {instead}.")
+    def visible_pairs(self) -> Tensor:
+        """`[B, H]` int64: pairs of a query row and a key that it sees."""
+        dense = self.intervals.dense
+        if dense is not None and dense.shape[1] != 1:
+            pairs = self.intervals.to_dense(self.T, self.S).sum((2, 3))
+        else:
+            pairs = self.intervals.visible_pairs(self.B, self.T, self.S)[:, None]
+        return pairs.expand(self.B, self.H)
 
+    def score_widths(self) -> Tensor:
+        """`[H]` int64: features that the scores of a head run over, all-zero mixing chunks left out."""
+        if self.mixing is None:
+            return torch.full((self.H,), self.D, device=self.query.device)
+        borders = torch.arange(0, self.D, MIXING_CHUNK, device=self.query.device)
+        sizes = (self.D - borders).clamp(max=MIXING_CHUNK)  # [chunks]
+        padded = torch.nn.functional.pad(self.mixing, (0, -self.D % MIXING_CHUNK))
+        active = (padded != 0).reshape(self.H, sizes.numel(), MIXING_CHUNK).any(2)  # [H, chunks]
+        return (active * sizes).sum(1)
 
-def _shape(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
+    def flops(self, backward: bool = False, dense: bool = False) -> int:
+        """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass alone.
 
-
-def _check_tensors(**tensors: Tensor) -> None:
-    """`query`, `key` and `value` are tensors of one supported dtype on one device."""
-    query = tensors["query"]
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            _refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
-        if tensor.dtype not in DTYPES:
-            _refuse(name, f"has dtype {tensor.dtype}", "pass float32, bfloat16, float16 or float64", TypeError)
-        if tensor.dtype != query.dtype:
-            _refuse(name, f"has dtype {tensor.dtype}, but query has {query.dtype}", "cast them to one dtype", TypeError)
-        if tensor.device != query.device:
-            _refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move them to one device")
-
-
-def _check_grouped_heads(query: Tensor, key: Tensor) -> None:
-    if query.dim() != 4:
-        _refuse("query", f"has {query.dim()} dimensions (shape {_shape(query)})", "pass [B, H, T, D]")
-    if key.dim() != 4:
-        _refuse("key", f"has {key.dim()} dimensions (shape {_shape(key)})", "pass [B, Hk, S, D]")
-    if key.shape[0] != query.shape[0]:
-        _refuse("key", f"has batch {key.shape[0]}, but query has batch {query.shape[0]}", "make them equal")
-    if key.shape[3] != query.shape[3]:
-        _refuse("key", f"has width {key.shape[3]}, but query has width {query.shape[3]}", "make D equal")
-    H, Hk = query.shape[1], key.shape[1]
-    if (H == 0) != (Hk == 0) or (Hk and H % Hk):
-        _refuse("key", f"has {Hk} heads, but query has {H}", "H must be a multiple of Hk (grouped-query heads)")
-
-
-def _check_mixing(query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None) -> None:
-    if query.dim() != 3:
-        _refuse("query", f"has {query.dim()} dimensions (shape {_shape(query)})", "pass [B, T, Ds], shared by all heads")
-    if key.dim() != 3:
-        _refuse("key", f"has {key.dim()} dimensions (shape {_shape(key)})", "pass [B, S, Ds], shared by all heads")
-    if key.shape[0] != query.shape[0]:
-        _refuse("key", f"has batch {key.shape[0]}, but query has batch {query.shape[0]}", "make them equal")
-    if key.shape[2] != query.shape[2]:
-        _refuse("key", f"has width {key.shape[2]}, but query has width {query.shape[2]}", "make Ds equal")
-    _check_companion("mixing", mixing, query)
-    if mixing.dim() != 2 or mixing.shape[1] != query.shape[2]:
-        _refuse("mixing", f"has shape {_shape(mixing)}, but query has width {query.shape[2]}", "pass [H, Ds]")
-    if content_bias is not None:
-        _check_companion("content_bias", content_bias, query)
-        expected = [query.shape[0], mixing.shape[0], key.shape[1]]
-        if list(content_bias.shape) != expected:
-            _refuse("content_bias", f"has shape {_shape(content_bias)}", f"pass [B, H, S] = {expected}")
-
-
-def _check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
-    """A floating tensor beside the query: any floating dtype, the same device."""
-    if not isinstance(tensor, Tensor):
-        _refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
-    if tensor.dtype not in DTYPES:
-        _refuse(name, f"has dtype {tensor.dtype}", "pass float32, bfloat16, float16 or float64", TypeError)
-    if tensor.device != query.device:
-        _refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move it there")
-
-
-def _check_gate(
-    gate: Tensor | None, activation: str, query: Tensor, full: tuple[int, int, int, int]
-) -> None:
-    if activation not in GATE_ACTIVATIONS:
-        _refuse("gate_activation", f"is {activation!r}", f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}")
-    if gate is None:
-        return
-    _check_companion("gate", gate, query)
-    rank = gate.dim()
-    if not 1 <= rank <= 4:
-        _refuse("gate", f"has {rank} dimensions", "pass [H], [B, H], [B, H, T] or [B, H, T, Dv]")
-    expected = full[1:2] if rank == 1 else full[:rank]
-    if any(got not in (1, want) for got, want in zip(gate.shape, expected, strict=True)):
-        names = ("H",) if rank == 1 else ("B", "H", "T", "Dv")[:rank]
-        _refuse(
-            "gate",
-            f"has shape {_shape(gate)}",
-            f"a gate of {rank} dimensions is [{', '.join(names)}] = {list(expected)}, or 1 where it broadcasts",
+        Counted are visible pairs of open heads, over the features of each head's active mixing chunks; `dense=True`
+        is what `torch.utils.flop_counter` counts: every pair, head and feature. Tiles at the border of a mask
+        compute more than this. The backward pass counts the gradients of query, key and value; where mixing requires
+        a gradient, `dS K` at full width `Ds`; where the gate does, one forward pass over the closed heads (neither
+        with `closed_grad=False`). Reads the mask, gate and mixing: on a GPU it waits for them.
+        """
+        if backward and self.value is None:
+            raise ValueError(f"backward is True; {self.operator} has no backward pass.")
+        if dense:
+            return (backward_flops if backward else forward_flops)(
+                self.B * self.H * self.T * self.S, self.D, self.Dv
+            )
+        is_open = self.open_heads()
+        pairs = self.visible_pairs().to(is_open.device)
+        open_pairs: list[int] = (pairs * is_open).sum(0).tolist()
+        closed_pairs: list[int] = (pairs * ~is_open).sum(0).tolist()
+        widths: list[int] = self.score_widths().tolist()
+        if not backward:
+            return sum(
+                forward_flops(n, D, self.Dv) for n, D in zip(open_pairs, widths, strict=True)
+            )
+        wide = (
+            self.D
+            if self.closed_grad and self.mixing is not None and self.mixing.requires_grad
+            else None
         )
+        total = sum(
+            backward_flops(n, D, self.Dv, wide) for n, D in zip(open_pairs, widths, strict=True)
+        )
+        if self.closed_grad and self.gate is not None and self.gate.requires_grad:
+            total += sum(
+                forward_flops(n, D, self.Dv) for n, D in zip(closed_pairs, widths, strict=True)
+            )
+        return total
 
 
-def _check_dropout(dropout_p: float) -> float:
-    if not 0.0 <= dropout_p < 1.0:
-        _refuse("dropout_p", f"is {dropout_p}", "pass a probability in [0, 1)")
-    return float(dropout_p)
-
-
-def _check_scale(scale: float | None, width: float) -> float:
-    if scale is None:
-        return float(width) ** -0.5 if width else 1.0
-    if isinstance(scale, Tensor):
-        _refuse("scale", "is a tensor", "pass a float (scale.item())", TypeError)
-    if scale != scale or scale in (float("inf"), float("-inf")):
-        _refuse("scale", f"is {scale}", "pass a finite float")
-    return float(scale)
+def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
+    """`[B or 1, H or 1]` bool, True where an identity gate shuts a whole head exactly; None where no gate can."""
+    if gate is None or activation != "identity":
+        return None
+    heads = gate[None] if gate.dim() == 1 else gate
+    if any(size != 1 for size in heads.shape[2:]):
+        return None
+    return heads.reshape(heads.shape[:2]) == 0
 
 
 def _intervals(
-    attn_mask: Mask | Tensor | None, is_causal: bool, query: Tensor, shape: tuple[int, int, int, int]
+    attn_mask: Mask | Tensor | None,
+    is_causal: bool,
+    query: Tensor,
+    shape: tuple[int, int, int, int],
 ) -> Intervals:
     mask = as_mask(attn_mask, shape)
     if is_causal:

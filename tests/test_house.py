@@ -21,7 +21,7 @@ PACKAGE = ROOT / "heads_kernels"
 # A part imports itself and the parts below it; those of the top layer may also import each other.
 LAYERS = (
     {"errors", "flops"},
-    {"mask"},
+    {"mask", "checks"},
     {"problem"},
     {"dispatch"},
     {"ops"},

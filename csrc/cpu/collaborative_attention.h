@@ -26,7 +26,7 @@ struct CollaborativeAttention {
         T_(p.query.size[1]),
         S(p.key.size[1]),
         D(p.query.size[2]),
-        Dv(p.value.rank == 4 ? p.value.size[3] : 1),
+        Dv(p.value ? p.value.size[3] : 1),
         query_tiles((T_ + kBlockM - 1) / kBlockM),
         mixing(H * D),
         to_log2(H * D),
@@ -119,7 +119,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<T> {
       if (dquery_features.empty()) continue;
       transpose(scratch.dquery, kBlockM, scratch.rows, Dp, Dp, visible.columns);
       for (int m = 0; m < visible.columns; ++m) {
-        if (!visible.sees(m)) continue;
+        if (!visible.sees(m) || static_cast<const T*>(gradients.lse)[first + m] == kHidden<T>) continue;
         const T* mixed = scratch.rows + m * Dp;  // dS K of the row
         const T* query = raw.data() + m * Dp;
         for (const Range& range : dquery_features) {

@@ -22,7 +22,7 @@ struct GatedAttention {
         T_(p.query.size[2]),
         S(p.key.size[2]),
         D(p.query.size[3]),
-        Dv(p.value.rank == 4 ? p.value.size[3] : 1),
+        Dv(p.value ? p.value.size[3] : 1),
         query_tiles((T_ + kBlockM - 1) / kBlockM),
         to_log2(D, static_cast<T>(p.scale * kLog2e)) {}
 

@@ -16,16 +16,12 @@ struct Strided {
   int64_t depth;
 };
 
-// C[R][V * lanes] (+)= A[R][depth] B[depth][V * lanes]; one register tile.
+// C[R][V * lanes] (+)= A[R][depth] B[depth][V * lanes]; one register tile. The product is summed from zero and then added to C: a
+// long sum over many tiles rounds once a tile.
 template <typename T, int R, int V>
 inline void multiply_block(Strided<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth, bool accumulate) {
   constexpr int L = kLanes<T>;
-  Vec<T> sum[R][V];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[r][v] = accumulate ? load(c + r * ldc + v * L) : Vec<T>{};
-  }
+  Vec<T> sum[R][V] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Vec<T> right[V];
 #pragma GCC unroll 4
@@ -41,7 +37,10 @@ inline void multiply_block(Strided<T> a, const T* b, int64_t ldb, T* c, int64_t 
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) store(c + r * ldc + v * L, sum[r][v]);
+    for (int v = 0; v < V; ++v) {
+      T* at = c + r * ldc + v * L;
+      store<T>(at, accumulate ? load(at) + sum[r][v] : sum[r][v]);
+    }
   }
 }
 

@@ -18,6 +18,7 @@ from heads_kernels.mask import UNBOUNDED, Intervals
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.layout import compute_dtype
 from heads_kernels.ops.philox import keep_mask
+from heads_kernels.problem import closed_heads
 
 NEG_INF = float("-inf")
 Arguments = ParamSpec("Arguments")
@@ -154,7 +155,7 @@ def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -
 
     Only these take part in the output and in the gradients of queries, keys and values.
     """
-    closed = gates.closed_heads(gate, activation)
+    closed = closed_heads(gate, activation)
     if closed is None:
         return visible
     is_open = ~closed[:, :, None, None]

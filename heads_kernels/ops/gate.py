@@ -32,16 +32,6 @@ def is_elementwise(gate: Tensor) -> bool:
     return gate.dim() == 4 and gate.shape[3] != 1
 
 
-def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
-    """`[B or 1, H or 1]` bool, True where an identity gate shuts a whole head exactly; None where no gate can."""
-    if gate is None or activation != "identity":
-        return None
-    gate = as_4d(gate)
-    if gate.shape[2] != 1 or gate.shape[3] != 1:
-        return None
-    return gate[:, :, 0, 0] == 0
-
-
 def empty_rows(
     gate: Tensor | None, needed: bool, query: Tensor, B: int, H: int, T: int, Dv: int
 ) -> Tensor:

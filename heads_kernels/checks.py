@@ -1,0 +1,170 @@
+"""What the arguments of an operator must be; each check names the argument, its value and what would do."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.errors import refuse
+
+GATE_ACTIVATIONS: Final = ("identity", "sigmoid", "softplus")
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def shape_of(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """`query`, `key` and `value` are tensors of one supported dtype on one device."""
+    query = tensors["query"]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
+        if tensor.dtype not in DTYPES:
+            refuse(
+                name,
+                f"has dtype {tensor.dtype}",
+                "pass float32, bfloat16, float16 or float64",
+                TypeError,
+            )
+        if tensor.dtype != query.dtype:
+            refuse(
+                name,
+                f"has dtype {tensor.dtype}, but query has {query.dtype}",
+                "cast them to one dtype",
+                TypeError,
+            )
+        if tensor.device != query.device:
+            refuse(
+                name,
+                f"is on {tensor.device}, but query is on {query.device}",
+                "move them to one device",
+            )
+
+
+def check_grouped_heads(query: Tensor, key: Tensor) -> None:
+    if query.dim() != 4:
+        refuse(
+            "query", f"has {query.dim()} dimensions (shape {shape_of(query)})", "pass [B, H, T, D]"
+        )
+    if key.dim() != 4:
+        refuse("key", f"has {key.dim()} dimensions (shape {shape_of(key)})", "pass [B, Hk, S, D]")
+    if key.shape[0] != query.shape[0]:
+        refuse(
+            "key",
+            f"has batch {key.shape[0]}, but query has batch {query.shape[0]}",
+            "make them equal",
+        )
+    if key.shape[3] != query.shape[3]:
+        refuse(
+            "key", f"has width {key.shape[3]}, but query has width {query.shape[3]}", "make D equal"
+        )
+    H, Hk = query.shape[1], key.shape[1]
+    if (H == 0) != (Hk == 0) or (Hk and H % Hk):
+        refuse(
+            "key",
+            f"has {Hk} heads, but query has {H}",
+            "H must be a multiple of Hk (grouped-query heads)",
+        )
+
+
+def check_mixing(query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None) -> None:
+    if query.dim() != 3:
+        refuse(
+            "query",
+            f"has {query.dim()} dimensions (shape {shape_of(query)})",
+            "pass [B, T, Ds], shared by all heads",
+        )
+    if key.dim() != 3:
+        refuse(
+            "key",
+            f"has {key.dim()} dimensions (shape {shape_of(key)})",
+            "pass [B, S, Ds], shared by all heads",
+        )
+    if key.shape[0] != query.shape[0]:
+        refuse(
+            "key",
+            f"has batch {key.shape[0]}, but query has batch {query.shape[0]}",
+            "make them equal",
+        )
+    if key.shape[2] != query.shape[2]:
+        refuse(
+            "key",
+            f"has width {key.shape[2]}, but query has width {query.shape[2]}",
+            "make Ds equal",
+        )
+    _check_companion("mixing", mixing, query)
+    if mixing.dim() != 2 or mixing.shape[1] != query.shape[2]:
+        refuse(
+            "mixing",
+            f"has shape {shape_of(mixing)}, but query has width {query.shape[2]}",
+            "pass [H, Ds]",
+        )
+    if content_bias is not None:
+        _check_companion("content_bias", content_bias, query)
+        expected = [query.shape[0], mixing.shape[0], key.shape[1]]
+        if list(content_bias.shape) != expected:
+            refuse(
+                "content_bias",
+                f"has shape {shape_of(content_bias)}",
+                f"pass [B, H, S] = {expected}",
+            )
+
+
+def _check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
+    """A floating tensor beside the query: any floating dtype, the same device."""
+    if not isinstance(tensor, Tensor):
+        refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
+    if tensor.dtype not in DTYPES:
+        refuse(
+            name,
+            f"has dtype {tensor.dtype}",
+            "pass float32, bfloat16, float16 or float64",
+            TypeError,
+        )
+    if tensor.device != query.device:
+        refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move it there")
+
+
+def check_gate(
+    gate: Tensor | None, activation: str, query: Tensor, full: tuple[int, int, int, int]
+) -> None:
+    if activation not in GATE_ACTIVATIONS:
+        refuse(
+            "gate_activation",
+            f"is {activation!r}",
+            f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}",
+        )
+    if gate is None:
+        return
+    _check_companion("gate", gate, query)
+    rank = gate.dim()
+    if not 1 <= rank <= 4:
+        refuse("gate", f"has {rank} dimensions", "pass [H], [B, H], [B, H, T] or [B, H, T, Dv]")
+    expected = full[1:2] if rank == 1 else full[:rank]
+    if any(got not in (1, want) for got, want in zip(gate.shape, expected, strict=True)):
+        names = ("H",) if rank == 1 else ("B", "H", "T", "Dv")[:rank]
+        refuse(
+            "gate",
+            f"has shape {shape_of(gate)}",
+            f"a gate of {rank} dimensions is [{', '.join(names)}] = {list(expected)}, or 1 where it broadcasts",
+        )
+
+
+def check_dropout(dropout_p: float) -> float:
+    if not 0.0 <= dropout_p < 1.0:
+        refuse("dropout_p", f"is {dropout_p}", "pass a probability in [0, 1)")
+    return float(dropout_p)
+
+
+def check_scale(scale: float | None, width: float) -> float:
+    if scale is None:
+        return float(width) ** -0.5 if width else 1.0
+    if isinstance(scale, Tensor):
+        refuse("scale", "is a tensor", "pass a float (scale.item())", TypeError)
+    if scale != scale or scale in (float("inf"), float("-inf")):
+        refuse("scale", f"is {scale}", "pass a finite float")
+    return float(scale)

@@ -1,0 +1,41 @@
+"""What tests, benchmarks and new kernels share: named cases, the accuracy rule, timers."""
+
+from heads_kernels.testing.accuracy import (
+    Quantity,
+    Reference,
+    Report,
+    check,
+    compare,
+    reference,
+)
+from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
+from heads_kernels.testing.cases import CASES, COLLABORATIVE, GATED, find
+from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.memory import Peak, peak_memory
+from heads_kernels.testing.plain import plain
+from heads_kernels.testing.poison import dirty_allocator, surrounded
+from heads_kernels.testing.timing import Timing, time_in_turn
+
+__all__ = [
+    "CASES",
+    "COLLABORATIVE",
+    "GATED",
+    "Case",
+    "CollaborativeCase",
+    "GatedCase",
+    "Inputs",
+    "Peak",
+    "Quantity",
+    "Reference",
+    "Report",
+    "Timing",
+    "check",
+    "compare",
+    "dirty_allocator",
+    "find",
+    "peak_memory",
+    "plain",
+    "reference",
+    "surrounded",
+    "time_in_turn",
+]

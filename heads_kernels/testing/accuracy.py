@@ -1,0 +1,230 @@
+"""The one accuracy rule of the package.
+
+The oracle is the `eager` backend in float64 on the same quantised inputs. For the output, lse and
+every gradient, the largest and the root-mean-square error of a kernel may be
+
+    2 * (error of the eager backend in that dtype) + (rounding floor, see `rounding`)
+
+and NaN and infinities must stand exactly where the oracle has them. In float64 eager is the oracle:
+its own error can not be seen and is taken to be the floor.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads_kernels.ops.collaborative_attention import op as collaborative_op
+from heads_kernels.ops.gated_attention import op as gated_op
+from heads_kernels.testing.case import Case
+from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.rounding import floors
+
+#: Times the error of eager in the same dtype: the factor of FlashAttention's tests.
+FACTOR = 2.0
+
+_OPS: dict[str, ModuleType] = {
+    "gated_attention": gated_op,
+    "collaborative_attention": collaborative_op,
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Errors of one output or gradient against the oracle; `wrong` says what no bound allows."""
+
+    name: str
+    max_error: float
+    rms_error: float
+    max_bound: float
+    rms_bound: float
+    wrong: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The larger error as a part of its bound; up to 1 is accurate."""
+        if self.wrong:
+            return float("inf")
+        return max(_ratio(self.max_error, self.max_bound), _ratio(self.rms_error, self.rms_bound))
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1.0
+
+    def __str__(self) -> str:
+        verdict = self.wrong or (
+            f"max {self.max_error:.2e} of {self.max_bound:.2e}, "
+            f"rms {self.rms_error:.2e} of {self.rms_bound:.2e}"
+        )
+        return f"{'ok  ' if self.ok else 'FAIL'} {self.name:14} {verdict}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found; print it to read it."""
+
+    name: str
+    operator: str
+    backend: str
+    dtype: torch.dtype
+    quantities: tuple[Quantity, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(quantity.ok for quantity in self.quantities)
+
+    @property
+    def ratio(self) -> float:
+        """The largest error as a part of its bound."""
+        return max((quantity.ratio for quantity in self.quantities), default=0.0)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        head = (
+            f"{self.operator} {self.name} {dtype} on {self.backend}: {self.ratio:.2f} of the bound"
+        )
+        return "\n".join([head, *(f"  {quantity}" for quantity in self.quantities)])
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What a kernel is held to on given inputs: the oracle, eager in the same dtype, the floors."""
+
+    inputs: Inputs
+    oracle: dict[str, Tensor]
+    eager: dict[str, Tensor]
+    floors: dict[str, Tensor]
+
+
+def check(
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    backward: bool = True,
+) -> Report:
+    """Hold `backend` to the rule on a named case: forward, and backward unless told otherwise."""
+    return compare(_case_reference(case, dtype, str(device), seed, backward), backend, case.name)
+
+
+def compare(reference: Reference, backend: str | None, name: str = "inputs") -> Report:
+    """Hold `backend` to the rule on inputs of any origin; see `reference`."""
+    inputs = reference.inputs
+    measured = run(inputs, backend, backward="dquery" in reference.oracle)
+    quantities = tuple(
+        _judge(what, got, reference.oracle[what], reference.eager[what], reference.floors[what])
+        for what, got in measured.items()
+    )
+    dtype = inputs.tensors["query"].dtype
+    return Report(name, inputs.operator, backend or "default", dtype, quantities)
+
+
+def reference(inputs: Inputs, backward: bool = True) -> Reference:
+    """Oracle, eager and floors for `inputs`; the `[T, S]` matrix of every head lies in memory."""
+    oracle = run(inputs.to(torch.float64), "eager", backward)
+    values = dict(oracle)
+    for name, tensor in inputs.tensors.items():  # a floor is asked for each, also without backward
+        values.setdefault(f"d{name}", torch.zeros_like(tensor, dtype=torch.float64))
+    limits = floors(inputs, values, _seed(inputs))
+    return Reference(inputs, oracle, run(inputs, "eager", backward), limits)
+
+
+@functools.lru_cache(maxsize=2)
+def _case_reference(
+    case: Case, dtype: torch.dtype, device: str, seed: int, backward: bool
+) -> Reference:
+    """Shared by the backends that are checked one after the other."""
+    return reference(case.make(dtype, device, seed), backward)
+
+
+def run(inputs: Inputs, backend: str | None, backward: bool = True) -> dict[str, Tensor]:
+    """What there is to judge, by name: out, lse, and with `backward` dquery, dkey, ...
+
+    lse of a head that is closed is 0 here: forward does not compute it.
+    """
+    if backward:
+        out, grads = inputs.backward(backend)
+    else:
+        out, grads = inputs.call(backend), {}
+    lse = _lse(inputs, backend)
+    return {"out": out, "lse": lse, **{f"d{name}": grad for name, grad in grads.items()}}
+
+
+def _lse(inputs: Inputs, backend: str | None) -> Tensor:
+    p = inputs.problem()
+    mask = p.intervals
+    op = _OPS[inputs.operator]
+    if backend is None:
+        backend = next(row.name for row in op.BACKENDS if not row.unsupported(p))
+    operands: tuple[Any, ...] = (p.query, p.key, p.value, p.gate)
+    if p.mixing is not None:
+        operands = (p.query, p.key, p.value, p.mixing, p.content_bias, p.gate)
+    with torch.no_grad():
+        lse: Tensor = op.forward_op(
+            *operands, mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo,
+            mask.band_hi, _seed(inputs), p.scale, p.gate_activation, p.dropout_p, True, backend,
+        )[2]  # fmt: skip
+    return lse.masked_fill(~p.open_heads()[:, :, None], 0.0)
+
+
+def _seed(inputs: Inputs) -> Tensor | None:
+    """The seed that `Inputs.call` makes the operator draw."""
+    if not inputs.options.get("dropout_p"):
+        return None
+    torch.manual_seed(inputs.seed)
+    device = inputs.tensors["query"].device
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Tensor) -> Quantity:
+    wrong = ""
+    if got.shape != oracle.shape:
+        wrong = f"shape is {list(got.shape)}, not {list(oracle.shape)}"
+    elif got.dtype != eager.dtype:
+        wrong = f"dtype is {got.dtype}, not {eager.dtype}"
+    elif not torch.equal(got.isnan(), oracle.isnan()):
+        wrong = f"{int((got.isnan() != oracle.isnan()).sum())} elements differ in being NaN"
+    elif not torch.equal(_infinite(got), _infinite(oracle)):
+        wrong = f"{int((_infinite(got) != _infinite(oracle)).sum())} elements differ in being inf"
+    if wrong:
+        return Quantity(name, 0.0, 0.0, 0.0, 0.0, wrong)
+    finite = oracle.isfinite()
+    exact, limit = oracle[finite], floor[finite]
+    error = (got.double()[finite] - exact).abs()
+    # Where eager alone is not finite (a float16 that overflows there), it bounds nothing.
+    allowed = (eager.double()[finite] - exact).abs().nan_to_num(0.0, 0.0, 0.0)
+    if eager.dtype == oracle.dtype and not allowed.any():
+        allowed = limit
+    return Quantity(
+        name,
+        _max(error),
+        _rms(error),
+        FACTOR * _max(allowed) + _max(limit),
+        FACTOR * _rms(allowed) + _rms(limit),
+    )
+
+
+def _infinite(tensor: Tensor) -> Tensor:
+    """1 at +inf, -1 at -inf, else 0."""
+    return tensor.isposinf().int() - tensor.isneginf().int()
+
+
+def _ratio(error: float, bound: float) -> float:
+    if error == 0.0:
+        return 0.0
+    return error / bound if bound > 0.0 else float("inf")
+
+
+def _max(error: Tensor) -> float:
+    return float(error.max()) if error.numel() else 0.0
+
+
+def _rms(error: Tensor) -> float:
+    return float(error.square().mean().sqrt()) if error.numel() else 0.0

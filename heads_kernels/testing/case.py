@@ -1,0 +1,203 @@
+"""What a named case is: the sizes and options of one call, and how its tensors are drawn."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from heads_kernels.checks import DTYPES
+from heads_kernels.problem import MIXING_CHUNK
+from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.masks import MaskBuilder, Sizes
+from heads_kernels.testing.poison import surrounded
+
+#: heads_first: contiguous `[B, H, L, W]`; transposed: a view of `[B, L, H, W]`, as projections give
+#: it; sliced: a slice inside a storage full of NaN, the first element not aligned.
+Layout = Literal["heads_first", "transposed", "sliced"]
+Mixing = Literal["dense", "blocks", "ragged", "unaligned", "chunks", "zero_head"]
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """What a call of either operator has.
+
+    gate       sizes of the gate, one letter per dimension, "1" broadcasts: "H", "BH", "B1T", "BHTD"
+               (here D is the width Dv)
+    closed     part of the heads whose identity gate is exactly 0, spread evenly; a `[B, H]` gate
+               closes others in every batch. In a gate of tokens or elements, part of its entries.
+    outlier    factor of every seventh query row: with 40, scores of a hundred and softmax rows of a
+               single key
+    """
+
+    name: str
+    B: int
+    H: int
+    T: int
+    S: int
+    _: KW_ONLY
+    Dv: int
+    gate: str | None = None
+    gate_activation: str = "identity"
+    gate_strided: bool = False
+    gate_dtype: torch.dtype | None = torch.float32
+    closed: float = 0.0
+    mask: MaskBuilder | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    layout: Layout = "heads_first"
+    outlier: float = 1.0
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    tags: tuple[str, ...] = ("nasty",)
+
+    operator: ClassVar[str]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @abstractmethod
+    def _operands(self, draw: _Draw) -> dict[str, Tensor]:
+        """query, key, value and what the operator has beside them."""
+
+    def make(
+        self,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        requires_grad: bool = False,
+    ) -> Inputs:
+        """Draw the tensors of the call.
+
+        The same seed gives the same numbers on every device, and in every dtype up to its rounding.
+        """
+        device = torch.device(device)
+        draw = _Draw(self, dtype, device, seed)
+        tensors = self._operands(draw)
+        tensors["query"][..., ::7, :] *= self.outlier
+        if self.gate is not None:
+            tensors["gate"] = self._draw_gate(draw)
+        options: dict[str, Any] = {"is_causal": self.is_causal, "dropout_p": self.dropout_p}
+        if self.mask is not None:
+            options["attn_mask"] = self.mask(Sizes(self.B, self.H, self.T, self.S), device)
+        if self.scale is not None:
+            options["scale"] = self.scale
+        if self.gate_activation != "identity":
+            options["gate_activation"] = self.gate_activation
+        dout = draw.heads(self.H, self.T, self.Dv)
+        inputs = Inputs(self.operator, tensors, options, dout, seed)
+        return inputs.requires_grad() if requires_grad else inputs
+
+    def _draw_gate(self, draw: _Draw) -> Tensor:
+        """Around 0.8 (or logits around 0.8), some negative; exact zeros where `closed` says."""
+        assert self.gate is not None
+        sizes = {"B": self.B, "H": self.H, "T": self.T, "D": self.Dv, "1": 1}
+        shape = [sizes[letter] for letter in self.gate]
+        gate = draw.normal(*shape) * 0.5 + 0.8
+        # Entry n is closed where n * closed passes an integer: evenly spread.
+        entry = torch.arange(gate.numel()).reshape(shape)
+        if self.gate.startswith("BH"):
+            entry = entry + torch.arange(self.B).reshape(-1, *[1] * (len(shape) - 1))
+        gate[torch.floor((entry + 1) * self.closed) > torch.floor(entry * self.closed)] = 0.0
+        gate = gate.to(draw.device, self.gate_dtype or draw.dtype)
+        if draw.dtype == torch.float64:
+            gate = gate.double()
+        if self.gate_strided:  # dimensions of memory in the opposite order, with gaps
+            gate = gate.permute(*reversed(range(gate.dim()))).contiguous()
+            gate = torch.stack([gate, gate], -1)[..., 0].permute(*reversed(range(gate.dim())))
+        return gate
+
+
+@dataclass(frozen=True)
+class GatedCase(Case):
+    """A call of `gated_attention`; `Hk` 0 is as many key heads as query heads."""
+
+    D: int
+    Hk: int = 0
+
+    operator: ClassVar[str] = "gated_attention"
+
+    def _operands(self, draw: _Draw) -> dict[str, Tensor]:
+        Hk = self.Hk or self.H
+        return {
+            "query": draw.heads(self.H, self.T, self.D),
+            "key": draw.heads(Hk, self.S, self.D),
+            "value": draw.heads(Hk, self.S, self.Dv),
+        }
+
+
+@dataclass(frozen=True)
+class CollaborativeCase(Case):
+    """A call of `collaborative_attention`.
+
+    mixing    dense; blocks (disjoint supports of equal width); ragged (of unequal width, borders at
+              chunks, a head may keep nothing); unaligned (the same, borders anywhere); chunks
+              (dense, every third chunk of a head zero); zero_head (dense, head 0 all zero)
+    """
+
+    Ds: int
+    mixing: Mixing = "dense"
+    content_bias: bool = False
+
+    operator: ClassVar[str] = "collaborative_attention"
+
+    def _operands(self, draw: _Draw) -> dict[str, Tensor]:
+        tensors = {
+            "query": draw.rows(self.T, self.Ds),
+            "key": draw.rows(self.S, self.Ds),
+            "value": draw.heads(self.H, self.S, self.Dv),
+            "mixing": draw.companion(draw.normal(self.H, self.Ds) * self.mixing_support()),
+        }
+        if self.content_bias:
+            tensors["content_bias"] = draw.companion(draw.normal(self.B, self.H, self.S))
+        return tensors
+
+    def mixing_support(self) -> Tensor:
+        """`[H, Ds]` of 0 and 1: the features that a head uses."""
+        h = torch.arange(self.H)[:, None]  # [H, 1]
+        d = torch.arange(self.Ds)  # [Ds]
+        if self.mixing == "chunks":
+            return ((d // MIXING_CHUNK + h) % 3 != 0).double()
+        if self.mixing == "zero_head":
+            return (h != 0).expand(-1, self.Ds).double()
+        if self.mixing == "dense":
+            return torch.ones(self.H, self.Ds, dtype=torch.float64)
+        step = MIXING_CHUNK if self.mixing == "ragged" else 1
+        power = 1.0 if self.mixing == "blocks" else 1.2  # 1.2: later heads keep more
+        units = -(-self.Ds // step)
+        borders = [step * round(units * (n / self.H) ** power) for n in range(self.H + 1)]
+        lo, hi = torch.tensor(borders[:-1])[:, None], torch.tensor(borders[1:])[:, None]
+        return ((d >= lo) & (d < hi)).double()
+
+
+class _Draw:
+    """Draws in float64 on the CPU, then rounds, moves and lays out: the same numbers everywhere."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.case, self.dtype, self.device = case, dtype, device
+        self._generator = torch.Generator().manual_seed(seed + zlib.crc32(case.name.encode()))
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+    def companion(self, tensor: Tensor) -> Tensor:
+        """A tensor beside query, key and value: float32, or float64 as they are."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return tensor.to(self.device, wide)
+
+    def heads(self, H: int, L: int, W: int) -> Tensor:
+        """`[B, H, L, W]` in the layout of the case."""
+        B = self.case.B
+        tensor = self.normal(B, H, L, W).to(self.device, self.dtype)
+        if self.case.layout == "transposed":
+            return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        return surrounded(tensor) if self.case.layout == "sliced" else tensor
+
+    def rows(self, L: int, W: int) -> Tensor:
+        """`[B, L, W]`, shared by the heads."""
+        tensor = self.normal(self.case.B, L, W).to(self.device, self.dtype)
+        return surrounded(tensor) if self.case.layout == "sliced" else tensor

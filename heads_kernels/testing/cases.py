@@ -1,0 +1,241 @@
+"""Named cases: one call each, from tiny and nasty to the shapes of real models.
+
+Tests, benchmarks and kernels read `GATED` and `COLLABORATIVE`; a new row there is tested on every
+backend and dtype. Tags: "tiny" and "nasty" run in every test run; "model" are shapes of real
+models, for benchmarks and slow tests; "long" is too long for an oracle that builds the `[T, S]`
+matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from heads_kernels.mask import Mask
+from heads_kernels.testing import masks
+from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
+
+_TINY: Final = ("tiny",)
+_MODEL: Final = ("model",)
+_LOW: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _gates() -> tuple[GatedCase, ...]:
+    """Every rank of gate with every activation."""
+    return tuple(
+        GatedCase(
+            f"gate_{gate.lower()}_{activation}",
+            *(2, 3, 19, 21),
+            D=16,
+            Dv=24,
+            gate=gate,
+            gate_activation=activation,
+            closed=0.34,
+            tags=_TINY,
+        )
+        for gate in ("H", "BH", "BHT", "BHTD")
+        for activation in ("identity", "sigmoid", "softplus")
+    )
+
+
+GATED: Final[tuple[GatedCase, ...]] = (
+    GatedCase("one", 1, 1, 1, 1, D=1, Dv=1, tags=_TINY),
+    GatedCase("small", 2, 2, 4, 5, D=8, Dv=8, tags=_TINY),
+    GatedCase("small_causal", 2, 2, 6, 6, D=8, Dv=8, is_causal=True, gate="H", tags=_TINY),
+    *_gates(),
+    GatedCase("gate_broadcast_batch", 2, 3, 9, 11, D=16, Dv=16, gate="1H", closed=0.34, tags=_TINY),
+    GatedCase("gate_broadcast_heads", 2, 3, 9, 11, D=16, Dv=16, gate="B1", closed=0.5, tags=_TINY),
+    GatedCase("gate_broadcast_one", 2, 3, 9, 11, D=16, Dv=16, gate="1", tags=_TINY),
+    GatedCase("gate_broadcast_tokens", 2, 3, 9, 11, D=16, Dv=16, gate="B1T", tags=_TINY),
+    GatedCase("gate_broadcast_width", 2, 3, 9, 11, D=16, Dv=16, gate="1H1D",
+        gate_activation="sigmoid", tags=_TINY),
+    GatedCase("gate_wide_rank_heads", 2, 3, 9, 11, D=16, Dv=16, gate="BH11", closed=0.5,
+        tags=_TINY),
+    GatedCase("gate_strided_tokens", 2, 3, 33, 35, D=16, Dv=16, gate="BHT", gate_strided=True),
+    GatedCase("gate_strided_elements", 2, 3, 33, 35, D=16, Dv=20, gate="BHTD", gate_strided=True,
+        gate_activation="sigmoid"),
+    GatedCase("gate_own_dtype", 2, 3, 33, 35, D=16, Dv=16, gate="BHTD", gate_dtype=None),
+    GatedCase("closed_heads", 2, 4, 65, 65, D=32, Dv=32, gate="H", closed=0.5),
+    GatedCase("closed_batch_heads", 3, 4, 33, 40, D=32, Dv=32, gate="BH", closed=0.5, Hk=2,
+        mask=masks.causal),
+    GatedCase("closed_all", 2, 3, 17, 17, D=16, Dv=16, gate="H", closed=1.0),
+    GatedCase("one_key", 2, 2, 3, 1, D=16, Dv=16),
+    GatedCase("one_row", 2, 2, 1, 67, D=16, Dv=16, gate="BHT"),
+    GatedCase("length_63", 1, 2, 63, 63, D=32, Dv=32),
+    GatedCase("length_65_causal", 1, 2, 65, 65, D=32, Dv=32, is_causal=True),
+    GatedCase("length_1000", 1, 2, 1000, 1003, D=32, Dv=32, gate="H"),
+    GatedCase("length_1000_causal", 1, 2, 1000, 1000, D=16, Dv=16, is_causal=True),
+    GatedCase("cross", 2, 2, 37, 130, D=32, Dv=48),
+    GatedCase("grouped", 2, 6, 34, 35, D=16, Dv=16, Hk=2, gate="H"),
+    GatedCase("multi_query", 1, 5, 34, 35, D=16, Dv=16, Hk=1, is_causal=True),
+    GatedCase("width_3", 1, 2, 17, 18, D=3, Dv=5),
+    GatedCase("width_40_72", 1, 2, 33, 34, D=40, Dv=72),
+    GatedCase("width_72_40", 1, 2, 33, 34, D=72, Dv=40),
+    GatedCase("width_96", 1, 2, 66, 67, D=96, Dv=96),
+    GatedCase("width_128", 1, 2, 66, 67, D=128, Dv=128, is_causal=True),
+    GatedCase("width_256", 1, 1, 20, 33, D=256, Dv=256),
+    GatedCase("scale", 1, 2, 33, 34, D=16, Dv=16, scale=0.7),
+    GatedCase("scale_negative", 1, 2, 33, 34, D=16, Dv=16, scale=-0.3),
+    GatedCase("scale_zero", 1, 2, 33, 34, D=16, Dv=16, scale=0.0),
+    GatedCase("outliers", 1, 2, 65, 130, D=64, Dv=64, outlier=40.0),
+    GatedCase("transposed", 2, 4, 49, 50, D=32, Dv=32, layout="transposed", gate="H"),
+    GatedCase("transposed_grouped", 2, 4, 49, 50, D=24, Dv=40, Hk=2, layout="transposed",
+        gate="BHT", mask=masks.padded(50, 31, queries=False)),
+    GatedCase("sliced", 2, 3, 33, 47, D=24, Dv=40, layout="sliced", gate="BHTD"),
+    GatedCase("sliced_causal", 1, 2, 65, 65, D=16, Dv=16, layout="sliced", is_causal=True),
+    GatedCase("lower_right", 1, 2, 33, 70, D=16, Dv=16, mask=masks.lower_right),
+    GatedCase("lower_right_blind_rows", 1, 2, 70, 33, D=16, Dv=16, mask=masks.lower_right,
+        gate="BHT"),
+    GatedCase("causal_more_keys", 1, 2, 33, 70, D=16, Dv=16, is_causal=True),
+    GatedCase("window", 1, 2, 130, 130, D=16, Dv=16, mask=masks.fixed(Mask(window=(9, 4)))),
+    GatedCase("window_causal", 1, 2, 200, 200, D=16, Dv=16, mask=masks.fixed(Mask(causal=True,
+        window=(33, -1)))),
+    GatedCase("window_lower_right", 1, 2, 40, 90, D=16, Dv=16,
+        mask=masks.fixed(Mask(causal="lower_right", window=(17, 0)))),
+    GatedCase("padded", 4, 2, 70, 70, D=16, Dv=16, mask=masks.padded(70, 33, 1, 0), gate="BH"),
+    GatedCase("padded_causal", 3, 2, 70, 70, D=16, Dv=16, mask=masks.padded(70, 64, 13,
+        causal=True)),
+    GatedCase("padded_keys", 3, 2, 21, 70, D=16, Dv=16, mask=masks.padded(70, 65, 0,
+        queries=False)),
+    GatedCase("padded_left", 3, 2, 70, 70, D=16, Dv=16, mask=masks.left_padded, gate="BHT"),
+    GatedCase("padded_tensor", 3, 2, 33, 70, D=16, Dv=16, mask=masks.key_padding_tensor),
+    GatedCase("holes", 3, 2, 35, 70, D=16, Dv=16, mask=masks.holes, gate="H"),
+    GatedCase("packed", 1, 2, 100, 100, D=16, Dv=16, mask=masks.packed(1, 40, 33, 20)),
+    GatedCase("packed_causal", 1, 2, 100, 100, D=16, Dv=16, mask=masks.packed(31, 2, 65,
+        causal=True), gate="H"),
+    GatedCase("prefix", 2, 2, 70, 70, D=16, Dv=16, mask=masks.prefix(0, 41)),
+    GatedCase("dense_rows", 2, 2, 20, 30, D=16, Dv=16, mask=masks.dense_rows, gate="H"),
+    GatedCase("dense_heads", 2, 2, 20, 30, D=16, Dv=16, mask=masks.dense_heads),
+    GatedCase("dropout", 2, 2, 33, 41, D=16, Dv=16, dropout_p=0.3),
+    GatedCase("dropout_everything", 2, 4, 66, 66, D=24, Dv=40, Hk=2, dropout_p=0.1, gate="BHT",
+        gate_activation="sigmoid", mask=masks.padded(66, 35, causal=True), layout="transposed"),
+    GatedCase("empty_batch", 0, 2, 5, 6, D=8, Dv=8, gate="BHT"),
+    GatedCase("zero_keys", 2, 2, 5, 0, D=8, Dv=8, gate="H"),
+    GatedCase("zero_rows", 2, 2, 0, 5, D=8, Dv=8, gate="BHT"),
+    GatedCase("decode", 2, 8, 1, 300, D=64, Dv=64, Hk=2, mask=masks.lower_right, gate="BHT",
+        gate_activation="sigmoid", layout="transposed"),
+    # Shapes of real models.
+    GatedCase("bert_base_512", 2, 12, 512, 512, D=64, Dv=64, gate="H", layout="transposed",
+        tags=_MODEL),
+    GatedCase("bert_base_512_closed_50", 2, 12, 512, 512, D=64, Dv=64, gate="H", closed=0.5,
+        layout="transposed", tags=_MODEL),
+    GatedCase("bert_base_512_closed_75", 2, 12, 512, 512, D=64, Dv=64, gate="H", closed=0.75,
+        layout="transposed", tags=_MODEL),
+    GatedCase("bert_base_512_causal", 2, 12, 512, 512, D=64, Dv=64, gate="H", is_causal=True,
+        layout="transposed", tags=_MODEL),
+    GatedCase("bert_base_512_half_padded", 2, 12, 512, 512, D=64, Dv=64, gate="H",
+        mask=masks.half_padded, layout="transposed", tags=_MODEL),
+    GatedCase("bert_base_128_padded", 8, 12, 128, 128, D=64, Dv=64, gate="H", layout="transposed",
+        tags=_MODEL, mask=masks.padded(128, 103, 90, 77, 61, 40, 31, 12)),
+    GatedCase("minilm_128", 8, 12, 128, 128, D=32, Dv=32, gate="H", layout="transposed",
+        tags=_MODEL, mask=masks.padded(128, 110, 95, 64, 52, 33, 25, 9)),
+    GatedCase("transformer_base_encoder", 8, 8, 64, 64, D=64, Dv=64, gate="H", layout="transposed",
+        tags=_MODEL, mask=masks.padded(64, 60, 51, 43, 37, 30, 22, 14)),
+    GatedCase("transformer_base_decoder", 8, 8, 72, 72, D=64, Dv=64, gate="H", layout="transposed",
+        tags=_MODEL, mask=masks.padded(72, 66, 58, 45, 40, 31, 20, 15, causal=True)),
+    GatedCase("transformer_base_cross", 8, 8, 72, 64, D=64, Dv=64, gate="H", layout="transposed",
+        tags=_MODEL, mask=masks.padded(64, 60, 51, 43, 37, 30, 22, 14, queries=False)),
+    GatedCase("deit_197", 4, 12, 197, 197, D=64, Dv=64, gate="H", layout="transposed", tags=_MODEL),
+    GatedCase("gqa_language_model", 1, 32, 1024, 1024, D=128, Dv=128, Hk=8, is_causal=True,
+        gate="BHT", gate_activation="sigmoid", layout="transposed", dtypes=_LOW, tags=_MODEL),
+    GatedCase("gqa_language_model_decode", 4, 32, 1, 2048, D=128, Dv=128, Hk=8,
+        mask=masks.lower_right, gate="BHT", gate_activation="sigmoid", layout="transposed",
+        dtypes=_LOW, tags=_MODEL),
+    GatedCase("long_8192", 1, 8, 8192, 8192, D=64, Dv=64, gate="H", dtypes=_LOW, tags=("model",
+        "long")),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------- collaborative attention
+COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
+    CollaborativeCase("one", 1, 1, 1, 1, Ds=1, Dv=1, tags=_TINY),
+    CollaborativeCase("small", 2, 2, 4, 5, Ds=8, Dv=8, tags=_TINY),
+    CollaborativeCase("small_bias", 2, 2, 6, 6, Ds=8, Dv=8, content_bias=True, is_causal=True,
+        tags=_TINY),
+    CollaborativeCase("gate_heads", 2, 3, 19, 21, Ds=32, Dv=24, gate="H", closed=0.34, tags=_TINY),
+    CollaborativeCase("gate_batch_heads", 2, 3, 19, 21, Ds=32, Dv=24, gate="BH", closed=0.5,
+        content_bias=True, tags=_TINY),
+    CollaborativeCase("gate_tokens", 2, 3, 19, 21, Ds=32, Dv=24, gate="BHT",
+        gate_activation="sigmoid", tags=_TINY),
+    CollaborativeCase("gate_elements", 2, 3, 19, 21, Ds=32, Dv=24, gate="BHTD",
+        gate_activation="softplus", gate_strided=True, tags=_TINY),
+    CollaborativeCase("closed_all", 2, 3, 17, 17, Ds=32, Dv=16, gate="H", closed=1.0,
+        content_bias=True),
+    CollaborativeCase("blocks", 2, 4, 33, 34, Ds=64, Dv=16, mixing="blocks"),
+    CollaborativeCase("blocks_uneven", 2, 3, 33, 34, Ds=40, Dv=16, mixing="blocks",
+        content_bias=True),
+    CollaborativeCase("ragged", 2, 4, 33, 70, Ds=128, Dv=16, mixing="ragged", gate="H"),
+    CollaborativeCase("ragged_bias", 2, 4, 65, 66, Ds=112, Dv=24, mixing="ragged",
+        content_bias=True, is_causal=True),
+    CollaborativeCase("ragged_unaligned", 2, 4, 33, 34, Ds=72, Dv=16, mixing="unaligned"),
+    CollaborativeCase("zero_chunks", 2, 3, 33, 34, Ds=100, Dv=16, mixing="chunks"),
+    CollaborativeCase("zero_head", 2, 3, 33, 34, Ds=48, Dv=16, mixing="zero_head"),
+    CollaborativeCase("zero_head_bias", 2, 3, 33, 34, Ds=48, Dv=16, mixing="zero_head",
+        content_bias=True),
+    CollaborativeCase("one_key", 2, 2, 3, 1, Ds=16, Dv=16, content_bias=True),
+    CollaborativeCase("one_row", 2, 2, 1, 67, Ds=40, Dv=16),
+    CollaborativeCase("length_63", 1, 2, 63, 65, Ds=32, Dv=32),
+    CollaborativeCase("length_1000", 1, 2, 1000, 1001, Ds=32, Dv=16, content_bias=True,
+        is_causal=True),
+    CollaborativeCase("width_72", 1, 2, 33, 34, Ds=72, Dv=40),
+    CollaborativeCase("width_7", 1, 3, 33, 34, Ds=7, Dv=5),
+    CollaborativeCase("width_384", 1, 2, 20, 35, Ds=384, Dv=64),
+    CollaborativeCase("scale", 1, 2, 33, 34, Ds=32, Dv=16, scale=0.3, content_bias=True),
+    CollaborativeCase("outliers", 1, 2, 65, 130, Ds=64, Dv=32, outlier=20.0),
+    CollaborativeCase("transposed", 2, 4, 49, 50, Ds=64, Dv=32, layout="transposed", gate="H",
+        content_bias=True),
+    CollaborativeCase("sliced", 2, 3, 33, 47, Ds=40, Dv=24, layout="sliced", mixing="unaligned"),
+    CollaborativeCase("padded", 4, 2, 70, 70, Ds=32, Dv=16, mask=masks.padded(70, 33, 1, 0),
+        content_bias=True),
+    CollaborativeCase("padded_causal", 3, 2, 70, 70, Ds=32, Dv=16, mask=masks.padded(70, 64, 13,
+        causal=True)),
+    CollaborativeCase("padded_left", 3, 2, 70, 70, Ds=32, Dv=16, mask=masks.left_padded,
+        gate="BHT"),
+    CollaborativeCase("holes", 3, 2, 35, 70, Ds=32, Dv=16, mask=masks.holes, content_bias=True,
+        gate="H"),
+    CollaborativeCase("packed_causal", 1, 2, 100, 100, Ds=32, Dv=16, mask=masks.packed(31, 2, 65,
+        causal=True)),
+    CollaborativeCase("lower_right_blind_rows", 1, 2, 70, 33, Ds=32, Dv=16, mask=masks.lower_right,
+        content_bias=True),
+    CollaborativeCase("window", 1, 2, 130, 130, Ds=32, Dv=16, mask=masks.fixed(Mask(window=(9,
+        4)))),
+    CollaborativeCase("dense_heads", 2, 2, 20, 30, Ds=32, Dv=16, mask=masks.dense_heads,
+        content_bias=True),
+    CollaborativeCase("dropout", 2, 2, 33, 41, Ds=32, Dv=16, dropout_p=0.2, content_bias=True,
+        gate="H", closed=0.5),
+    CollaborativeCase("empty_batch", 0, 2, 5, 6, Ds=32, Dv=8, content_bias=True),
+    CollaborativeCase("zero_keys", 2, 2, 5, 0, Ds=32, Dv=8, content_bias=True, gate="H"),
+    CollaborativeCase("zero_rows", 2, 2, 0, 5, Ds=32, Dv=8, content_bias=True),
+    CollaborativeCase("decode", 2, 8, 1, 300, Ds=128, Dv=64, mask=masks.lower_right,
+        content_bias=True),
+    # Converted models keep the scale of the original: 64**-0.5 for BERT-base, 32**-0.5 for MiniLM.
+    CollaborativeCase("bert_base_256", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125,
+        content_bias=True, layout="transposed", tags=_MODEL),
+    CollaborativeCase("bert_base_256_ragged", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125,
+        content_bias=True, mixing="ragged", layout="transposed", tags=_MODEL),
+    CollaborativeCase("bert_base_256_padded", 8, 12, 128, 128, Ds=256, Dv=64, scale=0.125,
+        content_bias=True, layout="transposed", tags=_MODEL, mask=masks.padded(128, 103, 90, 77, 61,
+        40, 31, 12)),
+    CollaborativeCase("bert_base_384", 2, 12, 512, 512, Ds=384, Dv=64, scale=0.125,
+        content_bias=True, layout="transposed", tags=_MODEL),
+    CollaborativeCase("bert_base_384_ragged", 2, 12, 512, 512, Ds=384, Dv=64, scale=0.125,
+        content_bias=True, mixing="ragged", layout="transposed", tags=_MODEL),
+    CollaborativeCase("minilm_192", 8, 12, 128, 128, Ds=192, Dv=32, scale=32**-0.5,
+        content_bias=True, layout="transposed", tags=_MODEL, mask=masks.padded(128, 110, 95, 64, 52,
+        33, 25, 9)),
+    CollaborativeCase("minilm_192_ragged", 8, 12, 128, 128, Ds=192, Dv=32, scale=32**-0.5,
+        content_bias=True, mixing="ragged", layout="transposed", tags=_MODEL, mask=masks.padded(128,
+        110, 95, 64, 52, 33, 25, 9)),
+)  # fmt: skip
+
+
+CASES: Final[tuple[Case, ...]] = (*GATED, *COLLABORATIVE)
+
+
+def find(operator: str, name: str) -> Case:
+    """The case of this operator and name; raises `KeyError` naming what there is."""
+    table = {case.name: case for case in CASES if case.operator == operator}
+    if name not in table:
+        raise KeyError(f"{operator} has no case {name!r}; it has {', '.join(table)}")
+    return table[name]

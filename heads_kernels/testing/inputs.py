@@ -1,0 +1,76 @@
+"""The tensors and options of one call, as `Case.make` draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads_kernels.functional import collaborative_attention, gated_attention
+from heads_kernels.problem import Problem
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "gated_attention": gated_attention,
+    "collaborative_attention": collaborative_attention,
+}
+_PROBLEMS: dict[str, Callable[..., Problem]] = {
+    "gated_attention": Problem.gated,
+    "collaborative_attention": Problem.collaborative,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A call of `operator`: `tensors` by argument name (they can get gradients), and its `options`.
+
+    `dout` is a gradient of the output to start a backward pass from. `seed` is what PyTorch's
+    generator is set to before the call, so that dropout draws the same mask every time.
+    """
+
+    operator: str
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]
+    dout: Tensor
+    seed: int = 0
+
+    def call(self, backend: str | None = None, **options: Any) -> Tensor:
+        """Run the operator; `options` replace those of the case."""
+        if self.options.get("dropout_p"):
+            torch.manual_seed(self.seed)
+        function = _FUNCTIONS[self.operator]
+        return function(**self.tensors, **{**self.options, **options}, backend=backend)
+
+    def backward(
+        self, backend: str | None = None, **options: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The output, and by argument name the gradients of the tensors that require one.
+
+        Where none requires a gradient, all get one.
+        """
+        inputs = self
+        if not any(tensor.requires_grad for tensor in self.tensors.values()):
+            inputs = self.requires_grad()
+        out = inputs.call(backend, **options)
+        leaves = {name: t for name, t in inputs.tensors.items() if t.requires_grad}
+        grads = torch.autograd.grad(out, list(leaves.values()), self.dout)
+        return out.detach(), dict(zip(leaves, grads, strict=True))
+
+    def problem(self, **options: Any) -> Problem:
+        """The parsed call."""
+        return _PROBLEMS[self.operator](**self.tensors, **{**self.options, **options})
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same values in `dtype`; quantised inputs in float64 are what the oracle reads."""
+        tensors = {name: t.detach().to(dtype) for name, t in self.tensors.items()}
+        return replace(self, tensors=tensors, dout=self.dout.to(dtype))
+
+    def requires_grad(self, *names: str) -> Inputs:
+        """The same memory as leaves that ask for gradients: those named, or all."""
+        tensors = {
+            name: t.detach().requires_grad_(not names or name in names)
+            for name, t in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)

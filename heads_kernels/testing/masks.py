@@ -1,0 +1,106 @@
+"""Mask builders for the cases: each makes the `attn_mask` of a call from its sizes and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads_kernels.mask import Mask
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, in the words of the documentation."""
+
+    B: int
+    H: int
+    T: int
+    S: int
+
+
+MaskBuilder = Callable[[Sizes, torch.device], "Mask | Tensor"]
+
+
+def fixed(mask: Mask) -> MaskBuilder:
+    """A mask that holds no tensors."""
+    return lambda sizes, device: mask
+
+
+def causal(sizes: Sizes, device: torch.device) -> Mask:
+    return Mask(causal=True)
+
+
+def lower_right(sizes: Sizes, device: torch.device) -> Mask:
+    return Mask(causal="lower_right")
+
+
+def padded(*lengths: int, queries: bool = True, causal: bool = False) -> MaskBuilder:
+    """Right padding of the keys, and of the query rows where `queries` (self-attention)."""
+    return lambda sizes, device: Mask(
+        causal=causal,
+        key_lengths=torch.tensor(lengths, device=device),
+        query_lengths=torch.tensor(lengths, device=device) if queries else None,
+    )
+
+
+def half_padded(sizes: Sizes, device: torch.device) -> Mask:
+    """Half of every sequence is padding, rows and keys."""
+    return Mask(key_lengths=[sizes.S // 2] * sizes.B, query_lengths=[sizes.T // 2] * sizes.B)
+
+
+def left_padded(sizes: Sizes, device: torch.device) -> Mask:
+    """Batch b begins with 3 b + 2 padded keys (and rows, where T == S), causal: generation."""
+    skip = (3 * torch.arange(sizes.B, device=device) + 2)[:, None]
+    keys = torch.arange(sizes.S, device=device) >= skip
+    return Mask(causal=True, key_mask=keys, query_mask=keys if sizes.T == sizes.S else None)
+
+
+def holes(sizes: Sizes, device: torch.device) -> Mask:
+    """Every third key and fifth row is hidden, shifted by the batch; batch 0 loses 20 keys more."""
+    b = torch.arange(sizes.B, device=device)[:, None]
+    j = torch.arange(sizes.S, device=device)
+    keys = (j + b) % 3 != 0
+    keys &= ~((b == 0) & (j >= 8) & (j < 28))
+    rows = (torch.arange(sizes.T, device=device) + b) % 5 != 0
+    return Mask(key_mask=keys, query_mask=rows)
+
+
+def packed(*documents: int, causal: bool = False) -> MaskBuilder:
+    """Documents of these lengths one behind the other; what is left over is padding."""
+    borders = [sum(documents[:n]) for n in range(len(documents) + 1)]
+
+    def build(sizes: Sizes, device: torch.device) -> Mask:
+        mask = Mask.from_cu_seqlens(torch.tensor(borders, device=device), sizes.S)
+        return mask & Mask(causal=causal, query_lengths=[borders[-1]], key_lengths=[borders[-1]])
+
+    return build
+
+
+def prefix(*lengths: int) -> MaskBuilder:
+    """A causal mask whose first `lengths[b]` keys everybody sees."""
+    return lambda sizes, device: Mask(
+        causal=True, prefix_lengths=torch.tensor(lengths, device=device)
+    )
+
+
+def key_padding_tensor(sizes: Sizes, device: torch.device) -> Tensor:
+    """A bool tensor `[B, 1, 1, S]`, as transformers libraries pass it."""
+    lengths = sizes.S - 5 * torch.arange(sizes.B, device=device)[:, None] - 1
+    return (torch.arange(sizes.S, device=device) < lengths)[:, None, None]
+
+
+def dense_rows(sizes: Sizes, device: torch.device) -> Tensor:
+    """A dense bool tensor `[T, S]`; row 1 sees nothing."""
+    i = torch.arange(sizes.T, device=device)[:, None]
+    j = torch.arange(sizes.S, device=device)
+    return ((i * 7 + j * 5) % 4 != 0) & (i != 1)
+
+
+def dense_heads(sizes: Sizes, device: torch.device) -> Tensor:
+    """A dense bool tensor `[B, H, T, S]`, another one for every head."""
+    b, h, i, j = torch.meshgrid(
+        *(torch.arange(size, device=device) for size in sizes), indexing="ij"
+    )
+    return (i * 3 + j * 5 + h * 7 + b * 11) % 4 != 0

@@ -1,0 +1,55 @@
+"""Both operators once more, in ten lines of PyTorch and its own autograd.
+
+Independent of the backends, it holds the oracle itself to account. The `[T, S]` matrix lies in
+memory and nothing is skipped; a value that a mask hides must be finite.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads_kernels.ops.philox import keep_mask
+from heads_kernels.problem import Problem
+
+
+class Plain(NamedTuple):
+    """What `plain` gives: out `[B, H, T, Dv]`, lse `[B, H, T]`, probabilities `[B, H, T, S]`."""
+
+    out: Tensor
+    lse: Tensor
+    probabilities: Tensor
+
+
+def plain(problem: Problem, seed: Tensor | None = None) -> Plain:
+    """The formula of a parsed call, differentiable; `seed` is that of dropout."""
+    p = problem
+    if p.mixing is None:
+        group = p.H // max(p.Hk, 1)
+        scores = p.query @ p.key.repeat_interleave(group, 1).mT
+    else:
+        scores = (p.query[:, None] * p.mixing[:, None]) @ p.key[:, None].mT
+    if p.content_bias is not None:
+        scores = scores + p.content_bias[:, :, None]
+    visible = p.intervals.to_dense(p.T, p.S, scores.device).expand(scores.shape)
+    scores = (scores * p.scale).masked_fill(~visible, -torch.inf)
+    sees = visible.any(-1, keepdim=True)  # [B, H, T, 1]
+    probabilities = scores.masked_fill(~sees, 0.0).softmax(-1) * sees
+    lse = scores.logsumexp(-1) if p.S else scores.new_full(scores.shape[:-1], -torch.inf)
+    if p.value is None:
+        return Plain(scores.new_empty(0), lse, probabilities)
+    kept = probabilities
+    if seed is not None:
+        keep = keep_mask(seed, p.dropout_p, p.B, p.H, p.T, p.S, scores.device)
+        kept = probabilities * keep / (1 - p.dropout_p)
+    out = kept @ p.value.repeat_interleave(p.H // max(p.value.shape[1], 1), 1)
+    if p.gate is not None:
+        gate = {"identity": lambda g: g, "sigmoid": torch.sigmoid, "softplus": F.softplus}[
+            p.gate_activation
+        ](p.gate)
+        gate = gate[None] if gate.dim() == 1 else gate
+        out = out * gate[(...,) + (None,) * (4 - gate.dim())]
+    return Plain(out, lse, probabilities)

@@ -1,0 +1,230 @@
+"""The rounding floor: the error that rounding alone explains, for the output and every gradient.
+
+An error below twice that of `eager` is not always possible: eager may be lucky where few numbers
+are compared, and a kernel may round where eager does not (probabilities and dS are operands of
+tensor cores in the working dtype, the saved output is in the working dtype). So the rounding errors
+of an ideal kernel are propagated through the formula, in float64, one head at a time:
+
+    every rounding       an error of at most u |x|, independent of the others; u is the unit
+                         roundoff of the working dtype (u_w) for operands and results, of the
+                         compute dtype (u_c) for arithmetic. Independent errors add by squares.
+    a sum of n terms     u_c times the sum of absolute terms: partial sums of terms of like size and
+                         either sign walk at random, and n roundings of them stay near that. It is
+                         less than what adding thousands of terms one by one to a large partial sum
+                         costs; sums in blocks do not have that error
+    a score              its sum of absolute terms times u_c, and u_c times its own size for scale
+                         and exponent; a shared query is also rounded after mixing
+    a probability        relative error = absolute error of its score, and its rounding as operand
+    delta, dgate         the saved output carries u_w, so rowsum(dout * out) does too; an error of
+                         delta is common to its row and comes through dS as u * P
+    subnormals           half the smallest subnormal number, wherever something is rounded
+
+What comes out is one number per element. Nothing here depends on a kernel or is tuned to one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads_kernels.ops.philox import keep_mask
+from heads_kernels.testing.inputs import Inputs
+
+_SIGMOID_CALLS = 4  # roundings of exp, add, divide and multiply in an activation or its slope
+
+
+class _Units(NamedTuple):
+    """Unit roundoff of the working and compute dtype, and the error where numbers are subnormal."""
+
+    working: float
+    compute: float
+    tiny: float
+
+
+class _Head(NamedTuple):
+    """One head, float64: `q` `[T, D]`, `k` `[S, D]`, `v` `[S, Dv]`, `gate` and `dout` `[T, Dv]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    visible: Tensor
+    kept: Tensor | None
+    gate: Tensor
+    dout: Tensor
+
+
+class _Floor(NamedTuple):
+    """Values and floors of one head, before sums over heads and batches."""
+
+    attended: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dq_value: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor
+    dgate: Tensor
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Unit roundoff: the largest relative error of rounding to nearest."""
+    return torch.finfo(dtype).eps / 2
+
+
+def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
+    """Per element, by the names "out", "lse", "dquery", ...; `values` are the oracle's.
+
+    `inputs` are in the working dtype; `seed` is that of dropout.
+    """
+    dtype = inputs.tensors["query"].dtype
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    info = torch.finfo(dtype)
+    u = _Units(unit(dtype), unit(compute), info.smallest_normal * info.eps / 2)
+    p = inputs.to(torch.float64).problem()
+    assert p.value is not None
+    wide = inputs.dout.double()
+    B, H, T, S = p.B, p.H, p.T, p.S
+    visible = p.intervals.to_dense(T, S, wide.device).expand(B, H, T, S)
+    kept = None
+    if seed is not None:
+        kept = keep_mask(seed, p.dropout_p, B, H, T, S, wide.device) / (1 - p.dropout_p)
+    gate = _activated(p.gate, p.gate_activation, wide)
+
+    squares = {f"d{name}": torch.zeros_like(t.double()) for name, t in inputs.tensors.items()}
+    result = {"out": torch.zeros_like(wide), "lse": wide.new_zeros(B, H, T)}
+    rows = torch.zeros_like(wide), torch.zeros_like(wide)  # square of the floor, and |dout * O|
+    for b in range(B):
+        for h in range(H):
+            group = h * p.value.shape[1] // H
+            shared = p.mixing is not None
+            query = p.query[b] if shared else p.query[b, h]
+            mixing = p.mixing[h] if p.mixing is not None else None
+            bias = None if p.content_bias is None else p.content_bias[b, h]
+            head = _Head(
+                query if mixing is None else query * mixing,
+                p.key[b] if shared else p.key[b, group],
+                p.value[b, group],
+                bias,
+                visible[b, h],
+                None if kept is None else kept[b, h],
+                gate[b, h],
+                wide[b, h],
+            )
+            floor = _head_floor(head, p.scale, u, shared)
+            result["out"][b, h], result["lse"][b, h] = floor.out, floor.lse
+            squares["dvalue"][b, group] += floor.dv**2
+            if mixing is None:
+                squares["dquery"][b, h] += floor.dq**2
+                squares["dkey"][b, group] += floor.dk**2
+            else:
+                squares["dquery"][b] += (mixing * floor.dq) ** 2
+                squares["dkey"][b] += floor.dk**2
+                products = query.abs() * (floor.dq + u.compute * floor.dq_value.abs())
+                squares["dmixing"][h] += (products**2).sum(0)
+            if bias is not None:
+                squares["dcontent_bias"][b, h] += floor.dbias**2
+            rows[0][b, h], rows[1][b, h] = floor.dgate**2, (head.dout * floor.attended).abs()
+    if p.gate is not None:
+        squares["dgate"] = _gate_floor(p.gate, p.gate_activation, rows, u) ** 2
+    for name, square in squares.items():
+        own = unit(inputs.tensors[name[1:]].dtype) + 2 * u.compute  # 2: scale, sum over heads
+        result[name] = torch.hypot(square.sqrt(), own * values[name]) + u.tiny
+    return result
+
+
+def _head_floor(head: _Head, scale: float, u: _Units, shared: bool) -> _Floor:
+    q, k, v, bias, visible, kept, gate, dout = head
+    # The forward pass. [T, S]
+    score = q @ k.T
+    size = q.abs() @ k.abs().T
+    if bias is not None:
+        score, size = score + bias, size + bias.abs()
+    score, size = scale * score, abs(scale) * size
+    error = u.compute * (size + score.abs())
+    if shared:  # the mixed query is rounded to the working dtype
+        error = error + u.working * abs(scale) * (q**2 @ (k**2).T).sqrt()
+    score = score.masked_fill(~visible, -torch.inf)
+    lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:-1], -torch.inf)
+    lse = torch.where(lse == -torch.inf, 0.0, lse)[:, None]  # [T, 1]
+    P = (score - lse).exp()  # 0 where hidden
+    relative = u.working + u.compute * (3 + lse.abs()) + error
+    PZ = P if kept is None else P * kept
+    attended = PZ @ v
+    dP_error = PZ * relative + u.tiny * visible  # absolute error of an operand of P V
+    attended_error = (
+        (dP_error**2 @ v**2 + (P * relative).square().sum(-1, keepdim=True) * attended**2).sqrt()
+        + u.compute * (PZ @ v.abs())
+        + u.tiny
+    )
+    out = (gate * attended).abs()
+    out = torch.hypot(gate.abs() * attended_error + 2 * u.compute * out, u.working * out) + u.tiny
+    saved_error = torch.hypot(attended_error, u.working * attended)
+    largest = torch.zeros_like(lse[:, 0])
+    if score.shape[-1]:
+        largest = torch.where(visible, score.abs(), 0.0).amax(-1)
+    lse_error = (P * error).square().sum(-1).sqrt() + u.compute * (lse[:, 0].abs() + largest + 2)
+
+    # The backward pass.
+    dO = gate * dout  # [T, Dv]
+    dP = dO @ v.T
+    dP_sum = u.working * (dO**2 @ (v**2).T).sqrt() + u.compute * (dO.abs() @ v.abs().T)
+    if kept is not None:
+        dP, dP_sum = dP * kept, dP_sum * kept
+    delta = (dO * attended).sum(-1, keepdim=True)  # [T, 1]
+    delta_error = (dO * saved_error).square().sum(-1, keepdim=True).sqrt()
+    delta_error = delta_error + u.compute * (dO * attended).abs().sum(-1, keepdim=True)
+    dS = P * (dP - delta)
+    alone = dS.abs() * relative + P * dP_sum + u.tiny * visible  # independent in every element
+    common = P * delta_error  # the same delta for a row
+    dq_value = scale * (dS @ k)
+    dq = (alone**2 @ k**2).sqrt() + delta_error * (P @ k).abs() + u.compute * (dS.abs() @ k.abs())
+    dk = ((alone**2 + common**2).T @ q**2).sqrt() + u.compute * (dS.abs().T @ q.abs())
+    dv = ((dP_error + u.working * PZ) ** 2).T @ dO**2
+    dbias = (alone**2 + common**2).sum(0).sqrt() + u.compute * dS.abs().sum(0)
+    return _Floor(
+        attended=attended,
+        out=out,
+        lse=lse_error,
+        dq=abs(scale) * dq + u.compute * lse.abs() * dq_value.abs(),
+        dq_value=dq_value,
+        dk=abs(scale) * dk,
+        dv=dv.sqrt() + u.compute * (PZ.T @ dO.abs()),
+        dbias=abs(scale) * dbias,
+        dgate=dout.abs() * saved_error + u.compute * (dout * attended).abs(),
+    )
+
+
+def _activated(gate: Tensor | None, activation: str, like: Tensor) -> Tensor:
+    """The gate's values, broadcast to `like` `[B, H, T, Dv]`."""
+    if gate is None:
+        return torch.ones_like(like)
+    if activation == "sigmoid":
+        gate = torch.sigmoid(gate)
+    elif activation == "softplus":
+        gate = torch.nn.functional.softplus(gate)
+    return _four(gate).expand(like.shape)
+
+
+def _four(gate: Tensor) -> Tensor:
+    return (
+        gate[None, :, None, None] if gate.dim() == 1 else gate[(...,) + (None,) * (4 - gate.dim())]
+    )
+
+
+def _gate_floor(gate: Tensor, activation: str, rows: tuple[Tensor, Tensor], u: _Units) -> Tensor:
+    """Sums over what the gate was broadcast along, times the slope of its activation."""
+    square, size = rows
+    shape = _four(gate).shape
+    along = [d for d in range(4) if shape[d] == 1]
+    if along:
+        square, size = square.sum(along, keepdim=True), size.sum(along, keepdim=True)
+    floor = (square.sqrt() + u.compute * size).reshape(gate.shape)
+    if activation == "identity":
+        return floor
+    opened = torch.sigmoid(gate)
+    slope = opened * (1 - opened) if activation == "sigmoid" else opened
+    return slope * (floor + _SIGMOID_CALLS * u.compute * size.reshape(gate.shape))

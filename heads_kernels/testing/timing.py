@@ -1,0 +1,101 @@
+"""Timers for benchmarks: several callables measured in turn, in one process.
+
+A machine slows down and speeds up while one measures. Taken in turn (A B C A B C ...) every
+candidate meets the same weather, and ratios of medians hold where times alone do not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+#: Shortest sample in seconds: 200 times the resolution of the clock and the cost of reading it
+#: (about a microsecond together). Faster callables are repeated within a sample.
+SAMPLE_S = 2e-4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of every sample; each sample is the mean of `calls` calls."""
+
+    samples: tuple[float, ...]
+    calls: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def minimum(self) -> float:
+        return min(self.samples)
+
+    def __str__(self) -> str:
+        return f"{_seconds(self.median)} (fastest {_seconds(self.minimum)} of {len(self.samples)})"
+
+
+def time_in_turn(
+    callables: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device | str = "cpu",
+    budget_s: float = 2.0,
+    warmup: int = 2,
+    least: int = 5,
+    most: int = 200,
+) -> dict[str, Timing]:
+    """Time every callable, taking turns, and give a `Timing` by name.
+
+    Args:
+        callables: what to time, by name; the order is the order of turns.
+        device: of the tensors. On CUDA time is taken between two events on the current stream, so
+            that the launch is covered by work and the clock is the GPU's.
+        budget_s: seconds for all of them together, warm-up left out. Rounds stop when it is spent,
+            but not before `least` samples of each.
+        warmup: calls of each before the clock starts: compilation, caches, thread pools.
+        least, most: bounds on the number of samples.
+    """
+    device = torch.device(device)
+    calls: dict[str, int] = {}
+    for name, function in callables.items():
+        for _ in range(warmup):
+            function()
+        calls[name] = 1
+        first = _sample(function, 1, device)
+        calls[name] = max(1, round(SAMPLE_S / max(first, 1e-9)))
+    samples: dict[str, list[float]] = {name: [] for name in callables}
+    stop = time.perf_counter() + budget_s
+    for done in range(most):
+        if done >= least and time.perf_counter() > stop:
+            break
+        for name, function in callables.items():
+            samples[name].append(_sample(function, calls[name], device))
+    return {name: Timing(tuple(taken), calls[name]) for name, taken in samples.items()}
+
+
+def _sample(function: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Mean seconds of `calls` calls."""
+    if device.type == "cuda":
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        begin.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds * 1e-3 / calls
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start) / calls
+
+
+def _seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"

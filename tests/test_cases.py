@@ -1,0 +1,84 @@
+"""Every named case on every backend and dtype, held to the one accuracy rule.
+
+Operators and backends come from the tables, cases from `heads_kernels.testing`: a new row of any of
+them is tested here without an edit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from calls import TABLES
+
+from heads_kernels.dispatch import choose
+from heads_kernels.testing import CASES, Case, check, plain
+
+#: Part of its bound that eager's own error may be. It is bounded by twice itself and the floor, so
+#: that 0.4 says: at most twice the floor.
+EAGER_PART = 0.4
+
+QUICK = [case for case in CASES if "model" not in case.tags]
+SLOW = [case for case in CASES if "model" in case.tags and "long" not in case.tags]
+
+
+def ids(values: tuple[Any, ...]) -> str:
+    return "-".join(str(value).removeprefix("torch.") for value in values)
+
+
+def rows(cases: list[Case], dtypes: tuple[torch.dtype, ...]) -> list[Any]:
+    """Case x dtype x backend, backends innermost: they share the oracle of `check`."""
+    return [
+        pytest.param(case, dtype, row.name, id=ids((case.operator, case, dtype, row.name)))
+        for case in cases
+        for dtype in dtypes
+        if dtype in case.dtypes
+        for row in TABLES[case.operator]
+    ]
+
+
+def hold(case: Case, dtype: torch.dtype, backend: str) -> None:
+    choice = choose(TABLES[case.operator], case.make(dtype).problem(), backend)
+    if choice.backend is None:
+        pytest.skip(str(choice))
+    report = check(case, dtype, backend)
+    assert report.ok, str(report)
+    if backend == "eager":
+        assert report.ratio <= EAGER_PART, str(report)
+
+
+ALL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(("case", "dtype", "backend"), rows(QUICK, ALL))
+def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
+    hold(case, dtype, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "dtype", "backend"), rows(SLOW, (torch.float32,)))
+def test_model_case(case: Case, dtype: torch.dtype, backend: str) -> None:
+    hold(case, dtype, backend)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
+def test_oracle_against_autograd(case: Case) -> None:
+    """The eager backend in float64 is what plain PyTorch and its own autograd give."""
+    inputs = case.make(torch.float64, requires_grad=True)
+    out, grads = inputs.backward("eager")
+    seed = None
+    if case.dropout_p:
+        torch.manual_seed(inputs.seed)
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64)
+    expected = plain(inputs.problem(), seed).out
+    close = {"rtol": 1e-9, "atol": 1e-10}
+    torch.testing.assert_close(out, expected.detach(), **close)
+    leaves = list(inputs.tensors.values())
+    for name, grad, want in zip(
+        inputs.tensors,
+        grads.values(),
+        torch.autograd.grad(expected, leaves, inputs.dout, materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, want, **close, msg=lambda text, n=name: f"d{n}: {text}")

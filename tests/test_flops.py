@@ -1,0 +1,193 @@
+"""FLOP counts: the closed formulas, PyTorch's own counter, and what masks and gates leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from calls import DIFFERENTIABLE, call
+from torch.utils.flop_counter import FlopCounterMode
+
+import heads_kernels as hk
+from heads_kernels import Problem
+from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.testing import CASES, Case, Inputs, find, plain
+
+QUICK = [case for case in CASES if "model" not in case.tags]
+
+B, H, T, S, D, Dv, Ds = 2, 4, 32, 48, 16, 24, 64
+
+
+def gated(**options: Any) -> Problem:
+    gate = options.pop("gate", None)
+    sizes = torch.empty(B, H, T, D), torch.empty(B, H, S, D), torch.empty(B, H, S, Dv)
+    return Problem.gated(*sizes, gate, **options)
+
+
+def collaborative(mixing: torch.Tensor, **options: Any) -> Problem:
+    shared = torch.empty(B, T, Ds), torch.empty(B, S, Ds), torch.empty(B, H, S, Dv)
+    return Problem.collaborative(*shared, mixing, **options)
+
+
+def counted(run: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+# ---------------------------------------------------------------------- PyTorch's counter
+@pytest.mark.parametrize(
+    "case",
+    [find("gated_attention", "small"), find("collaborative_attention", "small_bias")],
+    ids=lambda case: case.operator,
+)
+def test_dense_count_is_that_of_the_plain_formula(case: Case) -> None:
+    """Forward: two matrix products. Backward: four more, and the scores are computed again."""
+    inputs = case.make(requires_grad=True)
+    problem = inputs.problem()
+    leaves = list(inputs.tensors.values())
+    forward = counted(lambda: plain(problem))
+    assert problem.flops(dense=True) == forward
+    out = plain(problem).out
+    backward = counted(lambda: torch.autograd.grad(out, leaves, inputs.dout))
+    scores = 2 * problem.B * problem.H * problem.T * problem.S * problem.D
+    assert problem.flops(backward=True, dense=True) == backward + scores
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_the_ops_are_counted(operator: str, backend: str) -> None:
+    inputs: Inputs = find(operator, "small").make(requires_grad=True)
+    problem = inputs.problem()
+    leaves = inputs.tensors
+    forward = counted(lambda: call(operator, backend, **leaves))
+    assert forward == problem.flops(dense=True) == problem.flops()
+    both = counted(lambda: call(operator, backend, **leaves).sum().backward())
+    assert both - forward == problem.flops(backward=True, dense=True)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
+def test_executed_is_at_most_dense(case: Case) -> None:
+    problem = case.make(requires_grad=True).problem()
+    assert 0 <= problem.flops() <= problem.flops(dense=True)
+    # A closed head is computed once more for the gradient of its gate, but not differentiated.
+    assert 0 <= problem.flops(backward=True) <= problem.flops(backward=True, dense=True)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
+def test_executed_by_asking_every_pair(case: Case) -> None:
+    """Visible pairs of open heads, one by one, over the features that are not in a zero chunk."""
+    p = case.make().problem()
+    visible = p.intervals.to_dense(p.T, p.S).expand(p.B, p.H, p.T, p.S)
+    total = 0
+    for h in range(p.H):
+        width = p.D
+        if p.mixing is not None:
+            chunks = p.mixing[h].split(16)
+            width = sum(len(chunk) for chunk in chunks if bool(chunk.any()))
+        for b in range(p.B):
+            gate = torch.ones(()) if p.gate is None else p.gate
+            gate = gate[None] if gate.dim() == 1 else gate
+            shut = gate.dim() >= 2 and gate[0, 0].numel() == 1 and p.gate_activation == "identity"
+            if shut and gate.expand(p.B, p.H, *gate.shape[2:])[b, h].item() == 0:
+                continue
+            total += 2 * int(visible[b, h].sum()) * (width + p.Dv)
+    assert p.flops() == total
+
+
+# ---------------------------------------------------------------------- closed formulas
+def test_scores_and_values() -> None:
+    """Scores 2 N M D_k in all (H heads of D), P V 2 N M D_v in all; per batch element."""
+    assert gated().flops() == B * (2 * T * S * (H * D) + 2 * T * S * (H * Dv))
+    assert gated().flops() == forward_flops(B * H * T * S, D, Dv)
+
+
+def test_dense_mixing_costs_every_head_all_features() -> None:
+    """2 N M H Ds for scores: H Ds / D_k times those of concatenated heads."""
+    mixed = collaborative(torch.ones(H, Ds))
+    assert mixed.flops() == B * (2 * T * S * H * Ds + 2 * T * S * H * Dv)
+
+
+def test_ragged_mixing_costs_the_shared_width_once() -> None:
+    """Disjoint supports at chunk borders: 2 N M Ds for the scores of all heads together."""
+    mixing = torch.zeros(H, Ds)
+    for h, (lo, hi) in enumerate([(0, 16), (16, 16), (16, 48), (48, 64)]):
+        mixing[h, lo:hi] = 1.0
+    ragged = collaborative(mixing)
+    assert ragged.flops() == B * (2 * T * S * Ds + 2 * T * S * H * Dv)
+    assert ragged.score_widths().tolist() == [16, 0, 32, 16]
+    assert ragged.flops(dense=True) == collaborative(torch.ones(H, Ds)).flops()
+
+
+def test_a_chunk_counts_whole_and_the_last_may_be_narrow() -> None:
+    mixing = torch.zeros(3, 40)
+    mixing[0, 17], mixing[1, 39], mixing[2] = 1.0, torch.nan, 1.0
+    shared = torch.empty(1, 2, 40), torch.empty(1, 3, 40), torch.empty(1, 3, 3, 5)
+    assert Problem.collaborative(*shared, mixing).score_widths().tolist() == [16, 8, 40]
+
+
+def test_causal_is_the_lower_triangle() -> None:
+    problem = gated(is_causal=True)
+    assert problem.flops() == forward_flops(B * H * T * (T + 1) // 2, D, Dv)
+    square = Problem.gated(*(torch.empty(1, 1, 1000, 8),) * 3, is_causal=True)
+    assert square.flops() / square.flops(dense=True) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_padding_is_the_sum_of_products_of_lengths() -> None:
+    mask = hk.Mask(key_lengths=[48, 7], query_lengths=[32, 5])
+    assert gated(attn_mask=mask).flops() == forward_flops(H * (32 * 48 + 5 * 7), D, Dv)
+
+
+def test_a_dense_mask_counts_its_own_pairs() -> None:
+    visible = torch.rand(B, H, T, S) < 0.5
+    assert gated(attn_mask=visible).flops() == forward_flops(int(visible.sum()), D, Dv)
+    assert gated(attn_mask=visible[0, 0]).flops() == forward_flops(
+        B * H * int(visible[0, 0].sum()), D, Dv
+    )
+    closed = gated(attn_mask=visible, gate=torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    assert closed.flops() == forward_flops(int(visible[:, ::2].sum()), D, Dv)
+
+
+# ---------------------------------------------------------------------- gates and gradients
+def test_gates_count_open_heads() -> None:
+    gate = torch.tensor([0.5, 0.0, -1.0, 0.0])
+    assert gated(gate=gate).flops() == gated().flops() // 2
+    per_batch = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 1.0]])
+    assert gated(gate=per_batch).flops() * 8 == gated().flops() * 3
+    assert gated(gate=per_batch).open_heads().tolist() == (per_batch != 0).tolist()
+    assert gated(gate=torch.zeros(1)).flops() == 0
+    assert gated(gate=torch.zeros(1, H, 1, 1)).flops() == 0
+    # Zeros that shut no head exactly: logits, and gates of tokens.
+    assert gated(gate=torch.zeros(H), gate_activation="sigmoid").flops() == gated().flops()
+    assert gated(gate=torch.zeros(B, H, T)).flops() == gated().flops()
+
+
+@pytest.mark.parametrize("closed_grad", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
+def test_backward_of_closed_heads(learned: bool, closed_grad: bool) -> None:
+    """A closed head is computed once, for the gradient of its gate, where that is asked for."""
+    gate = torch.tensor([0.5, 0.0, 1.0, 0.0], requires_grad=learned)
+    problem = gated(gate=gate, closed_grad=closed_grad)
+    half = B * H * T * S // 2
+    want = backward_flops(half, D, Dv)
+    if learned and closed_grad:
+        want += forward_flops(half, D, Dv)
+    assert problem.flops(backward=True) == want
+
+
+@pytest.mark.parametrize("closed_grad", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
+def test_backward_of_mixing(learned: bool, closed_grad: bool) -> None:
+    """The gradient of mixing needs `dS K` at full width, also where mixing is zero."""
+    mixing = torch.zeros(H, Ds)
+    mixing[:, :16] = 1.0
+    problem = collaborative(mixing.requires_grad_(learned), closed_grad=closed_grad)
+    wide = Ds if learned and closed_grad else 16
+    assert problem.flops(backward=True) == backward_flops(B * H * T * S, 16, Dv, wide)
+
+
+def test_statistics_count_scores_only() -> None:
+    problem = Problem.statistics(torch.empty(B, H, T, D), torch.empty(B, H, S, D))
+    assert problem.flops() == problem.flops(dense=True) == 2 * B * H * T * S * D
+    with pytest.raises(ValueError, match="attention_statistics has no backward pass"):
+        problem.flops(backward=True)

@@ -1,0 +1,156 @@
+"""Memory that may not be read, and memory that must be written.
+
+NaN stands around every input, in everything that a mask hides, in closed heads, and in the memory
+that the allocator hands out for results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from calls import TABLES
+from torch import Tensor
+
+from heads_kernels.dispatch import choose
+from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, surrounded
+
+QUICK = [case for case in CASES if "model" not in case.tags]
+MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]
+BAD = [torch.nan, torch.inf, -torch.inf]
+
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+def rows(cases: list[Case]) -> list[object]:
+    return [
+        pytest.param(case, row.name, id=f"{case.operator}-{case}-{row.name}")
+        for case in cases
+        for row in TABLES[case.operator]
+    ]
+
+
+def make(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs:
+    inputs = case.make(dtype)
+    choice = choose(TABLES[case.operator], inputs.problem(), backend)
+    if choice.backend is None:
+        pytest.skip(str(choice))
+    return inputs
+
+
+def exactly(got: Result, want: Result) -> None:
+    assert torch.equal(got[0], want[0]), "out"
+    for name, grad in want[1].items():
+        assert torch.equal(got[1][name], grad), f"d{name}"
+
+
+@pytest.mark.parametrize(("case", "backend"), rows(QUICK))
+def test_the_same_bits_from_dirty_memory(case: Case, backend: str) -> None:
+    """Every element of every result is written, and by the same numbers in the same order."""
+    inputs = make(case, backend)
+    want = inputs.backward(backend)
+    assert want[0].isfinite().all()
+    for name, grad in want[1].items():
+        assert grad.isfinite().all(), name
+    for _ in range(2):
+        dirty_allocator(want[0])
+        exactly(inputs.backward(backend), want)
+
+
+@pytest.mark.parametrize(("case", "backend"), rows(QUICK))
+def test_nothing_beside_an_input_is_read(case: Case, backend: str) -> None:
+    inputs = make(case, backend)
+    tensors = {name: surrounded(t) for name, t in inputs.tensors.items()}
+    guarded = replace(inputs, tensors=tensors, dout=surrounded(inputs.dout))
+    out, grads = guarded.backward(backend)
+    want, want_grads = inputs.backward(backend)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-4)
+
+
+def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
+    """`bad` in every key and value that no row sees and every row that sees no key, dout included.
+
+    Also which elements those are, by argument.
+    """
+    p = inputs.problem()
+    visible = p.intervals.to_dense(p.T, p.S).expand(p.B, p.H, p.T, p.S)
+    blind, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]
+    if p.mixing is None:
+        unseen_keys = unseen.unflatten(1, (p.Hk, p.H // p.Hk)).all(2)
+        places = {"query": blind, "key": unseen_keys, "value": unseen_keys}
+    else:
+        places = {"query": blind.all(1), "key": unseen.all(1), "value": unseen}
+        places["content_bias"] = unseen
+    tensors = {
+        name: t.masked_fill(
+            places[name] if name == "content_bias" else places[name][..., None], bad
+        )
+        if name in places
+        else t
+        for name, t in inputs.tensors.items()
+    }
+    poisoned = replace(inputs, tensors=tensors, dout=inputs.dout.masked_fill(blind[..., None], bad))
+    return poisoned, {name: places[name] for name in tensors if name in places}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("case", "backend"), rows(MASKED))
+def test_hidden_values_reach_nothing(case: Case, backend: str, bad: float) -> None:
+    inputs = make(case, backend)
+    poisoned, places = hide(inputs, bad)
+    want, got = inputs.backward(backend), poisoned.backward(backend)
+    exactly(got, want)
+    for name, place in places.items():
+        assert not got[1][name][place].any(), f"d{name} of what is hidden"
+
+
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_hidden_values_reach_nothing_in_other_dtypes(operator: str, dtype: torch.dtype) -> None:
+    for row in TABLES[operator]:
+        for name in ("padded", "holes", "padded_causal"):
+            inputs = find(operator, name).make(dtype)
+            if row.unsupported(inputs.problem()):
+                continue
+            exactly(hide(inputs, torch.nan)[0].backward(row.name), inputs.backward(row.name))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
+    """NaN in the query, key and value of a closed head; with closed_grad=False in gradients too."""
+    inputs = make(find("gated_attention", "closed_heads"), backend)
+    closed = inputs.tensors["gate"] == 0
+    tensors = {
+        name: t if name == "gate" else t.masked_fill(closed[:, None, None], bad)
+        for name, t in inputs.tensors.items()
+    }
+    poisoned = replace(inputs, tensors=tensors, options={**inputs.options, "closed_grad": False})
+    want = replace(inputs, options=poisoned.options).backward(backend)
+    exactly(poisoned.backward(backend), want)
+    assert not want[0][:, closed].any()
+
+    # By default the gradient of the closed gate is the true one, which is not finite here.
+    out, grads = replace(poisoned, options=inputs.options).backward(backend)
+    unpoisoned = inputs.backward(backend)
+    del unpoisoned[1]["gate"]
+    exactly((out, grads), unpoisoned)
+    assert grads["gate"][~closed].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
+    """The tile on the diagonal holds visible and hidden keys at once."""
+    inputs = make(find("gated_attention", "length_65_causal"), backend)
+    clean = inputs.call(backend)
+    for j in (0, 1, 31, 32, 33, 63, 64):
+        tensors = {**inputs.tensors}
+        for name in ("key", "value"):
+            tensors[name] = tensors[name].clone()
+            tensors[name][:, :, j] = torch.nan
+        out = replace(inputs, tensors=tensors).call(backend)
+        assert torch.equal(out[:, :, :j], clean[:, :, :j]), j
+        assert out[:, :, j:].isnan().all(), j

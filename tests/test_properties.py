@@ -1,0 +1,175 @@
+"""Hypothesis over shapes, layouts, masks, gates and options: what no table of cases thinks of.
+
+Every example is a case as the named ones are, and held to the same rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from calls import DIFFERENTIABLE, TABLES
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import heads_kernels as hk
+from heads_kernels.dispatch import choose
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
+from heads_kernels.testing.masks import MaskBuilder, Sizes
+
+LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
+WIDTH = st.one_of(st.integers(1, 20), st.sampled_from([32, 40, 64, 72, 80]))
+DTYPE = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+LAYOUT = st.sampled_from(["heads_first", "transposed", "sliced"])
+ACTIVATION = st.sampled_from(["identity", "sigmoid", "softplus"])
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> MaskBuilder:
+    """Any part of `hk.Mask` with any other; sizes are known when the case is made."""
+    parts = draw(
+        st.lists(
+            st.sampled_from(["causal", "window", "lengths", "key_mask", "query_mask", "documents"]),
+            unique=True,
+        )
+    )
+    causal = draw(st.sampled_from([True, "lower_right"])) if "causal" in parts else False
+    window = (draw(st.integers(-1, 40)), draw(st.integers(-1, 40)))
+    seed = draw(st.integers(0, 1 << 30))
+
+    def build(sizes: Sizes, device: torch.device) -> hk.Mask:
+        generator = torch.Generator().manual_seed(seed)
+
+        def lengths(limit: int) -> Tensor:
+            return torch.randint(0, limit + 1, (sizes.B,), generator=generator)
+
+        arguments: dict[str, Any] = {"causal": causal}
+        if "window" in parts:
+            arguments["window"] = window
+        if "lengths" in parts:
+            arguments |= {"key_lengths": lengths(sizes.S), "query_lengths": lengths(sizes.T)}
+        if "key_mask" in parts:
+            arguments["key_mask"] = torch.rand(sizes.B, sizes.S, generator=generator) < 0.7
+        if "query_mask" in parts:
+            arguments["query_mask"] = torch.rand(1, sizes.T, generator=generator) < 0.7
+        if "documents" in parts:
+            ids = [torch.randint(0, 4, (1, n), generator=generator) for n in (sizes.T, sizes.S)]
+            arguments["document_ids"] = (ids[0], ids[1].sort(1).values)
+        return hk.Mask(**arguments)
+
+    return build
+
+
+@st.composite
+def gates(draw: st.DrawFn) -> str | None:
+    """The sizes of a gate in the letters of a case; any of them may be 1 instead."""
+    rank = draw(st.integers(0, 4))
+    full = ("", "H", "BH", "BHT", "BHTD")[rank]
+    return "".join(draw(st.sampled_from([letter, letter, "1"])) for letter in full) or None
+
+
+@st.composite
+def cases(draw: st.DrawFn, operator: str) -> Case:
+    shared: dict[str, Any] = {
+        "Dv": draw(WIDTH),
+        "gate": draw(gates()),
+        "gate_activation": draw(ACTIVATION),
+        "gate_strided": draw(st.booleans()),
+        "gate_dtype": draw(st.sampled_from([None, torch.float32])),
+        "closed": draw(st.sampled_from([0.0, 0.5, 1.0])),
+        "mask": draw(masks()),
+        "scale": draw(st.sampled_from([None, 0.4, -0.2])),
+        "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.25])),
+        "layout": draw(LAYOUT),
+    }
+    B, Hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    T, S = draw(LENGTH), draw(LENGTH)
+    if operator == "gated_attention":
+        return GatedCase("drawn", B, Hk * group, T, S, D=draw(WIDTH), Hk=Hk, **shared)
+    mixing = draw(
+        st.sampled_from(["dense", "blocks", "ragged", "unaligned", "chunks", "zero_head"])
+    )
+    bias = draw(st.booleans())
+    return CollaborativeCase(
+        "drawn", B, Hk, T, S, Ds=draw(WIDTH), mixing=mixing, content_bias=bias, **shared
+    )
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@given(data=st.data(), dtype=DTYPE, seed=st.integers(0, 1000))
+def test_any_call_is_accurate(
+    operator: str, backend: str, data: st.DataObject, dtype: torch.dtype, seed: int
+) -> None:
+    inputs = data.draw(cases(operator)).make(dtype, seed=seed)
+    choice = choose(TABLES[operator], inputs.problem(), backend)
+    assume(choice.backend is not None)
+    report = compare(reference(inputs), backend)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@given(data=st.data(), needs=st.integers(1, 63))
+def test_any_gradients_that_are_asked_for(
+    operator: str, backend: str, data: st.DataObject, needs: int
+) -> None:
+    """A gradient has the same bits whether the others are asked for or not."""
+    inputs = data.draw(cases(operator)).make(torch.float32)
+    names = [name for n, name in enumerate(inputs.tensors) if needs >> n & 1]
+    assume(names)
+    _, every = inputs.backward(backend)
+    _, some = inputs.requires_grad(*names).backward(backend)
+    assert list(some) == names
+    for name in names:
+        assert torch.equal(some[name], every[name]), name
+
+
+def spread(t: Tensor) -> Tensor:
+    """The same values with a stride of 2 in every dimension but the last."""
+    for axis in range(t.dim() - 1):
+        t = torch.stack([t, torch.full_like(t, torch.nan)], axis + 1).select(axis + 1, 0)
+    return t
+
+
+STRIDES = {
+    "spread": spread,
+    "reversed": lambda t: t.movedim(0, -2).contiguous().movedim(-2, 0),
+    "expanded": lambda t: t[:1].expand_as(t),
+    "expanded heads": lambda t: t[:, :1].expand_as(t),
+    "last dimension apart": lambda t: torch.stack([t, t], -1)[..., 0],
+    "one number": lambda t: t.new_full((), 0.5).expand_as(t),
+}
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize(
+    "argument", ["query", "key", "value", "gate", "mixing", "content_bias", "dout"]
+)
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_any_strides(operator: str, backend: str, argument: str, strides: str) -> None:
+    """Views give what their contiguous copies give; gradients arrive for views too."""
+    sizes = (2, 4, 33, 35)
+    case: Case = GatedCase("strides", *sizes, D=16, Dv=24, gate="BHTD")
+    if operator == "collaborative_attention":
+        case = CollaborativeCase("strides", *sizes, Ds=32, Dv=24, gate="BHTD", content_bias=True)
+    inputs = case.make()
+    tensors = {**inputs.tensors, "dout": inputs.dout}
+    if argument not in tensors:
+        pytest.skip(f"{operator} has no {argument}")
+    view = STRIDES[strides](tensors[argument])
+
+    def run(t: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        changed = {**tensors, argument: t}
+        dout = changed.pop("dout")
+        call = type(inputs)(operator, changed, inputs.options, dout)
+        choice = choose(TABLES[operator], call.problem(), backend)
+        if choice.backend is None:
+            pytest.skip(str(choice))
+        return call.backward(backend)
+
+    out, grads = run(view)
+    want, want_grads = run(view.contiguous())
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, want_grads[name], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,139 @@
+"""Statistics of attention rows against brute force, on the masks and mixings of the named cases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from calls import TABLES, call
+from torch import Tensor
+
+import heads_kernels as hk
+from heads_kernels import Problem
+from heads_kernels.testing import CASES, Case, peak_memory, plain
+
+BACKENDS = [row.name for row in TABLES["attention_statistics"]]
+QUICK = [case for case in CASES if "model" not in case.tags and not case.dropout_p]
+CLOSE = {
+    torch.float64: {"rtol": 1e-10, "atol": 1e-11},
+    # lse and entropy of scores up to a hundred: a few units in the last place of the score
+    torch.float32: {"rtol": 1e-4, "atol": 3e-5},
+}
+
+
+def arguments(case: Case, dtype: torch.dtype) -> dict[str, object]:
+    inputs = case.make(dtype)
+    names = "query", "key", "mixing", "content_bias", "attn_mask", "is_causal", "scale"
+    return {name: v for name, v in {**inputs.tensors, **inputs.options}.items() if name in names}
+
+
+def brute_force(given: dict[str, object], excluded: Tensor | None = None) -> hk.AttentionStatistics:
+    """From the whole matrix of probabilities in float64; `excluded` is `[B or 1, S]`."""
+    wide = {
+        name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for name, v in given.items()
+    }
+    problem = Problem.statistics(**wide)
+    _, lse, p = plain(problem)
+    entropy = torch.where(p > 0, -p * p.clamp(min=5e-324).log(), 0.0).sum(-1)
+    visible = problem.intervals.to_dense(problem.T, problem.S).expand(p.shape)
+    allowed = visible if excluded is None else visible & ~excluded[:, None, None]
+    if problem.S == 0:
+        return hk.AttentionStatistics(lse, lse * 0, lse.long(), entropy)
+    best, argmax = p.masked_fill(~allowed, -1.0).max(-1)
+    nothing = ~allowed.any(-1)
+    return hk.AttentionStatistics(
+        lse, best.masked_fill(nothing, 0.0), argmax.masked_fill(nothing, -1), entropy
+    )
+
+
+def agree(got: hk.AttentionStatistics, want: hk.AttentionStatistics, dtype: torch.dtype) -> None:
+    for name in ("lse", "max_prob", "entropy"):
+        torch.testing.assert_close(
+            getattr(got, name).double(),
+            getattr(want, name),
+            **CLOSE[dtype],
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
+    assert got.argmax.dtype == torch.int64
+    assert torch.equal(got.argmax, want.argmax)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
+def test_case(case: Case, backend: str, dtype: torch.dtype) -> None:
+    given = arguments(case, dtype)
+    if not case.S:
+        pytest.skip("the argmax of no keys is in test_eager")
+    got = call("attention_statistics", backend, **given)
+    if case.operator == "collaborative_attention" or dtype == torch.float32:
+        # Rows without any score of their own (all-zero mixing) tie; only the first key is right.
+        ties = brute_force(given).max_prob - got.max_prob.double()
+        assert ties.abs().max().item() < 1e-4 if ties.numel() else True
+        got = got._replace(argmax=brute_force(given).argmax)
+    agree(got, brute_force(given), dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["small", "padded", "holes", "window", "lower_right_blind_rows"])
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_excluded_keys(operator: str, name: str, backend: str) -> None:
+    """They keep their share of the probability and never are the maximum."""
+    case = next(c for c in QUICK if c.operator == operator and c.name == name)
+    given = arguments(case, torch.float64)
+    for share, batch in ((0.3, case.B), (0.6, 1), (1.0, 1)):
+        excluded = torch.rand(batch, case.S) < share
+        argument = excluded[0] if batch == 1 else excluded
+        got = call("attention_statistics", backend, **given, exclude_keys=argument)
+        agree(got, brute_force(given, excluded), torch.float64)
+        unchanged = call("attention_statistics", backend, **given)
+        assert torch.equal(got.lse, unchanged.lse)
+        assert torch.equal(got.entropy, unchanged.entropy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("a", "largest"), [(1.0, 0.5761), (10.0, 0.99991), (100.0, 1.0)])
+def test_softmax_saturates(backend: str, a: float, largest: float) -> None:
+    """Scores [a, a, 2a], as in the usual example of why scores are divided by sqrt(D)."""
+    query = torch.ones(1, 1, 1, 1)
+    key = torch.tensor([a, a, 2 * a]).reshape(1, 1, 3, 1)
+    got = call("attention_statistics", backend, query=query, key=key, scale=1.0)
+    assert got.max_prob.item() == pytest.approx(largest, abs=5e-5)
+    assert got.argmax.item() == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_even_attention(backend: str) -> None:
+    """Equal scores: the first key, probability 1 / n, entropy ln n, lse = score + ln n."""
+    query, key = torch.zeros(2, 3, 5, 8), torch.randn(2, 3, 70, 8)
+    mask = hk.Mask(key_lengths=[70, 9])
+    got = call("attention_statistics", backend, query=query, key=key, attn_mask=mask)
+    for b, n in enumerate((70, 9)):
+        for found, want in (
+            (got.max_prob, 1 / n),
+            (got.entropy, math.log(n)),
+            (got.lse, math.log(n)),
+        ):
+            torch.testing.assert_close(found[b], torch.full((3, 5), want), rtol=1e-5, atol=1e-6)
+    assert not got.argmax.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_rows_are_streamed(backend: str) -> None:
+    """T = S = 4096: the matrix of one head would take 64 MiB."""
+    query, key = torch.randn(1, 1, 4096, 16), torch.randn(1, 1, 4096, 16)
+    call("attention_statistics", backend, query=query[:, :, :64], key=key)
+    peak = peak_memory(lambda: call("attention_statistics", backend, query=query, key=key))
+    assert peak.extra < 24 << 20, peak
+    got = call("attention_statistics", backend, query=query, key=key)
+    given = {"query": query[:, :, ::97], "key": key}
+    agree(hk.AttentionStatistics(*(t[:, :, ::97] for t in got)), brute_force(given), torch.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_gradient(backend: str) -> None:
+    query = torch.randn(1, 1, 3, 4, requires_grad=True)
+    got = call("attention_statistics", backend, query=query, key=torch.randn(1, 1, 5, 4))
+    assert not any(t.requires_grad for t in got)

@@ -1,0 +1,255 @@
+"""The instruments themselves: cases, the accuracy rule, timers, memory, poison."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads_kernels.testing import (
+    CASES,
+    COLLABORATIVE,
+    GATED,
+    Case,
+    GatedCase,
+    Timing,
+    accuracy,
+    check,
+    compare,
+    dirty_allocator,
+    find,
+    memory,
+    peak_memory,
+    plain,
+    reference,
+    surrounded,
+    time_in_turn,
+)
+from heads_kernels.testing.rounding import unit
+
+SMALL = find("gated_attention", "closed_batch_heads")
+
+
+# ---------------------------------------------------------------------- cases
+def test_names_are_unique() -> None:
+    for table in (GATED, COLLABORATIVE):
+        names = [case.name for case in table]
+        assert len(names) == len(set(names))
+
+
+def test_tags_are_known() -> None:
+    assert {tag for case in CASES for tag in case.tags} == {"tiny", "nasty", "model", "long"}
+
+
+def test_find() -> None:
+    assert find("collaborative_attention", "bert_base_256") in COLLABORATIVE
+    with pytest.raises(KeyError, match="gated_attention has no case 'nope'; it has one, small"):
+        find("gated_attention", "nope")
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "model" not in c.tags], ids=lambda c: f"{c.operator}-{c}"
+)
+def test_a_case_is_what_it_says(case: Case) -> None:
+    inputs = case.make(torch.bfloat16, seed=3)
+    again = case.make(torch.bfloat16, seed=3)
+    other = case.make(torch.bfloat16, seed=4)
+    p = inputs.problem()
+    assert (p.operator, p.B, p.H, p.T, p.S, p.Dv) == (
+        case.operator, case.B, case.H, case.T, case.S, case.Dv,
+    )  # fmt: skip
+    assert p.query.dtype == p.key.dtype == inputs.dout.dtype == torch.bfloat16
+    assert inputs.dout.shape == (p.B, p.H, p.T, p.Dv)
+    for name, tensor in inputs.tensors.items():
+        assert torch.equal(tensor, again.tensors[name])
+        if tensor.numel() > 8 and case.closed != 1.0:
+            assert not torch.equal(tensor, other.tensors[name])
+        assert not tensor.requires_grad
+    wide = case.make(torch.float64, seed=3)
+    assert all(t.dtype == torch.float64 for t in wide.tensors.values())
+    for name, tensor in inputs.tensors.items():  # the same numbers, rounded
+        torch.testing.assert_close(tensor.double(), wide.tensors[name], rtol=2e-2, atol=2e-2)
+    if case.layout == "transposed" and case.T > 1:
+        assert p.query.is_contiguous() == (p.mixing is not None)
+        assert p.value is not None
+        assert not p.value.is_contiguous()
+    if case.layout == "sliced":
+        assert p.query.storage_offset() % 2 == 1
+    if p.gate is not None and case.gate_activation == "identity" and case.closed:
+        assert bool((p.gate == 0).any())
+
+
+def test_closed_is_a_part_of_the_heads() -> None:
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        gate = replace(SMALL, gate="H", closed=part).make().tensors["gate"]
+        assert int((gate == 0).sum()) == round(part * gate.numel())
+    of_batch = SMALL.make().tensors["gate"]
+    assert not torch.equal(of_batch[0] == 0, of_batch[1] == 0)
+
+
+def test_ragged_supports_are_disjoint_and_cover() -> None:
+    for case in COLLABORATIVE:
+        if case.mixing in ("blocks", "ragged", "unaligned"):
+            assert case.mixing_support().sum(0).eq(1).all()
+    ragged = find("collaborative_attention", "bert_base_256_ragged").make().problem()
+    assert ragged.score_widths().sum() == 256
+
+
+def test_gradients_are_asked_for() -> None:
+    inputs = SMALL.make(requires_grad=True)
+    assert all(t.requires_grad for t in inputs.tensors.values())
+    out, grads = SMALL.make().requires_grad("key", "gate").backward("eager")
+    assert list(grads) == ["key", "gate"]
+    assert out.shape == inputs.dout.shape
+
+
+# ---------------------------------------------------------------------- the accuracy rule
+def test_report_reads() -> None:
+    report = check(SMALL, torch.float32, "eager")
+    text = str(report)
+    assert report.ok
+    assert "gated_attention closed_batch_heads float32 on eager" in text
+    assert [q.name for q in report.quantities] == [
+        "out", "lse", "dquery", "dkey", "dvalue", "dgate",
+    ]  # fmt: skip
+    only = check(SMALL, torch.float32, "eager", backward=False)
+    assert [q.name for q in only.quantities] == ["out", "lse"]
+
+
+FAULTS = {
+    "scaled by 1 + 1e-5": lambda t: t * (1 + 1e-5),
+    "one element off by a hundredth of the rest": lambda t: t + 0.01 * first(t) * t.abs().mean(),
+    "rounded to bfloat16": lambda t: t.bfloat16().to(t.dtype),
+    "a NaN": lambda t: t.masked_fill(first(t), torch.nan),
+    "an infinity": lambda t: t.masked_fill(first(t), torch.inf),
+    "transposed": lambda t: t.mT.contiguous() if t.dim() > 1 else t[None],
+    "another dtype": lambda t: t.double(),
+    "one row missing": lambda t: t.clone().index_fill_(-1 if t.dim() < 3 else -2, LAST, 0.0),
+}
+LAST = torch.tensor([1])
+
+
+def first(t: Tensor) -> Tensor:
+    """True at the last element of the tensor that is not 0."""
+    place = torch.zeros(t.numel(), dtype=torch.bool)
+    place[t.flatten().nonzero().max()] = True
+    return place.reshape(t.shape)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["out", "lse", "dquery", "dkey", "dvalue", "dgate"])
+def test_a_fault_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = reference(SMALL.make())
+    assert compare(good, "eager").ok
+    run = accuracy.run
+
+    def faulty(*args: object, **kwargs: object) -> dict[str, Tensor]:
+        measured = run(*args, **kwargs)  # type: ignore[arg-type]
+        return {**measured, name: FAULTS[fault](measured[name])}
+
+    monkeypatch.setattr(accuracy, "run", faulty)
+    report = compare(good, "eager")
+    assert [q.name for q in report.quantities if not q.ok] == [name], str(report)
+    assert "FAIL" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_floor_is_near_rounding(dtype: torch.dtype) -> None:
+    """A few units in the last place of each quantity, and what probabilities add."""
+    got = reference(find("gated_attention", "width_96").make(dtype))
+    for name, floor in got.floors.items():
+        own = unit(torch.float32 if name in ("lse", "dgate") else dtype)
+        scale = got.oracle[name].square().mean().sqrt()
+        assert float(floor.square().mean().sqrt()) < 40 * own * float(scale), name
+
+
+def test_float64_is_its_own_oracle() -> None:
+    report = check(SMALL, torch.float64, "eager")
+    assert report.ratio == 0.0
+    assert all(q.max_bound < 1e-12 for q in report.quantities), str(report)
+
+
+def test_plain_knows_the_softmax() -> None:
+    inputs = GatedCase("two", 1, 1, 1, 2, D=1, Dv=1).make(torch.float64)
+    tensors = inputs.tensors
+    tensors["query"].fill_(1.0)
+    tensors["key"].copy_(torch.tensor([0.0, math.log(3.0)]).reshape(1, 1, 2, 1))
+    tensors["value"].copy_(torch.tensor([0.0, 4.0]).reshape(1, 1, 2, 1))
+    got = plain(inputs.problem())
+    assert got.out.item() == pytest.approx(3.0)
+    assert got.lse.item() == pytest.approx(math.log(4.0))
+
+
+# ---------------------------------------------------------------------- timers and memory
+def test_turns_alternate() -> None:
+    order: list[str] = []
+
+    def slow(name: str) -> None:
+        order.append(name)
+        time.sleep(1e-3)
+
+    timings = time_in_turn(
+        {"a": lambda: slow("a"), "b": lambda: slow("b")}, budget_s=0.02, warmup=1, least=4
+    )
+    assert "".join(order[4:12]) == "abababab"
+    assert 1e-3 <= timings["a"].minimum <= timings["a"].median < 0.1
+    assert timings["a"].calls == 1
+    assert len(timings["a"].samples) >= 4
+
+
+def test_fast_callables_are_repeated() -> None:
+    timing = time_in_turn({"nothing": lambda: None}, budget_s=0.01, most=7)["nothing"]
+    assert timing.calls > 10
+    assert len(timing.samples) <= 7
+    assert timing.median < 1e-4
+
+
+def test_timing_reads() -> None:
+    assert str(Timing((2e-3, 1e-3, 4e-3), 1)) == "2 ms (fastest 1 ms of 3)"
+    assert str(Timing((5e-6,), 1)) == "5 us (fastest 5 us of 1)"
+
+
+@pytest.mark.parametrize("resettable", [True, False])
+def test_peak_memory(resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not resettable:
+        monkeypatch.setattr(memory, "_resettable", lambda: False)
+
+    def use() -> Tensor:
+        scratch = torch.ones(32 << 20, dtype=torch.uint8)
+        time.sleep(2e-2)  # the sampling thread looks every millisecond
+        return scratch[: 4 << 20].clone()
+
+    use()
+    for _ in range(2):
+        peak = peak_memory(use)
+        assert peak.result == 4 << 20
+        assert peak.extra == pytest.approx(32 << 20, abs=4 << 20)
+        assert peak.how == ("sampled" if not resettable else peak.how)
+
+
+def test_a_view_counts_its_storage_once() -> None:
+    x = torch.ones(1 << 20)
+    assert peak_memory(lambda: (x[:5], x[5:], {"again": x})).result == 4 << 20
+
+
+# ---------------------------------------------------------------------- poison
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 5, 7), (0, 3, 5), ()])
+def test_surrounded(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
+    inner = surrounded(tensor)
+    assert torch.equal(inner, tensor)
+    if len(shape) > 1 and tensor.numel():
+        assert inner.stride(-1) == 1
+        assert inner.storage_offset() % 16
+        around = torch.tensor([], dtype=tensor.dtype).set_(inner.untyped_storage())
+        assert int(around.isfinite().sum()) == tensor.numel()
+
+
+def test_dirty_allocator() -> None:
+    like = torch.ones(1)
+    dirty_allocator(like)
+    assert any(torch.empty(n).isnan().any() for n in (64, 256, 1024, 4096, 16384))
