@@ -1,5 +1,5 @@
-// The only file that knows Python: torch tensors become hk::Tensor (pointer, dtype, sizes, strides) by their methods, so
-// the extension is built without torch and serves every torch.
+// The only file that knows Python: torch tensors become hk::Tensor (pointer, dtype, sizes, strides)
+// by their methods, so the extension is built without torch and serves every torch.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -19,7 +19,8 @@ struct Torch {
 
   Torch() {
     const py::module_ torch = py::module_::import("torch");
-    const char* names[4] = {"float32", "float64", "bfloat16", "float16"};  // in the order of hk::DType
+    const char* names[4] = {"float32", "float64", "bfloat16",
+                            "float16"};  // in the order of hk::DType
     for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
     int32 = torch.attr("int32");
     int64 = torch.attr("int64");
@@ -42,9 +43,13 @@ py::object call(py::handle object, const py::str& method) {
   return checked(PyObject_CallMethodNoArgs(object.ptr(), method.ptr()));
 }
 
-py::object attribute(py::handle object, const py::str& name) { return checked(PyObject_GetAttr(object.ptr(), name.ptr())); }
+py::object attribute(py::handle object, const py::str& name) {
+  return checked(PyObject_GetAttr(object.ptr(), name.ptr()));
+}
 
-void* data_of(py::handle tensor) { return PyLong_AsVoidPtr(call(tensor, Torch::get().data_ptr).ptr()); }
+void* data_of(py::handle tensor) {
+  return PyLong_AsVoidPtr(call(tensor, Torch::get().data_ptr).ptr());
+}
 
 void read_integers(py::handle tuple, int64_t* values) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.ptr()); ++i)
@@ -57,7 +62,8 @@ hk::Tensor shape_of(py::handle tensor) {
   hk::Tensor result;
   const py::object shape = attribute(tensor, torch.shape), stride = call(tensor, torch.stride);
   result.rank = static_cast<int>(PyTuple_GET_SIZE(shape.ptr()));
-  if (result.rank > hk::kMaxRank) throw std::invalid_argument("a tensor of more than 4 dimensions reached the kernels");
+  if (result.rank > hk::kMaxRank)
+    throw std::invalid_argument("a tensor of more than 4 dimensions reached the kernels");
   read_integers(shape, result.size);
   read_integers(stride, result.stride);
   result.data = data_of(tensor);
@@ -76,7 +82,8 @@ hk::Tensor floating(py::handle tensor) {
       return result;
     }
   }
-  throw std::invalid_argument("a tensor of dtype " + std::string(py::str(dtype)) + " reached the kernels");
+  throw std::invalid_argument("a tensor of dtype " + std::string(py::str(dtype)) +
+                              " reached the kernels");
 }
 
 // A contiguous [B or 1, length] tensor of whole numbers; `stride` becomes the step between batches.
@@ -136,9 +143,10 @@ void launch(void (*kernel)(const Params&), const Params& params) {
   kernel(params);
 }
 
-// Gated where scores hold no mixing, else collaborative. Outputs (out, attended, lse), None is not kept.
-void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask, const py::tuple& options,
-                       const py::sequence& outputs, int threads) {
+// Gated where scores hold no mixing, else collaborative. Outputs (out, attended, lse), None is not
+// kept.
+void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                       const py::tuple& options, const py::sequence& outputs, int threads) {
   hk::ForwardParams params;
   set_scores(params, scores);
   params.value = floating(value);
@@ -149,13 +157,15 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
   params.lse = floating(outputs[2]);
   params.threads = threads;
   const hk::Kernels& k = hk::kernels();
-  launch(scores[2].is_none() ? k.gated_attention_forward : k.collaborative_attention_forward, params);
+  launch(scores[2].is_none() ? k.gated_attention_forward : k.collaborative_attention_forward,
+         params);
 }
 
-// `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias, dgate), None is not
-// computed.
-void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask, const py::tuple& options,
-                        bool closed_grad, const py::tuple& saved, const py::sequence& gradients, int threads) {
+// `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias,
+// dgate), None is not computed.
+void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                        const py::tuple& options, bool closed_grad, const py::tuple& saved,
+                        const py::sequence& gradients, int threads) {
   hk::BackwardParams params;
   set_scores(params, scores);
   params.value = floating(value);
@@ -173,12 +183,13 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   params.dgate = floating(gradients[5]);
   params.threads = threads;
   const hk::Kernels& k = hk::kernels();
-  launch(scores[2].is_none() ? k.gated_attention_backward : k.collaborative_attention_backward, params);
+  launch(scores[2].is_none() ? k.gated_attention_backward : k.collaborative_attention_backward,
+         params);
 }
 
 // `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
-void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask, const py::sequence& outputs,
-                          int threads) {
+void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask,
+                          const py::sequence& outputs, int threads) {
   const Torch& torch = Torch::get();
   hk::StatisticsParams params;
   set_scores(params, scores);
@@ -194,7 +205,8 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
 
 py::list available_levels() {
   py::list names;
-  for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level) names.append((*level)->name);
+  for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level)
+    names.append((*level)->name);
   return names;
 }
 
@@ -211,7 +223,8 @@ PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);
-  m.def("available_levels", &available_levels, "Instruction-set levels this processor can run, best first.");
+  m.def("available_levels", &available_levels,
+        "Instruction-set levels this processor can run, best first.");
   m.def("level", [] { return hk::kernels().name; }, "The level in use.");
   m.def("use_level", &use_level, "Use a level from now on (for tests and measurements).");
 }

@@ -1,7 +1,9 @@
-// What crosses the border from Python: plain structs of pointers, sizes and strides. No libtorch, no Python.
+// What crosses the border from Python: plain structs of pointers, sizes and strides. No libtorch,
+// no Python.
 //
-// Sizes: B batch, T query length, S key length, H query heads, Hk key/value heads, D query/key width of a head,
-// Dv value width, Ds shared width of collaborative attention. Strides count elements.
+// Sizes: B batch, T query length, S key length, H query heads, Hk key/value heads, D query/key
+// width of a head, Dv value width, Ds shared width of collaborative attention. Strides count
+// elements.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +27,9 @@ struct Tensor {
   explicit operator bool() const { return rank > 0; }
 };
 
-// The mask as data: query row i of batch b sees key j where j is in the band [i + band_lo, i + band_hi), in the interval
-// [k_lo[b][i], k_hi[b][i]) and key_visible[b][j] is not 0. A null pointer hides nothing.
+// The mask as data: query row i of batch b sees key j where j is in the band [i + band_lo, i +
+// band_hi), in the interval [k_lo[b][i], k_hi[b][i]) and key_visible[b][j] is not 0. A null pointer
+// hides nothing.
 struct MaskParams {
   int64_t band_lo = 0;
   int64_t band_hi = 0;
@@ -45,12 +48,13 @@ struct DropoutParams {
   double keep_scale = 1.0;  // 1 / (1 - p)
 };
 
-// Both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D], value [B, Hk, S, Dv].
-// Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, H, S, Dv], mixing [H, Ds], content_bias [B, H, S].
+// Both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D], value [B,
+// Hk, S, Dv]. Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, H, S, Dv],
+// mixing [H, Ds], content_bias [B, H, S].
 struct AttentionParams {
   Tensor query, key, value;
   Tensor mixing, content_bias;  // absent for gated attention
-  Tensor gate;                  // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
+  Tensor gate;  // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
   MaskParams mask;
   DropoutParams dropout;
   double scale = 1.0;
@@ -67,12 +71,12 @@ struct ForwardParams : AttentionParams {
 // Absent gradients are not computed.
 struct BackwardParams : AttentionParams {
   bool closed_grad = true;
-  Tensor dout, attended;                // [B, H, T, Dv]
-  Tensor lse;                           // [B, H, T] in the compute type
-  Tensor dquery, dkey, dvalue;          // as query, key, value
-  Tensor dmixing;                       // [B, H, Ds] in the compute type, to be summed over B
-  Tensor dcontent_bias;                 // [B, H, S] in the compute type
-  Tensor dgate;                         // dout * attended: [B, H, T] summed over Dv, or [B, H, T, Dv]
+  Tensor dout, attended;        // [B, H, T, Dv]
+  Tensor lse;                   // [B, H, T] in the compute type
+  Tensor dquery, dkey, dvalue;  // as query, key, value
+  Tensor dmixing;               // [B, H, Ds] in the compute type, to be summed over B
+  Tensor dcontent_bias;         // [B, H, S] in the compute type
+  Tensor dgate;                 // dout * attended: [B, H, T] summed over Dv, or [B, H, T, Dv]
 };
 
 struct StatisticsParams : AttentionParams {

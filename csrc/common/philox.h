@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al. 2011): random words that depend on a seed and an index alone, so that every backend and
-// the backward pass draw the same dropout mask.
+// Philox4x32-10 (Salmon et al. 2011): random words that depend on a seed and an index alone, so
+// that every backend and the backward pass draw the same dropout mask.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,9 @@
 // One tile of query rows against all the keys it sees: the forward pass that both operators share.
 //
-// Everything stands transposed, one query row a lane. Keys and values are the broadcast operand of the inner product
-// and so are read in place; only the query tile (once) and the output tile (once) are transposed. On chip: the query
-// tile [D][64], a tile of scores [64][64] and the output tile [Dv][64].
+// Everything stands transposed, one query row a lane. Keys and values are the broadcast operand of
+// the inner product and so are read in place; only the query tile (once) and the output tile (once)
+// are transposed. On chip: the query tile [D][64], a tile of scores [64][64] and the output tile
+// [Dv][64].
 #pragma once
 
 #include <cmath>
@@ -27,46 +28,48 @@ struct Range {
 };
 
 // What the tiles of one head of one batch read.
-template <typename T>
+template <typename Real>
 struct Head {
   int64_t b, h;
-  Rows key;                      // [S][D]
-  Rows value;                    // [S][Dv]
-  Rows bias;                     // [1][S] content bias; absent for gated attention
-  T bias_scale;                  // to base-2 logarithms
+  Rows key;         // [S][D]
+  Rows value;       // [S][Dv]
+  Rows bias;        // [1][S] content bias; absent for gated attention
+  Real bias_scale;  // to base-2 logarithms
   int64_t D, Dv;
-  std::vector<Range> features;   // those that count in a score
+  std::vector<Range> features;  // those that count in a score
 };
 
 // Scratch of one tile.
-template <typename T>
+template <typename Real>
 struct TileScratch {
-  T* query;    // [D][64] transposed, scaled to base-2 logarithms
-  T* rows;     // [64][max(D, Dv)] a tile the way tensors lie
-  T* widened;  // [65][max(D, Dv)] keys or values in T, and one row more
-  T* scores;   // [64][64] scores, then probabilities
-  T* out;      // [Dv][64]
+  Real* query;    // [D][64] transposed, scaled to base-2 logarithms
+  Real* rows;     // [64][max(D, Dv)] a tile the way tensors lie
+  Real* widened;  // [65][max(D, Dv)] keys or values in Real, and one row more
+  Real* scores;   // [64][64] scores, then probabilities
+  Real* out;      // [Dv][64]
 
-  static int64_t width(int64_t D, int64_t Dv) { return round_up(std::max(D, Dv), kLanes<T>); }
+  static int64_t width(int64_t D, int64_t Dv) { return round_up(std::max(D, Dv), kLanes<Real>); }
   static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<T>(round_up(D, kLanes<T>) * kBlockM) + piece<T>(kBlockM * width(D, Dv)) +
-           piece<T>((kBlockN + 1) * width(D, Dv)) + piece<T>(kBlockN * kBlockM) +
-           piece<T>(round_up(Dv, kLanes<T>) * kBlockM);
+    return piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M) + piece<Real>(BLOCK_M * width(D, Dv)) +
+           piece<Real>((BLOCK_N + 1) * width(D, Dv)) + piece<Real>(BLOCK_N * BLOCK_M) +
+           piece<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M);
   }
   TileScratch(Workspace& w, int64_t D, int64_t Dv)
-      : query(w.take<T>(round_up(D, kLanes<T>) * kBlockM)),
-        rows(w.take<T>(kBlockM * width(D, Dv))),
-        widened(w.take<T>((kBlockN + 1) * width(D, Dv))),
-        scores(w.take<T>(kBlockN * kBlockM)),
-        out(w.take<T>(round_up(Dv, kLanes<T>) * kBlockM)) {}
+      : query(w.take<Real>(round_up(D, kLanes<Real>) * BLOCK_M)),
+        rows(w.take<Real>(BLOCK_M * width(D, Dv))),
+        widened(w.take<Real>((BLOCK_N + 1) * width(D, Dv))),
+        scores(w.take<Real>(BLOCK_N * BLOCK_M)),
+        out(w.take<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
-// rows[m][0 .. round_up(width)) = the tile's rows in T, zero where a row sees nothing and past the width.
-template <typename T>
-inline void gather_rows(const Rows& source, const VisibleRows<T>& visible, int64_t width, T* rows) {
-  const int64_t padded = round_up(width, kLanes<T>);
+// rows[m][0 .. round_up(width)) = the tile's rows in Real, zero where a row sees nothing and past
+// the width.
+template <typename Real>
+inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, int64_t width,
+                        Real* rows) {
+  const int64_t padded = round_up(width, kLanes<Real>);
   for (int m = 0; m < visible.columns; ++m) {
-    T* row = rows + m * padded;
+    Real* row = rows + m * padded;
     const bool read = m < visible.count && visible.sees(m);
     if (read) load_row(row, source.at(visible.first + m), source.dtype, width, source.step);
     for (int64_t d = read ? width : 0; d < padded; ++d) row[d] = 0;
@@ -74,47 +77,53 @@ inline void gather_rows(const Rows& source, const VisibleRows<T>& visible, int64
 }
 
 // query[d][m] = factor[d] * source[m][d], zero where a row sees nothing.
-template <typename T>
-inline void pack_query(const Rows& source, const VisibleRows<T>& visible, int64_t D, const T* factor, T* rows, T* query) {
-  const int64_t padded = round_up(D, kLanes<T>);
-  if (source.dtype == kDTypeOf<T> && D == padded && visible.all_rows) {
-    transpose(reinterpret_cast<const T*>(source.at(visible.first)), source.stride, query, kBlockM, visible.columns, D);
+template <typename Real>
+inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, int64_t D,
+                       const Real* factor, Real* rows, Real* query) {
+  const int64_t padded = round_up(D, kLanes<Real>);
+  if (source.dtype == kDTypeOf<Real> && D == padded && visible.all_rows) {
+    transpose(reinterpret_cast<const Real*>(source.at(visible.first)), source.stride, query,
+              BLOCK_M, visible.columns, D);
   } else {
     gather_rows(source, visible, D, rows);
-    transpose(rows, padded, query, kBlockM, visible.columns, padded);
+    transpose(rows, padded, query, BLOCK_M, visible.columns, padded);
   }
   for (int64_t d = 0; d < D; ++d)
-    for (int m = 0; m < visible.columns; m += kLanes<T>)
-      store<T>(query + d * kBlockM + m, load(query + d * kBlockM + m) * factor[d]);
+    for (int m = 0; m < visible.columns; m += kLanes<Real>)
+      store<Real>(query + d * BLOCK_M + m, load(query + d * BLOCK_M + m) * factor[d]);
 }
 
 // scores[n][m] = base-2 logarithm of the weight of key n for row m, before any mask.
-template <typename T>
-inline void score_tile(const Head<T>& head, const T* query, const KeyTile& keys, int columns, T* widened, T* scores) {
+template <typename Real>
+inline void score_tile(const Head<Real>& head, const Real* query, const KeyTile& keys, int columns,
+                       Real* widened, Real* scores) {
   bool started = false;
   if (head.bias) {
-    T bias[kBlockN];
-    load_row(bias, head.bias.data + keys.begin * head.bias.step * element_size(head.bias.dtype), head.bias.dtype,
-             keys.count(), head.bias.step);
+    Real bias[BLOCK_N];
+    load_row(bias, head.bias.data + keys.begin * head.bias.step * element_size(head.bias.dtype),
+             head.bias.dtype, keys.count(), head.bias.step);
     for (int n = 0; n < keys.count(); ++n)
-      for (int m = 0; m < columns; m += kLanes<T>) store<T>(scores + n * kBlockM + m, splat<T>(bias[n] * head.bias_scale));
+      for (int m = 0; m < columns; m += kLanes<Real>)
+        store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * head.bias_scale));
     started = true;
   }
   for (const Range& range : head.features) {
-    const Tile<T> tile = tile_of(head.key.columns(range.begin), keys.begin, keys.count(), range.end - range.begin, widened);
-    multiply<T>(keys.count(), columns, range.end - range.begin, {tile.data, tile.stride, 1}, query + range.begin * kBlockM,
-                kBlockM, scores, kBlockM, started);
+    const Tile<Real> tile = tile_of(head.key.columns(range.begin), keys.begin, keys.count(),
+                                    range.end - range.begin, widened);
+    multiply<Real>(keys.count(), columns, range.end - range.begin, {tile.data, tile.stride, 1},
+                   query + range.begin * BLOCK_M, BLOCK_M, scores, BLOCK_M, started);
     started = true;
   }
-  if (!started) std::memset(scores, 0, sizeof(T) * kBlockM * keys.count());
+  if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * keys.count());
 }
 
-// sum[w][m] += rows[n][w] * weights[n][m] over the keys n of the tile: probabilities times values, or dS times keys.
-// A key that a row may not see adds nothing to it, NaN and infinity included.
-template <typename T>
-inline void add_weighted_keys(const Rows& source, int64_t width, const KeyTile& keys, const VisibleRows<T>& visible,
-                              const T* weights, T* widened, T* sum) {
-  Tile<T> tile = tile_of(source, keys.begin, keys.count(), width, widened);
+// sum[w][m] += rows[n][w] * weights[n][m] over the keys n of the tile: probabilities times values,
+// or dS times keys. A key that a row may not see adds nothing to it, NaN and infinity included.
+template <typename Real>
+inline void add_weighted_keys(const Rows& source, int64_t width, const KeyTile& keys,
+                              const VisibleRows<Real>& visible, const Real* weights, Real* widened,
+                              Real* sum) {
+  Tile<Real> tile = tile_of(source, keys.begin, keys.count(), width, widened);
   std::vector<int> bad;
   if (!keys.full) {
     for (int n = 0; n < keys.count(); ++n)
@@ -122,38 +131,46 @@ inline void add_weighted_keys(const Rows& source, int64_t width, const KeyTile& 
   }
   if (!bad.empty()) {  // weights of hidden pairs are 0, but 0 * NaN is not
     if (tile.data != widened)
-      for (int n = 0; n < keys.count(); ++n) std::memcpy(widened + n * width, tile.data + n * tile.stride, width * sizeof(T));
+      for (int n = 0; n < keys.count(); ++n)
+        std::memcpy(widened + n * width, tile.data + n * tile.stride, width * sizeof(Real));
     tile = {widened, width};
-    for (int n : bad) std::memset(widened + n * width, 0, width * sizeof(T));
+    for (int n : bad) std::memset(widened + n * width, 0, width * sizeof(Real));
   }
-  multiply<T>(width, visible.columns, keys.count(), {tile.data, 1, tile.stride}, weights, kBlockM, sum, kBlockM, true);
-  T* row = widened + kBlockN * width;
+  multiply<Real>(width, visible.columns, keys.count(), {tile.data, 1, tile.stride}, weights,
+                 BLOCK_M, sum, BLOCK_M, true);
+  Real* row = widened + BLOCK_N * width;
   for (int n : bad) {
     load_row(row, source.at(keys.begin + n), source.dtype, width);
     for (int m = 0; m < visible.columns; ++m)
       if (visible.row_sees_key(m, keys.begin + n))
-        for (int64_t w = 0; w < width; ++w) sum[w * kBlockM + m] += row[w] * weights[n * kBlockM + m];
+        for (int64_t w = 0; w < width; ++w)
+          sum[w * BLOCK_M + m] += row[w] * weights[n * BLOCK_M + m];
   }
 }
 
-// scratch.query holds the packed tile; afterwards scratch.out holds the unnormalised output and `softmax` its sums.
-template <typename T>
-inline void attend(const Head<T>& head, const DropoutParams& dropout, const VisibleRows<T>& visible,
-                   const TileScratch<T>& scratch, OnlineSoftmax<T>& softmax) {
-  std::memset(scratch.out, 0, sizeof(T) * kBlockM * round_up(head.Dv, kLanes<T>));
+// scratch.query holds the packed tile; afterwards scratch.out holds the unnormalised output and
+// `softmax` its sums.
+template <typename Real>
+inline void attend(const Head<Real>& head, const DropoutParams& dropout,
+                   const VisibleRows<Real>& visible, const TileScratch<Real>& scratch,
+                   OnlineSoftmax<Real>& softmax) {
+  std::memset(scratch.out, 0, sizeof(Real) * BLOCK_M * round_up(head.Dv, kLanes<Real>));
   bool started = false;
   for_visible_tiles(visible, 0, visible.hull_hi, [&](const KeyTile& keys) {
     score_tile(head, scratch.query, keys, visible.columns, scratch.widened, scratch.scores);
-    if (!keys.full) hide(scratch.scores, keys, visible, visible.columns, kHidden<T>);
+    if (!keys.full) hide(scratch.scores, keys, visible, visible.columns, kHidden<Real>);
     const bool moved = softmax.step(scratch.scores, keys.count(), visible.columns);
-    if (dropout.active) drop(dropout, head.b, head.h, keys, visible.first, visible.columns, scratch.scores);
+    if (dropout.active)
+      drop(dropout, head.b, head.h, keys, visible.first, visible.columns, scratch.scores);
     if (moved && started) {
       for (int64_t w = 0; w < head.Dv; ++w)
-        for (int m = 0; m < visible.columns; m += kLanes<T>)
-          store<T>(scratch.out + w * kBlockM + m, load(scratch.out + w * kBlockM + m) * load(softmax.rescale + m));
+        for (int m = 0; m < visible.columns; m += kLanes<Real>)
+          store<Real>(scratch.out + w * BLOCK_M + m,
+                      load(scratch.out + w * BLOCK_M + m) * load(softmax.rescale + m));
     }
     started = true;
-    add_weighted_keys(head.value, head.Dv, keys, visible, scratch.scores, scratch.widened, scratch.out);
+    add_weighted_keys(head.value, head.Dv, keys, visible, scratch.scores, scratch.widened,
+                      scratch.out);
   });
 }
 
@@ -165,36 +182,42 @@ struct Outputs {
 };
 
 // Normalise, gate and store a tile after `attend`. Rows that see nothing give 0 and lse -inf.
-template <typename T>
-inline void finish_tile(const Head<T>& head, const Gate<T>& gate, const VisibleRows<T>& visible,
-                        const TileScratch<T>& scratch, const OnlineSoftmax<T>& softmax, const Outputs& outputs) {
-  const int64_t padded = round_up(head.Dv, kLanes<T>);
-  transpose(scratch.out, kBlockM, scratch.rows, padded, padded, visible.columns);
-  alignas(64) T tokens[kBlockM];
+template <typename Real>
+inline void finish_tile(const Head<Real>& head, const Gate<Real>& gate,
+                        const VisibleRows<Real>& visible, const TileScratch<Real>& scratch,
+                        const OnlineSoftmax<Real>& softmax, const Outputs& outputs) {
+  const int64_t padded = round_up(head.Dv, kLanes<Real>);
+  transpose(scratch.out, BLOCK_M, scratch.rows, padded, padded, visible.columns);
+  alignas(64) Real tokens[BLOCK_M];
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < visible.count; ++m) {
     const int64_t i = visible.first + m;
-    T* row = scratch.rows + m * padded;
-    if (!visible.sees(m) || softmax.sum[m] == T(0)) {  // no key, or holes only
-      store_zeros<T>(outputs.out, i, 1, head.Dv);
-      if (outputs.attended) store_zeros<T>(outputs.attended, i, 1, head.Dv);
-      if (outputs.lse) static_cast<T*>(outputs.lse)[i] = kHidden<T>;
+    Real* row = scratch.rows + m * padded;
+    if (!visible.sees(m) || softmax.sum[m] == Real(0)) {  // no key, or holes only
+      store_zeros<Real>(outputs.out, i, 1, head.Dv);
+      if (outputs.attended) store_zeros<Real>(outputs.attended, i, 1, head.Dv);
+      if (outputs.lse) static_cast<Real*>(outputs.lse)[i] = kHidden<Real>;
       continue;
     }
-    const T inverse = T(1) / softmax.sum[m];
-    for (int64_t w = 0; w < padded; w += kLanes<T>) store<T>(row + w, load(row + w) * inverse);
-    if (outputs.attended) store_row(outputs.attended.at(i), row, outputs.attended.dtype, head.Dv, outputs.attended.step);
+    const Real inverse = Real(1) / softmax.sum[m];
+    for (int64_t w = 0; w < padded; w += kLanes<Real>)
+      store<Real>(row + w, load(row + w) * inverse);
+    if (outputs.attended)
+      store_row(outputs.attended.at(i), row, outputs.attended.dtype, head.Dv,
+                outputs.attended.step);
     if (gate.elementwise) {
-      T* values = scratch.widened;
+      Real* values = scratch.widened;
       gate.elements(head.b, head.h, i, head.Dv, values);
-      for (int64_t w = 0; w < padded; w += kLanes<T>) store<T>(row + w, load(row + w) * load(values + w));
+      for (int64_t w = 0; w < padded; w += kLanes<Real>)
+        store<Real>(row + w, load(row + w) * load(values + w));
     } else if (gate) {
-      for (int64_t w = 0; w < padded; w += kLanes<T>) store<T>(row + w, load(row + w) * tokens[m]);
+      for (int64_t w = 0; w < padded; w += kLanes<Real>)
+        store<Real>(row + w, load(row + w) * tokens[m]);
     }
     store_row(outputs.out.at(i), row, outputs.out.dtype, head.Dv, outputs.out.step);
     if (outputs.lse)
-      static_cast<T*>(outputs.lse)[i] =
-          static_cast<T>(kLn2) * softmax.maximum[m] + static_cast<T>(std::log(softmax.sum[m]));
+      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2) * softmax.maximum[m] +
+                                           static_cast<Real>(std::log(softmax.sum[m]));
   }
 }
 

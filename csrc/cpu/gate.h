@@ -1,4 +1,5 @@
-// The gate of a head's output: its values after the activation, for a head, a token or a row of elements.
+// The gate of a head's output: its values after the activation, for a head, a token or a row of
+// elements.
 #pragma once
 
 #include <cmath>
@@ -8,28 +9,30 @@
 
 namespace hk::HK_LEVEL {
 
-template <typename T>
-inline Vec<T> sigmoid(Vec<T> x) {
-  constexpr T kLog2e = T(1.4426950408889634074);
-  // exp2 serves arguments up to 64; beyond 40 the sigmoid is 0 or 1 to the last bit of a normal result or nearly so.
-  const Vec<T> clipped = x < T(-80) ? splat<T>(-80) : x;
-  const IntVec<T> negative = clipped < T(0);
-  const Vec<T> e = exp2<T>((negative ? clipped : -clipped) * kLog2e);
-  return (negative ? e : splat<T>(1)) / (e + T(1));
+template <typename Real>
+inline Vec<Real> sigmoid(Vec<Real> x) {
+  constexpr Real kLog2e = Real(1.4426950408889634074);
+  // exp2 serves arguments up to 64; beyond 40 the sigmoid is 0 or 1 to the last bit of a normal
+  // result or nearly so.
+  const Vec<Real> clipped = x < Real(-80) ? splat<Real>(-80) : x;
+  const IntVec<Real> negative = clipped < Real(0);
+  const Vec<Real> e = exp2<Real>((negative ? clipped : -clipped) * kLog2e);
+  return (negative ? e : splat<Real>(1)) / (e + Real(1));
 }
 
 // In place, over `count` values whose storage is whole vectors.
-template <typename T>
-inline void activate(Activation activation, T* values, int64_t count) {
+template <typename Real>
+inline void activate(Activation activation, Real* values, int64_t count) {
   if (activation == Activation::kSigmoid) {
-    for (int64_t i = 0; i < count; i += kLanes<T>) store(values + i, sigmoid<T>(load(values + i)));
+    for (int64_t i = 0; i < count; i += kLanes<Real>)
+      store(values + i, sigmoid<Real>(load(values + i)));
   } else if (activation == Activation::kSoftplus) {
     for (int64_t i = 0; i < count; ++i)
-      values[i] = std::max(values[i], T(0)) + std::log1p(std::exp(-std::abs(values[i])));
+      values[i] = std::max(values[i], Real(0)) + std::log1p(std::exp(-std::abs(values[i])));
   }
 }
 
-template <typename T>
+template <typename Real>
 struct Gate {
   char* data;
   DType dtype;
@@ -38,7 +41,8 @@ struct Gate {
   bool elementwise = false;
   bool per_head = true;
 
-  Gate(const Tensor& t, Activation act) : data(static_cast<char*>(t.data)), dtype(t.dtype), activation(act) {
+  Gate(const Tensor& t, Activation act)
+      : data(static_cast<char*>(t.data)), dtype(t.dtype), activation(act) {
     if (!data) return;
     for (int d = 0; d < t.rank; ++d) {
       const int dim = t.rank == 1 ? 1 : d;  // [H], else [B, H, ...]
@@ -57,22 +61,22 @@ struct Gate {
   // An identity gate shuts the whole head exactly.
   bool closed(int64_t b, int64_t h) const {
     if (!data || !per_head || activation != Activation::kIdentity) return false;
-    T value;
+    Real value;
     load_row(&value, at(b, h, 0), dtype, 1);
-    return value == T(0);
+    return value == Real(0);
   }
 
   // Values of `count` tokens from `first`, whole vectors of storage.
-  void tokens(int64_t b, int64_t h, int64_t first, int64_t count, T* values) const {
+  void tokens(int64_t b, int64_t h, int64_t first, int64_t count, Real* values) const {
     load_row(values, at(b, h, first), dtype, count, stride[2]);
-    for (int64_t i = count; i < round_up(count, kLanes<T>); ++i) values[i] = 0;
+    for (int64_t i = count; i < round_up(count, kLanes<Real>); ++i) values[i] = 0;
     activate(activation, values, count);
   }
 
   // Values of the elements of one token, whole vectors of storage.
-  void elements(int64_t b, int64_t h, int64_t token, int64_t width, T* values) const {
+  void elements(int64_t b, int64_t h, int64_t token, int64_t width, Real* values) const {
     load_row(values, at(b, h, token), dtype, width, stride[3]);
-    for (int64_t i = width; i < round_up(width, kLanes<T>); ++i) values[i] = 0;
+    for (int64_t i = width; i < round_up(width, kLanes<Real>); ++i) values[i] = 0;
     activate(activation, values, width);
   }
 };

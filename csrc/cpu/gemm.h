@@ -1,7 +1,8 @@
 // The one inner product of all kernels: C (+)= A B with C held in registers, block by block.
 //
-// B and C are rows of vectors (whole lanes; the caller pads), A is read element by element and broadcast, so that A may
-// be any strided matrix in place: the keys as they lie in memory, or a tile read down its columns.
+// B and C are rows of vectors (whole lanes; the caller pads), A is read element by element and
+// broadcast, so that A may be any strided matrix in place: the keys as they lie in memory, or a
+// tile read down its columns.
 #pragma once
 
 #include "cpu/simd.h"
@@ -9,27 +10,28 @@
 namespace hk::HK_LEVEL {
 
 // A[r][k] stands at data[r * row + k * depth].
-template <typename T>
+template <typename Real>
 struct Strided {
-  const T* data;
+  const Real* data;
   int64_t row;
   int64_t depth;
 };
 
-// C[R][V * lanes] (+)= A[R][depth] B[depth][V * lanes]; one register tile. The product is summed from zero and then added to C: a
-// long sum over many tiles rounds once a tile.
-template <typename T, int R, int V>
-inline void multiply_block(Strided<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth, bool accumulate) {
-  constexpr int L = kLanes<T>;
-  Vec<T> sum[R][V] = {};
+// C[R][V * lanes] (+)= A[R][depth] B[depth][V * lanes]; one register tile. The product is summed
+// from zero and then added to C: a long sum over many tiles rounds once a tile.
+template <typename Real, int R, int V>
+inline void multiply_block(Strided<Real> a, const Real* b, int64_t ldb, Real* c, int64_t ldc,
+                           int64_t depth, bool accumulate) {
+  constexpr int L = kLanes<Real>;
+  Vec<Real> sum[R][V] = {};
   for (int64_t k = 0; k < depth; ++k) {
-    Vec<T> right[V];
+    Vec<Real> right[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) right[v] = load(b + k * ldb + v * L);
-    const T* left = a.data + k * a.depth;
+    const Real* left = a.data + k * a.depth;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec<T> x = splat<T>(left[r * a.row]);
+      const Vec<Real> x = splat<Real>(left[r * a.row]);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sum[r][v] += x * right[v];
     }
@@ -38,50 +40,52 @@ inline void multiply_block(Strided<T> a, const T* b, int64_t ldb, T* c, int64_t 
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      T* at = c + r * ldc + v * L;
-      store<T>(at, accumulate ? load(at) + sum[r][v] : sum[r][v]);
+      Real* at = c + r * ldc + v * L;
+      store<Real>(at, accumulate ? load(at) + sum[r][v] : sum[r][v]);
     }
   }
 }
 
-// All rows for V vectors of columns. Rows of a register tile: as many as leave room for the V columns of B and one
-// broadcast of A (32 registers: 6 x 4 + 4 + 1; 16 registers: 6 x 2 + 2 + 1).
-template <typename T, int V>
-inline void multiply_columns(
-    int64_t rows, Strided<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth, bool accumulate) {
+// All rows for V vectors of columns. Rows of a register tile: as many as leave room for the V
+// columns of B and one broadcast of A (32 registers: 6 x 4 + 4 + 1; 16 registers: 6 x 2 + 2 + 1).
+template <typename Real, int V>
+inline void multiply_columns(int64_t rows, Strided<Real> a, const Real* b, int64_t ldb, Real* c,
+                             int64_t ldc, int64_t depth, bool accumulate) {
   constexpr int R = V == 1 ? 12 : (HK_VECTOR_REGISTERS == 32 && V == 2) ? 12 : (V == 3 ? 8 : 6);
   int64_t r = 0;
   const auto run = [&](auto block, int count) {
-    block(Strided<T>{a.data + r * a.row, a.row, a.depth}, b, ldb, c + r * ldc, ldc, depth, accumulate);
+    block(Strided<Real>{a.data + r * a.row, a.row, a.depth}, b, ldb, c + r * ldc, ldc, depth,
+          accumulate);
     r += count;
   };
-  while (rows - r >= R) run(multiply_block<T, R, V>, R);
+  while (rows - r >= R) run(multiply_block<Real, R, V>, R);
   if constexpr (R > 8) {
-    if (rows - r >= 8) run(multiply_block<T, 8, V>, 8);
+    if (rows - r >= 8) run(multiply_block<Real, 8, V>, 8);
   }
-  if (rows - r >= 4) run(multiply_block<T, 4, V>, 4);
-  if (rows - r >= 2) run(multiply_block<T, 2, V>, 2);
-  if (rows - r >= 1) run(multiply_block<T, 1, V>, 1);
+  if (rows - r >= 4) run(multiply_block<Real, 4, V>, 4);
+  if (rows - r >= 2) run(multiply_block<Real, 2, V>, 2);
+  if (rows - r >= 1) run(multiply_block<Real, 1, V>, 1);
 }
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns]; `columns` in whole vectors.
-template <typename T>
-void multiply(int64_t rows, int64_t columns, int64_t depth, Strided<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
-              bool accumulate) {
-  constexpr int L = kLanes<T>;
+template <typename Real>
+void multiply(int64_t rows, int64_t columns, int64_t depth, Strided<Real> a, const Real* b,
+              int64_t ldb, Real* c, int64_t ldc, bool accumulate) {
+  constexpr int L = kLanes<Real>;
   constexpr int kWidest = HK_VECTOR_REGISTERS == 32 ? 4 : 2;
   int64_t column = 0;
   if constexpr (kWidest == 4) {
     for (; columns - column >= 4 * L; column += 4 * L)
-      multiply_columns<T, 4>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
+      multiply_columns<Real, 4>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
     if (columns - column >= 3 * L) {
-      multiply_columns<T, 3>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
+      multiply_columns<Real, 3>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
       column += 3 * L;
     }
   }
   for (; columns - column >= 2 * L; column += 2 * L)
-    multiply_columns<T, 2>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
-  if (columns - column >= L) multiply_columns<T, 1>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
+    multiply_columns<Real, 2>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
+  if (columns - column >= L)
+    multiply_columns<Real, 1>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
 }
 
 }  // namespace hk::HK_LEVEL

@@ -1,4 +1,5 @@
-// The CPU kernels as one table a level: level.cpp is compiled once for each level and fills one of these.
+// The CPU kernels as one table a level: level.cpp is compiled once for each level and fills one of
+// these.
 #pragma once
 
 #include "common/params.h"

@@ -1,4 +1,5 @@
-// All kernels at one instruction-set level; the build compiles this file once a level, with HK_LEVEL its name.
+// All kernels at one instruction-set level; the build compiles this file once a level, with
+// HK_LEVEL its name.
 #include "cpu/attention_statistics.h"
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"
@@ -20,10 +21,12 @@ void gated_backward(const BackwardParams& p) {
   in_double(p) ? gated_attention_backward<double>(p) : gated_attention_backward<float>(p);
 }
 void collaborative_forward(const ForwardParams& p) {
-  in_double(p) ? collaborative_attention_forward<double>(p) : collaborative_attention_forward<float>(p);
+  in_double(p) ? collaborative_attention_forward<double>(p)
+               : collaborative_attention_forward<float>(p);
 }
 void collaborative_backward(const BackwardParams& p) {
-  in_double(p) ? collaborative_attention_backward<double>(p) : collaborative_attention_backward<float>(p);
+  in_double(p) ? collaborative_attention_backward<double>(p)
+               : collaborative_attention_backward<float>(p);
 }
 void statistics(const StatisticsParams& p) {
   in_double(p) ? attention_statistics<double>(p) : attention_statistics<float>(p);

@@ -10,11 +10,12 @@
 
 namespace hk::HK_LEVEL {
 
-// Below this many multiply-adds a second thread costs more than it brings (heuristic: 5 us at 30 GFLOP/s).
+// Below this many multiply-adds a second thread costs more than it brings (heuristic: 5 us at 30
+// GFLOP/s).
 constexpr int64_t kSerialWork = 1 << 17;
 
-// Calls body(item, workspace) for every item in [0, items), the next free thread taking the next item: put the longest
-// first. Each thread has a workspace of `bytes`. Exceptions reach the caller.
+// Calls body(item, workspace) for every item in [0, items), the next free thread taking the next
+// item: put the longest first. Each thread has a workspace of `bytes`. Exceptions reach the caller.
 template <typename Body>
 inline void parallel_for(int64_t items, int threads, int64_t work, int64_t bytes, Body body) {
   if (threads > items) threads = static_cast<int>(items);
@@ -29,7 +30,8 @@ inline void parallel_for(int64_t items, int threads, int64_t work, int64_t bytes
 #pragma omp parallel num_threads(threads)
   {
     try {
-      for (int64_t item = next++; item < items; item = next++) body(item, Workspace::of_thread(bytes));
+      for (int64_t item = next++; item < items; item = next++)
+        body(item, Workspace::of_thread(bytes));
       Workspace::of_thread(0).release();
     } catch (...) {
 #pragma omp critical(heads_kernels_failure)

@@ -1,6 +1,8 @@
-// Rows of tensors in and out of tiles: widening from the storage dtype, transposing, narrowing back.
+// Rows of tensors in and out of tiles: widening from the storage dtype, transposing, narrowing
+// back.
 //
-// Kernels compute in T (float or double) and never know the dtype of storage: it is a switch per row here.
+// Kernels compute in Real (float or double) and never know the dtype of storage: it is a switch per
+// row here.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +18,8 @@ inline int64_t element_size(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-template <typename T>
-constexpr DType kDTypeOf = sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64;
+template <typename Real>
+constexpr DType kDTypeOf = sizeof(Real) == 4 ? DType::kFloat32 : DType::kFloat64;
 
 // A two-dimensional piece of a tensor: rows of contiguous elements, unless `step` says otherwise.
 struct Rows {
@@ -27,18 +29,23 @@ struct Rows {
   DType dtype = DType::kFloat32;
 
   char* at(int64_t row) const { return data + row * stride * element_size(dtype); }
-  Rows columns(int64_t first) const { return {data + first * step * element_size(dtype), stride, step, dtype}; }
+  Rows columns(int64_t first) const {
+    return {data + first * step * element_size(dtype), stride, step, dtype};
+  }
   explicit operator bool() const { return data != nullptr; }
 };
 
 // Element offset of leading indices; dimensions of size 1 broadcast.
-inline int64_t offset_of(const Tensor& t, int dim, int64_t index) { return t.size[dim] == 1 ? 0 : index * t.stride[dim]; }
+inline int64_t offset_of(const Tensor& t, int dim, int64_t index) {
+  return t.size[dim] == 1 ? 0 : index * t.stride[dim];
+}
 
 // [rows, width] of a four-dimensional tensor at (b, h).
 inline Rows rows_at(const Tensor& t, int64_t b, int64_t h) {
   char* base = static_cast<char*>(t.data);
   if (!base) return {};
-  return {base + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), t.stride[2], t.stride[3], t.dtype};
+  return {base + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), t.stride[2],
+          t.stride[3], t.dtype};
 }
 
 // [rows, width] of a three-dimensional tensor at b.
@@ -73,7 +80,8 @@ inline float widen_bfloat(uint16_t h) {
 inline uint16_t narrow_bfloat(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  const uint32_t rounded =
+      (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
@@ -99,28 +107,32 @@ inline uint16_t narrow_half(float x) {
   return static_cast<uint16_t>(sign | half);
 }
 
-// dst[i] = src[i * step] widened to T, for `count` elements.
-template <typename T>
-inline void load_row(T* dst, const char* src, DType dtype, int64_t count, int64_t step = 1) {
+// dst[i] = src[i * step] widened to Real, for `count` elements.
+template <typename Real>
+inline void load_row(Real* dst, const char* src, DType dtype, int64_t count, int64_t step = 1) {
   const auto copy = [&](const auto* p, auto widen) {
     if (step == 1) {
-      for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<T>(widen(p[i]));
+      for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<Real>(widen(p[i]));
     } else {
-      for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<T>(widen(p[i * step]));
+      for (int64_t i = 0; i < count; ++i) dst[i] = static_cast<Real>(widen(p[i * step]));
     }
   };
   const auto same = [](auto x) { return x; };
   switch (dtype) {
-    case DType::kFloat32: return copy(reinterpret_cast<const float*>(src), same);
-    case DType::kFloat64: return copy(reinterpret_cast<const double*>(src), same);
-    case DType::kBFloat16: return copy(reinterpret_cast<const uint16_t*>(src), widen_bfloat);
-    case DType::kFloat16: return copy(reinterpret_cast<const uint16_t*>(src), widen_half);
+    case DType::kFloat32:
+      return copy(reinterpret_cast<const float*>(src), same);
+    case DType::kFloat64:
+      return copy(reinterpret_cast<const double*>(src), same);
+    case DType::kBFloat16:
+      return copy(reinterpret_cast<const uint16_t*>(src), widen_bfloat);
+    case DType::kFloat16:
+      return copy(reinterpret_cast<const uint16_t*>(src), widen_half);
   }
 }
 
 // dst[i * step] = src[i] narrowed to the storage dtype, for `count` elements.
-template <typename T>
-inline void store_row(char* dst, const T* src, DType dtype, int64_t count, int64_t step = 1) {
+template <typename Real>
+inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, int64_t step = 1) {
   const auto copy = [&](auto* p, auto narrow) {
     if (step == 1) {
       for (int64_t i = 0; i < count; ++i) p[i] = narrow(src[i]);
@@ -129,60 +141,71 @@ inline void store_row(char* dst, const T* src, DType dtype, int64_t count, int64
     }
   };
   switch (dtype) {
-    case DType::kFloat32: return copy(reinterpret_cast<float*>(dst), [](T x) { return static_cast<float>(x); });
-    case DType::kFloat64: return copy(reinterpret_cast<double*>(dst), [](T x) { return static_cast<double>(x); });
-    case DType::kBFloat16: return copy(reinterpret_cast<uint16_t*>(dst), narrow_bfloat);
-    case DType::kFloat16: return copy(reinterpret_cast<uint16_t*>(dst), narrow_half);
+    case DType::kFloat32:
+      return copy(reinterpret_cast<float*>(dst), [](Real x) { return static_cast<float>(x); });
+    case DType::kFloat64:
+      return copy(reinterpret_cast<double*>(dst), [](Real x) { return static_cast<double>(x); });
+    case DType::kBFloat16:
+      return copy(reinterpret_cast<uint16_t*>(dst), narrow_bfloat);
+    case DType::kFloat16:
+      return copy(reinterpret_cast<uint16_t*>(dst), narrow_half);
   }
 }
 
-template <typename T>
+template <typename Real>
 inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t width) {
   for (int64_t r = first; r < first + count; ++r) {
     if (rows.step == 1) {
       std::memset(rows.at(r), 0, width * element_size(rows.dtype));
     } else {
-      const T zero = 0;
-      for (int64_t i = 0; i < width; ++i) store_row(rows.at(r) + i * rows.step * element_size(rows.dtype), &zero, rows.dtype, 1);
+      const Real zero = 0;
+      for (int64_t i = 0; i < width; ++i)
+        store_row(rows.at(r) + i * rows.step * element_size(rows.dtype), &zero, rows.dtype, 1);
     }
   }
 }
 
-// Rows [first, first + count) in T: in place where they are stored in T, else widened into scratch[count][width].
-template <typename T>
+// Rows [first, first + count) in Real: in place where they are stored in Real, else widened into
+// scratch[count][width].
+template <typename Real>
 struct Tile {
-  const T* data;
+  const Real* data;
   int64_t stride;
 };
 
-template <typename T>
-inline Tile<T> tile_of(const Rows& rows, int64_t first, int64_t count, int64_t width, T* scratch) {
-  if (rows.dtype == kDTypeOf<T>) return {reinterpret_cast<const T*>(rows.at(first)), rows.stride};
-  for (int64_t r = 0; r < count; ++r) load_row(scratch + r * width, rows.at(first + r), rows.dtype, width);
+template <typename Real>
+inline Tile<Real> tile_of(const Rows& rows, int64_t first, int64_t count, int64_t width,
+                          Real* scratch) {
+  if (rows.dtype == kDTypeOf<Real>)
+    return {reinterpret_cast<const Real*>(rows.at(first)), rows.stride};
+  for (int64_t r = 0; r < count; ++r)
+    load_row(scratch + r * width, rows.at(first + r), rows.dtype, width);
   return {scratch, width};
 }
 
-// Lanes of a and b in turn: those of their lower halves (half = 0) or of their upper halves (half = 1).
-template <typename T, int half, size_t... I>
-inline Vec<T> interleave(Vec<T> a, Vec<T> b, std::index_sequence<I...>) {
-  constexpr int L = kLanes<T>;
+// Lanes of a and b in turn: those of their lower halves (half = 0) or of their upper halves (half =
+// 1).
+template <typename Real, int half, size_t... I>
+inline Vec<Real> interleave(Vec<Real> a, Vec<Real> b, std::index_sequence<I...>) {
+  constexpr int L = kLanes<Real>;
   return __builtin_shufflevector(a, b, (half * L / 2 + static_cast<int>(I) / 2 + (I % 2) * L)...);
 }
 
-// dst[columns][rows] = src[rows][columns] transposed, one square of lanes x lanes: log2(lanes) perfect shuffles.
-template <typename T>
-inline void transpose_square(const T* src, int64_t lds, T* dst, int64_t ldd) {
-  constexpr int L = kLanes<T>;
+// dst[columns][rows] = src[rows][columns] transposed, one square of lanes x lanes: log2(lanes)
+// perfect shuffles.
+template <typename Real>
+inline void transpose_square(const Real* src, int64_t lds, Real* dst, int64_t ldd) {
+  constexpr int L = kLanes<Real>;
   using Lanes = std::make_index_sequence<L>;
-  Vec<T> a[L], b[L];
+  Vec<Real> a[L], b[L];
 #pragma GCC unroll 16
   for (int i = 0; i < L; ++i) a[i] = load(src + i * lds);
 #pragma GCC unroll 4
   for (int stage = 1; stage < L; stage *= 2) {
 #pragma GCC unroll 16
     for (int i = 0; i < L / 2; ++i) {
-      b[2 * i] = interleave<T, 0>(a[i], a[i + L / 2], Lanes{});
-      b[2 * i + 1] = interleave<T, 1>(a[i], a[i + L / 2], Lanes{});
+      b[2 * i] = interleave<Real, 0>(a[i], a[i + L / 2], Lanes{});
+      b[2 * i + 1] = interleave<Real, 1>(a[i], a[i + L / 2], Lanes{});
     }
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i) a[i] = b[i];
@@ -192,11 +215,13 @@ inline void transpose_square(const T* src, int64_t lds, T* dst, int64_t ldd) {
 }
 
 // As above for whole tiles; both sizes in whole lanes.
-template <typename T>
-inline void transpose(const T* src, int64_t lds, T* dst, int64_t ldd, int64_t rows, int64_t columns) {
-  constexpr int L = kLanes<T>;
+template <typename Real>
+inline void transpose(const Real* src, int64_t lds, Real* dst, int64_t ldd, int64_t rows,
+                      int64_t columns) {
+  constexpr int L = kLanes<Real>;
   for (int64_t r = 0; r < rows; r += L)
-    for (int64_t c = 0; c < columns; c += L) transpose_square(src + r * lds + c, lds, dst + c * ldd + r, ldd);
+    for (int64_t c = 0; c < columns; c += L)
+      transpose_square(src + r * lds + c, lds, dst + c * ldd + r, ldd);
 }
 
 }  // namespace hk::HK_LEVEL

@@ -1,4 +1,5 @@
-// Portable SIMD: the compiler's vector extensions, one width per instruction-set level. No intrinsics.
+// Portable SIMD: the compiler's vector extensions, one width per instruction-set level. No
+// intrinsics.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 namespace hk::HK_LEVEL {
 
-template <typename T>
+template <typename Real>
 struct Simd;
 
 template <>
@@ -37,66 +38,71 @@ struct Simd<double> {
   typedef Int IntVec __attribute__((vector_size(HK_VECTOR_BYTES)));
 };
 
-template <typename T>
-using Vec = typename Simd<T>::Vec;
-template <typename T>
-using Int = typename Simd<T>::Int;  // the integer as wide as a lane
-template <typename T>
-using IntVec = typename Simd<T>::IntVec;
+template <typename Real>
+using Vec = typename Simd<Real>::Vec;
+template <typename Real>
+using Int = typename Simd<Real>::Int;  // the integer as wide as a lane
+template <typename Real>
+using IntVec = typename Simd<Real>::IntVec;
 
-template <typename T>
-constexpr int kLanes = HK_VECTOR_BYTES / static_cast<int>(sizeof(T));
+template <typename Real>
+constexpr int kLanes = HK_VECTOR_BYTES / static_cast<int>(sizeof(Real));
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
-template <typename T>
-inline Vec<T> load(const T* p) {
-  Vec<T> v;
+template <typename Real>
+inline Vec<Real> load(const Real* p) {
+  Vec<Real> v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
 
-template <typename T>
-inline IntVec<T> load_int(const Int<T>* p) {
-  IntVec<T> v;
+template <typename Real>
+inline IntVec<Real> load_int(const Int<Real>* p) {
+  IntVec<Real> v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
 
-template <typename T>
-inline void store(T* p, Vec<T> v) {
+template <typename Real>
+inline void store(Real* p, Vec<Real> v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-template <typename T>
-inline Vec<T> splat(T x) {
-  return x - Vec<T>{};  // x - 0 is x to the bit, so this is one broadcast
+template <typename Real>
+inline Vec<Real> splat(Real x) {
+  return x - Vec<Real>{};  // x - 0 is x to the bit, so this is one broadcast
 }
 
-template <typename T>
-inline T sum_lanes(Vec<T> v) {
-  T total = 0;
-  for (int i = 0; i < kLanes<T>; ++i) total += v[i];
+template <typename Real>
+inline Real sum_lanes(Vec<Real> v) {
+  Real total = 0;
+  for (int i = 0; i < kLanes<Real>; ++i) total += v[i];
   return total;
 }
 
-// 2^x. Chebyshev interpolants of 2^r on [-1/2, 1/2] (relative error 2.5e-9 for float, 4.2e-18 for double), scaled by
-// 2^n through the exponent bits. Exactly 0 below the normal range, -inf included; NaN stays NaN. For x up to 64.
-template <typename T>
-inline Vec<T> exp2(Vec<T> x) {
-  constexpr bool kSingle = sizeof(T) == 4;
-  constexpr T kLowest = kSingle ? T(-126) : T(-1022);
-  constexpr T kMagic = kSingle ? T(12582912.0) : T(6755399441055744.0);  // 1.5 * 2^(mantissa bits): rounds to integer
+// 2^x. Chebyshev interpolants of 2^r on [-1/2, 1/2] (relative error 2.5e-9 for float, 4.2e-18 for
+// double), scaled by 2^n through the exponent bits. Exactly 0 below the normal range, -inf
+// included; NaN stays NaN. For x up to 64.
+template <typename Real>
+inline Vec<Real> exp2(Vec<Real> x) {
+  constexpr bool kSingle = sizeof(Real) == 4;
+  constexpr Real kLowest = kSingle ? Real(-126) : Real(-1022);
+  constexpr Real kMagic =
+      kSingle ? Real(12582912.0)
+              : Real(6755399441055744.0);  // 1.5 * 2^(mantissa bits): rounds to integer
   constexpr int kMantissaBits = kSingle ? 23 : 52;
-  constexpr Int<T> kBias = kSingle ? 127 : 1023;
+  constexpr Int<Real> kBias = kSingle ? 127 : 1023;
 
-  const IntVec<T> vanishes = x < kLowest;
-  const Vec<T> clamped = vanishes ? splat<T>(kLowest) : x;
-  const Vec<T> rounded = clamped + kMagic;
-  const Vec<T> r = clamped - (rounded - kMagic);
-  Vec<T> p;
+  const IntVec<Real> vanishes = x < kLowest;
+  const Vec<Real> clamped = vanishes ? splat<Real>(kLowest) : x;
+  const Vec<Real> rounded = clamped + kMagic;
+  const Vec<Real> r = clamped - (rounded - kMagic);
+  Vec<Real> p;
   if constexpr (kSingle) {
-    p = splat<T>(0.00015461444698569129083f);
+    p = splat<Real>(0.00015461444698569129083f);
     p = p * r + 0.001340042817761583794f;
     p = p * r + 0.0096180566785246380754f;
     p = p * r + 0.055503272266703020589f;
@@ -104,7 +110,7 @@ inline Vec<T> exp2(Vec<T> x) {
     p = p * r + 0.69314720670283259577f;
     p = p * r + 1.0f;
   } else {
-    p = splat<T>(4.455817908336064493e-10);
+    p = splat<Real>(4.455817908336064493e-10);
     p = p * r + 7.0741942972885210056e-9;
     p = p * r + 1.0178057087733941105e-7;
     p = p * r + 1.3215432535912376166e-6;
@@ -118,20 +124,20 @@ inline Vec<T> exp2(Vec<T> x) {
     p = p * r + 1.0;
   }
   // A cast between vectors keeps the bits.
-  const IntVec<T> bits = (IntVec<T>)rounded;
-  const IntVec<T> power = (bits + kBias) << kMantissaBits;
-  const Vec<T> result = p * (Vec<T>)power;
-  return vanishes ? Vec<T>{} : result;
+  const IntVec<Real> bits = (IntVec<Real>)rounded;
+  const IntVec<Real> power = (bits + kBias) << kMantissaBits;
+  const Vec<Real> result = p * (Vec<Real>)power;
+  return vanishes ? Vec<Real>{} : result;
 }
 
 // Whether a row of `count` values holds a NaN or an infinity.
-template <typename T>
-inline bool has_nonfinite(const T* row, int64_t count) {
-  Vec<T> probe{};
+template <typename Real>
+inline bool has_nonfinite(const Real* row, int64_t count) {
+  Vec<Real> probe{};
   int64_t i = 0;
-  for (; i + kLanes<T> <= count; i += kLanes<T>) probe += load(row + i) * T(0);
-  T rest = sum_lanes<T>(probe);
-  for (; i < count; ++i) rest += row[i] * T(0);
+  for (; i + kLanes<Real> <= count; i += kLanes<Real>) probe += load(row + i) * Real(0);
+  Real rest = sum_lanes<Real>(probe);
+  for (; i < count; ++i) rest += row[i] * Real(0);
   return rest != rest;
 }
 

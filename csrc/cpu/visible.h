@@ -1,4 +1,5 @@
-// Which keys a tile of query rows may see: the hull of its intervals, the part that all rows see, and the holes.
+// Which keys a tile of query rows may see: the hull of its intervals, the part that all rows see,
+// and the holes.
 #pragma once
 
 #include <algorithm>
@@ -9,31 +10,35 @@
 
 namespace hk::HK_LEVEL {
 
-constexpr int kBlockM = 64;   // query rows of a tile: four vectors of 16 float lanes, the widest register tile
-constexpr int kBlockN = 64;   // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
+constexpr int BLOCK_M =
+    64;  // query rows of a tile: four vectors of 16 float lanes, the widest register tile
+constexpr int BLOCK_N =
+    64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
 
-// Rows [first, first + count) of one batch. A row that sees nothing has lo = hi = 0; so have the lanes past `count`.
-template <typename T>
+// Rows [first, first + count) of one batch. A row that sees nothing has lo = hi = 0; so have the
+// lanes past `count`.
+template <typename Real>
 struct VisibleRows {
   int64_t first = 0;
   int count = 0;
-  int columns = 0;        // lanes worth computing: up to the last row that sees a key, in whole vectors
-  bool any = false;       // some row sees some key
-  bool all_rows = false;  // every lane of `columns` is a row that sees some key
+  int columns = 0;   // lanes worth computing: up to the last row that sees a key, in whole vectors
+  bool any = false;  // some row sees some key
+  bool all_rows = false;             // every lane of `columns` is a row that sees some key
   int64_t hull_lo = 0, hull_hi = 0;  // keys that some row sees lie in here
   int64_t core_lo = 0, core_hi = 0;  // keys that every row (which sees any) sees, holes aside
   const uint8_t* key_visible = nullptr;
-  alignas(64) Int<T> lo[kBlockM];
-  alignas(64) Int<T> hi[kBlockM];
+  alignas(64) Int<Real> lo[BLOCK_M];
+  alignas(64) Int<Real> hi[BLOCK_M];
 
-  VisibleRows(const MaskParams& mask, int64_t b, int64_t first_row, int64_t T_, int64_t S) : first(first_row) {
-    count = static_cast<int>(std::min<int64_t>(kBlockM, T_ - first_row));
+  VisibleRows(const MaskParams& mask, int64_t b, int64_t first_row, int64_t T, int64_t S)
+      : first(first_row) {
+    count = static_cast<int>(std::min<int64_t>(BLOCK_M, T - first_row));
     key_visible = mask.key_visible ? mask.key_visible + b * mask.visible_stride : nullptr;
     const int32_t* k_lo = mask.k_lo ? mask.k_lo + b * mask.interval_stride : nullptr;
     const int32_t* k_hi = mask.k_hi ? mask.k_hi + b * mask.interval_stride : nullptr;
     hull_lo = core_hi = S;
     int rows_that_see = 0;
-    for (int m = 0; m < kBlockM; ++m) {
+    for (int m = 0; m < BLOCK_M; ++m) {
       const int64_t i = first + m;
       int64_t low = 0, high = 0;
       if (m < count) {
@@ -43,11 +48,11 @@ struct VisibleRows {
         if (k_hi) high = std::min<int64_t>(high, k_hi[i]);
       }
       if (low >= high) low = high = 0;
-      lo[m] = static_cast<Int<T>>(low);
-      hi[m] = static_cast<Int<T>>(high);
+      lo[m] = static_cast<Int<Real>>(low);
+      hi[m] = static_cast<Int<Real>>(high);
       if (low < high) {
         ++rows_that_see;
-        columns = static_cast<int>(round_up(m + 1, kLanes<T>));
+        columns = static_cast<int>(round_up(m + 1, kLanes<Real>));
         hull_lo = std::min(hull_lo, low);
         hull_hi = std::max(hull_hi, high);
         core_lo = std::max(core_lo, low);
@@ -76,10 +81,10 @@ struct VisibleRows {
   }
 
   // Lanes [m, m + lanes) that see the key, as a vector mask.
-  IntVec<T> lanes_that_see(int m, int64_t key) const {
-    if (key_visible && !key_visible[key]) return IntVec<T>{};
-    const Int<T> k = static_cast<Int<T>>(key);
-    return (load_int<T>(lo + m) <= k) & (load_int<T>(hi + m) > k);
+  IntVec<Real> lanes_that_see(int m, int64_t key) const {
+    if (key_visible && !key_visible[key]) return IntVec<Real>{};
+    const Int<Real> k = static_cast<Int<Real>>(key);
+    return (load_int<Real>(lo + m) <= k) & (load_int<Real>(hi + m) > k);
   }
 };
 
@@ -91,14 +96,16 @@ struct KeyTile {
   int count() const { return static_cast<int>(end - begin); }
 };
 
-// Calls body(KeyTile) for every tile of keys in [begin, end) that some row sees, in ascending order. Tiles stand on
-// multiples of kBlockN whatever the lengths, so that more padding changes no sum.
-template <typename T, typename Body>
-inline void for_visible_tiles(const VisibleRows<T>& rows, int64_t begin, int64_t end, Body body) {
+// Calls body(KeyTile) for every tile of keys in [begin, end) that some row sees, in ascending
+// order. Tiles stand on multiples of BLOCK_N whatever the lengths, so that more padding changes no
+// sum.
+template <typename Real, typename Body>
+inline void for_visible_tiles(const VisibleRows<Real>& rows, int64_t begin, int64_t end,
+                              Body body) {
   begin = std::max(begin, rows.hull_lo);
   end = std::min(end, rows.hull_hi);
   while (begin < end) {
-    const int64_t next = std::min(end, (begin / kBlockN + 1) * kBlockN);
+    const int64_t next = std::min(end, (begin / BLOCK_N + 1) * BLOCK_N);
     if (!rows.hidden(begin, next)) body(KeyTile{begin, next, rows.full(begin, next)});
     begin = next;
   }

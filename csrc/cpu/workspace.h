@@ -1,4 +1,5 @@
-// Scratch of one thread: one aligned block, handed out in order. Kept between calls while it is small.
+// Scratch of one thread: one aligned block, handed out in order. Kept between calls while it is
+// small.
 #pragma once
 
 #include <cstdlib>
@@ -10,12 +11,12 @@ namespace hk::HK_LEVEL {
 
 class Workspace {
  public:
-  // Room for `count` values of T, aligned to a cache line; contents are undefined.
-  template <typename T>
-  T* take(int64_t count) {
-    const size_t bytes = round_up(static_cast<int64_t>(count * sizeof(T)), 64);
+  // Room for `count` values of Real, aligned to a cache line; contents are undefined.
+  template <typename Real>
+  Real* take(int64_t count) {
+    const size_t bytes = round_up(static_cast<int64_t>(count * sizeof(Real)), 64);
     if (used_ + bytes > capacity_) throw std::bad_alloc();
-    T* piece = reinterpret_cast<T*>(block_ + used_);
+    Real* piece = reinterpret_cast<Real*>(block_ + used_);
     used_ += bytes;
     return piece;
   }
@@ -38,7 +39,8 @@ class Workspace {
   ~Workspace() { free_block(); }
 
  private:
-  static constexpr size_t kKeep = size_t{4} << 20;  // 4 MiB: a tile's scratch and the accumulators of short sequences
+  static constexpr size_t kKeep =
+      size_t{4} << 20;  // 4 MiB: a tile's scratch and the accumulators of short sequences
 
   void reserve(size_t bytes) {
     used_ = 0;
@@ -61,9 +63,9 @@ class Workspace {
 };
 
 // Bytes of the pieces of a workspace, each rounded as `take` does.
-template <typename T>
+template <typename Real>
 constexpr int64_t piece(int64_t count) {
-  return round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+  return round_up(count * static_cast<int64_t>(sizeof(Real)), 64);
 }
 
 }  // namespace hk::HK_LEVEL
