@@ -48,7 +48,7 @@ struct TileScratch {
   Real* scores;   // [64][64] scores, then probabilities
   Real* out;      // [Dv][64]
 
-  static int64_t width(int64_t D, int64_t Dv) { return round_up(std::max(D, Dv), kLanes<Real>); }
+  static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
   static int64_t bytes(int64_t D, int64_t Dv) {
     return piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M) + piece<Real>(BLOCK_M * width(D, Dv)) +
            piece<Real>((BLOCK_N + 1) * width(D, Dv)) + piece<Real>(BLOCK_N * BLOCK_M) +
@@ -67,30 +67,35 @@ struct TileScratch {
 template <typename Real>
 inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, int64_t width,
                         Real* rows) {
-  const int64_t padded = round_up(width, kLanes<Real>);
+  const int64_t padded = round_up(width, kLanes<Real>), stride = row_stride<Real>(width);
   for (int m = 0; m < visible.columns; ++m) {
-    Real* row = rows + m * padded;
+    Real* row = rows + m * stride;
     const bool read = m < visible.count && visible.sees(m);
     if (read) load_row(row, source.at(visible.first + m), source.dtype, width, source.step);
     for (int64_t d = read ? width : 0; d < padded; ++d) row[d] = 0;
   }
 }
 
-// query[d][m] = factor[d] * source[m][d], zero where a row sees nothing.
+// query[d][m] = factor[d] * source[m][d] over the features, zero where a row sees nothing.
 template <typename Real>
-inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, int64_t D,
-                       const Real* factor, Real* rows, Real* query) {
-  const int64_t padded = round_up(D, kLanes<Real>);
-  if (source.dtype == kDTypeOf<Real> && D == padded && visible.all_rows) {
-    transpose(reinterpret_cast<const Real*>(source.at(visible.first)), source.stride, query,
-              BLOCK_M, visible.columns, D);
-  } else {
-    gather_rows(source, visible, D, rows);
-    transpose(rows, padded, query, BLOCK_M, visible.columns, padded);
+inline void pack_query(const Rows& source, const VisibleRows<Real>& visible,
+                       const std::vector<Range>& features, const Real* factor, Real* rows,
+                       Real* query) {
+  for (const Range& range : features) {
+    const Rows columns = source.columns(range.begin);
+    const int64_t width = range.end - range.begin, padded = round_up(width, kLanes<Real>);
+    Real* packed = query + range.begin * BLOCK_M;
+    if (source.dtype == kDTypeOf<Real> && width == padded && visible.all_rows) {
+      transpose(reinterpret_cast<const Real*>(columns.at(visible.first)), source.stride, packed,
+                BLOCK_M, visible.columns, width);
+    } else {
+      gather_rows(columns, visible, width, rows);
+      transpose(rows, row_stride<Real>(width), packed, BLOCK_M, visible.columns, padded);
+    }
+    for (int64_t d = range.begin; d < range.end; ++d)
+      for (int m = 0; m < visible.columns; m += kLanes<Real>)
+        store<Real>(query + d * BLOCK_M + m, load(query + d * BLOCK_M + m) * factor[d]);
   }
-  for (int64_t d = 0; d < D; ++d)
-    for (int m = 0; m < visible.columns; m += kLanes<Real>)
-      store<Real>(query + d * BLOCK_M + m, load(query + d * BLOCK_M + m) * factor[d]);
 }
 
 // scores[n][m] = base-2 logarithm of the weight of key n for row m, before any mask.
@@ -129,16 +134,17 @@ inline void add_weighted_keys(const Rows& source, int64_t width, const KeyTile& 
     for (int n = 0; n < keys.count(); ++n)
       if (has_nonfinite(tile.data + n * tile.stride, width)) bad.push_back(n);
   }
+  const int64_t stride = row_stride<Real>(width);
   if (!bad.empty()) {  // weights of hidden pairs are 0, but 0 * NaN is not
     if (tile.data != widened)
       for (int n = 0; n < keys.count(); ++n)
-        std::memcpy(widened + n * width, tile.data + n * tile.stride, width * sizeof(Real));
-    tile = {widened, width};
-    for (int n : bad) std::memset(widened + n * width, 0, width * sizeof(Real));
+        std::memcpy(widened + n * stride, tile.data + n * tile.stride, width * sizeof(Real));
+    tile = {widened, stride};
+    for (int n : bad) std::memset(widened + n * stride, 0, width * sizeof(Real));
   }
   multiply<Real>(width, visible.columns, keys.count(), {tile.data, 1, tile.stride}, weights,
                  BLOCK_M, sum, BLOCK_M, true);
-  Real* row = widened + BLOCK_N * width;
+  Real* row = widened + BLOCK_N * stride;
   for (int n : bad) {
     load_row(row, source.at(keys.begin + n), source.dtype, width);
     for (int m = 0; m < visible.columns; ++m)
@@ -186,13 +192,13 @@ template <typename Real>
 inline void finish_tile(const Head<Real>& head, const Gate<Real>& gate,
                         const VisibleRows<Real>& visible, const TileScratch<Real>& scratch,
                         const OnlineSoftmax<Real>& softmax, const Outputs& outputs) {
-  const int64_t padded = round_up(head.Dv, kLanes<Real>);
-  transpose(scratch.out, BLOCK_M, scratch.rows, padded, padded, visible.columns);
+  const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
+  transpose(scratch.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   alignas(64) Real tokens[BLOCK_M];
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < visible.count; ++m) {
     const int64_t i = visible.first + m;
-    Real* row = scratch.rows + m * padded;
+    Real* row = scratch.rows + m * stride;
     if (!visible.sees(m) || softmax.sum[m] == Real(0)) {  // no key, or holes only
       store_zeros<Real>(outputs.out, i, 1, head.Dv);
       if (outputs.attended) store_zeros<Real>(outputs.attended, i, 1, head.Dv);

@@ -19,12 +19,12 @@ struct SetAside {
   std::vector<int> index;
   std::vector<Real> rows;  // [index][width]
 
-  // Moves such rows of tile[count][width] in here and leaves zeros.
-  void gather(Real* tile, int count, int64_t width) {
+  // Moves such rows of tile[count][stride] in here and leaves zeros.
+  void gather(Real* tile, int count, int64_t width, int64_t stride) {
     index.clear();
     rows.clear();
     for (int m = 0; m < count; ++m) {
-      Real* row = tile + m * width;
+      Real* row = tile + m * stride;
       if (!has_nonfinite(row, width)) continue;
       index.push_back(m);
       rows.insert(rows.end(), row, row + width);
@@ -38,8 +38,8 @@ struct SetAside {
 template <typename Real>
 struct KeyGradients {
   int64_t begin = 0;
-  Real* dkey = nullptr;    // [S][round_up(D)]
-  Real* dvalue = nullptr;  // [S][round_up(Dv)]
+  Real* dkey = nullptr;    // [S][row_stride(D)]
+  Real* dvalue = nullptr;  // [S][row_stride(Dv)]
   Real* dbias = nullptr;   // [S]
 };
 
@@ -57,14 +57,15 @@ struct BackwardScratch : TileScratch<Real> {
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
   static int64_t bytes(int64_t D, int64_t Dv) {
-    const int64_t Dp = round_up(D, kLanes<Real>), Dvp = round_up(Dv, kLanes<Real>);
-    return TileScratch<Real>::bytes(D, Dv) + 2 * piece<Real>(Dp * BLOCK_M) +
-           2 * piece<Real>(Dvp * BLOCK_M) + 2 * piece<Real>(BLOCK_N * BLOCK_M);
+    return TileScratch<Real>::bytes(D, Dv) + piece<Real>(row_stride<Real>(D) * BLOCK_M) +
+           piece<Real>(row_stride<Real>(Dv) * BLOCK_M) +
+           piece<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M) + 2 * piece<Real>(BLOCK_N * BLOCK_M) +
+           piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M);
   }
   BackwardScratch(Workspace& w, int64_t D, int64_t Dv)
       : TileScratch<Real>(w, D, Dv),
-        query_rows(w.take<Real>(round_up(D, kLanes<Real>) * BLOCK_M)),
-        dout_rows(w.take<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M)),
+        query_rows(w.take<Real>(row_stride<Real>(D) * BLOCK_M)),
+        dout_rows(w.take<Real>(row_stride<Real>(Dv) * BLOCK_M)),
         dout(w.take<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M)),
         dprobs(w.take<Real>(BLOCK_N * BLOCK_M)),
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)),
@@ -87,15 +88,15 @@ inline Real* zeros(Workspace& workspace, int64_t count) {
   return piece;
 }
 
-// Rows [begin, end) of a gradient from its accumulator [end - begin][round_up(width)]; no
+// Rows [begin, end) of a gradient from its accumulator [end - begin][row_stride(width)]; no
 // accumulator: not asked for.
 template <typename Real>
 inline void store_accumulator(const Rows& rows, int64_t begin, int64_t end, int64_t width,
                               const Real* accumulator) {
   if (!accumulator) return;
-  const int64_t padded = round_up(width, kLanes<Real>);
+  const int64_t stride = row_stride<Real>(width);
   for (int64_t r = begin; r < end; ++r)
-    store_row(rows.at(r), accumulator + (r - begin) * padded, rows.dtype, width, rows.step);
+    store_row(rows.at(r), accumulator + (r - begin) * stride, rows.dtype, width, rows.step);
 }
 
 template <typename Real>
@@ -124,7 +125,7 @@ template <typename Real>
 inline void load_output_gradients(const Head<Real>& head, const Gate<Real>& gate,
                                   const HeadGradients& gradients, const VisibleRows<Real>& visible,
                                   BackwardScratch<Real>& scratch) {
-  const int64_t padded = round_up(head.Dv, kLanes<Real>);
+  const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
   gather_rows(gradients.dout, visible, head.Dv, scratch.dout_rows);
   gather_rows(gradients.attended, visible, head.Dv, scratch.rows);
   alignas(64) Real tokens[BLOCK_M];
@@ -135,8 +136,8 @@ inline void load_output_gradients(const Head<Real>& head, const Gate<Real>& gate
     const bool sees = lse != kHidden<Real>;  // a row may see nothing but holes
     scratch.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse * static_cast<Real>(kLog2e);
     scratch.delta[m] = 0;
-    Real* dout = scratch.dout_rows + m * padded;
-    const Real* attended = sees ? scratch.rows + m * padded : nullptr;
+    Real* dout = scratch.dout_rows + m * stride;
+    const Real* attended = sees ? scratch.rows + m * stride : nullptr;
     if (gradients.dgate && m < visible.count)
       store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
     if (!sees) continue;
@@ -151,23 +152,26 @@ inline void load_output_gradients(const Head<Real>& head, const Gate<Real>& gate
     }
     scratch.delta[m] = dot(dout, attended, padded);
   }
-  transpose(scratch.dout_rows, padded, scratch.dout, BLOCK_M, visible.columns, padded);
-  scratch.bad_douts.gather(scratch.dout_rows, visible.columns, padded);
+  transpose(scratch.dout_rows, stride, scratch.dout, BLOCK_M, visible.columns, padded);
+  scratch.bad_douts.gather(scratch.dout_rows, visible.columns, padded, stride);
 }
 
-// sum[n][w] += weights[n][m] * rows[m][w] over the query rows m: dS times queries, or P times dout.
+// sum[n][w] += weights[n][m] * rows[m][w] over the query rows m, for the columns: dS times queries,
+// or P times dout. Both matrices have rows of row_stride(width).
 template <typename Real>
 inline void add_weighted_queries(const Real* weights, const Real* rows, const SetAside<Real>& aside,
-                                 int64_t padded, Range columns, const KeyTile& keys,
+                                 int64_t width, Range columns, const KeyTile& keys,
                                  const VisibleRows<Real>& visible, Real* sum) {
-  multiply<Real>(keys.count(), columns.end - columns.begin, visible.columns, {weights, BLOCK_M, 1},
-                 rows + columns.begin, padded, sum + columns.begin, padded, true);
+  const int64_t stride = row_stride<Real>(width), padded = round_up(width, kLanes<Real>);
+  const int64_t end = round_up(columns.end, kLanes<Real>);
+  multiply<Real>(keys.count(), end - columns.begin, visible.columns, {weights, BLOCK_M, 1},
+                 rows + columns.begin, stride, sum + columns.begin, stride, true);
   for (size_t bad = 0; bad < aside.index.size(); ++bad) {
     const int m = aside.index[bad];
     for (int n = 0; n < keys.count(); ++n)
       if (visible.row_sees_key(m, keys.begin + n))
-        for (int64_t w = columns.begin; w < columns.end; ++w)
-          sum[n * padded + w] += weights[n * BLOCK_M + m] * aside.rows[bad * padded + w];
+        for (int64_t w = columns.begin; w < end; ++w)
+          sum[n * stride + w] += weights[n * BLOCK_M + m] * aside.rows[bad * padded + w];
   }
 }
 
@@ -175,11 +179,11 @@ inline void add_weighted_queries(const Real* weights, const Real* rows, const Se
 template <typename Real>
 inline void store_dquery(const Rows& dquery, const VisibleRows<Real>& visible, int64_t D,
                          BackwardScratch<Real>& scratch) {
-  const int64_t padded = round_up(D, kLanes<Real>);
-  transpose(scratch.dquery, BLOCK_M, scratch.rows, padded, padded, visible.columns);
+  const int64_t padded = round_up(D, kLanes<Real>), stride = row_stride<Real>(D);
+  transpose(scratch.dquery, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   for (int m = 0; m < visible.count; ++m) {
     if (visible.sees(m)) {
-      store_row(dquery.at(visible.first + m), scratch.rows + m * padded, dquery.dtype, D,
+      store_row(dquery.at(visible.first + m), scratch.rows + m * stride, dquery.dtype, D,
                 dquery.step);
     } else {
       store_zeros<Real>(dquery, visible.first + m, 1, D);
@@ -225,7 +229,6 @@ inline void attend_backward(const Head<Real>& head, const DropoutParams& dropout
                             const VisibleRows<Real>& visible, int64_t begin, int64_t end,
                             const std::vector<Range>& dquery_features,
                             const KeyGradients<Real>& gradients, BackwardScratch<Real>& scratch) {
-  const int64_t Dp = round_up(head.D, kLanes<Real>), Dvp = round_up(head.Dv, kLanes<Real>);
   for_visible_tiles(visible, begin, end, [&](const KeyTile& keys) {
     const int64_t offset = keys.begin - gradients.begin;
     score_tile(head, scratch.query, keys, visible.columns, scratch.widened, scratch.scores);
@@ -236,13 +239,12 @@ inline void attend_backward(const Head<Real>& head, const DropoutParams& dropout
     softmax_backward(dropout, head, scale, keys, visible, scratch);
     if (gradients.dvalue)
       add_weighted_queries(dropout.active ? scratch.dropped : scratch.scores, scratch.dout_rows,
-                           scratch.bad_douts, Dvp, Range{0, Dvp}, keys, visible,
-                           gradients.dvalue + offset * Dvp);
+                           scratch.bad_douts, head.Dv, Range{0, head.Dv}, keys, visible,
+                           gradients.dvalue + offset * row_stride<Real>(head.Dv));
     if (gradients.dkey)
       for (const Range& range : head.features)
-        add_weighted_queries(scratch.dprobs, scratch.query_rows, scratch.bad_queries, Dp,
-                             Range{range.begin, round_up(range.end, kLanes<Real>)}, keys, visible,
-                             gradients.dkey + offset * Dp);
+        add_weighted_queries(scratch.dprobs, scratch.query_rows, scratch.bad_queries, head.D, range,
+                             keys, visible, gradients.dkey + offset * row_stride<Real>(head.D));
     if (gradients.dbias)
       for (int n = 0; n < keys.count(); ++n)
         for (int m = 0; m < visible.columns; ++m)
@@ -258,21 +260,21 @@ template <typename Real>
 inline void closed_gate_rows(const Head<Real>& head, const DropoutParams& dropout,
                              const HeadGradients& gradients, const VisibleRows<Real>& visible,
                              BackwardScratch<Real>& scratch) {
-  const int64_t padded = round_up(head.Dv, kLanes<Real>);
+  const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
   OnlineSoftmax<Real> softmax;
   attend(head, dropout, visible, scratch, softmax);
-  transpose(scratch.out, BLOCK_M, scratch.rows, padded, padded, visible.columns);
+  transpose(scratch.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   gather_rows(gradients.dout, visible, head.Dv, scratch.dout_rows);
   for (int m = 0; m < visible.count; ++m) {
     const bool sees = visible.sees(m) && softmax.sum[m] != Real(0);
-    Real* row = scratch.rows + m * padded;
+    Real* row = scratch.rows + m * stride;
     if (sees) {
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(row + w, load(row + w) / softmax.sum[m]);
       for (int64_t w = head.Dv; w < padded; ++w) row[w] = 0;
     }
     store_gate_row<Real>(gradients.dgate, false, visible.first + m, head.Dv,
-                         scratch.dout_rows + m * padded, sees ? row : nullptr);
+                         scratch.dout_rows + m * stride, sees ? row : nullptr);
   }
 }
 

@@ -75,7 +75,7 @@ struct CollaborativeAttention {
   // The mixed query tile of head h, features that do not count left undefined.
   void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible,
             const TileScratch<Real>& scratch) const {
-    pack_query(rows_at(params.query, b), visible, D, to_log2.data() + h * D, scratch.rows,
+    pack_query(rows_at(params.query, b), visible, features[h], to_log2.data() + h * D, scratch.rows,
                scratch.query);
   }
 
@@ -93,33 +93,33 @@ void collaborative_attention_forward(const ForwardParams& params) {
 template <typename Real>
 struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
   const BackwardParams& backward;
-  int64_t Dp, Dvp;
+  int64_t Ds_stride, Dv_stride;  // between rows of scratch
 
   explicit CollaborativeAttentionBackward(const BackwardParams& p)
       : CollaborativeAttention<Real>(p),
         backward(p),
-        Dp(round_up(this->D, kLanes<Real>)),
-        Dvp(round_up(this->Dv, kLanes<Real>)) {}
+        Ds_stride(row_stride<Real>(this->D)),
+        Dv_stride(row_stride<Real>(this->Dv)) {}
 
-  // Sums over the heads of a group: dQ [T][Dp] then dK [S][Dp].
-  int64_t shared_count() const { return (this->T + this->S) * Dp; }
-  int64_t head_bytes() const { return piece<Real>(this->S * Dvp) + piece<Real>(Dp); }
+  // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
+  int64_t shared_count() const { return (this->T + this->S) * Ds_stride; }
+  int64_t head_bytes() const { return piece<Real>(this->S * Dv_stride) + piece<Real>(Ds_stride); }
 
-  // All query tiles of head (b, h): adds to dquery [T][Dp] and dkey [S][Dp]; stores what is the
-  // head's own.
+  // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
+  // what is the head's own.
   void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, Real* dvalue, Real* dmixing,
                      BackwardScratch<Real>& scratch) const {
     const BackwardParams& p = backward;
     const Head<Real> head = this->head(b, h);
-    const int64_t bh = b * this->H + h, D = this->D;
+    const int64_t bh = b * this->H + h, D = this->D, padded = round_up(D, kLanes<Real>);
     Real* dgate = p.dgate ? static_cast<Real*>(p.dgate.data) +
                                 bh * this->T * (this->gate.elementwise ? this->Dv : 1)
                           : nullptr;
     Real* dbias =
         p.dcontent_bias ? static_cast<Real*>(p.dcontent_bias.data) + bh * this->S : nullptr;
     if (dbias) std::memset(dbias, 0, sizeof(Real) * this->S);
-    if (dvalue) std::memset(dvalue, 0, sizeof(Real) * this->S * Dvp);
-    std::memset(dmixing, 0, sizeof(Real) * Dp);
+    if (dvalue) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
+    std::memset(dmixing, 0, sizeof(Real) * Ds_stride);
     const HeadGradients gradients{rows_at(p.dout, b, h), rows_at(p.attended, b, h),
                                   static_cast<Real*>(p.lse.data) + bh * this->T, dgate};
     const KeyGradients<Real> keys{0, dkey, dvalue, dbias};
@@ -138,24 +138,25 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
         continue;
       gather_rows(rows_at(p.query, b), visible, D, scratch.query_rows);
       // `raw` are the shared queries; query_rows those that the head mixed, for dK.
-      std::vector<Real> raw(scratch.query_rows, scratch.query_rows + visible.columns * Dp);
+      std::vector<Real> raw(scratch.query_rows, scratch.query_rows + visible.columns * Ds_stride);
       for (int m = 0; m < visible.columns; ++m)
-        for (int64_t d = 0; d < D; ++d) scratch.query_rows[m * Dp + d] *= this->mixing[h * D + d];
-      scratch.bad_queries.gather(scratch.query_rows, visible.columns, Dp);
-      std::memset(scratch.dquery, 0, sizeof(Real) * BLOCK_M * Dp);
+        for (int64_t d = 0; d < D; ++d)
+          scratch.query_rows[m * Ds_stride + d] *= this->mixing[h * D + d];
+      scratch.bad_queries.gather(scratch.query_rows, visible.columns, padded, Ds_stride);
+      std::memset(scratch.dquery, 0, sizeof(Real) * BLOCK_M * padded);
       attend_backward(head, p.dropout, static_cast<Real>(p.scale), visible, 0, this->S,
                       dquery_features, keys, scratch);
       if (dquery_features.empty()) continue;
-      transpose(scratch.dquery, BLOCK_M, scratch.rows, Dp, Dp, visible.columns);
+      transpose(scratch.dquery, BLOCK_M, scratch.rows, Ds_stride, padded, visible.columns);
       for (int m = 0; m < visible.columns; ++m) {
         if (!visible.sees(m) || static_cast<const Real*>(gradients.lse)[first + m] == kHidden<Real>)
           continue;
-        const Real* mixed = scratch.rows + m * Dp;  // dS K of the row
-        const Real* query = raw.data() + m * Dp;
+        const Real* mixed = scratch.rows + m * Ds_stride;  // dS K of the row
+        const Real* query = raw.data() + m * Ds_stride;
         for (const Range& range : dquery_features) {
           for (int64_t d = range.begin; d < range.end; ++d) {
             dmixing[d] += query[d] * mixed[d];
-            if (dquery) dquery[(first + m) * Dp + d] += this->mixing[h * D + d] * mixed[d];
+            if (dquery) dquery[(first + m) * Ds_stride + d] += this->mixing[h * D + d] * mixed[d];
           }
         }
       }
@@ -165,15 +166,15 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
       std::memcpy(static_cast<Real*>(p.dmixing.data) + bh * D, dmixing, sizeof(Real) * D);
   }
 
-  // Heads [begin, end) of batch b; `shared` [T + S][Dp] receives the sums of dQ and dK.
+  // Heads [begin, end) of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
   void group(int64_t b, int64_t begin, int64_t end, Real* shared, Workspace& workspace) const {
     BackwardScratch<Real> scratch(workspace, this->D, this->Dv);
-    Real* dvalue = workspace.take<Real>(this->S * Dvp);
-    Real* dmixing = workspace.take<Real>(Dp);
+    Real* dvalue = workspace.take<Real>(this->S * Dv_stride);
+    Real* dmixing = workspace.take<Real>(Ds_stride);
     std::memset(shared, 0, sizeof(Real) * shared_count());
     for (int64_t h = begin; h < end; ++h)
       head_backward(b, h, backward.dquery ? shared : nullptr,
-                    backward.dkey ? shared + this->T * Dp : nullptr,
+                    backward.dkey ? shared + this->T * Ds_stride : nullptr,
                     backward.dvalue ? dvalue : nullptr, dmixing, scratch);
   }
 
@@ -181,7 +182,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
     if (backward.dquery)
       store_accumulator(rows_at(backward.dquery, b), 0, this->T, this->D, shared);
     if (backward.dkey)
-      store_accumulator(rows_at(backward.dkey, b), 0, this->S, this->D, shared + this->T * Dp);
+      store_accumulator(rows_at(backward.dkey, b), 0, this->S, this->D,
+                        shared + this->T * Ds_stride);
   }
 };
 

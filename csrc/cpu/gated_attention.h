@@ -42,7 +42,7 @@ struct GatedAttention {
 
   void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible,
             const TileScratch<Real>& scratch) const {
-    pack_query(rows_at(params.query, b, h), visible, D, to_log2.data(), scratch.rows,
+    pack_query(rows_at(params.query, b, h), visible, {Range{0, D}}, to_log2.data(), scratch.rows,
                scratch.query);
   }
 
@@ -62,8 +62,8 @@ struct GatedAttentionBackward : GatedAttention<Real> {
 
   // Accumulators of dK and dV of `keys` keys.
   int64_t accumulator_bytes(int64_t keys) const {
-    return piece<Real>(keys * round_up(this->D, kLanes<Real>)) +
-           piece<Real>(keys * round_up(this->Dv, kLanes<Real>));
+    return piece<Real>(keys * row_stride<Real>(this->D)) +
+           piece<Real>(keys * row_stride<Real>(this->Dv));
   }
 
   // Query tiles [first_tile, last_tile) of head (b, h) against keys [begin, end). `with_rows`: this
@@ -92,7 +92,8 @@ struct GatedAttentionBackward : GatedAttention<Real> {
         continue;
       const int64_t Dp = round_up(this->D, kLanes<Real>);
       gather_rows(query, visible, this->D, scratch.query_rows);
-      scratch.bad_queries.gather(scratch.query_rows, visible.columns, Dp);
+      scratch.bad_queries.gather(scratch.query_rows, visible.columns, Dp,
+                                 row_stride<Real>(this->D));
       std::memset(scratch.dquery, 0, sizeof(Real) * BLOCK_M * Dp);
       attend_backward(head, p.dropout, static_cast<Real>(p.scale), visible, begin, end,
                       dquery_features, keys, scratch);
@@ -104,10 +105,10 @@ struct GatedAttentionBackward : GatedAttention<Real> {
   void key_head(int64_t b, int64_t hk, int64_t begin, int64_t end, bool with_rows,
                 Workspace& workspace) const {
     BackwardScratch<Real> scratch(workspace, this->D, this->Dv);
-    const int64_t Dp = round_up(this->D, kLanes<Real>), Dvp = round_up(this->Dv, kLanes<Real>);
+    const int64_t count = end - begin;
     KeyGradients<Real> keys{begin, nullptr, nullptr, nullptr};
-    if (backward.dkey) keys.dkey = zeros<Real>(workspace, (end - begin) * Dp);
-    if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, (end - begin) * Dvp);
+    if (backward.dkey) keys.dkey = zeros<Real>(workspace, count * row_stride<Real>(this->D));
+    if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, count * row_stride<Real>(this->Dv));
     const int64_t group = this->H / this->Hk;
     for (int64_t h = hk * group; h < (hk + 1) * group; ++h)
       head_tiles(b, h, 0, this->query_tiles, begin, end, with_rows, keys, scratch);

@@ -5,6 +5,8 @@
 // tile read down its columns.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/simd.h"
 
 namespace hk::HK_LEVEL {
@@ -67,25 +69,34 @@ inline void multiply_columns(int64_t rows, Strided<Real> a, const Real* b, int64
   if (rows - r >= 1) run(multiply_block<Real, 1, V>, 1);
 }
 
+// A panel of B of this depth and 64 columns (16 KiB of float) stays in the first-level cache while
+// all rows of A pass.
+constexpr int64_t kPanelDepth = 64;
+
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns]; `columns` in whole vectors.
 template <typename Real>
 void multiply(int64_t rows, int64_t columns, int64_t depth, Strided<Real> a, const Real* b,
               int64_t ldb, Real* c, int64_t ldc, bool accumulate) {
   constexpr int L = kLanes<Real>;
   constexpr int kWidest = HK_VECTOR_REGISTERS == 32 ? 4 : 2;
-  int64_t column = 0;
-  if constexpr (kWidest == 4) {
-    for (; columns - column >= 4 * L; column += 4 * L)
-      multiply_columns<Real, 4>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
-    if (columns - column >= 3 * L) {
-      multiply_columns<Real, 3>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
-      column += 3 * L;
+  if (depth == 0 && !accumulate)
+    for (int64_t r = 0; r < rows; ++r) std::memset(c + r * ldc, 0, sizeof(Real) * columns);
+  for (int64_t k = 0; k < depth; k += kPanelDepth) {
+    const int64_t panel = std::min(kPanelDepth, depth - k);
+    const Strided<Real> left{a.data + k * a.depth, a.row, a.depth};
+    const bool add = accumulate || k > 0;
+    int64_t column = 0;
+    const auto run = [&](auto multiply_columns, int vectors) {
+      multiply_columns(rows, left, b + k * ldb + column, ldb, c + column, ldc, panel, add);
+      column += vectors * L;
+    };
+    if constexpr (kWidest == 4) {
+      while (columns - column >= 4 * L) run(multiply_columns<Real, 4>, 4);
+      if (columns - column >= 3 * L) run(multiply_columns<Real, 3>, 3);
     }
+    while (columns - column >= 2 * L) run(multiply_columns<Real, 2>, 2);
+    if (columns - column >= L) run(multiply_columns<Real, 1>, 1);
   }
-  for (; columns - column >= 2 * L; column += 2 * L)
-    multiply_columns<Real, 2>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
-  if (columns - column >= L)
-    multiply_columns<Real, 1>(rows, a, b + column, ldb, c + column, ldc, depth, accumulate);
 }
 
 }  // namespace hk::HK_LEVEL

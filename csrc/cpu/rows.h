@@ -124,9 +124,10 @@ inline void load_row(Real* dst, const char* src, DType dtype, int64_t count, int
     case DType::kFloat64:
       return copy(reinterpret_cast<const double*>(src), same);
     case DType::kBFloat16:
-      return copy(reinterpret_cast<const uint16_t*>(src), widen_bfloat);
+      return copy(reinterpret_cast<const uint16_t*>(src),
+                  [](uint16_t h) { return widen_bfloat(h); });
     case DType::kFloat16:
-      return copy(reinterpret_cast<const uint16_t*>(src), widen_half);
+      return copy(reinterpret_cast<const uint16_t*>(src), [](uint16_t h) { return widen_half(h); });
   }
 }
 
@@ -146,9 +147,11 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
     case DType::kFloat64:
       return copy(reinterpret_cast<double*>(dst), [](Real x) { return static_cast<double>(x); });
     case DType::kBFloat16:
-      return copy(reinterpret_cast<uint16_t*>(dst), narrow_bfloat);
+      return copy(reinterpret_cast<uint16_t*>(dst),
+                  [](Real x) { return narrow_bfloat(static_cast<float>(x)); });
     case DType::kFloat16:
-      return copy(reinterpret_cast<uint16_t*>(dst), narrow_half);
+      return copy(reinterpret_cast<uint16_t*>(dst),
+                  [](Real x) { return narrow_half(static_cast<float>(x)); });
   }
 }
 
@@ -166,7 +169,7 @@ inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t 
 }
 
 // Rows [first, first + count) in Real: in place where they are stored in Real, else widened into
-// scratch[count][width].
+// scratch[count][row_stride(width)].
 template <typename Real>
 struct Tile {
   const Real* data;
@@ -178,9 +181,10 @@ inline Tile<Real> tile_of(const Rows& rows, int64_t first, int64_t count, int64_
                           Real* scratch) {
   if (rows.dtype == kDTypeOf<Real>)
     return {reinterpret_cast<const Real*>(rows.at(first)), rows.stride};
+  const int64_t stride = row_stride<Real>(width);
   for (int64_t r = 0; r < count; ++r)
-    load_row(scratch + r * width, rows.at(first + r), rows.dtype, width);
-  return {scratch, width};
+    load_row(scratch + r * stride, rows.at(first + r), rows.dtype, width);
+  return {scratch, stride};
 }
 
 // Lanes of a and b in turn: those of their lower halves (half = 0) or of their upper halves (half =

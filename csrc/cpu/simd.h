@@ -52,6 +52,14 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
+// Elements between the rows of a scratch tile: an odd number of cache lines, so that walking down a
+// column meets all sets of the first-level cache and not a few of them.
+template <typename Real>
+constexpr int64_t row_stride(int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(Real);
+  return ((width + kLine - 1) / kLine | 1) * kLine;
+}
+
 template <typename Real>
 inline Vec<Real> load(const Real* p) {
   Vec<Real> v;
