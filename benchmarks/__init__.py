@@ -1,0 +1,1 @@
+"""The benchmark of heads_kernels: `python -m benchmarks --help`."""

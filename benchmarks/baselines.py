@@ -1,0 +1,151 @@
+"""What people write today, to compare with: eager PyTorch, and SDPA times the gate.
+
+Masks and everything else that does not depend on the values are made before the clock starts.
+Padded query rows are computed like any other, as these forms do; their values mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from heads_kernels.testing import Inputs
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Masks:
+    """The mask of a call in the forms that eager PyTorch and SDPA take; True = may attend."""
+
+    visible: Tensor | None  # bool [B | 1, 1, T | 1, S], without the causal part if is_causal
+    additive: Tensor | None  # the whole mask, 0 or -inf
+    is_causal: bool
+
+
+def baselines(inputs: Inputs) -> dict[str, Call]:
+    """`eager` and `sdpa`: the same call in PyTorch, reading (and differentiating) the same tensors.
+
+    Raises `ValueError` for a mask that is neither causal nor padding of keys, nor both.
+    """
+    masks = _masks(inputs)
+    if inputs.operator == "gated_attention":
+        return {"eager": _gated_eager(inputs, masks), "sdpa": _gated_sdpa(inputs, masks)}
+    return {
+        "eager": _collaborative_eager(inputs, masks),
+        "sdpa": _collaborative_sdpa(inputs, masks),
+    }
+
+
+def _gated_eager(inputs: Inputs, masks: _Masks) -> Call:
+    t, scale = inputs.tensors, inputs.problem().scale
+    query, key, value = t["query"], t["key"], t["value"]
+    group = query.shape[1] // key.shape[1]
+
+    def call() -> Tensor:
+        k, v = key, value
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = query @ k.mT * scale
+        if masks.additive is not None:
+            scores = scores + masks.additive
+        return _gated(scores.softmax(-1) @ v, inputs)
+
+    return call
+
+
+def _gated_sdpa(inputs: Inputs, masks: _Masks) -> Call:
+    t, scale = inputs.tensors, inputs.problem().scale
+    query, key, value = t["query"], t["key"], t["value"]
+    grouped = query.shape[1] != key.shape[1]
+
+    def call() -> Tensor:
+        out = F.scaled_dot_product_attention(
+            query, key, value, masks.visible, is_causal=masks.is_causal, scale=scale,
+            enable_gqa=grouped,
+        )  # fmt: skip
+        return _gated(out, inputs)
+
+    return call
+
+
+def _collaborative_eager(inputs: Inputs, masks: _Masks) -> Call:
+    """The mixed query `[B, H, T, Ds]` lies in memory (the published code of the paper's authors)."""
+    t, scale = inputs.tensors, inputs.problem().scale
+    query, key, value, mixing = t["query"], t["key"], t["value"], t["mixing"]
+    bias = t.get("content_bias")
+
+    def call() -> Tensor:
+        mixed = query[:, None] * mixing.to(query.dtype)[:, None]  # [B, H, T, Ds]
+        scores = mixed @ key[:, None].mT
+        if bias is not None:
+            scores = scores + bias.to(query.dtype)[:, :, None]
+        scores = scores * scale
+        if masks.additive is not None:
+            scores = scores + masks.additive
+        return _gated(scores.softmax(-1) @ value, inputs)
+
+    return call
+
+
+def _collaborative_sdpa(inputs: Inputs, masks: _Masks) -> Call:
+    """The mixed query in memory, the shared key expanded as a view, the content bias as a mask."""
+    t, scale = inputs.tensors, inputs.problem().scale
+    query, key, value, mixing = t["query"], t["key"], t["value"], t["mixing"]
+    bias, heads = t.get("content_bias"), t["mixing"].shape[0]
+
+    def call() -> Tensor:
+        mixed = query[:, None] * mixing.to(query.dtype)[:, None]  # [B, H, T, Ds]
+        shared = key[:, None].expand(-1, heads, -1, -1)
+        mask, is_causal = masks.visible, masks.is_causal
+        if bias is not None:
+            mask, is_causal = bias.to(query.dtype)[:, :, None] * scale, False
+            if masks.additive is not None:
+                mask = mask + masks.additive
+        out = F.scaled_dot_product_attention(
+            mixed, shared, value, mask, is_causal=is_causal, scale=scale
+        )
+        return _gated(out, inputs)
+
+    return call
+
+
+def _gated(out: Tensor, inputs: Inputs) -> Tensor:
+    gate = inputs.tensors.get("gate")
+    if gate is None:
+        return out
+    activation = inputs.options.get("gate_activation", "identity")
+    if activation == "sigmoid":
+        gate = torch.sigmoid(gate)
+    elif activation == "softplus":
+        gate = F.softplus(gate)
+    gate = gate[None] if gate.dim() == 1 else gate
+    return out * gate.to(out.dtype)[(...,) + (None,) * (4 - gate.dim())]
+
+
+def _masks(inputs: Inputs) -> _Masks:
+    problem = inputs.problem()
+    T, S, dtype = problem.T, problem.S, problem.query.dtype
+    is_causal = bool(inputs.options.get("is_causal"))
+    whole = problem.intervals.to_dense(T, S, problem.query.device)  # [B | 1, 1, T, S]
+    keys = whole.any(-2, keepdim=True)  # [B | 1, 1, 1, S]
+    triangle = torch.ones(T, S, dtype=torch.bool, device=whole.device).tril()
+    told = keys & triangle if is_causal else keys.expand(whole.shape)
+    rows = whole.any(-1, keepdim=True)  # padded query rows: nobody masks them by hand
+    if not torch.equal(told & rows, whole):
+        raise ValueError(
+            f"attn_mask of {inputs.operator} is not causal or key padding; no baseline"
+        )
+    if keys.all():
+        if not is_causal:
+            return _Masks(None, None, False)
+        return _Masks(None, _additive(triangle, dtype), True)
+    return _Masks(told if is_causal else keys, _additive(told if is_causal else keys, dtype), False)
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))

@@ -1,0 +1,179 @@
+"""Accuracy and FLOPs of every workload, checked before it is timed.
+
+Accuracy is the one rule of `heads_kernels.testing` for the output, lse and every gradient. FLOPs
+are counted by `torch.utils.flop_counter` on our operator and on plain PyTorch, and worked out by
+closed formulas (2 per multiply-add): scores 2 B T S H D (collaborative 2 B T S H Ds), P V
+2 B T S H Dv; executed: see `Workload`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.baselines import baselines
+from benchmarks.problems import Workload
+from heads_kernels import testing
+from heads_kernels.testing import Inputs
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found; `failures` is empty where all is well.
+
+    worst, ratio  the quantity nearest to its bound, and its error as a part of that bound
+    counted       FLOPs of the forward pass as FlopCounterMode counts them: every pair
+    executed      FLOPs of the forward pass that have to be done
+    model_error   largest difference from the output of the model that the inputs come from
+    """
+
+    workload: str
+    table: str
+    label: str
+    worst: str
+    ratio: float
+    counted: int
+    executed: int
+    model_error: float | None
+    failures: tuple[str, ...]
+
+
+def check(workload: Workload, dtype: torch.dtype) -> Check:
+    """Hold a workload to the accuracy rule, to its FLOP formulas and to its baselines' results."""
+    calls = workload.make(dtype)
+    failures: list[str] = []
+    worst, ratio, model_error = "", 0.0, None
+    for number, inputs in enumerate(calls):
+        with _one_thread():
+            reference = testing.reference(inputs)
+        report = testing.compare(reference, None, workload.name)
+        failures += [f"accuracy: {quantity}" for quantity in report.quantities if not quantity.ok]
+        nearest = max(report.quantities, key=lambda quantity: quantity.ratio)
+        if nearest.ratio >= ratio:
+            worst, ratio = nearest.name, nearest.ratio
+        failures += _baseline_failures(inputs, reference.oracle["out"])
+        if workload.expected and dtype == torch.float32:
+            bound = next(q.max_bound for q in report.quantities if q.name == "out")
+            error = _model_error(inputs, workload.expected[number])
+            model_error = max(error, model_error or 0.0)
+            if not error <= 2 * bound:  # the model's own float32 output may be as far off as ours
+                failures.append(
+                    f"accuracy: {error:.1e} from the model's output, of {2 * bound:.1e}"
+                )
+    counted, executed, flop_failures = _check_flops(workload, calls)
+    failures += flop_failures
+    return Check(
+        workload.name, workload.table, workload.label, worst, ratio, counted, executed, model_error,
+        tuple(failures),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The oracle takes many small steps; where a core is busy, each would wait for the other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def count(call: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    total: int = counter.get_total_flops()
+    return total
+
+
+def _check_flops(workload: Workload, calls: tuple[Inputs, ...]) -> tuple[int, int, list[str]]:
+    """Counted and executed FLOPs of the forward pass, and what does not agree."""
+    wrong: list[str] = []
+
+    def agree(what: str, got: int, expected: int) -> None:
+        if got != expected:
+            wrong.append(f"FLOPs: {what} is {got}, not {expected}")
+
+    counted = executed = executed_backward = 0
+    for inputs in calls:
+        leaves = inputs.requires_grad()
+        problem = leaves.problem()
+        executed += problem.flops()
+        executed_backward += problem.flops(backward=True)
+        pairs, D, Dv = problem.B * problem.H * problem.T * problem.S, problem.D, problem.Dv
+        forward, again = 2 * pairs * (D + Dv), 2 * pairs * D  # again: flash forms the scores twice
+        ours, ours_backward = _count_both(leaves, leaves.call)
+        eager, eager_backward = _count_both(leaves, baselines(leaves)["eager"])
+        agree("forward count of our operator", ours, forward)
+        agree("forward count of eager PyTorch", eager, forward)
+        agree("backward count of eager PyTorch", eager_backward, 2 * forward)
+        agree("backward count of our operator", ours_backward, eager_backward + again)
+        agree("Problem.flops(dense=True)", problem.flops(dense=True), ours)
+        agree("Problem.flops(backward=True, dense=True)",
+            problem.flops(backward=True, dense=True), ours_backward)  # fmt: skip
+        counted += ours
+    agree("Problem.flops()", executed, workload.flops("forward"))
+    agree("Problem.flops(backward=True)", executed_backward, workload.flops("backward"))
+    return counted, executed, wrong
+
+
+def _count_both(inputs: Inputs, call: Callable[[], Tensor]) -> tuple[int, int]:
+    """FLOPs of the forward pass, and of the backward pass alone."""
+    held: list[Tensor] = []
+    forward = count(lambda: held.append(call()))
+    leaves = list(inputs.tensors.values())
+    return forward, count(lambda: torch.autograd.grad(held[0], leaves, inputs.dout))
+
+
+def _baseline_failures(inputs: Inputs, oracle: Tensor) -> list[str]:
+    """A baseline that computes something else is no baseline.
+
+    Half the digits of the dtype tell: what differs by more than rounding differs in the first ones.
+    """
+    rows, failures = _real_rows(inputs), []
+    exact = oracle.where(rows, 0.0)
+    limit = torch.finfo(inputs.dout.dtype).eps ** 0.5 * float(exact.abs().max())
+    with torch.no_grad():
+        for name, call in baselines(inputs).items():
+            error = float((call().double().where(rows, 0.0) - exact).abs().max())
+            if not error <= limit:
+                failures.append(f"baseline: {name} is off by {error:.1e}, of {limit:.1e}")
+    return failures
+
+
+def _model_error(inputs: Inputs, expected: Tensor) -> float:
+    with torch.no_grad():
+        difference = (inputs.call() - expected).abs()
+    return float(difference.where(_real_rows(inputs), 0.0).max())
+
+
+def _real_rows(inputs: Inputs) -> Tensor:
+    """bool `[B | 1, 1, T, 1]`: query rows that see a key."""
+    problem = inputs.problem()
+    return problem.intervals.to_dense(problem.T, problem.S).any(-1, keepdim=True)
+
+
+def check_long(inputs: Inputs, rows: int = 64) -> list[str]:
+    """The rule on evenly spread query rows of an unmasked call that is too long for an oracle.
+
+    Held to it are a call of these rows alone and the same rows of the whole call.
+    """
+    step = max(1, inputs.dout.shape[2] // rows)
+    tensors = {**inputs.tensors, "query": inputs.tensors["query"][:, :, ::step]}
+    some = replace(inputs, tensors=tensors, dout=inputs.dout[:, :, ::step])
+    with _one_thread():
+        reference = testing.reference(some)
+    report = testing.compare(reference, None, "rows")
+    failures = [f"accuracy: {quantity}" for quantity in report.quantities if not quantity.ok]
+    with torch.no_grad():
+        whole = inputs.call()[:, :, ::step]
+    error = float((whole.double() - reference.oracle["out"]).abs().max())
+    bound = next(q.max_bound for q in report.quantities if q.name == "out")
+    if not error <= bound:
+        failures.append(f"accuracy: rows of the whole call are off by {error:.1e}, of {bound:.1e}")
+    return failures

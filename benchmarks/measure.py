@@ -1,0 +1,227 @@
+"""Speed, peak memory and overhead per call: every candidate in turn, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+from benchmarks.baselines import baselines
+from benchmarks.problems import DIRECTIONS, Direction, Workload
+from heads_kernels.testing import Inputs, peak_memory, time_in_turn
+
+Call = Callable[[], object]
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Seconds for all candidates of one measurement, and the least samples of each."""
+
+    budget_s: float
+    least: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians in milliseconds; `gflops` are executed FLOPs by our own median, `fastest_ms` ours."""
+
+    workload: str
+    table: str
+    label: str
+    direction: Direction
+    backend: str
+    threads: int
+    samples: int
+    ms: float
+    fastest_ms: float
+    gflops: float
+    eager_ms: float
+    sdpa_ms: float
+    dense_ms: float | None
+
+    def ratio(self, versus: str) -> float | None:
+        """How many times faster ours is than `eager`, `sdpa`, the `best` of them, our `dense`."""
+        best = min(self.eager_ms, self.sdpa_ms)
+        other = {"eager": self.eager_ms, "sdpa": self.sdpa_ms, "best": best, "dense": self.dense_ms}
+        milliseconds = other[versus]
+        return None if milliseconds is None else milliseconds / self.ms
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes beyond the inputs and the result at the peak of one call; None with a reason why."""
+
+    case: str
+    direction: Direction
+    candidate: str
+    extra: int | None
+    how: str
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds of one call on tensors that are too small to matter."""
+
+    call: str
+    us: float
+
+
+def speed(
+    workload: Workload,
+    dense: Workload | None,
+    dtype: torch.dtype,
+    direction: Direction,
+    effort: Effort,
+) -> Speed:
+    """Time our operator, the baselines and, where there is one, our operator on the dense workload."""
+    calls = workload.make(dtype)
+    candidates = _candidates(calls)
+    if dense is not None:
+        candidates["dense"] = [(inputs, inputs.call) for inputs in _leaves(dense.make(dtype))]
+    prepared = {name: _prepare(pairs, direction) for name, pairs in candidates.items()}
+    with torch.set_grad_enabled(direction == "backward"):
+        times = time_in_turn(prepared, budget_s=effort.budget_s, least=effort.least, warmup=1)
+    ours = times["ours"]
+    chosen = explain(calls[0]).backend
+    return Speed(
+        workload.name,
+        workload.table,
+        workload.label,
+        direction,
+        chosen or "none",
+        torch.get_num_threads(),
+        len(ours.samples),
+        ours.median * 1e3,
+        ours.minimum * 1e3,
+        workload.flops(direction) / ours.median * 1e-9,
+        times["eager"].median * 1e3,
+        times["sdpa"].median * 1e3,
+        times["dense"].median * 1e3 if dense is not None else None,
+    )
+
+
+def explain(inputs: Inputs) -> hk.Choice:
+    """Which backend runs this call."""
+    arguments: dict[str, Any] = {**inputs.tensors, **inputs.options}
+    return hk.explain(inputs.operator, **arguments)
+
+
+def _leaves(calls: tuple[Inputs, ...]) -> list[Inputs]:
+    return [inputs.requires_grad() for inputs in calls]
+
+
+def _candidates(
+    calls: tuple[Inputs, ...],
+) -> dict[str, list[tuple[Inputs, Callable[[], Tensor]]]]:
+    """By name, the inputs of each call (as leaves) with what is to be called."""
+    leaves = _leaves(calls)
+    others = [baselines(inputs) for inputs in leaves]
+    return {
+        "ours": [(inputs, inputs.call) for inputs in leaves],
+        "eager": [(i, other["eager"]) for i, other in zip(leaves, others, strict=True)],
+        "sdpa": [(i, other["sdpa"]) for i, other in zip(leaves, others, strict=True)],
+    }
+
+
+def _prepare(pairs: list[tuple[Inputs, Callable[[], Tensor]]], direction: Direction) -> Call:
+    """One callable that does all of them; for the backward pass the graphs are made beforehand."""
+    calls: list[Call] = [call for _, call in pairs]
+    if direction == "backward":
+        calls = [_gradients(inputs, call()) for inputs, call in pairs]
+    if len(calls) == 1:
+        return calls[0]
+    return lambda: [call() for call in calls]
+
+
+def _gradients(inputs: Inputs, out: Tensor) -> Call:
+    leaves = list(inputs.tensors.values())
+    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+
+def memory(inputs: Inputs, name: str, *, eager_backward: bool) -> list[Memory]:
+    """Peak of the forward pass, and of forward and backward together; `inputs` has no mask.
+
+    Eager keeps about two `[T, S]` matrices of all heads at once in the forward pass and about five
+    with gradients. It is run where the machine has room for 4 and 8, and with gradients only where
+    asked for.
+    """
+    problem = inputs.problem()
+    matrix = problem.B * problem.H * problem.T * problem.S * inputs.dout.element_size()
+    rows = []
+    for direction in DIRECTIONS:
+        needed = matrix * (4 if direction == "forward" else 8)
+        for candidate in ("ours", "eager", "sdpa"):
+            free = _available_bytes()
+            if candidate == "eager" and direction == "backward" and not eager_backward:
+                continue
+            if candidate == "eager" and free is not None and free < needed:
+                how = f"not run: {free / _GIB:.1f} GiB free of {needed / _GIB:.1f} that it may take"
+                rows.append(Memory(name, direction, candidate, None, how))
+                continue
+            _step(_first_rows(inputs), candidate, direction)()  # thread pools, code
+            peak = peak_memory(_step(inputs, candidate, direction))
+            rows.append(Memory(name, direction, candidate, peak.extra, peak.how))
+    return rows
+
+
+def _step(inputs: Inputs, candidate: str, direction: Direction) -> Call:
+    leaves = inputs.requires_grad()
+    call = leaves.call if candidate == "ours" else baselines(leaves)[candidate]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return call()
+
+    def both() -> object:
+        out = call()
+        return out.detach(), torch.autograd.grad(out, list(leaves.tensors.values()), leaves.dout)
+
+    return forward if direction == "forward" else both
+
+
+def _first_rows(inputs: Inputs) -> Inputs:
+    tensors = {n: t[:, :, :64] if t.dim() == 4 else t for n, t in inputs.tensors.items()}
+    return replace(inputs, tensors=tensors, dout=inputs.dout[:, :, :64])
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping, by the kernel and by the container; None: unknown."""
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            limits.append(int(limit) - int((group / "memory.current").read_text()))
+    except OSError:
+        pass  # another system, or no container
+    return min(limits, default=None)
+
+
+def overhead(effort: Effort) -> list[Overhead]:
+    """One call without gradients on B1 H2 T4 D8."""
+    query, key, value = torch.randn(3, 1, 2, 4, 8)
+    shared_query, shared_key = torch.randn(2, 1, 4, 8)
+    gate, mixing = torch.rand(2), torch.rand(2, 8)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls: dict[str, Call] = {
+        "gated_attention": lambda: hk.gated_attention(query, key, value),
+        "gated_attention with a gate": lambda: hk.gated_attention(query, key, value, gate),
+        "collaborative_attention": lambda: hk.collaborative_attention(
+            shared_query, shared_key, value, mixing
+        ),
+        "SDPA": lambda: sdpa(query, key, value),
+        "SDPA times gate": lambda: sdpa(query, key, value) * gate[:, None, None],
+        "eager times gate": lambda: (
+            (query @ key.mT * 8**-0.5).softmax(-1) @ value * gate[:, None, None]
+        ),
+    }
+    times = time_in_turn(calls, budget_s=effort.budget_s, least=20, warmup=20)
+    return [Overhead(name, timing.median * 1e6) for name, timing in times.items()]

@@ -1,0 +1,180 @@
+"""What a run found, the machine it ran on, and the files that it is written to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+import heads_kernels as hk
+from benchmarks.checks import Check
+from benchmarks.measure import Memory, Overhead, Speed
+from benchmarks.problems import GOALS, MEMORY_GOAL_MIB, OVERHEAD_GOAL_US
+
+_HERE = Path(__file__).parent
+_AGAINST = {
+    "eager": "eager",
+    "sdpa": "SDPA*gate",
+    "best": "best PyTorch",
+    "dense": "own dense time",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    processor: str
+    cores: int
+    threads: int
+    level: str  # instruction set of the CPU kernels, or why there are none
+    torch: str
+    python: str
+    version: str  # of heads_kernels
+    commit: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A goal beside what was measured, both as a person reads them."""
+
+    goal: str
+    against: str
+    wanted: str
+    got: str
+    met: bool
+
+
+@dataclass
+class Results:
+    """Everything that was measured so far."""
+
+    machine: Machine
+    form: str
+    dtype: str
+    backends: list[str]
+    checks: list[Check] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    speed: list[Speed] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    overhead: list[Overhead] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    complete: bool = False
+
+    def goals(self) -> list[Outcome]:
+        """The goals of what was measured, at the machine's own number of threads."""
+        found = []
+        rows = {
+            (row.workload, row.direction): row
+            for row in self.speed
+            if row.threads == self.machine.threads
+        }
+        for goal in GOALS:
+            row = rows.get((goal.workload, goal.direction))
+            ratio = None if row is None else row.ratio(goal.versus)
+            if row is None or ratio is None:
+                continue
+            text = f"{goal.workload.split('_')[0]} {goal.direction}, {row.label}"
+            wanted, got = f"{goal.ratio:.1f}x", f"{ratio:.2f}x"
+            found.append(Outcome(text, _AGAINST[goal.versus], wanted, got, ratio >= goal.ratio))
+        for peak in self.memory:
+            if peak.candidate == "ours" and peak.direction == "forward" and peak.extra is not None:
+                text, mib = f"peak extra memory, forward, {peak.case}", peak.extra / 2**20
+                wanted, got = f"under {MEMORY_GOAL_MIB:.0f} MiB", f"{mib:.1f} MiB"
+                found.append(Outcome(text, "", wanted, got, mib < MEMORY_GOAL_MIB))
+        ours = [row.us for row in self.overhead if "_attention" in row.call]
+        if ours:
+            text, us = "overhead of a forward call, the slowest of ours", max(ours)
+            wanted, got = f"at most {OVERHEAD_GOAL_US:.0f} us", f"{us:.1f} us"
+            found.append(Outcome(text, "", wanted, got, us <= OVERHEAD_GOAL_US))
+        return found
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data; ratios are left to the reader, who has the times."""
+        return {**asdict(self), "goals": [asdict(outcome) for outcome in self.goals()]}
+
+
+def this_machine() -> Machine:
+    return Machine(
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        level=_level(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        version=hk.__version__,
+        commit=_commit(),
+    )
+
+
+def write_json(results: Results, path: Path) -> None:
+    _replace(path, json.dumps(results.to_json(), indent=1) + "\n")
+
+
+def keep(results: Results) -> Path:
+    """Add the run as one line to the file of this machine, `benchmarks/results/<machine>.jsonl`."""
+    machine = results.machine
+    name = re.sub(r"[^a-z0-9]+", "-", f"{machine.processor} {machine.cores} cores".lower()).strip(
+        "-"
+    )
+    path = _HERE / "results" / f"{name}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    lines = path.read_text() if path.exists() else ""
+    _replace(path, lines + json.dumps(results.to_json()) + "\n")
+    return path
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A new file in the folder of `path`, gone at the end unless it was renamed."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `text` whole or not at all."""
+    with _beside(path) as new:
+        new.write_text(text, encoding="utf-8")
+        new.chmod(0o644)  # mkstemp makes it 0600
+        new.replace(path)
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _level() -> str:
+    try:
+        from heads_kernels import _cpu
+    except ImportError as error:
+        return f"no CPU kernels ({error})"
+    return _cpu.level()
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this file lies in, `-dirty` where files differ; None without git."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(_HERE.parent), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "-s") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

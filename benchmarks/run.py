@@ -1,0 +1,185 @@
+"""One run: which parts, in which order, and what a failed check leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from benchmarks import checks, measure, minilm, problems
+from benchmarks.measure import Effort
+from benchmarks.problems import DIRECTIONS, Workload
+from benchmarks.report import Report
+from benchmarks.results import Results
+
+#: Names beside those of workloads that `--only` knows.
+PARTS = ("memory", "overhead")
+
+#: By form. Quick: 5 samples make a median that one disturbed sample does not move, and the seconds
+#: keep the whole run under 4 minutes on 2 cores.
+EFFORT = {"smoke": Effort(0.02, 2), "quick": Effort(1.0, 5), "full": Effort(4.0, 15)}
+
+_SENTENCES = {"smoke": 4, "quick": 32, "full": 64}
+
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    form: str
+    dtype: torch.dtype
+    only: str | None = None
+
+    def wants(self, name: str) -> bool:
+        """Whether `--only` leaves this name in: a part of it, or a pattern with * and ?."""
+        return self.only is None or fnmatchcase(name, f"*{self.only}*")
+
+
+class NothingToDo(Exception):
+    """`--only` matches no name; the message says which there are."""
+
+
+def synthetic(form: str) -> list[Workload]:
+    """The named workloads of a form; those of MiniLM come by capturing it."""
+    if form == "smoke":
+        return problems.standard(64)
+    if form == "full":
+        return [*problems.standard(), *problems.models(), *problems.lengths()]
+    return problems.standard()
+
+
+def choose(settings: Settings) -> list[Workload]:
+    """The synthetic workloads that are wanted; raises `NothingToDo` where `--only` matches nothing."""
+    every = synthetic(settings.form)
+    names = [*(workload.name for workload in every), *minilm.NAMES, *PARTS]
+    if not any(map(settings.wants, names)):
+        raise NothingToDo(f"--only {settings.only!r} matches none of {', '.join(names)}")
+    return [workload for workload in every if settings.wants(workload.name)]
+
+
+def steps(settings: Settings, chosen: list[Workload]) -> int:
+    """How many steps `run` takes: the model, a check and two timings a workload, the parts."""
+    real = sum(map(settings.wants, minilm.NAMES))
+    timings = 2 * (2 if settings.form == "full" and torch.get_num_threads() > 1 else 1)
+    parts = sum(map(settings.wants, PARTS))
+    return bool(real) + (1 + timings) * (len(chosen) + real) + parts
+
+
+def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) -> None:
+    """Measure everything into `report.results`, printing each part when it is finished.
+
+    `step` is called with the name of what comes next.
+    """
+    results = report.results
+    known = {workload.name: workload for workload in [*synthetic(settings.form), *chosen]}
+    if any(map(settings.wants, minilm.NAMES)):
+        step("MiniLM")
+        real = _real(settings, results)
+        known.update((workload.name, workload) for workload in real)
+        chosen = [*chosen, *(workload for workload in real if settings.wants(workload.name))]
+
+    sound, failed = [], set()
+    for workload in chosen:
+        step(f"checking {workload.name}")
+        check = checks.check(workload, settings.dtype)
+        results.checks.append(check)
+        results.failures += [f"{workload.name}: {failure}" for failure in check.failures]
+        if check.failures:
+            failed.add(workload.name)
+        else:
+            sound.append(workload)
+    report.checks()
+
+    effort = EFFORT[settings.form]
+    own_threads = torch.get_num_threads()
+    try:
+        for workload, threads in _turns(sound, settings.form, own_threads):
+            torch.set_num_threads(threads)
+            dense = known.get(workload.dense) if workload.dense else None
+            if dense is not None and dense.name in failed:
+                dense = None
+            for direction in DIRECTIONS:
+                step(f"timing {workload.name} {direction}")
+                results.speed.append(
+                    measure.speed(workload, dense, settings.dtype, direction, effort)
+                )
+            _print_finished(report, sound, workload, threads == 1 or settings.form != "full")
+    finally:
+        torch.set_num_threads(own_threads)
+    if sound:
+        results.notes.append(_LEGEND)
+    if any("collaborative" in workload.name for workload in sound):
+        results.notes.append(_break_even())
+    if settings.wants("memory"):
+        step("memory")
+        _memory(settings, results)
+        report.memory()
+    if settings.wants("overhead"):
+        step("overhead")
+        results.overhead += measure.overhead(effort)
+        report.overhead()
+    results.complete = True
+
+
+_LEGEND = (
+    "GFLOP/s: executed FLOPs by our median time. x: the time to the left by ours. x dense: our own "
+    "time for the dense workload of the table (all heads open, no mask, dense mixing) by ours."
+)
+
+
+def _break_even() -> str:
+    narrow, wide = (problems.break_even(768, 768, Ds, 12) for Ds in (256, 384))
+    return (
+        "Dense mixing runs H Ds / D_k times the score FLOPs of ordinary attention: BERT-base 4 times "
+        "at Ds 256 and 6 times at Ds 384. With the projections that it saves it has fewer FLOPs in "
+        f"all below T {narrow} and T {wide}. Ragged mixing has no such price."
+    )
+
+
+def _turns(
+    workloads: Sequence[Workload], form: str, threads: int
+) -> Iterator[tuple[Workload, int]]:
+    for workload in workloads:
+        yield workload, threads
+        if form == "full" and threads > 1:
+            yield workload, 1
+
+
+def _print_finished(
+    report: Report, workloads: Sequence[Workload], done: Workload, last_turn: bool
+) -> None:
+    """Print the table that `done` stands in if nothing of it is left to time."""
+    left = workloads[workloads.index(done) + 1 :]
+    if last_turn and not any(workload.table == done.table for workload in left):
+        report.speed(done.table)
+
+
+def _real(settings: Settings, results: Results) -> list[Workload]:
+    try:
+        return minilm.real_workloads(minilm.capture(_SENTENCES[settings.form]))
+    except minilm.Unavailable as error:
+        results.notes.append(f"No real input, synthetic workloads only: {error}")
+        return []
+
+
+def _memory(settings: Settings, results: Results) -> None:
+    case = problems.memory_case(1024 if settings.form == "smoke" else 8192)
+    name = f"B1 H8 T{case.T} D64"
+    inputs = case.make(settings.dtype)
+    failures = checks.check_long(inputs)
+    results.failures += [f"memory: {failure}" for failure in failures]
+    if not failures:
+        full = settings.form == "full"
+        results.memory += measure.memory(inputs, name, eager_backward=full)
+
+
+def backends(settings: Settings) -> list[str]:
+    """Which backend runs the two operators and why not another, in words."""
+    result = []
+    for workload in problems.standard(64):
+        if workload.name.endswith("_dense"):
+            choice = measure.explain(workload.make(settings.dtype)[0])
+            result.append(str(choice).replace("\n ", ";"))
+    return result
