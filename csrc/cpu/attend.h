@@ -187,7 +187,15 @@ struct Outputs {
   void* lse;      // [T] in the compute type, absent where it is not kept
 };
 
-// Normalise, gate and store a tile after `attend`. Rows that see nothing give 0 and lse -inf.
+// What query rows [first, first + count) give that see nothing: 0, and lse -inf.
+template <typename Real>
+inline void store_blind_rows(const Outputs& outputs, int64_t first, int64_t count, int64_t Dv) {
+  store_zeros<Real>(outputs.out, first, count, Dv);
+  if (outputs.attended) store_zeros<Real>(outputs.attended, first, count, Dv);
+  if (outputs.lse) std::fill_n(static_cast<Real*>(outputs.lse) + first, count, kHidden<Real>);
+}
+
+// Normalise, gate and store a tile after `attend`.
 template <typename Real>
 inline void finish_tile(const Head<Real>& head, const Gate<Real>& gate,
                         const VisibleRows<Real>& visible, const TileScratch<Real>& scratch,
@@ -200,9 +208,7 @@ inline void finish_tile(const Head<Real>& head, const Gate<Real>& gate,
     const int64_t i = visible.first + m;
     Real* row = scratch.rows + m * stride;
     if (!visible.sees(m) || softmax.sum[m] == Real(0)) {  // no key, or holes only
-      store_zeros<Real>(outputs.out, i, 1, head.Dv);
-      if (outputs.attended) store_zeros<Real>(outputs.attended, i, 1, head.Dv);
-      if (outputs.lse) static_cast<Real*>(outputs.lse)[i] = kHidden<Real>;
+      store_blind_rows<Real>(outputs, i, 1, head.Dv);
       continue;
     }
     const Real inverse = Real(1) / softmax.sum[m];

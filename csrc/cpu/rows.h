@@ -157,13 +157,18 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
 
 template <typename Real>
 inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t width) {
+  const int64_t bytes = element_size(rows.dtype);
+  if (rows.step == 1 && rows.stride == width) {
+    std::memset(rows.at(first), 0, count * width * bytes);
+    return;
+  }
+  const Real zero = 0;
   for (int64_t r = first; r < first + count; ++r) {
     if (rows.step == 1) {
-      std::memset(rows.at(r), 0, width * element_size(rows.dtype));
+      std::memset(rows.at(r), 0, width * bytes);
     } else {
-      const Real zero = 0;
       for (int64_t i = 0; i < width; ++i)
-        store_row(rows.at(r) + i * rows.step * element_size(rows.dtype), &zero, rows.dtype, 1);
+        store_row(rows.at(r) + i * rows.step * bytes, &zero, rows.dtype, 1);
     }
   }
 }

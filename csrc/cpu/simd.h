@@ -91,23 +91,28 @@ inline Real sum_lanes(Vec<Real> v) {
   return total;
 }
 
+template <typename Real>
+inline bool any_lane(IntVec<Real> mask) {
+  Int<Real> any = 0;
+  for (int i = 0; i < kLanes<Real>; ++i) any |= mask[i];
+  return any != 0;
+}
+
 // 2^x. Chebyshev interpolants of 2^r on [-1/2, 1/2] (relative error 2.5e-9 for float, 4.2e-18 for
 // double), scaled by 2^n through the exponent bits. Exactly 0 below the normal range, -inf
 // included; NaN stays NaN. For x up to 64.
 template <typename Real>
 inline Vec<Real> exp2(Vec<Real> x) {
   constexpr bool kSingle = sizeof(Real) == 4;
-  constexpr Real kLowest = kSingle ? Real(-126) : Real(-1022);
-  constexpr Real kMagic =
-      kSingle ? Real(12582912.0)
-              : Real(6755399441055744.0);  // 1.5 * 2^(mantissa bits): rounds to integer
   constexpr int kMantissaBits = kSingle ? 23 : 52;
-  constexpr Int<Real> kBias = kSingle ? 127 : 1023;
+  constexpr Real kBias = kSingle ? Real(127) : Real(1023);
+  // Adding 1.5 * 2^kMantissaBits rounds to an integer, which then stands in the low bits, biased.
+  constexpr Real kMagic = (kSingle ? Real(12582912.0) : Real(6755399441055744.0)) + kBias;
 
-  const IntVec<Real> vanishes = x < kLowest;
-  const Vec<Real> clamped = vanishes ? splat<Real>(kLowest) : x;
-  const Vec<Real> rounded = clamped + kMagic;
-  const Vec<Real> r = clamped - (rounded - kMagic);
+  const Vec<Real> lowest = splat<Real>(-kBias);  // its exponent bits are 0, and so is its power
+  x = lowest > x ? lowest : x;
+  const Vec<Real> rounded = x + kMagic;
+  const Vec<Real> r = x - (rounded - kMagic);
   Vec<Real> p;
   if constexpr (kSingle) {
     p = splat<Real>(0.00015461444698569129083f);
@@ -132,10 +137,7 @@ inline Vec<Real> exp2(Vec<Real> x) {
     p = p * r + 1.0;
   }
   // A cast between vectors keeps the bits.
-  const IntVec<Real> bits = (IntVec<Real>)rounded;
-  const IntVec<Real> power = (bits + kBias) << kMantissaBits;
-  const Vec<Real> result = p * (Vec<Real>)power;
-  return vanishes ? Vec<Real>{} : result;
+  return p * (Vec<Real>)((IntVec<Real>)rounded << kMantissaBits);
 }
 
 // Whether a row of `count` values holds a NaN or an infinity.

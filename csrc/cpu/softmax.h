@@ -43,27 +43,51 @@ struct OnlineSoftmax {
   // Scores (base-2 logarithms) to unnormalised probabilities, in place; true where earlier sums
   // must be rescaled.
   bool step(Real* scores, int keys, int columns) {
+    constexpr int L = kLanes<Real>;
     bool moved = false;
-    for (int m = 0; m < columns; m += kLanes<Real>) {
-      const Vec<Real> before = load(maximum + m);
-      Vec<Real> top = before;
-      for (int n = 0; n < keys; ++n) {
-        const Vec<Real> s = load(scores + n * BLOCK_M + m);
-        top = s > top ? s : top;
+    int m = 0;
+    for (; columns - m >= 4 * L; m += 4 * L) moved |= step_vectors<4>(scores, keys, m);
+    for (; m < columns; m += L) moved |= step_vectors<1>(scores, keys, m);
+    return moved;
+  }
+
+ private:
+  // V vectors of query rows side by side: that many chains of maxima and sums hide each other's
+  // latency.
+  template <int V>
+  bool step_vectors(Real* scores, int keys, int m) {
+    constexpr int L = kLanes<Real>;
+    Vec<Real> top[V], shift[V], total[V];
+    for (int v = 0; v < V; ++v) top[v] = load(maximum + m + v * L);
+    for (int n = 0; n < keys; ++n) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        const Vec<Real> s = load(scores + n * BLOCK_M + m + v * L);
+        top[v] = s > top[v] ? s : top[v];
       }
-      const Vec<Real> shift = top == kHidden<Real> ? Vec<Real>{} : top;
-      Vec<Real> total{};
-      for (int n = 0; n < keys; ++n) {
-        const Vec<Real> p = exp2<Real>(load(scores + n * BLOCK_M + m) - shift);
-        store(scores + n * BLOCK_M + m, p);
-        total += p;
+    }
+    for (int v = 0; v < V; ++v) {
+      shift[v] = top[v] == kHidden<Real> ? Vec<Real>{} : top[v];
+      total[v] = Vec<Real>{};
+    }
+    for (int n = 0; n < keys; ++n) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        Real* at = scores + n * BLOCK_M + m + v * L;
+        const Vec<Real> p = exp2<Real>(load(at) - shift[v]);
+        store<Real>(at, p);
+        total[v] += p;
       }
-      const Vec<Real> factor = exp2<Real>(before - shift);
-      store(maximum + m, top);
-      store(rescale + m, factor);
-      store(sum + m, load(sum + m) * factor + total);
-      const IntVec<Real> stays = before == top;
-      for (int i = 0; i < kLanes<Real>; ++i) moved |= !stays[i];
+    }
+    bool moved = false;
+    for (int v = 0; v < V; ++v) {
+      const int at = m + v * L;
+      const Vec<Real> before = load(maximum + at);
+      const Vec<Real> factor = exp2<Real>(before - shift[v]);
+      store<Real>(maximum + at, top[v]);
+      store<Real>(rescale + at, factor);
+      store<Real>(sum + at, load(sum + at) * factor + total[v]);
+      moved |= any_lane<Real>(before != top[v]);
     }
     return moved;
   }

@@ -31,36 +31,43 @@ struct VisibleRows {
   alignas(64) Int<Real> hi[BLOCK_M];
 
   VisibleRows(const MaskParams& mask, int64_t b, int64_t first_row, int64_t T, int64_t S)
-      : first(first_row) {
-    count = static_cast<int>(std::min<int64_t>(BLOCK_M, T - first_row));
+      : first(first_row), count(static_cast<int>(std::min<int64_t>(BLOCK_M, T - first_row))) {
     key_visible = mask.key_visible ? mask.key_visible + b * mask.visible_stride : nullptr;
-    const int32_t* k_lo = mask.k_lo ? mask.k_lo + b * mask.interval_stride : nullptr;
-    const int32_t* k_hi = mask.k_hi ? mask.k_hi + b * mask.interval_stride : nullptr;
-    hull_lo = core_hi = S;
-    int rows_that_see = 0;
+    const Int<Real> keys = static_cast<Int<Real>>(S);
+    // Plain loops without branches, which the compiler turns into vectors.
+    const Int<Real> band_lo = static_cast<Int<Real>>(first + mask.band_lo);
+    const Int<Real> band_hi = static_cast<Int<Real>>(first + mask.band_hi);
     for (int m = 0; m < BLOCK_M; ++m) {
-      const int64_t i = first + m;
-      int64_t low = 0, high = 0;
-      if (m < count) {
-        low = std::max<int64_t>(0, i + mask.band_lo);
-        high = std::min<int64_t>(S, i + mask.band_hi);
-        if (k_lo) low = std::max<int64_t>(low, k_lo[i]);
-        if (k_hi) high = std::min<int64_t>(high, k_hi[i]);
-      }
-      if (low >= high) low = high = 0;
-      lo[m] = static_cast<Int<Real>>(low);
-      hi[m] = static_cast<Int<Real>>(high);
-      if (low < high) {
-        ++rows_that_see;
-        columns = static_cast<int>(round_up(m + 1, kLanes<Real>));
-        hull_lo = std::min(hull_lo, low);
-        hull_hi = std::max(hull_hi, high);
-        core_lo = std::max(core_lo, low);
-        core_hi = std::min(core_hi, high);
+      lo[m] = std::max<Int<Real>>(0, band_lo + m);
+      hi[m] = std::min<Int<Real>>(keys, band_hi + m);
+    }
+    if (mask.k_lo) {
+      const int32_t* k_lo = mask.k_lo + b * mask.interval_stride + first;
+      const int32_t* k_hi = mask.k_hi + b * mask.interval_stride + first;
+      for (int m = 0; m < count; ++m) {
+        lo[m] = std::max<Int<Real>>(lo[m], k_lo[m]);
+        hi[m] = std::min<Int<Real>>(hi[m], k_hi[m]);
       }
     }
-    any = rows_that_see > 0;
-    all_rows = rows_that_see == columns;
+    Int<Real> hull_begin = keys, hull_end = 0, core_begin = 0, core_end = keys, rows = 0, last = -1;
+    for (int m = 0; m < BLOCK_M; ++m) {
+      const bool visible = m < count && lo[m] < hi[m];
+      lo[m] = visible ? lo[m] : 0;
+      hi[m] = visible ? hi[m] : 0;
+      hull_begin = std::min(hull_begin, visible ? lo[m] : keys);
+      hull_end = std::max(hull_end, hi[m]);
+      core_begin = std::max(core_begin, lo[m]);
+      core_end = std::min(core_end, visible ? hi[m] : keys);
+      rows += visible;
+      last = visible ? m : last;
+    }
+    hull_lo = hull_begin;
+    hull_hi = hull_end;
+    core_lo = core_begin;
+    core_hi = core_end;
+    columns = static_cast<int>(round_up(last + 1, kLanes<Real>));
+    any = rows > 0;
+    all_rows = rows == columns;
   }
 
   bool sees(int m) const { return lo[m] < hi[m]; }
