@@ -80,15 +80,13 @@ def speed(
     effort: Effort,
 ) -> Speed:
     """Time our operator, the baselines and, where there is one, our operator on the dense workload."""
-    calls = workload.make(dtype)
-    candidates = _candidates(calls)
+    measured = candidates(workload, dtype, direction)
     if dense is not None:
-        candidates["dense"] = [(inputs, inputs.call) for inputs in _leaves(dense.make(dtype))]
-    prepared = {name: _prepare(pairs, direction) for name, pairs in candidates.items()}
+        measured["dense"] = candidates(dense, dtype, direction)["ours"]
     with torch.set_grad_enabled(direction == "backward"):
-        times = time_in_turn(prepared, budget_s=effort.budget_s, least=effort.least, warmup=1)
+        times = time_in_turn(measured, budget_s=effort.budget_s, least=effort.least, warmup=1)
     ours = times["ours"]
-    chosen = explain(calls[0]).backend
+    chosen = explain(workload.make(dtype)[0]).backend
     return Speed(
         workload.name,
         workload.table,
@@ -112,21 +110,19 @@ def explain(inputs: Inputs) -> hk.Choice:
     return hk.explain(inputs.operator, **arguments)
 
 
-def _leaves(calls: tuple[Inputs, ...]) -> list[Inputs]:
-    return [inputs.requires_grad() for inputs in calls]
+def candidates(workload: Workload, dtype: torch.dtype, direction: Direction) -> dict[str, Call]:
+    """`ours`, `eager` and `sdpa`: each does all calls of the workload, on the same leaves.
 
-
-def _candidates(
-    calls: tuple[Inputs, ...],
-) -> dict[str, list[tuple[Inputs, Callable[[], Tensor]]]]:
-    """By name, the inputs of each call (as leaves) with what is to be called."""
-    leaves = _leaves(calls)
+    Backward, the graphs are made here, and only gradients are taken by the call.
+    """
+    leaves = [inputs.requires_grad() for inputs in workload.make(dtype)]
     others = [baselines(inputs) for inputs in leaves]
-    return {
+    calls: dict[str, list[tuple[Inputs, Callable[[], Tensor]]]] = {
         "ours": [(inputs, inputs.call) for inputs in leaves],
         "eager": [(i, other["eager"]) for i, other in zip(leaves, others, strict=True)],
         "sdpa": [(i, other["sdpa"]) for i, other in zip(leaves, others, strict=True)],
     }
+    return {name: _prepare(pairs, direction) for name, pairs in calls.items()}
 
 
 def _prepare(pairs: list[tuple[Inputs, Callable[[], Tensor]]], direction: Direction) -> Call:
