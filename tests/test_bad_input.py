@@ -370,12 +370,12 @@ def test_mask_arguments() -> None:
 
 
 EXCLUDED: dict[str, tuple[Any, type[Exception], str]] = {
-    "list": ([0], TypeError, "exclude_keys is a list; pass a bool torch.Tensor [S] or [B, S]."),
-    "dtype": (f32(S), TypeError, "exclude_keys has dtype torch.float32; pass bool, True for the"),
+    "list": ([0], TypeError, "exclude_keys is a list; pass bool [S] = [7] or [B, S] = [2, 7], "),
+    "dtype": (f32(S), TypeError, "exclude_keys has dtype torch.float32; pass bool [S] = [7] or "),
     "size": (
         torch.ones(T, dtype=torch.bool),
         ValueError,
-        "exclude_keys has shape [5]; pass [S] = [7] or [2, 7].",
+        "exclude_keys has shape [5]; pass bool [S] = [7] or [B, S] = [2, 7], ",
     ),
     "device": (
         torch.ones(S, dtype=torch.bool, device="meta"),

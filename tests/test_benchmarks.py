@@ -168,7 +168,14 @@ def test_interrupted_run_reports_what_it_has(
 def test_interrupt_from_outside(tmp_path: Path) -> None:
     path = tmp_path / "numbers.json"
     command = [*COMMAND, "--only", "gated", "--threads", "1", "--json", str(path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    # A parent that ignores SIGINT, as a shell's background job does, would pass that on.
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         assert process.stdout is not None
         assert "heads_kernels" in process.stdout.readline()  # the header: the run has begun
         time.sleep(0.5)
