@@ -2,6 +2,8 @@
 // by their methods, so the extension is built without torch and serves every torch.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
@@ -86,27 +88,101 @@ hk::Tensor floating(py::handle tensor) {
                               " reached the kernels");
 }
 
-// A contiguous [B or 1, length] tensor of whole numbers; `stride` becomes the step between batches.
+// Memory safety: what the kernels will walk over is there. Python has checked the call; this holds
+// for whoever calls the op itself.
+void require(bool holds, const char* what) {
+  if (!holds)
+    throw std::invalid_argument(std::string(what) + " does not fit the call of the kernels");
+}
+
+bool is(const hk::Tensor& t, std::initializer_list<int64_t> sizes) {
+  return t.rank == static_cast<int>(sizes.size()) && std::equal(sizes.begin(), sizes.end(), t.size);
+}
+
+bool is_dense(const hk::Tensor& t) {
+  if (std::count(t.size, t.size + t.rank, 0)) return true;
+  int64_t expected = 1;
+  for (int d = t.rank - 1; d >= 0; expected *= t.size[d--])
+    if (t.size[d] > 1 && t.stride[d] != expected) return false;
+  return true;
+}
+
+// A dense [B or 1, length] tensor of whole numbers; `stride` becomes the step between batches.
 template <typename T>
-const T* batched(py::handle tensor, const py::object& dtype, int64_t* stride) {
+const T* batched(py::handle tensor, const py::object& dtype, int64_t B, int64_t length,
+                 int64_t* stride) {
   if (tensor.is_none()) return nullptr;
-  if (!attribute(tensor, Torch::get().dtype).is(dtype))
-    throw std::invalid_argument("a mask of the wrong dtype reached the kernels");
+  require(attribute(tensor, Torch::get().dtype).is(dtype), "the dtype of a mask");
   const hk::Tensor t = shape_of(tensor);
-  *stride = t.size[0] == 1 ? 0 : t.size[1];
+  require((is(t, {B, length}) || is(t, {1, length})) && is_dense(t), "the shape of a mask");
+  *stride = t.size[0] == 1 ? 0 : length;
   return static_cast<const T*>(t.data);
 }
 
+// Sizes of a call, read off its query, key and mixing.
+struct Sizes {
+  int64_t B, H, T, S, D;
+
+  explicit Sizes(const hk::AttentionParams& p) {
+    const bool shared = static_cast<bool>(p.mixing);
+    const int rank = shared ? 3 : 4;
+    require(p.query.rank == rank && p.key.rank == rank, "the rank of query or key");
+    B = p.query.size[0];
+    H = shared ? p.mixing.size[0] : p.query.size[1];
+    T = p.query.size[rank - 2];
+    D = p.query.size[rank - 1];
+    S = p.key.size[rank - 2];
+    const int64_t Hk = shared ? 1 : p.key.size[1];
+    require(p.key.size[0] == B && p.key.size[rank - 1] == D && (Hk == 0 ? H == 0 : H % Hk == 0),
+            "key");
+    require(p.query.dtype == p.key.dtype, "the dtype of key");
+    require(!shared || is(p.mixing, {H, D}), "mixing");
+    require(!p.content_bias || is(p.content_bias, {B, H, S}), "content_bias");
+    const hk::Tensor* operands[] = {&p.query, &p.key};
+    for (const hk::Tensor* t : operands)
+      require(t->size[rank - 1] <= 1 || t->stride[rank - 1] == 1,
+              "the last stride of query or key");
+  }
+};
+
 // What all kernels take: (k_lo, k_hi, key_visible, band_lo, band_hi).
-hk::MaskParams mask_of(const py::tuple& mask) {
+hk::MaskParams mask_of(const py::tuple& mask, const Sizes& n) {
   const Torch& torch = Torch::get();
   hk::MaskParams result;
-  result.k_lo = batched<int32_t>(mask[0], torch.int32, &result.interval_stride);
-  result.k_hi = batched<int32_t>(mask[1], torch.int32, &result.interval_stride);
-  result.key_visible = batched<uint8_t>(mask[2], torch.boolean, &result.visible_stride);
+  int64_t k_hi_stride = 0;
+  result.k_lo = batched<int32_t>(mask[0], torch.int32, n.B, n.T, &result.interval_stride);
+  result.k_hi = batched<int32_t>(mask[1], torch.int32, n.B, n.T, &k_hi_stride);
+  require(!result.k_lo == !result.k_hi && result.interval_stride == k_hi_stride, "k_hi");
+  result.key_visible = batched<uint8_t>(mask[2], torch.boolean, n.B, n.S, &result.visible_stride);
   result.band_lo = py::cast<int64_t>(mask[3]);
   result.band_hi = py::cast<int64_t>(mask[4]);
   return result;
+}
+
+// The value, and outputs or gradients that have its shape; lse and the rows of gradients are dense,
+// in the compute type.
+void check_value(const hk::AttentionParams& p, const Sizes& n) {
+  const int64_t heads = p.mixing ? n.H : p.key.size[1];
+  require(p.value.rank == 4 && is(p.value, {n.B, heads, n.S, p.value.size[3]}), "value");
+  require(p.value.dtype == p.query.dtype, "the dtype of value");
+  require(p.value.size[3] <= 1 || p.value.stride[3] == 1, "the last stride of value");
+  const int first = p.gate.rank == 1 ? 1 : 0;
+  const int64_t full[4] = {n.B, n.H, n.T, p.value.size[3]};
+  for (int d = 0; d < p.gate.rank; ++d)
+    require(p.gate.size[d] == 1 || p.gate.size[d] == full[first + d], "gate");
+}
+
+void check_rows(const hk::AttentionParams& p, const hk::Tensor& t,
+                std::initializer_list<int64_t> sizes, const char* name) {
+  const bool twice = p.query.dtype == hk::DType::kFloat64;
+  const hk::DType compute = twice ? hk::DType::kFloat64 : hk::DType::kFloat32;
+  require(!t || (is(t, sizes) && is_dense(t) && t.dtype == compute), name);
+}
+
+void check_like(const hk::Tensor& t, const hk::Tensor& other, const char* name) {
+  require(!t || (t.rank == other.rank && std::equal(t.size, t.size + t.rank, other.size) &&
+                 t.dtype == other.dtype),
+          name);
 }
 
 hk::Activation activation_of(const std::string& name) {
@@ -150,11 +226,17 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
   hk::ForwardParams params;
   set_scores(params, scores);
   params.value = floating(value);
-  params.mask = mask_of(mask);
   set_head_options(params, options);
+  const Sizes n(params);
+  params.mask = mask_of(mask, n);
+  check_value(params, n);
+  const int64_t Dv = params.value.size[3];
   params.out = floating(outputs[0]);
   params.attended = floating(outputs[1]);
   params.lse = floating(outputs[2]);
+  require(!params.out || is(params.out, {n.B, n.H, n.T, Dv}), "out");
+  check_like(params.attended, params.out, "attended");
+  check_rows(params, params.lse, {n.B, n.H, n.T}, "lse");
   params.threads = threads;
   const hk::Kernels& k = hk::kernels();
   launch(scores[2].is_none() ? k.gated_attention_forward : k.collaborative_attention_forward,
@@ -169,8 +251,11 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   hk::BackwardParams params;
   set_scores(params, scores);
   params.value = floating(value);
-  params.mask = mask_of(mask);
   set_head_options(params, options);
+  const Sizes n(params);
+  params.mask = mask_of(mask, n);
+  check_value(params, n);
+  const int64_t Dv = params.value.size[3];
   params.closed_grad = closed_grad;
   params.dout = floating(saved[0]);
   params.attended = floating(saved[1]);
@@ -181,6 +266,18 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   params.dmixing = floating(gradients[3]);
   params.dcontent_bias = floating(gradients[4]);
   params.dgate = floating(gradients[5]);
+  require(is(params.dout, {n.B, n.H, n.T, Dv}) && is(params.attended, {n.B, n.H, n.T, Dv}), "dout");
+  check_rows(params, params.lse, {n.B, n.H, n.T}, "lse");
+  check_like(params.dquery, params.query, "dquery");
+  check_like(params.dkey, params.key, "dkey");
+  check_like(params.dvalue, params.value, "dvalue");
+  check_rows(params, params.dmixing, {n.B, n.H, n.D}, "dmixing");
+  check_rows(params, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
+  const bool elementwise = params.gate.rank == 4 && params.gate.size[3] != 1;
+  if (elementwise)
+    check_rows(params, params.dgate, {n.B, n.H, n.T, Dv}, "dgate");
+  else
+    check_rows(params, params.dgate, {n.B, n.H, n.T}, "dgate");
   params.threads = threads;
   const hk::Kernels& k = hk::kernels();
   launch(scores[2].is_none() ? k.gated_attention_backward : k.collaborative_attention_backward,
@@ -193,12 +290,17 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
   const Torch& torch = Torch::get();
   hk::StatisticsParams params;
   set_scores(params, scores);
-  params.excluded = batched<uint8_t>(excluded, torch.boolean, &params.excluded_stride);
-  params.mask = mask_of(mask);
+  const Sizes n(params);
+  params.excluded = batched<uint8_t>(excluded, torch.boolean, n.B, n.S, &params.excluded_stride);
+  params.mask = mask_of(mask, n);
   params.lse = floating(outputs[0]);
   params.max_prob = floating(outputs[1]);
-  params.argmax = static_cast<int64_t*>(data_of(outputs[2]));
   params.entropy = floating(outputs[3]);
+  for (const hk::Tensor* t : {&params.lse, &params.max_prob, &params.entropy})
+    check_rows(params, *t, {n.B, n.H, n.T}, "a statistic");
+  const hk::Tensor argmax = shape_of(outputs[2]);
+  require(is(argmax, {n.B, n.H, n.T}) && is_dense(argmax), "argmax");
+  params.argmax = static_cast<int64_t*>(argmax.data);
   params.threads = threads;
   launch(hk::kernels().attention_statistics, params);
 }

@@ -23,6 +23,10 @@ def check_tensors(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
+        if tensor.layout != torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            instead = "pass a dense tensor; packed sequences go with hk.Mask.from_cu_seqlens"
+            refuse(name, f"has layout {layout}", instead)
         if tensor.dtype not in DTYPES:
             refuse(
                 name,
@@ -139,6 +143,10 @@ def check_gate(
             f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}",
         )
     if gate is None:
+        if activation != "identity":
+            refuse(
+                "gate_activation", f"is {activation!r}, but gate is None", "pass the logits as gate"
+            )
         return
     _check_companion("gate", gate, query)
     rank = gate.dim()
@@ -155,6 +163,9 @@ def check_gate(
 
 
 def check_dropout(dropout_p: float) -> float:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        was = f"is a {type(dropout_p).__name__}"
+        refuse("dropout_p", was, "pass a float: a probability in [0, 1)", TypeError)
     if not 0.0 <= dropout_p < 1.0:
         refuse("dropout_p", f"is {dropout_p}", "pass a probability in [0, 1)")
     return float(dropout_p)
@@ -163,8 +174,34 @@ def check_dropout(dropout_p: float) -> float:
 def check_scale(scale: float | None, width: float) -> float:
     if scale is None:
         return float(width) ** -0.5 if width else 1.0
-    if isinstance(scale, Tensor):
-        refuse("scale", "is a tensor", "pass a float (scale.item())", TypeError)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
+        was = "is a tensor" if isinstance(scale, Tensor) else f"is a {type(scale).__name__}"
+        refuse("scale", was, "pass a float (scale.item()), or None", TypeError)
     if scale != scale or scale in (float("inf"), float("-inf")):
         refuse("scale", f"is {scale}", "pass a finite float")
     return float(scale)
+
+
+def check_flag(name: str, flag: bool) -> None:
+    if not isinstance(flag, bool):
+        refuse(name, f"is a {type(flag).__name__}", "pass True or False", TypeError)
+
+
+def check_excluded(
+    exclude_keys: Tensor | None, query: Tensor, sizes: tuple[int, int]
+) -> Tensor | None:
+    """`exclude_keys` of a call of sizes (B, S) as a contiguous `[B or 1, S]`."""
+    if exclude_keys is None:
+        return None
+    B, S = sizes
+    instead = f"pass bool [S] = [{S}] or [B, S] = [{B}, {S}], True for the keys to leave out"
+    if not isinstance(exclude_keys, Tensor):
+        refuse("exclude_keys", f"is a {type(exclude_keys).__name__}", instead, TypeError)
+    if exclude_keys.dtype != torch.bool:
+        refuse("exclude_keys", f"has dtype {exclude_keys.dtype}", instead, TypeError)
+    rank, batch = exclude_keys.dim(), exclude_keys.shape[0] if exclude_keys.dim() else 0
+    if rank not in (1, 2) or exclude_keys.shape[-1] != S or (rank == 2 and batch not in (1, B)):
+        refuse("exclude_keys", f"has shape {shape_of(exclude_keys)}", instead)
+    if exclude_keys.device != query.device:
+        refuse("exclude_keys", f"is on {exclude_keys.device}", f"move it to {query.device}")
+    return (exclude_keys[None] if exclude_keys.dim() == 1 else exclude_keys).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from heads_kernels.dispatch import Backend, Choice, choose, select
-from heads_kernels.errors import refuse
 from heads_kernels.mask import Mask
 from heads_kernels.ops import attention_statistics as statistics_table
 from heads_kernels.ops import collaborative_attention as collaborative_table
@@ -44,7 +44,8 @@ def gated_attention(
 
     Args:
         query: `[B, H, T, D]`; float32, bfloat16, float16 or float64; any strides with a contiguous last dimension.
-        key: `[B, Hk, S, D]`, `H` a multiple of `Hk`: query head `h` reads key head `h // (H // Hk)`.
+        key: `[B, Hk, S, D]`, `H` a multiple of `Hk`: query head `h` reads key head `h // (H // Hk)`. Dtype and device
+            of `key` and `value` are those of `query`; under autocast all three take the autocast dtype.
         value: `[B, Hk, S, Dv]`; `Dv` may differ from `D`.
         gate: `[H]`, `[B, H]`, `[B, H, T]` or `[B, H, T, Dv]`; dimensions of size 1 broadcast; any strides and any
             floating dtype. A head (or batch-head) whose identity gate is exactly 0 gives exact zeros and costs nothing.
@@ -180,11 +181,10 @@ def attention_statistics(
         attn_mask=attn_mask,
         is_causal=is_causal,
         scale=scale,
+        exclude_keys=exclude_keys,
     )
-    if exclude_keys is not None:
-        exclude_keys = _excluded(exclude_keys, problem)
     chosen = select(statistics_table.BACKENDS, problem, backend)
-    return statistics_op.attention_statistics(problem, chosen, exclude_keys)
+    return statistics_op.attention_statistics(problem, chosen)
 
 
 # ---------------------------------------------------------------------- arguments to a Problem
@@ -206,7 +206,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     float64 is left alone, as autocast does with PyTorch's own operators.
     """
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -224,37 +224,19 @@ def _seed(problem: Problem) -> Tensor | None:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=problem.query.device)
 
 
-def _excluded(exclude_keys: Tensor, problem: Problem) -> Tensor:
-    """`exclude_keys` as a contiguous `[B or 1, S]`."""
-    allowed = ([problem.S], [1, problem.S], [problem.B, problem.S])
-    instead = (
-        f"pass bool [S] = {allowed[0]} or [B, S] = {allowed[2]}, True for the keys to leave out"
-    )
-    if not isinstance(exclude_keys, Tensor):
-        refuse("exclude_keys", f"is a {type(exclude_keys).__name__}", instead, TypeError)
-    if exclude_keys.dtype != torch.bool:
-        refuse("exclude_keys", f"has dtype {exclude_keys.dtype}", instead, TypeError)
-    if list(exclude_keys.shape) not in allowed:
-        refuse("exclude_keys", f"has shape {list(exclude_keys.shape)}", instead)
-    if exclude_keys.device != problem.query.device:
-        refuse("exclude_keys", f"is on {exclude_keys.device}", f"move it to {problem.query.device}")
-    return (exclude_keys[None] if exclude_keys.dim() == 1 else exclude_keys).contiguous()
-
-
 # ---------------------------------------------------------------------- which backend, and why
-_OPERATORS: dict[str, tuple[Callable[..., Problem], Sequence[Backend]]] = {
-    "gated_attention": (_gated, gated_table.BACKENDS),
-    "collaborative_attention": (_collaborative, collaborative_table.BACKENDS),
-    "attention_statistics": (_statistics, statistics_table.BACKENDS),
+_OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Sequence[Backend]]] = {
+    "gated_attention": (gated_attention, _gated, gated_table.BACKENDS),
+    "collaborative_attention": (
+        collaborative_attention,
+        _collaborative,
+        collaborative_table.BACKENDS,
+    ),
+    "attention_statistics": (attention_statistics, _statistics, statistics_table.BACKENDS),
 }
 
 
-def explain(
-    operator: Callable[..., object] | str,
-    *args: object,
-    backend: str | None = None,
-    **kwargs: object,
-) -> Choice:
+def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) -> Choice:
     """Which backend would run this call, and why each other one would not; nothing runs.
 
     Args:
@@ -265,11 +247,13 @@ def explain(
         A `Choice` with `backend` and `refusals`; print it to read it.
 
     Raises:
-        ValueError, TypeError: as the call itself.
+        ValueError, TypeError: as the call itself, but for a backend that can not serve it.
     """
-    name = operator if isinstance(operator, str) else getattr(operator, "__name__", repr(operator))
+    name = operator if isinstance(operator, str) else getattr(operator, "__name__", None)
     if name not in _OPERATORS:
-        raise ValueError(f"operator is {name!r}; use one of {', '.join(map(repr, _OPERATORS))}.")
-    parse, table = _OPERATORS[name]
-    kwargs.pop("exclude_keys", None)
-    return choose(table, parse(*args, **kwargs), backend)
+        was = repr(name) if name else f"a {type(operator).__name__}"
+        raise ValueError(f"operator is {was}; use one of {', '.join(map(repr, _OPERATORS))}.")
+    function, parse, table = _OPERATORS[name]
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    backend = arguments.pop("backend", None)
+    return choose(table, parse(**arguments), backend)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from heads_kernels.checks import (
     check_dropout,
+    check_excluded,
+    check_flag,
     check_gate,
     check_grouped_heads,
     check_mixing,
@@ -51,6 +53,7 @@ class Problem:
     gate_activation: str = "identity"
     closed_grad: bool = True
     dropout_p: float = 0.0
+    exclude_keys: Tensor | None = None  # bool [B or 1, S]; attention_statistics alone
 
     # ------------------------------------------------------------------ the three ways to make one
     @classmethod
@@ -81,6 +84,7 @@ class Problem:
             )
         B, H, T, D = query.shape
         dropout_p = check_dropout(dropout_p)
+        check_flag("closed_grad", closed_grad)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
         return cls(
             operator="gated_attention",
@@ -126,6 +130,7 @@ class Problem:
                 "pass [B, H, S, Dv]",
             )
         dropout_p = check_dropout(dropout_p)
+        check_flag("closed_grad", closed_grad)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
         return cls(
             operator="collaborative_attention",
@@ -153,6 +158,7 @@ class Problem:
         attn_mask: Mask | Tensor | None = None,
         is_causal: bool = False,
         scale: float | None = None,
+        exclude_keys: Tensor | None = None,
     ) -> Problem:
         """Check the arguments of `attention_statistics`; raises `ValueError` or `TypeError` naming the argument."""
         check_tensors(query=query, key=key)
@@ -181,6 +187,7 @@ class Problem:
             gate=None,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S)),
             scale=check_scale(scale, width),
+            exclude_keys=check_excluded(exclude_keys, query, (B, S)),
         )
 
     # ------------------------------------------------------------------ sizes
@@ -213,11 +220,6 @@ class Problem:
     @property
     def Dv(self) -> int:
         return 0 if self.value is None else self.value.shape[-1]
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of scores, softmax, lse and accumulators: float64 for float64 inputs, else float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     # ------------------------------------------------------------------ what is computed
     def open_heads(self) -> Tensor:
@@ -302,6 +304,7 @@ def _intervals(
     shape: tuple[int, int, int, int],
 ) -> Intervals:
     mask = as_mask(attn_mask, shape)
+    check_flag("is_causal", is_causal)
     if is_causal:
         mask = mask & Mask(causal=True)
     return mask.intervals(*shape, device=query.device)

@@ -197,10 +197,35 @@ SHARED: dict[str, tuple[Bad, type[Exception], str]] = {
         ValueError,
         "dropout_p is nan; pass a probability in [0, 1).",
     ),
+    "dropout_p string": (
+        {"dropout_p": "0.1"},
+        TypeError,
+        "dropout_p is a str; pass a float: a probability in [0, 1).",
+    ),
+    "activation without a gate": (
+        {"gate_activation": "sigmoid"},
+        ValueError,
+        "gate_activation is 'sigmoid', but gate is None; pass the logits as gate.",
+    ),
+    "is_causal string": (
+        {"is_causal": "no"},
+        TypeError,
+        "is_causal is a str; pass True or False.",
+    ),
+    "closed_grad number": (
+        {"closed_grad": 1},
+        TypeError,
+        "closed_grad is a int; pass True or False.",
+    ),
+    "sparse": (
+        {"query": torch.zeros(B, H, T, D).to_sparse()},
+        ValueError,
+        "query has layout sparse_coo; pass a dense tensor; packed sequences go with hk.Mask.",
+    ),
     "scale tensor": (
         {"scale": torch.tensor(1.0)},
         TypeError,
-        "scale is a tensor; pass a float (scale.item()).",
+        "scale is a tensor; pass a float (scale.item()), or None.",
     ),
     "scale nan": (
         {"scale": float("nan")},
@@ -390,6 +415,16 @@ def test_exclude_keys(name: str) -> None:
     exclude, kind, message = EXCLUDED[name]
     with pytest.raises(kind, match="^" + re.escape(message)):
         hk.attention_statistics(**good("attention_statistics"), exclude_keys=exclude)
+
+
+def test_explain_refuses_as_the_call_does() -> None:
+    arguments = good("gated_attention")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gates'"):
+        hk.explain("gated_attention", **arguments, gates=1)
+    with pytest.raises(ValueError, match="operator is a Tensor; use one of 'gated_attention', "):
+        hk.explain(*arguments.values())
+    with pytest.raises(TypeError, match="exclude_keys is a str; pass bool"):
+        hk.explain("attention_statistics", **good("attention_statistics"), exclude_keys="all")
 
 
 def test_explain_of_an_unknown_operator() -> None:

@@ -13,6 +13,7 @@ import torch
 from calls import TABLES
 from torch import Tensor
 
+import heads_kernels as hk
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, surrounded
 
@@ -154,3 +155,43 @@ def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
         out = replace(inputs, tensors=tensors).call(backend)
         assert torch.equal(out[:, :, :j], clean[:, :, :j]), j
         assert out[:, :, j:].isnan().all(), j
+
+
+@pytest.mark.parametrize("activation", ["identity", "sigmoid", "softplus"])
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+def test_nan_logits_of_a_padded_row_reach_no_gradient(backend: str, activation: str) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 6, 8, requires_grad=True) for _ in range(3))
+    gate = torch.randn(2, 2, 6)
+    gate[:, :, 4:] = float("nan")
+    gate.requires_grad_()
+    mask = hk.Mask(query_lengths=[4, 4])
+    out = hk.gated_attention(
+        query, key, value, gate, attn_mask=mask, gate_activation=activation, backend=backend
+    )
+    for grad in torch.autograd.grad(out.sum(), (query, key, value, gate)):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("T", [41, 64])
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+def test_an_infinite_key_meets_no_row_that_is_not_there(backend: str, T: int) -> None:
+    """A key that every row sees gives NaN where they do, and nothing through unused lanes."""
+    torch.manual_seed(0)
+    query = torch.rand(1, 1, T, 16) + 0.1
+    key, value = torch.randn(2, 1, 1, T, 16)
+    key[0, 0, 3, 5] = -float("inf")
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    mask = hk.Mask(query_lengths=[T - 5])
+    out = hk.gated_attention(*leaves, attn_mask=mask, backend=backend)
+    dkey, dvalue = torch.autograd.grad(out.sum(), leaves[1:])
+    assert out.isfinite().all()  # its weight is 0 everywhere
+    assert dkey.isfinite().all()
+    assert dvalue.isfinite().all()
+
+
+def test_a_true_byte_may_be_any_but_zero() -> None:
+    query, key, value = torch.randn(3, 1, 2, 130, 8)
+    odd = torch.full((1, 130), 255, dtype=torch.uint8).view(torch.bool)
+    out = hk.gated_attention(query, key, value, attn_mask=hk.Mask(key_mask=odd), backend="cpu")
+    torch.testing.assert_close(out, hk.gated_attention(query, key, value, backend="cpu"))

@@ -72,10 +72,11 @@ def gates(draw: st.DrawFn) -> str | None:
 
 @st.composite
 def cases(draw: st.DrawFn, operator: str) -> Case:
+    gate = draw(gates())
     shared: dict[str, Any] = {
         "Dv": draw(WIDTH),
-        "gate": draw(gates()),
-        "gate_activation": draw(ACTIVATION),
+        "gate": gate,
+        "gate_activation": draw(ACTIVATION) if gate else "identity",
         "gate_strided": draw(st.booleans()),
         "gate_dtype": draw(st.sampled_from([None, torch.float32])),
         "closed": draw(st.sampled_from([0.0, 0.5, 1.0])),

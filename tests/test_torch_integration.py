@@ -393,3 +393,54 @@ def test_compile_statistics(backend: str) -> None:
         got, want = compiled(*values, exclude), run(*values, exclude)
         assert type(got) is type(want)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# ---------------------------------------------------------------------- other devices and derivatives
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_meta_tensors_give_shapes(operator: str) -> None:
+    arguments = {name: t.to("meta") for name, t in tensors(operator, grad=True).items()}
+    leaves = [t.requires_grad_() for t in arguments.values()]
+    out = getattr(hk, operator)(**arguments, attn_mask=hk.Mask(key_lengths=[3, 7]))
+    assert out.is_meta
+    assert out.shape == (B, H, T, Dv)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert [g.shape for g in grads] == [t.shape for t in leaves]
+    assert hk.explain(operator, **arguments).backend == "eager"
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_derivatives_that_are_not_there_are_refused(operator: str, backend: str) -> None:
+    arguments = tensors(operator)
+    query = arguments.pop("query")
+
+    def run(query: Tensor) -> Tensor:
+        out: Tensor = getattr(hk, operator)(query, **arguments, backend=backend)
+        return out.sum()
+
+    with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
+        torch.func.jvp(run, (query,), (query,))
+    with pytest.raises(RuntimeError, match=r"use torch\.autograd\.grad or backward"):
+        torch.func.grad(run)(query)
+    with torch.autograd.forward_ad.dual_level():
+        run(query)  # nothing has a tangent
+        dual = torch.autograd.forward_ad.make_dual(query, query)
+        with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
+            run(dual)
+
+
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_the_op_itself_refuses_what_does_not_fit(operator: str) -> None:
+    """The extension never walks out of its tensors, whoever calls the op."""
+    arguments = tensors(operator, dtype=torch.float32)
+    op = OPS[operator].forward_op
+
+    def run(**changed: Tensor) -> None:
+        values = list({**arguments, **changed}.values())
+        rest = None, -9, 9, None, 1.0, "identity", 0.0, True, "cpu"
+        op(*values, None, None, None, None, *rest)
+
+    run()
+    with pytest.raises(ValueError, match="key does not fit"):
+        run(key=arguments["key"][..., :4])
+    with pytest.raises(ValueError, match="value does not fit"):
+        run(value=arguments["value"][..., :3, :])

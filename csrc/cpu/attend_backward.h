@@ -38,9 +38,9 @@ struct SetAside {
 template <typename Real>
 struct KeyGradients {
   int64_t begin = 0;
-  Real* dkey = nullptr;    // [S][row_stride(D)]
-  Real* dvalue = nullptr;  // [S][row_stride(Dv)]
-  Real* dbias = nullptr;   // [S]
+  Real* dkey = nullptr;           // [S][row_stride(D)]
+  Real* dvalue = nullptr;         // [S][row_stride(Dv)]
+  Real* dcontent_bias = nullptr;  // [S]
 };
 
 template <typename Real>
@@ -191,30 +191,35 @@ inline void store_dquery(const Rows& dquery, const VisibleRows<Real>& visible, i
   }
 }
 
-// Probabilities from scores, and dS from dP, of one pair of tiles; hidden pairs are 0 whatever
-// stood there.
+// Probabilities from scores, and (`with_dscores`) dS from dP, of one pair of tiles. Hidden pairs
+// and lanes without a row are 0 whatever stood there: the sums over query rows run across all
+// lanes.
 template <typename Real>
 inline void softmax_backward(const DropoutParams& dropout, const Head<Real>& head, Real scale,
-                             const KeyTile& keys, const VisibleRows<Real>& visible,
-                             BackwardScratch<Real>& scratch) {
+                             bool with_dscores, const KeyTile& keys,
+                             const VisibleRows<Real>& visible, BackwardScratch<Real>& scratch) {
   const int columns = visible.columns;
+  const bool all_visible = keys.full && visible.all_rows;
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       Real* at = scratch.scores + n * BLOCK_M + m;
       const Vec<Real> p = exp2<Real>(load(at) - load(scratch.lse + m));
-      store<Real>(at, keys.full ? p : visible.lanes_that_see(m, keys.begin + n) ? p : Vec<Real>{});
+      store<Real>(at, all_visible                                 ? p
+                      : visible.lanes_that_see(m, keys.begin + n) ? p
+                                                                  : Vec<Real>{});
     }
   }
   if (dropout.active) {
     std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
     drop(dropout, head.b, head.h, keys, visible.first, columns, scratch.dropped, scratch.dprobs);
   }
+  if (!with_dscores) return;
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       Real* at = scratch.dprobs + n * BLOCK_M + m;
-      const Vec<Real> ds =
-          load(scratch.scores + n * BLOCK_M + m) * (load(at) - load(scratch.delta + m)) * scale;
-      store<Real>(at, keys.full                                   ? ds
+      const Vec<Real> p = load(scratch.scores + n * BLOCK_M + m);
+      const Vec<Real> ds = p * (load(at) - load(scratch.delta + m)) * scale;
+      store<Real>(at, all_visible                                 ? ds
                       : visible.lanes_that_see(m, keys.begin + n) ? ds
                                                                   : Vec<Real>{});
     }
@@ -229,14 +234,17 @@ inline void attend_backward(const Head<Real>& head, const DropoutParams& dropout
                             const VisibleRows<Real>& visible, int64_t begin, int64_t end,
                             const std::vector<Range>& dquery_features,
                             const KeyGradients<Real>& gradients, BackwardScratch<Real>& scratch) {
+  const bool with_dscores = gradients.dkey || gradients.dcontent_bias || !dquery_features.empty();
   for_visible_tiles(visible, begin, end, [&](const KeyTile& keys) {
     const int64_t offset = keys.begin - gradients.begin;
     score_tile(head, scratch.query, keys, visible.columns, scratch.widened, scratch.scores);
-    const Tile<Real> values =
-        tile_of(head.value, keys.begin, keys.count(), head.Dv, scratch.widened);
-    multiply<Real>(keys.count(), visible.columns, head.Dv, {values.data, values.stride, 1},
-                   scratch.dout, BLOCK_M, scratch.dprobs, BLOCK_M, false);
-    softmax_backward(dropout, head, scale, keys, visible, scratch);
+    if (with_dscores) {
+      const Tile<Real> values =
+          tile_of(head.value, keys.begin, keys.count(), head.Dv, scratch.widened);
+      multiply<Real>(keys.count(), visible.columns, head.Dv, {values.data, values.stride, 1},
+                     scratch.dout, BLOCK_M, scratch.dprobs, BLOCK_M, false);
+    }
+    softmax_backward(dropout, head, scale, with_dscores, keys, visible, scratch);
     if (gradients.dvalue)
       add_weighted_queries(dropout.active ? scratch.dropped : scratch.scores, scratch.dout_rows,
                            scratch.bad_douts, head.Dv, Range{0, head.Dv}, keys, visible,
@@ -245,10 +253,13 @@ inline void attend_backward(const Head<Real>& head, const DropoutParams& dropout
       for (const Range& range : head.features)
         add_weighted_queries(scratch.dprobs, scratch.query_rows, scratch.bad_queries, head.D, range,
                              keys, visible, gradients.dkey + offset * row_stride<Real>(head.D));
-    if (gradients.dbias)
-      for (int n = 0; n < keys.count(); ++n)
-        for (int m = 0; m < visible.columns; ++m)
-          gradients.dbias[offset + n] += scratch.dprobs[n * BLOCK_M + m];
+    if (gradients.dcontent_bias)
+      for (int n = 0; n < keys.count(); ++n) {
+        Vec<Real> sum{};
+        for (int m = 0; m < visible.columns; m += kLanes<Real>)
+          sum += load(scratch.dprobs + n * BLOCK_M + m);
+        gradients.dcontent_bias[offset + n] += sum_lanes<Real>(sum);
+      }
     for (const Range& range : dquery_features)
       add_weighted_keys(head.key.columns(range.begin), range.end - range.begin, keys, visible,
                         scratch.dprobs, scratch.widened, scratch.dquery + range.begin * BLOCK_M);

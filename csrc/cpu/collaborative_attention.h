@@ -103,11 +103,22 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
 
   // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
   int64_t shared_count() const { return (this->T + this->S) * Ds_stride; }
-  int64_t head_bytes() const { return piece<Real>(this->S * Dv_stride) + piece<Real>(Ds_stride); }
+
+  // What one head adds up on its own, and the tile of queries before mixing.
+  struct HeadSums {
+    Real* dvalue;        // [S][Dv]
+    Real* dmixing;       // [Ds]
+    Real* tile_dmixing;  // [Ds]
+    Real* shared_rows;   // [64][Ds]
+  };
+  int64_t head_bytes() const {
+    return piece<Real>(this->S * Dv_stride) + 2 * piece<Real>(Ds_stride) +
+           piece<Real>(BLOCK_M * Ds_stride);
+  }
 
   // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
   // what is the head's own.
-  void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, Real* dvalue, Real* dmixing,
+  void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const HeadSums& own,
                      BackwardScratch<Real>& scratch) const {
     const BackwardParams& p = backward;
     const Head<Real> head = this->head(b, h);
@@ -115,14 +126,15 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
     Real* dgate = p.dgate ? static_cast<Real*>(p.dgate.data) +
                                 bh * this->T * (this->gate.elementwise ? this->Dv : 1)
                           : nullptr;
-    Real* dbias =
+    Real* dcontent_bias =
         p.dcontent_bias ? static_cast<Real*>(p.dcontent_bias.data) + bh * this->S : nullptr;
-    if (dbias) std::memset(dbias, 0, sizeof(Real) * this->S);
+    if (dcontent_bias) std::memset(dcontent_bias, 0, sizeof(Real) * this->S);
+    Real* dvalue = p.dvalue ? own.dvalue : nullptr;
     if (dvalue) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
-    std::memset(dmixing, 0, sizeof(Real) * Ds_stride);
+    std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
     const HeadGradients gradients{rows_at(p.dout, b, h), rows_at(p.attended, b, h),
                                   static_cast<Real*>(p.lse.data) + bh * this->T, dgate};
-    const KeyGradients<Real> keys{0, dkey, dvalue, dbias};
+    const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias};
     // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of
     // them.
     std::vector<Range> dquery_features;
@@ -131,14 +143,14 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
     } else if (p.dmixing || dquery) {
       dquery_features = head.features;
     }
-    const bool pairs = keys.dkey || keys.dvalue || keys.dbias || !dquery_features.empty();
+    const bool pairs = keys.dkey || keys.dvalue || keys.dcontent_bias || !dquery_features.empty();
     for (int64_t first = 0; first < this->T; first += BLOCK_M) {
       const VisibleRows<Real> visible(p.mask, b, first, this->T, this->S);
       if (!prepare_tile(*this, head, p.closed_grad, gradients, visible, scratch) || !pairs)
         continue;
       gather_rows(rows_at(p.query, b), visible, D, scratch.query_rows);
-      // `raw` are the shared queries; query_rows those that the head mixed, for dK.
-      std::vector<Real> raw(scratch.query_rows, scratch.query_rows + visible.columns * Ds_stride);
+      // `shared_rows` are the queries as they are; query_rows those that the head mixed, for dK.
+      std::memcpy(own.shared_rows, scratch.query_rows, sizeof(Real) * visible.columns * Ds_stride);
       for (int m = 0; m < visible.columns; ++m)
         for (int64_t d = 0; d < D; ++d)
           scratch.query_rows[m * Ds_stride + d] *= this->mixing[h * D + d];
@@ -148,34 +160,36 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
                       dquery_features, keys, scratch);
       if (dquery_features.empty()) continue;
       transpose(scratch.dquery, BLOCK_M, scratch.rows, Ds_stride, padded, visible.columns);
+      // dmixing of the tile is summed from zero and then added: a long sum rounds once a tile.
+      std::memset(own.tile_dmixing, 0, sizeof(Real) * D);
       for (int m = 0; m < visible.columns; ++m) {
         if (!visible.sees(m) || static_cast<const Real*>(gradients.lse)[first + m] == kHidden<Real>)
           continue;
         const Real* mixed = scratch.rows + m * Ds_stride;  // dS K of the row
-        const Real* query = raw.data() + m * Ds_stride;
+        const Real* query = own.shared_rows + m * Ds_stride;
         for (const Range& range : dquery_features) {
           for (int64_t d = range.begin; d < range.end; ++d) {
-            dmixing[d] += query[d] * mixed[d];
+            own.tile_dmixing[d] += query[d] * mixed[d];
             if (dquery) dquery[(first + m) * Ds_stride + d] += this->mixing[h * D + d] * mixed[d];
           }
         }
       }
+      for (int64_t d = 0; d < D; ++d) own.dmixing[d] += own.tile_dmixing[d];
     }
     store_accumulator(rows_at(p.dvalue, b, h), 0, this->S, this->Dv, dvalue);
     if (p.dmixing)
-      std::memcpy(static_cast<Real*>(p.dmixing.data) + bh * D, dmixing, sizeof(Real) * D);
+      std::memcpy(static_cast<Real*>(p.dmixing.data) + bh * D, own.dmixing, sizeof(Real) * D);
   }
 
   // Heads [begin, end) of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
   void group(int64_t b, int64_t begin, int64_t end, Real* shared, Workspace& workspace) const {
     BackwardScratch<Real> scratch(workspace, this->D, this->Dv);
-    Real* dvalue = workspace.take<Real>(this->S * Dv_stride);
-    Real* dmixing = workspace.take<Real>(Ds_stride);
+    const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
+                       workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
     for (int64_t h = begin; h < end; ++h)
       head_backward(b, h, backward.dquery ? shared : nullptr,
-                    backward.dkey ? shared + this->T * Ds_stride : nullptr,
-                    backward.dvalue ? dvalue : nullptr, dmixing, scratch);
+                    backward.dkey ? shared + this->T * Ds_stride : nullptr, own, scratch);
   }
 
   void store_shared(int64_t b, const Real* shared) const {

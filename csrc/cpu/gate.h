@@ -12,11 +12,8 @@ namespace hk::HK_LEVEL {
 template <typename Real>
 inline Vec<Real> sigmoid(Vec<Real> x) {
   constexpr Real kLog2e = Real(1.4426950408889634074);
-  // exp2 serves arguments up to 64; beyond 40 the sigmoid is 0 or 1 to the last bit of a normal
-  // result or nearly so.
-  const Vec<Real> clipped = x < Real(-80) ? splat<Real>(-80) : x;
-  const IntVec<Real> negative = clipped < Real(0);
-  const Vec<Real> e = exp2<Real>((negative ? clipped : -clipped) * kLog2e);
+  const IntVec<Real> negative = x < Real(0);
+  const Vec<Real> e = exp2<Real>((negative ? x : -x) * kLog2e);
   return (negative ? e : splat<Real>(1)) / (e + Real(1));
 }
 

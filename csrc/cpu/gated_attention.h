@@ -86,6 +86,8 @@ struct GatedAttentionBackward : GatedAttention<Real> {
     for (int64_t tile = first_tile; tile < last_tile; ++tile) {
       const int64_t first = tile * BLOCK_M;
       const VisibleRows<Real> visible(p.mask, b, first, this->T, this->S);
+      const bool sees_part = std::max(begin, visible.hull_lo) < std::min(end, visible.hull_hi);
+      if (!with_rows && !sees_part) continue;
       if (with_rows && dquery && (!visible.any || this->gate.closed(b, h)))
         store_zeros<Real>(dquery, first, visible.count, this->D);
       if (!prepare_tile(*this, head, p.closed_grad, gradients, visible, scratch) || !pairs)
@@ -117,16 +119,16 @@ struct GatedAttentionBackward : GatedAttention<Real> {
   }
 };
 
-// Where there are key heads enough for the threads, one thread does all of a key head: five
-// products a pair of tiles. Else the keys of a head are split for dK and dV, and dQ is a pass of
-// its own over query tiles: seven products, same bits.
+// Where key heads divide well among the threads, one thread does all of a key head: five products a
+// pair of tiles. Else the keys of a head are split for dK and dV, and dQ is a pass of its own over
+// query tiles: seven products, the same bits.
 template <typename Real>
 void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real> op(params);
   const int64_t heads = op.B * op.Hk;
   const int64_t work = 5 * op.multiply_adds() / 2,
                 scratch = BackwardScratch<Real>::bytes(op.D, op.Dv);
-  if (heads == 0 || heads >= params.threads || op.S <= BLOCK_N) {
+  if (op.S == 0 || 5 * round_up(heads, params.threads) <= 7 * heads) {
     parallel_for(heads, params.threads, work, scratch + op.accumulator_bytes(op.S),
                  [&](int64_t item, Workspace& w) {
                    op.key_head(item / op.Hk, item % op.Hk, 0, op.S, true, w);

@@ -35,11 +35,6 @@ struct Rows {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// Element offset of leading indices; dimensions of size 1 broadcast.
-inline int64_t offset_of(const Tensor& t, int dim, int64_t index) {
-  return t.size[dim] == 1 ? 0 : index * t.stride[dim];
-}
-
 // [rows, width] of a four-dimensional tensor at (b, h).
 inline Rows rows_at(const Tensor& t, int64_t b, int64_t h) {
   char* base = static_cast<char*>(t.data);
@@ -158,6 +153,7 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
 template <typename Real>
 inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t width) {
   const int64_t bytes = element_size(rows.dtype);
+  if (width == 0) return;
   if (rows.step == 1 && rows.stride == width) {
     std::memset(rows.at(first), 0, count * width * bytes);
     return;

@@ -76,7 +76,7 @@ struct VisibleRows {
     return key >= lo[m] && key < hi[m] && (!key_visible || key_visible[key]);
   }
 
-  // Keys [begin, end) are seen by every row: no mask arithmetic is needed.
+  // Keys [begin, end) are seen by every row that sees any: no mask arithmetic is needed for these.
   bool full(int64_t begin, int64_t end) const {
     return begin >= core_lo && end <= core_hi &&
            (!key_visible || !std::memchr(key_visible + begin, 0, static_cast<size_t>(end - begin)));
@@ -84,7 +84,8 @@ struct VisibleRows {
 
   // No key of [begin, end) is seen by anyone.
   bool hidden(int64_t begin, int64_t end) const {
-    return key_visible && !std::memchr(key_visible + begin, 1, static_cast<size_t>(end - begin));
+    return key_visible && std::all_of(key_visible + begin, key_visible + end,
+                                      [](uint8_t visible) { return visible == 0; });
   }
 
   // Lanes [m, m + lanes) that see the key, as a vector mask.

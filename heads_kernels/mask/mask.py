@@ -46,6 +46,9 @@ class Mask:
                     `(query_ids, key_ids)`, key_ids ascending: keys of the row's own id
     prefix_lengths  integers `[B]` or `[1]`, beside causal: `j < prefix_lengths[b]` is visible too
 
+    `window` and `prefix_lengths` are aligned by the `causal` of the same Mask: beside
+    Mask(causal="lower_right"), `& Mask(window=...)` is still upper_left aligned, as is_causal is.
+
     Tensors are kept by reference, get no gradient and must be on the query's device. Lengths may
     also be a list of ints, which is copied to the device in every call.
 

@@ -1,4 +1,4 @@
-"""Gradients of gradients: refused, in words."""
+"""When a call is recorded for its gradient, and which derivatives are refused, in words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -34,3 +35,28 @@ def first_order_only(
         return grads
     marked = _FirstOrderOnly.apply(operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
     return tuple(marked)
+
+
+def is_recorded(operator: str, inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether the call goes through its `autograd.Function`: an input asks for a gradient.
+
+    Raises `RuntimeError` under forward-mode differentiation and `torch.func` transforms of gradients, which would
+    otherwise see a call without a derivative.
+    """
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if not torch.compiler.is_compiling():
+        forward_mode = forward_ad._current_level >= 0 and any(_has_tangent(t) for t in inputs)
+        transformed = recorded and torch._C._are_functorch_transforms_active()
+        if forward_mode or transformed:
+            raise RuntimeError(
+                f"{operator} has a reverse-mode derivative only, outside of torch.func; use torch.autograd.grad or "
+                "backward(), or write the call in plain PyTorch operations where jvp, grad or jacrev of torch.func "
+                "are needed."
+            )
+    return recorded
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

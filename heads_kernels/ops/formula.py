@@ -37,7 +37,7 @@ def without_autocast(backend: Callable[Arguments, Result]) -> Callable[Arguments
     return shielded
 
 
-def visible_pairs(intervals: Intervals, scores: Tensor) -> Tensor | None:
+def visible_matrix(intervals: Intervals, scores: Tensor) -> Tensor | None:
     """bool `[B or 1, H or 1, T, S]`, True = visible; None where nothing of `scores` is hidden."""
     parts = intervals.k_lo, intervals.key_visible, intervals.dense
     unlimited = intervals.band_lo <= -UNBOUNDED and intervals.band_hi >= UNBOUNDED

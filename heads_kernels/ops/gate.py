@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heads_kernels.ops.layout import compute_dtype
+
 
 def activate(gate: Tensor, activation: str) -> Tensor:
     """The values that multiply the output, from the gate as it was passed (logits where an activation is named)."""
@@ -39,7 +41,7 @@ def empty_rows(
 
     `[B, H, T]`, summed over the width of the head, or `[B, H, T, Dv]` for an elementwise gate.
     """
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(query.dtype)
     if gate is None or not needed:
         return query.new_empty(0, dtype=dtype)
     return query.new_empty((B, H, T, Dv) if is_elementwise(gate) else (B, H, T), dtype=dtype)
@@ -55,11 +57,12 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
     full = rows if rows.dim() == 4 else rows[..., None]
     along = [d for d in range(4) if wide.shape[d] == 1 and full.shape[d] != 1]
     grad = (full.sum(along, keepdim=True) if along else full).reshape(gate.shape)
-    if activation == "sigmoid":
+    if activation == "identity":
+        if not closed_grad:
+            grad = grad.masked_fill(gate == 0, 0.0)
+    else:
         opened = torch.sigmoid(gate.to(grad.dtype))
-        grad = grad * opened * (1 - opened)
-    elif activation == "softplus":
-        grad = grad * torch.sigmoid(gate.to(grad.dtype))
-    elif not closed_grad:
-        grad = grad.masked_fill(gate == 0, 0.0)
+        slope = opened * (1 - opened) if activation == "sigmoid" else opened
+        # Rows that see nothing have gradient 0, also where their logits are NaN.
+        grad = torch.where(grad == 0, grad, grad * slope)
     return grad.to(gate.dtype)

@@ -22,11 +22,6 @@ def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
     return torch.empty_like(tensor) if needed else tensor.new_empty(0)
 
 
-def asked_for(tensor: Tensor) -> Tensor | None:
-    """None for an empty tensor: nothing to compute, or not asked for."""
-    return tensor if tensor.numel() else None
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of scores, lse and accumulators."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.philox import keep_mask
 from heads_kernels.testing.inputs import Inputs
 
@@ -202,23 +203,13 @@ def _activated(gate: Tensor | None, activation: str, like: Tensor) -> Tensor:
     """The gate's values, broadcast to `like` `[B, H, T, Dv]`."""
     if gate is None:
         return torch.ones_like(like)
-    if activation == "sigmoid":
-        gate = torch.sigmoid(gate)
-    elif activation == "softplus":
-        gate = torch.nn.functional.softplus(gate)
-    return _four(gate).expand(like.shape)
-
-
-def _four(gate: Tensor) -> Tensor:
-    return (
-        gate[None, :, None, None] if gate.dim() == 1 else gate[(...,) + (None,) * (4 - gate.dim())]
-    )
+    return as_4d(activate(gate, activation)).expand(like.shape)
 
 
 def _gate_floor(gate: Tensor, activation: str, rows: tuple[Tensor, Tensor], u: _Units) -> Tensor:
     """Sums over what the gate was broadcast along, times the slope of its activation."""
     square, size = rows
-    shape = _four(gate).shape
+    shape = as_4d(gate).shape
     along = [d for d in range(4) if shape[d] == 1]
     if along:
         square, size = square.sum(along, keepdim=True), size.sum(along, keepdim=True)

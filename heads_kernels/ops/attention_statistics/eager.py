@@ -35,7 +35,7 @@ def forward(
             mixed = formula.mixed_query(q, mixing)
             scores = formula.collaborative_scores(mixed, key, content_bias, scale)
         rows = formula.rows_of(intervals, start, start + BLOCK_M)
-        visible = formula.visible_pairs(rows, scores)
+        visible = formula.visible_matrix(rows, scores)
         block = _statistics(scores, visible, excluded)
         for whole, part in zip(result, block, strict=True):
             whole[:, :, start : start + BLOCK_M] = part

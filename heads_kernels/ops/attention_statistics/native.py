@@ -8,6 +8,7 @@ from torch import Tensor
 from heads_kernels import _cpu
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics, allocate
+from heads_kernels.ops.native import mask_of
 
 
 def forward(
@@ -24,13 +25,7 @@ def forward(
     _cpu.attention_statistics(
         (query, key, mixing, content_bias, scale),
         excluded,
-        (
-            intervals.k_lo,
-            intervals.k_hi,
-            intervals.key_visible,
-            intervals.band_lo,
-            intervals.band_hi,
-        ),
+        mask_of(intervals),
         tuple(statistics),
         torch.get_num_threads(),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from heads_kernels.flops import forward_flops
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.attention_statistics import BACKENDS
+from heads_kernels.ops.layout import compute_dtype
 from heads_kernels.ops.library import define_op, load
 from heads_kernels.problem import Problem
 
@@ -25,7 +26,7 @@ class AttentionStatistics(NamedTuple):
 
 def allocate(query: Tensor, mixing: Tensor | None) -> AttentionStatistics:
     """float32 (float64 for float64 inputs), argmax int64."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(query.dtype)
     B, T = query.shape[0], query.shape[-2]
     shape = (B, query.shape[1] if mixing is None else mixing.shape[0], T)
     return AttentionStatistics(
@@ -73,26 +74,12 @@ statistics_op = define_op(
 )
 
 
-def attention_statistics(
-    problem: Problem, backend: str, excluded: Tensor | None
-) -> AttentionStatistics:
-    """Run a valid problem on `backend`; `excluded` `[B or 1, S]` bool marks keys left out of the maximum."""
+def attention_statistics(problem: Problem, backend: str) -> AttentionStatistics:
+    """Run a valid problem on `backend`."""
     p, mask = problem, problem.intervals
+    call = (
+        p.query, p.key, p.mixing, p.content_bias, p.exclude_keys,
+        mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi, p.scale,
+    )  # fmt: skip
     with torch.no_grad():
-        return AttentionStatistics(
-            *statistics_op(
-                p.query,
-                p.key,
-                p.mixing,
-                p.content_bias,
-                excluded,
-                mask.k_lo,
-                mask.k_hi,
-                mask.key_visible,
-                mask.dense,
-                mask.band_lo,
-                mask.band_hi,
-                p.scale,
-                backend,
-            )
-        )
+        return AttentionStatistics(*statistics_op(*call, backend))

@@ -37,7 +37,7 @@ def forward(
     dtype = compute_dtype(query.dtype)
     mixed = formula.mixed_query(query, mixing)
     scores = formula.collaborative_scores(mixed, key, content_bias, scale)  # [B, H, T, S]
-    visible = formula.visible_pairs(intervals, scores)
+    visible = formula.visible_matrix(intervals, scores)
     p, lse = formula.softmax(scores, visible)
     kept = formula.kept_share(seed, dropout_p, scores.shape, scores)
     attended = formula.product(formula.times(p, kept), value.to(dtype), visible)  # [B, H, T, Dv]
@@ -78,7 +78,7 @@ def backward(
     dout, attended = dout.to(dtype), attended.to(dtype)
     mixed = formula.mixed_query(query, mixing)
     scores = formula.collaborative_scores(mixed, key, content_bias, scale)  # [B, H, T, S]
-    visible = formula.visible_pairs(intervals, scores)
+    visible = formula.visible_matrix(intervals, scores)
     pairs = formula.contributing(visible, gate, gate_activation)
     transposed = None if pairs is None else pairs.mT
     p = formula.probabilities(scores, lse, pairs)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from heads_kernels import _cpu
 from heads_kernels.mask import Intervals
+from heads_kernels.ops import native
 from heads_kernels.ops.collaborative_attention.op import allocate, allocate_gradients
-from heads_kernels.ops.layout import asked_for
 
 
 def forward(
@@ -27,19 +25,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, and `attended` and `lse` where `save` asks for them (see `allocate`)."""
     outputs = allocate(query, value, gate, save)
-    _cpu.attention_forward(
+    native.attention_forward(
         (query, key, mixing, content_bias, scale),
         value,
-        (
-            intervals.k_lo,
-            intervals.k_hi,
-            intervals.key_visible,
-            intervals.band_lo,
-            intervals.band_hi,
-        ),
+        intervals,
         (gate, gate_activation, seed, dropout_p),
-        [asked_for(t) for t in outputs],
-        torch.get_num_threads(),
+        outputs,
     )
     return outputs
 
@@ -64,20 +55,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`dquery`, `dkey`, `dvalue`, the rows of `dmixing`, `dcontent_bias` and the rows of the gate's gradient."""
     gradients = allocate_gradients(query, key, value, content_bias, gate, needs)
-    _cpu.attention_backward(
+    native.attention_backward(
         (query, key, mixing, content_bias, scale),
         value,
-        (
-            intervals.k_lo,
-            intervals.k_hi,
-            intervals.key_visible,
-            intervals.band_lo,
-            intervals.band_hi,
-        ),
+        intervals,
         (gate, gate_activation, seed, dropout_p),
         closed_grad,
         (dout, attended, lse),
-        [asked_for(t) for t in gradients],
-        torch.get_num_threads(),
+        gradients,
     )
     return gradients

@@ -33,7 +33,7 @@ def forward(
     dtype = compute_dtype(query.dtype)
     q, k, v = query.to(dtype), formula.per_head(key, query), formula.per_head(value, query)
     scores = scale * (q @ k.mT)  # [B, H, T, S]
-    visible = formula.visible_pairs(intervals, scores)
+    visible = formula.visible_matrix(intervals, scores)
     p, lse = formula.softmax(scores, visible)
     kept = formula.kept_share(seed, dropout_p, scores.shape, scores)
     attended = formula.product(formula.times(p, kept), v, visible)  # [B, H, T, Dv]
@@ -71,7 +71,7 @@ def backward(
     q, k, v = query.to(dtype), formula.per_head(key, query), formula.per_head(value, query)
     dout, attended = dout.to(dtype), attended.to(dtype)
     scores = scale * (q @ k.mT)  # [B, H, T, S]
-    visible = formula.visible_pairs(intervals, scores)
+    visible = formula.visible_matrix(intervals, scores)
     pairs = formula.contributing(visible, gate, gate_activation)
     transposed = None if pairs is None else pairs.mT
     p = formula.probabilities(scores, lse, pairs)

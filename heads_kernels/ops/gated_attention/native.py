@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from heads_kernels import _cpu
 from heads_kernels.mask import Intervals
+from heads_kernels.ops import native
 from heads_kernels.ops.gated_attention.op import allocate, allocate_gradients
-from heads_kernels.ops.layout import asked_for
 
 
 def forward(
@@ -25,19 +23,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, and `attended` and `lse` where `save` asks for them (see `allocate`)."""
     outputs = allocate(query, value, gate, save)
-    _cpu.attention_forward(
+    native.attention_forward(
         (query, key, None, None, scale),
         value,
-        (
-            intervals.k_lo,
-            intervals.k_hi,
-            intervals.key_visible,
-            intervals.band_lo,
-            intervals.band_hi,
-        ),
+        intervals,
         (gate, gate_activation, seed, dropout_p),
-        [asked_for(t) for t in outputs],
-        torch.get_num_threads(),
+        outputs,
     )
     return outputs
 
@@ -60,20 +51,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`dquery`, `dkey`, `dvalue` and the rows of the gate's gradient, those that `needs` asks for."""
     gradients = allocate_gradients(query, key, value, gate, needs)
-    _cpu.attention_backward(
+    dquery, dkey, dvalue, dgate_rows = gradients
+    native.attention_backward(
         (query, key, None, None, scale),
         value,
-        (
-            intervals.k_lo,
-            intervals.k_hi,
-            intervals.key_visible,
-            intervals.band_lo,
-            intervals.band_hi,
-        ),
+        intervals,
         (gate, gate_activation, seed, dropout_p),
         closed_grad,
         (dout, attended, lse),
-        [*map(asked_for, gradients[:3]), None, None, asked_for(gradients[3])],
-        torch.get_num_threads(),
+        (dquery, dkey, dvalue, None, None, dgate_rows),
     )
     return gradients

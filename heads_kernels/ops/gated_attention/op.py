@@ -13,7 +13,7 @@ from torch import Tensor
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.autograd import first_order_only
+from heads_kernels.ops.autograd import first_order_only, is_recorded
 from heads_kernels.ops.gated_attention import BACKENDS
 from heads_kernels.ops.layout import compute_dtype, empty_gradient, empty_heads
 from heads_kernels.ops.library import define_op, load
@@ -181,6 +181,6 @@ def gated_attention(problem: Problem, backend: str, seed: Tensor | None) -> Tens
         *inputs, mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi,
         seed, p.scale, p.gate_activation, p.dropout_p,
     )  # fmt: skip
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    if is_recorded("gated_attention", inputs):
         return _GatedAttention.apply(p.closed_grad, backend, *call)  # type: ignore[no-any-return, no-untyped-call]
     return forward_op(*call, False, backend)[0]  # type: ignore[no-any-return]

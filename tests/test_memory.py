@@ -1,0 +1,30 @@
+"""No fused kernel has a `[T, S]` matrix in memory, in neither pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from calls import DIFFERENTIABLE, tensors
+
+import heads_kernels as hk
+from heads_kernels.testing import peak_memory
+
+T = 4096
+MATRIX = 4 * T * T  # bytes of one head's scores in float32: 64 MiB
+
+
+@pytest.mark.parametrize(
+    ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] != "eager"]
+)
+def test_memory_is_linear_in_length(operator: str, backend: str) -> None:
+    leaves = tensors(operator, B=1, H=2, Hk=2, T=T, S=T, D=16, Dv=16, dtype=torch.float32)
+
+    def both() -> list[torch.Tensor]:
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        out = getattr(hk, operator)(**leaves, is_causal=True, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out.sum(), list(leaves.values()))]
+
+    both()
+    peak = peak_memory(both)
+    assert peak.extra < MATRIX / 8, f"{peak.extra / 2**20:.1f} MiB ({peak.how})"
