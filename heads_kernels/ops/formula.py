@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ def without_autocast(backend: Callable[Arguments, Result]) -> Callable[Arguments
 
     @functools.wraps(backend)
     def shielded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        assert isinstance(args[0], Tensor)
-        with torch.autocast(args[0].device.type, enabled=False):
+        first: Any = args[0]  # the query, or a call that has one
+        query = first if isinstance(first, Tensor) else first.query
+        with torch.autocast(query.device.type, enabled=False):
             return backend(*args, **kwargs)
 
     return shielded

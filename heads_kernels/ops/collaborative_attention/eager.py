@@ -12,28 +12,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from heads_kernels.mask import Intervals
 from heads_kernels.ops import formula
-from heads_kernels.ops.collaborative_attention.op import allocate, allocate_gradients
+from heads_kernels.ops.collaborative_attention.op import Call, allocate, allocate_gradients
 from heads_kernels.ops.layout import compute_dtype
 
 
 @formula.without_autocast
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    content_bias: Tensor | None,
-    gate: Tensor | None,
-    intervals: Intervals,
-    seed: Tensor | None,
-    scale: float,
-    gate_activation: str,
-    dropout_p: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, and with `save` `lse` and (where there is a gate) `attended`, also of closed heads."""
+    (
+        query,
+        key,
+        value,
+        mixing,
+        content_bias,
+        gate,
+        intervals,
+        seed,
+        scale,
+        gate_activation,
+        dropout_p,
+    ) = call
     dtype = compute_dtype(query.dtype)
     mixed = formula.mixed_query(query, mixing)
     scores = formula.collaborative_scores(mixed, key, content_bias, scale)  # [B, H, T, S]
@@ -55,24 +54,27 @@ def forward(
 
 @formula.without_autocast
 def backward(
+    call: Call,
     dout: Tensor,
     attended: Tensor,
     lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    content_bias: Tensor | None,
-    gate: Tensor | None,
-    intervals: Intervals,
-    seed: Tensor | None,
-    scale: float,
-    gate_activation: str,
-    dropout_p: float,
     closed_grad: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dquery, dkey, dvalue, rows of dmixing, dcontent_bias, rows of dgate, from what was saved."""
+    (
+        query,
+        key,
+        value,
+        mixing,
+        content_bias,
+        gate,
+        intervals,
+        seed,
+        scale,
+        gate_activation,
+        dropout_p,
+    ) = call
     dtype = compute_dtype(query.dtype)
     q, k, v, m = query.to(dtype), key.to(dtype), value.to(dtype), mixing.to(dtype)
     dout, attended = dout.to(dtype), attended.to(dtype)

@@ -1,11 +1,11 @@
 """The torch ops of collaborative attention: forward and backward, their fakes, FLOPs and autograd.
 
-A backend module has `forward` and `backward` with the arguments of the ops, the mask parts as one `Intervals`.
+A backend module has `forward(call, save)` and `backward(call, dout, attended, lse, closed_grad, needs)`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,22 @@ _CALL = """
     Tensor? k_lo, Tensor? k_hi, Tensor? key_visible, Tensor? dense_mask, SymInt band_lo, SymInt band_hi,
     Tensor? seed, float scale, str gate_activation, float dropout_p
 """
+
+
+class Call(NamedTuple):
+    """What a backend is asked to compute: the arguments of the op, the mask parts as one `Intervals`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mixing: Tensor
+    content_bias: Tensor | None
+    gate: Tensor | None
+    intervals: Intervals
+    seed: Tensor | None
+    scale: float
+    gate_activation: str
+    dropout_p: float
 
 
 def allocate(
@@ -69,7 +85,7 @@ def _forward(
     seed: Tensor | None, scale: float, gate_activation: str, dropout_p: float, save: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
-    result: tuple[Tensor, Tensor, Tensor] = load(BACKENDS, backend).forward(
+    call = Call(
         query,
         key,
         value,
@@ -81,8 +97,8 @@ def _forward(
         scale,
         gate_activation,
         dropout_p,
-        save,
     )
+    result: tuple[Tensor, Tensor, Tensor] = load(BACKENDS, backend).forward(call, save)
     return result
 
 
@@ -121,10 +137,22 @@ def _backward(
     closed_grad: bool, needs: list[bool], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
-    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = load(BACKENDS, backend).backward(
-        dout, attended, lse, query, key, value, mixing, content_bias, gate, intervals,
-        seed, scale, gate_activation, dropout_p, closed_grad, needs,
-    )  # fmt: skip
+    call = Call(
+        query,
+        key,
+        value,
+        mixing,
+        content_bias,
+        gate,
+        intervals,
+        seed,
+        scale,
+        gate_activation,
+        dropout_p,
+    )
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = load(
+        BACKENDS, backend
+    ).backward(call, dout, attended, lse, closed_grad, needs)
     return result
 
 

@@ -10,26 +10,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from heads_kernels.mask import Intervals
 from heads_kernels.ops import formula
-from heads_kernels.ops.gated_attention.op import allocate, allocate_gradients
+from heads_kernels.ops.gated_attention.op import Call, allocate, allocate_gradients
 from heads_kernels.ops.layout import compute_dtype
 
 
 @formula.without_autocast
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    intervals: Intervals,
-    seed: Tensor | None,
-    scale: float,
-    gate_activation: str,
-    dropout_p: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, and with `save` `lse` and (where there is a gate) `attended`, also of closed heads."""
+    query, key, value, gate, intervals, seed, scale, gate_activation, dropout_p = call
     dtype = compute_dtype(query.dtype)
     q, k, v = query.to(dtype), formula.per_head(key, query), formula.per_head(value, query)
     scores = scale * (q @ k.mT)  # [B, H, T, S]
@@ -51,22 +40,15 @@ def forward(
 
 @formula.without_autocast
 def backward(
+    call: Call,
     dout: Tensor,
     attended: Tensor,
     lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    intervals: Intervals,
-    seed: Tensor | None,
-    scale: float,
-    gate_activation: str,
-    dropout_p: float,
     closed_grad: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`dquery`, `dkey`, `dvalue` and the rows of the gate's gradient, from what `forward` saved."""
+    query, key, value, gate, intervals, seed, scale, gate_activation, dropout_p = call
     dtype = compute_dtype(query.dtype)
     q, k, v = query.to(dtype), formula.per_head(key, query), formula.per_head(value, query)
     dout, attended = dout.to(dtype), attended.to(dtype)

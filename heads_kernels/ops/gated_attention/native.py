@@ -4,61 +4,34 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from heads_kernels.mask import Intervals
 from heads_kernels.ops import native
-from heads_kernels.ops.gated_attention.op import allocate, allocate_gradients
+from heads_kernels.ops.gated_attention.op import Call, allocate, allocate_gradients
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    intervals: Intervals,
-    seed: Tensor | None,
-    scale: float,
-    gate_activation: str,
-    dropout_p: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, and `attended` and `lse` where `save` asks for them (see `allocate`)."""
-    outputs = allocate(query, value, gate, save)
-    native.attention_forward(
-        (query, key, None, None, scale),
-        value,
-        intervals,
-        (gate, gate_activation, seed, dropout_p),
-        outputs,
-    )
+    outputs = allocate(call.query, call.value, call.gate, save)
+    native.attention_forward(_scores(call), call.value, call.intervals, _options(call), outputs)
     return outputs
 
 
 def backward(
-    dout: Tensor,
-    attended: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor | None,
-    intervals: Intervals,
-    seed: Tensor | None,
-    scale: float,
-    gate_activation: str,
-    dropout_p: float,
-    closed_grad: bool,
-    needs: list[bool],
+    call: Call, dout: Tensor, attended: Tensor, lse: Tensor, closed_grad: bool, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`dquery`, `dkey`, `dvalue` and the rows of the gate's gradient, those that `needs` asks for."""
-    gradients = allocate_gradients(query, key, value, gate, needs)
+    gradients = allocate_gradients(call.query, call.key, call.value, call.gate, needs)
     dquery, dkey, dvalue, dgate_rows = gradients
+    wanted = dquery, dkey, dvalue, None, None, dgate_rows
+    saved = dout, attended, lse
     native.attention_backward(
-        (query, key, None, None, scale),
-        value,
-        intervals,
-        (gate, gate_activation, seed, dropout_p),
-        closed_grad,
-        (dout, attended, lse),
-        (dquery, dkey, dvalue, None, None, dgate_rows),
+        _scores(call), call.value, call.intervals, _options(call), closed_grad, saved, wanted
     )
     return gradients
+
+
+def _scores(call: Call) -> native.Scores:
+    return call.query, call.key, None, None, call.scale
+
+
+def _options(call: Call) -> native.Options:
+    return call.gate, call.gate_activation, call.seed, call.dropout_p
