@@ -4,14 +4,13 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
-#include <new>
 
 #include "cpu/workspace.h"
 
 namespace hk::HK_LEVEL {
 
-// Below this many multiply-adds a second thread costs more than it brings (heuristic: 5 us at 30
-// GFLOP/s).
+// Below this many multiply-adds a second thread costs more than it brings (heuristic: 4 us of one
+// thread's work, what waking the others takes).
 constexpr int64_t kSerialWork = 1 << 17;
 
 // Calls body(item, workspace) for every item in [0, items), the next free thread taking the next
