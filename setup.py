@@ -27,8 +27,8 @@ FLAGS = shlex.split(
 LEVELS = {
     "x86_64": {
         "baseline": "",
-        "avx2": "-mavx2 -mfma -mf16c",
-        "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c"
+        "avx2": "-mavx2 -mfma",
+        "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
         " -mprefer-vector-width=512",
     }
 }

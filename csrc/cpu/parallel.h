@@ -1,6 +1,7 @@
 // Work items over the threads of PyTorch's own OpenMP pool.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -17,16 +18,11 @@ constexpr int64_t kSerialWork = 1 << 17;
 // item: put the longest first. Each thread has a workspace of `bytes`. Exceptions reach the caller.
 template <typename Body>
 inline void parallel_for(int64_t items, int threads, int64_t work, int64_t bytes, Body body) {
-  if (threads > items) threads = static_cast<int>(items);
-  if (threads <= 1 || work < kSerialWork) {
-    Workspace& workspace = Workspace::of_thread(bytes);
-    for (int64_t item = 0; item < items; ++item) body(item, Workspace::of_thread(bytes));
-    workspace.release();
-    return;
-  }
+  if (items == 0) return;
+  threads = work < kSerialWork ? 1 : static_cast<int>(std::min<int64_t>(threads, items));
   std::atomic<int64_t> next{0};
   std::exception_ptr failure;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     try {
       for (int64_t item = next++; item < items; item = next++)

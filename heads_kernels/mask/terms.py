@@ -6,6 +6,7 @@ waits for the device.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +20,7 @@ from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
 Alignment = Literal["upper_left", "lower_right"]
 
 
-class Term:
+class Term(ABC):
     """One reason to hide keys: a frozen dataclass of tensors, strings and tuples of integers.
 
     Its first field is the value of `argument`, the name by which errors and `repr` call it.
@@ -27,9 +28,9 @@ class Term:
 
     argument: str
 
+    @abstractmethod
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         """Its `Intervals` for a call of these sizes; raises ValueError where it does not fit."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         return f"{self.argument}={describe(next(iter(vars(self).values())))}"
