@@ -28,8 +28,7 @@ LEVELS = {
     "x86_64": {
         "baseline": "",
         "avx2": "-mavx2 -mfma",
-        "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
-        " -mprefer-vector-width=512",
+        "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width=512",
     }
 }
 KERNELS = sorted(glob("csrc/cpu/*.cpp"))
