@@ -5,11 +5,31 @@ torch only, so that the choice of a backend traces under `torch.compile`; the ba
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from typing import Final
+
+import torch
 
 from heads_kernels.problem import Problem
 
-_CPU_EXTENSION = find_spec("heads_kernels._cpu") is not None
+_CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
+_TRITON: Final = find_spec("triton") is not None
+
+#: Whether kernels are interpreted, in the words that Triton understands. Triton decides it for every kernel where the
+#: kernel is defined, so that a later change of the variable means nothing.
+TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
+    "1",
+    "true",
+    "on",
+    "yes",
+    "y",
+}
+
+#: A head's rows of a tile lie whole on chip, and 256 wide ones still fit; the width that heads share is read in slices,
+#: and 1024 is the widest that is tested.
+_WIDEST_HEAD: Final = 256
+_WIDEST_SHARED: Final = 1024
 
 
 def eager(problem: Problem) -> list[str]:
@@ -26,10 +46,48 @@ def cpu(problem: Problem) -> list[str]:
         )
     if problem.query.device.type != "cpu":
         reasons.append(f"tensors are on {problem.query.device}; it serves CPU tensors")
-    if problem.intervals.dense is not None:
+    return reasons + _dense_mask(problem) + _rows_apart(problem)
+
+
+def triton(problem: Problem) -> list[str]:
+    """The Triton kernels read tensors in GPU memory (interpreted: in any), rows contiguous, masks as intervals."""
+    reasons = []
+    if not _TRITON:
+        reasons.append("Triton is not installed (pip install 'heads_kernels[triton]')")
+    device = problem.query.device
+    if device.type == "cpu" and not TRITON_INTERPRETED:
         reasons.append(
-            "a dense attn_mask is no interval per row; use hk.Mask, or the eager backend"
+            f"tensors are on {device}; it serves CUDA tensors, and CPU tensors in Triton's interpreter "
+            "(slow, for tests: start Python with TRITON_INTERPRET=1)"
         )
+    elif device.type not in ("cpu", "cuda"):
+        reasons.append(f"tensors are on {device}; it serves CUDA tensors")
+    if problem.query.dtype == torch.float64:
+        reasons.append("tensors are float64; it computes in float32, use the eager backend")
+    return reasons + _too_wide(problem) + _dense_mask(problem) + _rows_apart(problem)
+
+
+def _too_wide(problem: Problem) -> list[str]:
+    most = _WIDEST_HEAD if problem.mixing is None else _WIDEST_SHARED
+    return [
+        f"{what} {width} wide; it serves widths up to {limit}"
+        for what, width, limit in (
+            ("query and key are", problem.D, most),
+            ("value is", problem.Dv, _WIDEST_HEAD),
+        )
+        if width > limit
+    ]
+
+
+def _dense_mask(problem: Problem) -> list[str]:
+    if problem.intervals.dense is None:
+        return []
+    return ["a dense attn_mask is no interval per row; use hk.Mask, or the eager backend"]
+
+
+def _rows_apart(problem: Problem) -> list[str]:
+    """The tensors whose rows do not lie contiguous."""
+    reasons = []
     for name in ("query", "key", "value"):
         tensor = getattr(problem, name)
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

@@ -13,7 +13,8 @@ of an ideal kernel are propagated through the formula, in float64, one head at a
                          less than what adding thousands of terms one by one to a large partial sum
                          costs; sums in blocks do not have that error
     a score              its sum of absolute terms times u_c, and u_c times its own size for scale
-                         and exponent; a shared query is also rounded after mixing
+                         and exponent; a shared query is also rounded after mixing, once for all keys, so
+                         that in lse its error is one of features and not of scores
     a probability        relative error = absolute error of its score, and its rounding as operand
     delta, dgate         the saved output carries u_w, so rowsum(dout * out) does too; an error of
                          delta is common to its row and comes through dS as u * P
@@ -145,7 +146,8 @@ def _head_floor(head: _Head, scale: float, u: _Units, shared: bool) -> _Floor:
     if bias is not None:
         score, size = score + bias, size + bias.abs()
     score, size = scale * score, abs(scale) * size
-    error = u.compute * (size + score.abs())
+    alone = u.compute * (size + score.abs())  # independent in every score
+    error = alone
     if shared:  # the mixed query is rounded to the working dtype
         error = error + u.working * abs(scale) * (q**2 @ (k**2).T).sqrt()
     score = score.masked_fill(~visible, -torch.inf)
@@ -167,7 +169,9 @@ def _head_floor(head: _Head, scale: float, u: _Units, shared: bool) -> _Floor:
     largest = torch.zeros_like(lse[:, 0])
     if score.shape[-1]:
         largest = torch.where(visible, score.abs(), 0.0).amax(-1)
-    lse_error = (P * error).square().sum(-1).sqrt() + u.compute * (lse[:, 0].abs() + largest + 2)
+    lse_error = (P * alone).square().sum(-1).sqrt() + u.compute * (lse[:, 0].abs() + largest + 2)
+    if shared:
+        lse_error = lse_error + u.working * abs(scale) * (q * (P @ k)).square().sum(-1).sqrt()
 
     # The backward pass.
     dO = gate * dout  # [T, Dv]
@@ -179,13 +183,13 @@ def _head_floor(head: _Head, scale: float, u: _Units, shared: bool) -> _Floor:
     delta_error = (dO * saved_error).square().sum(-1, keepdim=True).sqrt()
     delta_error = delta_error + u.compute * (dO * attended).abs().sum(-1, keepdim=True)
     dS = P * (dP - delta)
-    alone = dS.abs() * relative + P * dP_sum + u.tiny * visible  # independent in every element
+    own = dS.abs() * relative + P * dP_sum + u.tiny * visible  # independent in every element
     common = P * delta_error  # the same delta for a row
     dq_value = scale * (dS @ k)
-    dq = (alone**2 @ k**2).sqrt() + delta_error * (P @ k).abs() + u.compute * (dS.abs() @ k.abs())
-    dk = ((alone**2 + common**2).T @ q**2).sqrt() + u.compute * (dS.abs().T @ q.abs())
+    dq = (own**2 @ k**2).sqrt() + delta_error * (P @ k).abs() + u.compute * (dS.abs() @ k.abs())
+    dk = ((own**2 + common**2).T @ q**2).sqrt() + u.compute * (dS.abs().T @ q.abs())
     dv = ((dP_error + u.working * PZ) ** 2).T @ dO**2
-    dbias = (alone**2 + common**2).sum(0).sqrt() + u.compute * dS.abs().sum(0)
+    dbias = (own**2 + common**2).sum(0).sqrt() + u.compute * dS.abs().sum(0)
     return _Floor(
         attended=attended,
         out=out,

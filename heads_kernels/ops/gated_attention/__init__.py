@@ -6,5 +6,6 @@ from heads_kernels.ops import support
 #: In the order in which they are asked.
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.gated_attention.native", support.cpu),
+    Backend("triton", "heads_kernels.ops.gated_attention.triton", support.triton),
     Backend("eager", "heads_kernels.ops.gated_attention.eager", support.eager),
 )

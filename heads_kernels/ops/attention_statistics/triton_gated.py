@@ -1,0 +1,75 @@
+"""Attention statistics of gated attention's scores in Triton: `scale * Q_h K_h^T`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heads_kernels.mask import Intervals
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics.triton_stream import fresh_rows, see_tile, store_rows
+from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.load import load_tile, load_whole_tile
+from heads_kernels.ops.triton.operands import bytes_of, rows_of, upright, visible_of
+from heads_kernels.ops.triton.product import product
+from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST
+from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+
+
+@triton.jit
+def _gated_kernel(
+    query, key, visible, excluded, stride_excluded, lse, max_prob, argmax, entropy, H, T, S, GROUP, scale,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program reads every key that BLOCK_M rows of a head see and keeps five numbers a row on chip."""
+    tiles = tl.cdiv(T, BLOCK_M)
+    pair = tl.program_id(0) // tiles
+    b, h = pair // H, pair % H
+    hk = h // GROUP
+    first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
+    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, T, BLOCK_N)
+    q = load_tile(query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    steepness = tl.maximum(scale * LOG2E, SMALLEST)
+    kept = fresh_rows(BLOCK_M)
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in range(full_start, full_end):
+        first = tile * BLOCK_N
+        k = load_whole_tile(key, b, hk, first, D, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        scores = product(q, tl.trans(k), zeros)  # [BLOCK_M, BLOCK_N]
+        kept = see_tile(
+            kept, scores, excluded, stride_excluded, b, first + tl.arange(0, BLOCK_N), S, steepness
+        )
+    for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
+        first = partial_tile(index, start, full_start, full_end) * BLOCK_N
+        keys = first + tl.arange(0, BLOCK_N)
+        k = load_tile(key, b, hk, first, keys < S, D, BLOCK_N, BLOCK_D)
+        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        scores = tl.where(seen, product(q, tl.trans(k), zeros), float("-inf"))
+        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, steepness)
+    store_rows(
+        kept, lse, max_prob, argmax, entropy, pair.to(tl.int64) * T + rows, rows < T, steepness
+    )
+
+
+def gated_statistics(
+    query: Tensor,
+    key: Tensor,
+    excluded: Tensor | None,
+    intervals: Intervals,
+    scale: float,
+    statistics: AttentionStatistics,
+) -> None:
+    """Fill `statistics`."""
+    (B, H, T, D), (_, Hk, S, _) = query.shape, key.shape
+    scale, query = upright(scale, query)
+    tiles = tiles_for("attention_statistics.gated", query, D, 0)
+    launch(
+        _gated_kernel, B * H * -(-T // tiles.block_m), query, tiles,
+        rows_of(query), rows_of(key), visible_of(intervals), *bytes_of(excluded), *statistics,
+        H, T, S, H // max(Hk, 1), scale,
+        D=D, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D),
+    )  # fmt: skip

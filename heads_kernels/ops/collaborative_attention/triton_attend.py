@@ -1,0 +1,97 @@
+"""The stream of collaborative attention in Triton: a tile of query rows of a head against every key that it sees.
+
+The mixed query is formed chunk by chunk, beside the chunk of keys that it meets, and never lies in memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, mixed
+from heads_kernels.ops.triton.dropout import kept
+from heads_kernels.ops.triton.load import load_columns, load_tile
+from heads_kernels.ops.triton.product import guarded_product, product
+from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST, log_sum_exp, online_softmax
+from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+
+
+@triton.jit
+def attend(
+    query, key, value, mixing, content_bias, visible, dropout, b, h, first_row, T, S, scale,
+    DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """`attended` [BLOCK_M, BLOCK_DV] and `lse` [BLOCK_M] of the rows of a head; 0 and -inf where they see nothing.
+
+    With T 0 (a closed head) nothing is read. `scale` is not negative. Scores, probabilities and the accumulator
+    stay on chip.
+    """
+    rows = first_row + tl.arange(0, BLOCK_M)
+    lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
+    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, T, BLOCK_N)
+    count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
+    steepness = tl.maximum(scale * LOG2E, SMALLEST)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range((full_end - full_start) * count):
+        tile = full_start + step // count
+        acc, top, total, scores = _attend_step(
+            query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows,
+            first_row, tile, step % count, count, numbers, b, h, T, S, steepness,
+            False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    for step in tl.range(0, (full_start - start + end - full_end) * count, num_stages=1):
+        tile = partial_tile(step // count, start, full_start, full_end)
+        acc, top, total, scores = _attend_step(
+            query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows,
+            first_row, tile, step % count, count, numbers, b, h, T, S, steepness,
+            True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    share = tl.where(total == 0.0, 0.0, 1.0 / total)
+    if dropout is not None:
+        share = share * dropout.scale
+    return acc * share[:, None], log_sum_exp(top, total, steepness)
+
+
+@triton.jit
+def _attend_step(
+    query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows, first_row, tile,
+    place, count, numbers, b, h, T, S, steepness,
+    PARTIAL: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one tile of keys; with the last chunk the tile's softmax and its product with the values."""
+    last = place == count - 1
+    column = chunk_at(numbers, place) * BLOCK_D
+    first_key = tile * BLOCK_N
+    keys = first_key + tl.arange(0, BLOCK_N)
+    q = load_columns(
+        query, b, first_row, rows < T, column, DS, BLOCK_M, BLOCK_D
+    )  # [BLOCK_M, BLOCK_D]
+    k = load_columns(
+        key, b, first_key, keys < S, column, DS, BLOCK_N, BLOCK_D
+    )  # [BLOCK_N, BLOCK_D]
+    scores = product(
+        mixed(q, mixing, h, column, DS, BLOCK_D), tl.trans(k), scores
+    )  # [BLOCK_M, BLOCK_N]
+    if last:
+        v = load_tile(
+            value, b, h, first_key, keys < S, DV, BLOCK_N, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_DV]
+        if content_bias is not None:
+            scores += load_bias(content_bias, b, h, keys, S)[None, :]
+        if PARTIAL:
+            seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+            scores = tl.where(seen, scores, float("-inf"))
+        p, top, total, shrink = online_softmax(scores, top, total, steepness)
+        if dropout is not None:
+            p = tl.where(kept(dropout, b, h, rows, first_key, BLOCK_N), p, 0.0)
+        if PARTIAL:
+            acc = guarded_product(p.to(v.dtype), v, seen, acc * shrink[:, None])
+        else:
+            acc = product(p.to(v.dtype), v, acc * shrink[:, None])
+        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return acc, top, total, scores

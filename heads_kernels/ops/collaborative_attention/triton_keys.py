@@ -1,0 +1,190 @@
+"""Collaborative attention backward in Triton: `dkey`, `dvalue` and `dcontent_bias`, by tiles of keys.
+
+    p = exp(scores - lse)        dp = dattended value^T        dscores = scale * p * (dp - delta)
+    dvalue_h = p^T dattended     dcontent_bias_h = colsum(dscores)
+    dkey = sum over h of dscores_h^T (query * mixing_h)
+
+Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores lie transposed, `[BLOCK_N, BLOCK_M]`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heads_kernels.ops.collaborative_attention.op import Call
+from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, load_mixing, mixed
+from heads_kernels.ops.triton.dropout import kept
+from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.launch import launch, split_parts, splits_of, sum_parts
+from heads_kernels.ops.triton.load import load_columns, load_tile, store_columns, store_tile
+from heads_kernels.ops.triton.operands import (
+    bias_of,
+    dropout_of,
+    gate_kind,
+    gate_of,
+    mixing_of,
+    rows_of,
+    visible_of,
+)
+from heads_kernels.ops.triton.product import product
+from heads_kernels.ops.triton.rows import load_row_terms
+from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_that_see
+
+
+@triton.jit
+def _rows_tile(
+    query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias, tile,
+    count, numbers, slice_column, b, h, H, T, S, first_key, scale,
+    PARTIAL: tl.constexpr, NEEDS_KEY: tl.constexpr, NEEDS_SCORES: tl.constexpr,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """`dkey` [BLOCK_N, SLICE], `dvalue` [BLOCK_N, BLOCK_DV] and `dbias` of head h after one tile of query rows."""
+    first_row = tile * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    scores = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for place in range(count):
+        column = chunk_at(numbers, place) * BLOCK_D
+        k = load_columns(
+            key, b, first_key, keys < S, column, DS, BLOCK_N, BLOCK_D
+        )  # [BLOCK_N, BLOCK_D]
+        q = load_columns(
+            query, b, first_row, rows < T, column, DS, BLOCK_M, BLOCK_D
+        )  # [BLOCK_M, BLOCK_D]
+        scores = product(k, tl.trans(mixed(q, mixing, h, column, DS, BLOCK_D)), scores)
+    row_lse, row_delta, g, sound = load_row_terms(
+        lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
+    )
+    if not PARTIAL:  # all rows are there, and what they hold reaches every key
+        sound = rows < T
+    do = load_tile(dout, b, h, first_row, sound, DV, BLOCK_M, v.shape[1])  # [BLOCK_M, BLOCK_DV]
+    p = probabilities(scores + bias[:, None], row_lse[None, :], scale * LOG2E)  # [BLOCK_N, BLOCK_M]
+    if PARTIAL:
+        lo, hi = ranges(visible, b, rows, T, S)
+        seen = pairs_visible(visible, b, lo[None, :], hi[None, :], keys[:, None], S)
+        p = tl.where(seen, p, 0.0)
+    weights = p * g[None, :]
+    if dropout is not None:
+        keep = tl.trans(kept(dropout, b, h, rows, first_key, BLOCK_N))
+        weights = tl.where(keep, weights * dropout.scale, 0.0)
+    dvalue = product(weights.to(do.dtype), do, dvalue)
+    if NEEDS_SCORES:
+        dp = product(v, tl.trans(do), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        if dropout is not None:
+            dp = tl.where(keep, dp * dropout.scale, 0.0)
+        dscores = p * (dp * g[None, :] - row_delta[None, :])
+        if PARTIAL:
+            dscores = tl.where(seen, dscores, 0.0)
+        dbias += tl.sum(dscores, 1)
+        if NEEDS_KEY:
+            q_slice = load_columns(
+                query, b, first_row, sound, slice_column, DS, BLOCK_M, SLICE
+            )  # [BLOCK_M, SLICE]
+            dkey = product(
+                dscores.to(do.dtype), mixed(q_slice, mixing, h, slice_column, DS, SLICE), dkey
+            )
+    return dkey, dvalue, dbias
+
+
+@triton.jit
+def _keys_kernel(
+    query, key, value, dout, mixing, content_bias, gate, lse, delta, visible, dropout, dkey_out, dvalue_out, dbias_out,
+    B, H, T, S, SPLITS, scale,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """A program owns a SLICE of features of BLOCK_N keys and sums `dkey` over the heads on chip, for one store.
+
+    Where tiles alone would not fill the GPU it takes a SPLITS-th of the heads, and the parts are added up afterwards.
+    The program of the first slice also stores what belongs to a head alone, `dvalue` and `dcontent_bias`. Where SLICE is
+    narrower than Ds, scores are computed again for every slice.
+    """
+    tiles = tl.cdiv(S, BLOCK_N)
+    slices = tl.cdiv(DS, SLICE)
+    first_key = (tl.program_id(0) % tiles) * BLOCK_N
+    column = (tl.program_id(0) // tiles % slices) * SLICE
+    b = tl.program_id(0) // (tiles * slices) % B
+    split = tl.program_id(0) // (tiles * slices * B)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    start, full_start, full_end, end = tiles_that_see(visible, b, first_key, T, S, BLOCK_N, BLOCK_M)
+    dkey = tl.zeros((BLOCK_N, SLICE), tl.float32)
+    heads = tl.cdiv(H, SPLITS)
+    for index in range(tl.minimum(heads, H - split * heads)):
+        h = split * heads + index
+        count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
+        slice_mixing = load_mixing(mixing, h, column, DS, SLICE)  # [SLICE]
+        bias = tl.zeros((BLOCK_N,), tl.float32)
+        if content_bias is not None:
+            bias = load_bias(content_bias, b, h, keys, S)
+        v = load_tile(
+            value, b, h, first_key, keys < S, DV, BLOCK_N, BLOCK_DV
+        )  # [BLOCK_N, BLOCK_DV]
+        # A closed head has no steps; nor has one that does not use this slice, unless it is the first.
+        used = tl.max((slice_mixing != 0.0).to(tl.int32))
+        taking_part = tl.minimum(
+            open_rows(gate, b, h, T, KIND, ACTIVATION), tl.where(column == 0, 1, used)
+        )
+        dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+        dbias = tl.zeros((BLOCK_N,), tl.float32)
+        for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
+            dkey, dvalue, dbias = _rows_tile(
+                query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias, tile,
+                count, numbers, column, b, h, H, T, S, first_key, scale,
+                False, dkey_out is not None, dkey_out is not None or dbias_out is not None, KIND, ACTIVATION, DS, DV,
+                BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
+            )  # fmt: skip
+        for place in range((full_start - start + end - full_end) * taking_part):
+            dkey, dvalue, dbias = _rows_tile(
+                query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias,
+                partial_tile(place, start, full_start, full_end), count, numbers, column, b, h, H, T, S, first_key,
+                scale,
+                True, dkey_out is not None, dkey_out is not None or dbias_out is not None, KIND, ACTIVATION, DS, DV,
+                BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
+            )  # fmt: skip
+        if column == 0:
+            if dvalue_out is not None:
+                store_tile(dvalue_out, b, h, first_key, S, dvalue, DV, BLOCK_N, BLOCK_DV)
+            if dbias_out is not None:
+                tl.store(
+                    dbias_out + (b * H + h).to(tl.int64) * S + keys, dbias * scale, mask=keys < S
+                )
+    if dkey_out is not None:
+        store_columns(
+            dkey_out, split * B + b, first_key, S, column, dkey * scale, DS, BLOCK_N, SLICE
+        )
+
+
+def keys_pass(
+    call: Call, dattended: Tensor, gate: Tensor | None, lse: Tensor, delta: Tensor,
+    dkey: Tensor, dvalue: Tensor, dcontent_bias: Tensor,
+) -> None:  # fmt: skip
+    """Fill `dkey`, `dvalue` and `dcontent_bias`; an empty one is not computed.
+
+    `gate` is what `dattended` still lacks.
+    """
+    if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
+        return
+    (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
+    tiles = tiles_for("collaborative_attention.keys", call.query, Ds, Dv)
+    width = tiles.block_slice
+    programs = B * -(-S // tiles.block_n) * (-(-Ds // width) if dkey.numel() else 1)
+    splits = splits_of(H, programs, call.query)
+    part = split_parts(dkey, splits)
+    launch(
+        _keys_kernel, programs * splits, call.query, tiles,
+        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), mixing_of(call.mixing),
+        bias_of(call.content_bias), gate_of(gate), lse, delta,
+        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        rows_of(part) if dkey.numel() else None, rows_of(dvalue) if dvalue.numel() else None,
+        dcontent_bias if dcontent_bias.numel() else None,
+        B, H, T, S, splits, call.scale,
+        KIND=gate_kind(gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
+        CHUNKS=chunks_of(Ds, tiles.block_d), SLICE=width,
+    )  # fmt: skip
+    sum_parts(part, dkey, splits)

@@ -1,0 +1,79 @@
+"""The stream of gated attention in Triton: a tile of query rows against every tile of keys that it sees."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.triton.dropout import kept
+from heads_kernels.ops.triton.load import load_tile, load_whole_tile
+from heads_kernels.ops.triton.product import guarded_product, product
+from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST, log_sum_exp, online_softmax
+from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+
+
+@triton.jit
+def attend(
+    query, key, value, visible, dropout, b, h, first_row, T, S, GROUP, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """`attended` [BLOCK_M, BLOCK_DV] and `lse` [BLOCK_M] of the rows of a head; 0 and -inf where they see nothing.
+
+    With T 0 (a closed head) nothing is read. `scale` is not negative. The query tile, scores, probabilities and the
+    accumulator stay on chip.
+    """
+    rows = first_row + tl.arange(0, BLOCK_M)
+    lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
+    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, T, BLOCK_N)
+    q = load_tile(query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    steepness = tl.maximum(scale * LOG2E, SMALLEST)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for tile in range(full_start, full_end):
+        acc, top, total = _attend_tile(
+            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+            False, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
+        tile = partial_tile(index, start, full_start, full_end)
+        acc, top, total = _attend_tile(
+            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+            True, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    share = tl.where(total == 0.0, 0.0, 1.0 / total)
+    if dropout is not None:
+        share = share * dropout.scale
+    return acc * share[:, None], log_sum_exp(top, total, steepness)
+
+
+@triton.jit
+def _attend_tile(
+    q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+    PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: `acc`, `top` and `total` after it. In a PARTIAL tile pairs are masked one by one."""
+    first = tile * BLOCK_N
+    hk = h // GROUP
+    keys = first + tl.arange(0, BLOCK_N)
+    if PARTIAL:
+        k = load_tile(key, b, hk, first, keys < S, D, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        v = load_tile(value, b, hk, first, keys < S, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    else:
+        k = load_whole_tile(key, b, hk, first, D, BLOCK_N, BLOCK_D)
+        v = load_whole_tile(value, b, hk, first, DV, BLOCK_N, BLOCK_DV)
+    scores = product(
+        q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+    )  # [BLOCK_M, BLOCK_N]
+    if PARTIAL:
+        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        scores = tl.where(seen, scores, float("-inf"))
+    p, top, total, shrink = online_softmax(scores, top, total, steepness)
+    if dropout is not None:
+        p = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), p, 0.0)
+    p = p.to(v.dtype)
+    acc = acc * shrink[:, None]
+    acc = guarded_product(p, v, seen, acc) if PARTIAL else product(p, v, acc)
+    return acc, top, total

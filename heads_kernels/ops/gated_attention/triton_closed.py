@@ -1,0 +1,64 @@
+"""Gated attention backward in Triton: the gate's gradient of closed heads, whose forward pass was skipped."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heads_kernels.ops.gated_attention.op import Call
+from heads_kernels.ops.gated_attention.triton_attend import attend
+from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.load import load_tile
+from heads_kernels.ops.triton.operands import (
+    dropout_of,
+    gate_kind,
+    gate_of,
+    rows_of,
+    upright,
+    visible_of,
+)
+from heads_kernels.ops.triton.tiles import padded, tiles_for
+
+
+@triton.jit
+def _closed_kernel(
+    query, key, value, dout, gate, visible, dropout, dgate_rows, H, T, S, GROUP, scale,
+    KIND: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """A program computes `rowsum(dout * attended)` of BLOCK_M rows, as the forward kernel would; of an open head it
+    computes nothing."""
+    tiles = tl.cdiv(T, BLOCK_M)
+    pair = tl.program_id(0) // tiles
+    b, h = pair // H, pair % H
+    first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
+    closed = T - open_rows(gate, b, h, T, KIND, "identity")
+    attended, lse = attend(
+        query, key, value, visible, dropout, b, h, first_row, closed, S, GROUP, scale,
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
+    rows = first_row + tl.arange(0, BLOCK_M)
+    do = load_tile(dout, b, h, first_row, rows < closed, DV, BLOCK_M, BLOCK_DV).to(
+        tl.float32
+    )  # [BLOCK_M, BLOCK_DV]
+    products = tl.where((lse == float("-inf"))[:, None], 0.0, do * attended)
+    tl.store(dgate_rows + pair.to(tl.int64) * T + rows, tl.sum(products, 1), mask=rows < closed)
+
+
+def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
+    """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
+    if gate_kind(call.gate) != "heads" or call.gate_activation != "identity":
+        return
+    (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
+    scale, query = upright(call.scale, call.query)
+    tiles = tiles_for("gated_attention.forward", call.query, D, Dv)
+    launch(
+        _closed_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
+        rows_of(query), rows_of(call.key), rows_of(call.value), rows_of(dout), gate_of(call.gate),
+        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p), dgate_rows,
+        H, T, S, H // max(Hk, 1), scale,
+        KIND="heads", D=D, DV=Dv,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Gated attention backward in Triton: `dquery`, by tiles of query rows (the formulas stand in `triton_keys`)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from heads_kernels.ops.gated_attention.op import Call
+from heads_kernels.ops.triton.dropout import kept
+from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
+from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, visible_of
+from heads_kernels.ops.triton.product import product, sound_keys
+from heads_kernels.ops.triton.rows import load_row_terms
+from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+
+
+@triton.jit
+def _keys_tile(
+    q, do, row_lse, row_delta, g, sound, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+    steepness,
+    PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`dquery` [BLOCK_M, BLOCK_D] after one tile of keys."""
+    first = tile * BLOCK_N
+    keys = first + tl.arange(0, BLOCK_N)
+    if PARTIAL:
+        k = load_tile(key, b, hk, first, keys < S, D, BLOCK_N, q.shape[1])  # [BLOCK_N, BLOCK_D]
+        v = load_tile(
+            value, b, hk, first, keys < S, DV, BLOCK_N, do.shape[1]
+        )  # [BLOCK_N, BLOCK_DV]
+    else:
+        k = load_whole_tile(key, b, hk, first, D, BLOCK_N, q.shape[1])
+        v = load_whole_tile(value, b, hk, first, DV, BLOCK_N, do.shape[1])
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    scores = product(q, tl.trans(k), zeros)  # [BLOCK_M, BLOCK_N]
+    p = probabilities(scores, row_lse[:, None], steepness)
+    dp = product(do, tl.trans(v), zeros)
+    if dropout is not None:
+        dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)
+    dscores = p * (dp * g[:, None] - row_delta[:, None])
+    if PARTIAL:
+        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        dscores = tl.where(seen, dscores, 0.0)
+        there = (keys < S) & sound_keys(scores, sound)
+        k = load_tile(key, b, hk, first, there, D, BLOCK_N, q.shape[1])
+    return product(dscores.to(k.dtype), k, dquery)
+
+
+@triton.jit
+def _queries_kernel(
+    query, key, value, dout, gate, lse, delta, visible, dropout, dquery_out, H, T, S, GROUP, scale,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """A program owns BLOCK_M query rows of a head, in the order of the forward kernel. The rows of query and dout and
+    the sum stay on chip; a closed head writes its zeros and is done."""
+    tiles = tl.cdiv(T, BLOCK_M)
+    pair = tl.program_id(0) // tiles
+    b, h = pair // H, pair % H
+    hk = h // GROUP
+    first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
+    lo, hi = ranges(visible, b, rows, taking_part, S)  # [BLOCK_M]
+    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, taking_part, BLOCK_N)
+    q = load_tile(
+        query, b, h, first_row, rows < taking_part, D, BLOCK_M, BLOCK_D
+    )  # [BLOCK_M, BLOCK_D]
+    do = load_tile(
+        dout, b, h, first_row, rows < taking_part, DV, BLOCK_M, BLOCK_DV
+    )  # [BLOCK_M, BLOCK_DV]
+    row_lse, row_delta, g, sound = load_row_terms(
+        lse, delta, gate, b, h, pair, rows, T, KIND, ACTIVATION
+    )
+    dquery = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for tile in range(full_start, full_end):
+        dquery = _keys_tile(
+            q, do, row_lse, row_delta, g, sound, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+            scale * LOG2E, False, D, DV, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
+        tile = partial_tile(index, start, full_start, full_end)
+        dquery = _keys_tile(
+            q, do, row_lse, row_delta, g, sound, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+            scale * LOG2E, True, D, DV, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    # Rows that see nothing are 0, whatever stands in the keys beside them.
+    dquery = tl.where((lo < hi)[:, None], dquery * scale, 0.0)
+    store_tile(dquery_out, b, h, first_row, T, dquery, D, BLOCK_M, BLOCK_D)
+
+
+def queries_pass(
+    call: Call, dattended: Tensor, gate: Tensor | None, lse: Tensor, delta: Tensor, dquery: Tensor
+) -> None:
+    """Fill `dquery` unless it is empty. `gate` is what `dattended` still lacks."""
+    if not dquery.numel():
+        return
+    (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
+    tiles = tiles_for("gated_attention.queries", call.query, D, Dv)
+    launch(
+        _queries_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
+        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), gate_of(gate), lse, delta,
+        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p), rows_of(dquery),
+        H, T, S, H // max(Hk, 1), call.scale,
+        KIND=gate_kind(gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""The gate inside a kernel: values of rows or of elements, activated."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(values, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "sigmoid":
+        values = tl.where(values >= 0.0, 1.0, tl.exp(-tl.abs(values))) / (
+            1.0 + tl.exp(-tl.abs(values))
+        )
+    elif ACTIVATION == "softplus":
+        # log(1 + y) without losing a small y (Kahan): u = 1 + y is rounded, and y / (u - 1) makes good for it.
+        y = tl.exp(-tl.abs(values))
+        u = 1.0 + y
+        log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+        values = tl.maximum(values, 0.0) + log1p
+    return values
+
+
+@triton.jit
+def row_gates(gate, b, h, rows, T, ACTIVATION: tl.constexpr):
+    """float32 `[M]`: the gates of query rows (a gate of heads has row stride 0)."""
+    at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
+    values = tl.load(at + rows.to(tl.int64) * gate.stride_t, mask=rows < T, other=0.0)
+    return activate(values.to(tl.float32), ACTIVATION)
+
+
+@triton.jit
+def element_gates(
+    gate, b, h, rows, T, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """float32 `[M, BLOCK_DV]`: the gates of every element of query rows."""
+    columns = tl.arange(0, BLOCK_DV)
+    at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
+    at = at + (rows.to(tl.int64) * gate.stride_t)[:, None] + (columns * gate.stride_d)[None, :]
+    there = (rows < T)[:, None] & (columns < DV)[None, :]
+    return activate(tl.load(at, mask=there, other=0.0).to(tl.float32), ACTIVATION)
+
+
+@triton.jit
+def times_gate(
+    tile, gate, b, h, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """`tile` [M, BLOCK_DV] of float32 rows times their gates."""
+    if KIND == "elements":
+        tile = tile * element_gates(gate, b, h, rows, T, DV, BLOCK_DV, ACTIVATION)
+    elif KIND != "none":
+        tile = tile * row_gates(gate, b, h, rows, T, ACTIVATION)[:, None]
+    return tile
+
+
+@triton.jit
+def open_rows(gate, b, h, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
+    """How many rows of a head take part: T, or 0 where an identity gate of heads is exactly 0."""
+    if KIND == "heads" and ACTIVATION == "identity":
+        at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
+        return tl.where(tl.load(at) == 0.0, 0, T)
+    return T

@@ -1,0 +1,95 @@
+"""Tiles of rows in memory: the one place where kernels form addresses of queries, keys, values and gradients."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def head_of(rows, b, h):
+    """Address of the first row of a head."""
+    return rows.ptr + b.to(tl.int64) * rows.stride_b + h.to(tl.int64) * rows.stride_h
+
+
+@triton.jit
+def tile_addresses(rows, b, h, first, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Addresses `[BLOCK, COLUMNS]` of rows `first` and on; `first` is an int32 scalar."""
+    start = head_of(rows, b, h) + first.to(tl.int64) * rows.stride_l
+    return start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def load_tile(
+    rows, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """`[BLOCK, COLUMNS]` of rows `first` and on; 0 in rows that are not `there` [BLOCK] and in columns from WIDTH."""
+    at = tile_addresses(rows, b, h, first, BLOCK, COLUMNS)
+    read = there[:, None]
+    if WIDTH != COLUMNS:
+        read = read & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    return tl.load(at, mask=read, other=0.0)
+
+
+@triton.jit
+def load_whole_tile(
+    rows, b, h, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The same where all rows are there."""
+    at = tile_addresses(rows, b, h, first, BLOCK, COLUMNS)
+    if WIDTH != COLUMNS:
+        return tl.load(at, mask=(tl.arange(0, COLUMNS) < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_tile(
+    rows, b, h, first, L, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store `values` [BLOCK, COLUMNS], rounded to the dtype of the tensor."""
+    at = tile_addresses(rows, b, h, first, BLOCK, COLUMNS)
+    there = (first + tl.arange(0, BLOCK) < L)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    tl.store(at, values.to(rows.ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def load_columns(
+    rows, b, first, there, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """`[BLOCK, COLUMNS]` of rows shared by the heads, from `column` on; as `load_tile`."""
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
+    columns = tl.arange(0, COLUMNS)
+    read = there[:, None]
+    if WIDTH % COLUMNS != 0:
+        read = read & (column + columns < WIDTH)[None, :]
+    return tl.load(
+        start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :],
+        mask=read,
+        other=0.0,
+    )
+
+
+@triton.jit
+def store_columns(
+    rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Store `values` [BLOCK, COLUMNS] from `column` on, rounded to the dtype of the tensor."""
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
+    columns = tl.arange(0, COLUMNS)
+    there = (first + tl.arange(0, BLOCK) < L)[:, None] & (column + columns < WIDTH)[None, :]
+    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
+    tl.store(at, values.to(rows.ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def add_columns(
+    rows, b, first, L, begun, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Add `values` to what stands in the rows below `begun`, store them in the others; a program's own rows only."""
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
+    columns = tl.arange(0, COLUMNS)
+    numbers = first + tl.arange(0, BLOCK)
+    inside = (column + columns < WIDTH)[None, :]
+    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
+    before = tl.load(at, mask=(numbers < begun)[:, None] & inside, other=0.0)
+    tl.store(at, before + values, mask=(numbers < L)[:, None] & inside)

@@ -1,0 +1,143 @@
+"""What a kernel is told about a tensor: named tuples of a pointer and strides, packed here and read in kernels.
+
+Strides count elements. A dimension that broadcasts has stride 0. Absent tensors are None, which a kernel sees at
+compile time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads_kernels.mask import Intervals
+from heads_kernels.ops.gate import as_4d, is_elementwise
+from heads_kernels.ops.philox import threshold
+
+
+class Rows(NamedTuple):
+    """Rows of a width, contiguous: `[B, H, L, W]`, or `[B, L, W]` shared by the heads (`stride_h` 0)."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_h: int
+    stride_l: int
+
+
+class Gate(NamedTuple):
+    """A gate as `[B, H, T, Dv]`, every stride its own."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    stride_d: int
+
+
+class Mixing(NamedTuple):
+    """Mixing vectors `[H, Ds]`."""
+
+    ptr: Tensor
+    stride_h: int
+    stride_d: int
+
+
+class Bias(NamedTuple):
+    """A content bias `[B, H, S]`."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_h: int
+    stride_s: int
+
+
+class Visible(NamedTuple):
+    """The parts of `Intervals` that kernels read; batches share a row of `k_lo` or `key_visible` by stride 0."""
+
+    band_lo: int
+    band_hi: int
+    k_lo: Tensor | None
+    k_hi: Tensor | None
+    key_visible: Tensor | None  # uint8
+    stride_rows: int
+    stride_keys: int
+
+
+class Dropout(NamedTuple):
+    """Kept where the word of an element is at least `threshold`; kept probabilities are multiplied by `scale`."""
+
+    seed: Tensor
+    threshold: int
+    scale: float
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    if tensor.dim() == 3:
+        return Rows(tensor, tensor.stride(0), 0, tensor.stride(1))
+    return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
+def mixing_of(mixing: Tensor) -> Mixing:
+    return Mixing(mixing, mixing.stride(0), mixing.stride(1))
+
+
+def bias_of(content_bias: Tensor | None) -> Bias | None:
+    return None if content_bias is None else Bias(content_bias, *content_bias.stride())
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor, copied only where its rows are not contiguous (a gradient that was expanded, say)."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def upright(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
+    """The same scores with a scale that is not negative, as the online softmax asks: `factors` change sign with it."""
+    if scale >= 0.0:
+        return scale, *factors
+    return -scale, *(None if factor is None else factor.neg() for factor in factors)
+
+
+def gate_kind(gate: Tensor | None) -> str:
+    """What kernels compile for: no gate, one value for a head, for a row, or for an element."""
+    if gate is None:
+        return "none"
+    if is_elementwise(gate):
+        return "elements"
+    return "rows" if as_4d(gate).shape[2] != 1 else "heads"
+
+
+def gate_of(gate: Tensor | None) -> Gate | None:
+    if gate is None:
+        return None
+    wide = as_4d(gate)
+    strides = (s if size != 1 else 0 for s, size in zip(wide.stride(), wide.shape, strict=True))
+    return Gate(gate, *strides)
+
+
+def visible_of(intervals: Intervals) -> Visible:
+    i = intervals
+    return Visible(
+        band_lo=i.band_lo,
+        band_hi=i.band_hi,
+        k_lo=i.k_lo,
+        k_hi=i.k_hi,
+        key_visible=bytes_of(i.key_visible)[0],
+        stride_rows=_batch_stride(i.k_lo),
+        stride_keys=_batch_stride(i.key_visible),
+    )
+
+
+def bytes_of(flags: Tensor | None) -> tuple[Tensor | None, int]:
+    """bool `[B or 1, S]` as bytes, and its stride over batches."""
+    return (None if flags is None else flags.view(torch.uint8)), _batch_stride(flags)
+
+
+def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:
+    if seed is None or dropout_p == 0.0:
+        return None
+    return Dropout(seed, threshold(dropout_p), 1.0 / (1.0 - dropout_p))
+
+
+def _batch_stride(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)

@@ -1,0 +1,115 @@
+"""Which keys a tile of query rows sees, and which query rows see a tile of keys.
+
+A query row i sees the keys j of one half-open range, less those that `key_visible` hides (see
+`heads_kernels.mask.Intervals`). Tiles outside of every range are never visited; tiles inside of the ranges of all their
+rows take no mask arithmetic. So a loop runs over two lists of tiles, in this order:
+
+    full      the tiles [full_start, full_end), where every row sees every key
+    partial   those of [start, full_start) and [full_end, end), which are masked element by element
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Rows looked at together by `rows_that_see`. Heuristic: 8 values a thread of 4 warps.
+_SCAN: tl.constexpr = tl.constexpr(1024)
+
+
+@triton.jit
+def ranges(visible, b, rows, T, S):
+    """`lo`, `hi` of query `rows` (a tensor of any shape): `lo == hi == 0` where they see nothing.
+
+    So do rows that are not there (`>= T`); a closed head has T 0.
+    """
+    lo = tl.maximum(rows + visible.band_lo, 0)
+    hi = tl.minimum(rows + visible.band_hi, S)
+    there = rows < T
+    if visible.k_lo is not None:
+        at = b.to(tl.int64) * visible.stride_rows + rows
+        lo = tl.maximum(lo, tl.load(visible.k_lo + at, mask=there, other=0))
+        hi = tl.minimum(hi, tl.load(visible.k_hi + at, mask=there, other=0))
+    sees = there & (lo < hi)
+    return tl.where(sees, lo, 0), tl.where(sees, hi, 0)
+
+
+@triton.jit
+def tiles_seen(visible, lo, hi, rows, T, BLOCK: tl.constexpr):
+    """Tiles of keys for the query `rows` with ranges `lo`, `hi`: `start`, `full_start`, `full_end`, `end` in tiles."""
+    sees = lo < hi
+    start = tl.min(tl.where(sees, lo, 2147483647)) // BLOCK
+    end = tl.cdiv(tl.max(hi), BLOCK)
+    # Rows that are not there are not stored: they need no mask.
+    there = rows < T
+    full_start = tl.cdiv(tl.max(tl.where(there, lo, 0)), BLOCK)
+    full_end = tl.min(tl.where(there, hi, 2147483647)) // BLOCK
+    start = tl.minimum(start, end)
+    if visible.key_visible is not None:
+        full_end = 0
+    return _ordered(start, full_start, full_end, end)
+
+
+@triton.jit
+def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of query rows for the keys `[first_key, first_key + BLOCK_N)`, as `tiles_seen`.
+
+    Where data decides (`k_lo`), rows between the first and the last that see a key count as partial unless all rows
+    from the first to the last that see every key do see every key.
+    """
+    last_key = tl.minimum(first_key + BLOCK_N, S)  # exclusive
+    whole = first_key + BLOCK_N <= S
+    if visible.k_lo is None:
+        # i + band_lo < last_key and first_key < i + band_hi; the full rows the other way around.
+        first = tl.maximum(first_key - visible.band_hi + 1, 0)
+        stop = tl.minimum(last_key - visible.band_lo, T)
+        full_first = tl.maximum(last_key - visible.band_hi, 0)
+        full_stop = tl.minimum(first_key - visible.band_lo + 1, T)
+    else:
+        first = T
+        stop = first_key * 0
+        full_first = T
+        full_stop = first_key * 0
+        count = first_key * 0
+        for scan in range(0, T, _SCAN):
+            i = scan + tl.arange(0, _SCAN)
+            lo, hi = ranges(visible, b, i, T, S)
+            sees = (lo < last_key) & (hi > first_key)
+            first = tl.minimum(first, tl.min(tl.where(sees, i, 2147483647)))
+            stop = tl.maximum(stop, tl.max(tl.where(sees, i + 1, 0)))
+            every = (lo <= first_key) & (hi >= last_key)
+            full_first = tl.minimum(full_first, tl.min(tl.where(every, i, 2147483647)))
+            full_stop = tl.maximum(full_stop, tl.max(tl.where(every, i + 1, 0)))
+            count += tl.sum(every.to(tl.int32))
+        whole = whole & (count == full_stop - full_first)
+    if visible.key_visible is not None:
+        whole = False
+    end = tl.cdiv(tl.maximum(stop, 0), BLOCK)
+    start = tl.minimum(first // BLOCK, end)
+    full_end = tl.where(whole, tl.maximum(full_stop, 0) // BLOCK, 0)
+    return _ordered(start, tl.cdiv(full_first, BLOCK), full_end, end)
+
+
+@triton.jit
+def _ordered(start, full_start, full_end, end):
+    """The same with `start <= full_start <= full_end <= end`; no full tile is left where they cross."""
+    full_start = tl.minimum(tl.maximum(full_start, start), end)
+    full_end = tl.maximum(tl.minimum(full_end, end), full_start)
+    return start, full_start, full_end, end
+
+
+@triton.jit
+def partial_tile(index, start, full_start, full_end):
+    """The tile that stands at `index` in the list of partial tiles."""
+    before = full_start - start
+    return tl.where(index < before, start + index, full_end + index - before)
+
+
+@triton.jit
+def pairs_visible(visible, b, lo, hi, keys, S):
+    """bool, True where the row with range `lo`, `hi` sees the key; `lo`, `hi` and `keys` broadcast to the tile."""
+    seen = (keys >= lo) & (keys < hi)
+    if visible.key_visible is not None:
+        at = b.to(tl.int64) * visible.stride_keys + keys
+        seen = seen & (tl.load(visible.key_visible + at, mask=keys < S, other=0) != 0)
+    return seen
