@@ -53,7 +53,7 @@ def _gated_eager(inputs: Inputs, masks: _Masks) -> Call:
         scores = query @ k.mT * scale
         if masks.additive is not None:
             scores = scores + masks.additive
-        return _gated(scores.softmax(-1) @ v, inputs)
+        return times_gate(scores.softmax(-1) @ v, inputs)
 
     return call
 
@@ -68,7 +68,7 @@ def _gated_sdpa(inputs: Inputs, masks: _Masks) -> Call:
             query, key, value, masks.visible, is_causal=masks.is_causal, scale=scale,
             enable_gqa=grouped,
         )  # fmt: skip
-        return _gated(out, inputs)
+        return times_gate(out, inputs)
 
     return call
 
@@ -87,7 +87,7 @@ def _collaborative_eager(inputs: Inputs, masks: _Masks) -> Call:
         scores = scores * scale
         if masks.additive is not None:
             scores = scores + masks.additive
-        return _gated(scores.softmax(-1) @ value, inputs)
+        return times_gate(scores.softmax(-1) @ value, inputs)
 
     return call
 
@@ -109,12 +109,13 @@ def _collaborative_sdpa(inputs: Inputs, masks: _Masks) -> Call:
         out = F.scaled_dot_product_attention(
             mixed, shared, value, mask, is_causal=is_causal, scale=scale
         )
-        return _gated(out, inputs)
+        return times_gate(out, inputs)
 
     return call
 
 
-def _gated(out: Tensor, inputs: Inputs) -> Tensor:
+def times_gate(out: Tensor, inputs: Inputs) -> Tensor:
+    """`out` `[B, H, T, Dv]` times the activated gate of the call."""
     gate = inputs.tensors.get("gate")
     if gate is None:
         return out
@@ -148,4 +149,5 @@ def _masks(inputs: Inputs) -> _Masks:
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
+    zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return zeros.masked_fill(~visible, float("-inf"))

@@ -135,7 +135,7 @@ def _baseline_failures(inputs: Inputs, oracle: Tensor) -> list[str]:
 
     Half the digits of the dtype tell: what differs by more than rounding differs in the first ones.
     """
-    rows, failures = _real_rows(inputs), []
+    rows, failures = real_rows(inputs), []
     exact = oracle.where(rows, 0.0)
     limit = torch.finfo(inputs.dout.dtype).eps ** 0.5 * float(exact.abs().max())
     with torch.no_grad():
@@ -149,13 +149,14 @@ def _baseline_failures(inputs: Inputs, oracle: Tensor) -> list[str]:
 def _model_error(inputs: Inputs, expected: Tensor) -> float:
     with torch.no_grad():
         difference = (inputs.call() - expected).abs()
-    return float(difference.where(_real_rows(inputs), 0.0).max())
+    return float(difference.where(real_rows(inputs), 0.0).max())
 
 
-def _real_rows(inputs: Inputs) -> Tensor:
+def real_rows(inputs: Inputs) -> Tensor:
     """bool `[B | 1, 1, T, 1]`: query rows that see a key."""
     problem = inputs.problem()
-    return problem.intervals.to_dense(problem.T, problem.S).any(-1, keepdim=True)
+    visible = problem.intervals.to_dense(problem.T, problem.S, problem.query.device)
+    return visible.any(-1, keepdim=True)
 
 
 def check_long(inputs: Inputs, rows: int = 64) -> list[str]:

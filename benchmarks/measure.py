@@ -129,13 +129,14 @@ def _prepare(pairs: list[tuple[Inputs, Callable[[], Tensor]]], direction: Direct
     """One callable that does all of them; for the backward pass the graphs are made beforehand."""
     calls: list[Call] = [call for _, call in pairs]
     if direction == "backward":
-        calls = [_gradients(inputs, call()) for inputs, call in pairs]
+        calls = [gradients(inputs, call()) for inputs, call in pairs]
     if len(calls) == 1:
         return calls[0]
     return lambda: [call() for call in calls]
 
 
-def _gradients(inputs: Inputs, out: Tensor) -> Call:
+def gradients(inputs: Inputs, out: Tensor) -> Call:
+    """The backward pass from `out`, again and again."""
     leaves = list(inputs.tensors.values())
     return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
 

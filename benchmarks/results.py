@@ -110,12 +110,12 @@ def this_machine() -> Machine:
         torch=torch.__version__,
         python=platform.python_version(),
         version=hk.__version__,
-        commit=_commit(),
+        commit=commit(),
     )
 
 
 def write_json(results: Results, path: Path) -> None:
-    _replace(path, json.dumps(results.to_json(), indent=1) + "\n")
+    write_whole(path, json.dumps(results.to_json(), indent=1) + "\n")
 
 
 def keep(results: Results) -> Path:
@@ -127,7 +127,7 @@ def keep(results: Results) -> Path:
     path = _HERE / "results" / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
     lines = path.read_text() if path.exists() else ""
-    _replace(path, lines + json.dumps(results.to_json()) + "\n")
+    write_whole(path, lines + json.dumps(results.to_json()) + "\n")
     return path
 
 
@@ -142,7 +142,7 @@ def _beside(path: Path) -> Iterator[Path]:
         Path(name).unlink(missing_ok=True)
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write `text` whole or not at all."""
     with _beside(path) as new:
         new.write_text(text, encoding="utf-8")
@@ -166,7 +166,7 @@ def _level() -> str:
     return _cpu.level()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Commit of the checkout that this file lies in, `-dirty` where files differ; None without git."""
 
     def git(*words: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
-from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, surrounded
+from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, hide, surrounded
 
 QUICK = [case for case in CASES if "model" not in case.tags]
 MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]
@@ -69,32 +69,6 @@ def test_nothing_beside_an_input_is_read(case: Case, backend: str) -> None:
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     for name, grad in want_grads.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-4)
-
-
-def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
-    """`bad` in every key and value that no row sees and every row that sees no key, dout included.
-
-    Also which elements those are, by argument.
-    """
-    p = inputs.problem()
-    visible = p.intervals.to_dense(p.T, p.S).expand(p.B, p.H, p.T, p.S)
-    blind, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]
-    if p.mixing is None:
-        unseen_keys = unseen.unflatten(1, (p.Hk, p.H // p.Hk)).all(2)
-        places = {"query": blind, "key": unseen_keys, "value": unseen_keys}
-    else:
-        places = {"query": blind.all(1), "key": unseen.all(1), "value": unseen}
-        places["content_bias"] = unseen
-    tensors = {
-        name: t.masked_fill(
-            places[name] if name == "content_bias" else places[name][..., None], bad
-        )
-        if name in places
-        else t
-        for name, t in inputs.tensors.items()
-    }
-    poisoned = replace(inputs, tensors=tensors, dout=inputs.dout.masked_fill(blind[..., None], bad))
-    return poisoned, {name: places[name] for name in tensors if name in places}
 
 
 @pytest.mark.parametrize("bad", BAD)

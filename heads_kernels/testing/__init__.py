@@ -13,7 +13,7 @@ from heads_kernels.testing.cases import CASES, COLLABORATIVE, GATED, find
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.memory import Peak, peak_memory
 from heads_kernels.testing.plain import plain
-from heads_kernels.testing.poison import dirty_allocator, surrounded
+from heads_kernels.testing.poison import dirty_allocator, hide, surrounded
 from heads_kernels.testing.timing import Timing, time_in_turn
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "compare",
     "dirty_allocator",
     "find",
+    "hide",
     "peak_memory",
     "plain",
     "reference",

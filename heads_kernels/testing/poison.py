@@ -1,9 +1,13 @@
-"""Memory that must not be read: NaN around tensors, NaN in what the allocator hands out next."""
+"""Memory that must not be read: NaN around tensors, in what a mask hides, in what is allocated next."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+
+from heads_kernels.testing.inputs import Inputs
 
 #: Guard rows before and after, and guard elements left and right of every row. Odd, so that the
 #: first element of a row is not aligned to a vector, and wide enough that one vector too many (16
@@ -41,3 +45,29 @@ def dirty_allocator(like: Tensor, largest: int = 1 << 20) -> None:
             blocks += [torch.full((numel,), float("nan"), device=like.device, dtype=torch.float64)]
         size *= 2
     del blocks
+
+
+def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
+    """`bad` in every key and value that no row sees and every row that sees no key, dout included.
+
+    Also which elements those are, by argument.
+    """
+    p = inputs.problem()
+    visible = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)
+    blind, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]
+    if p.mixing is None:
+        unseen_keys = unseen.reshape(p.B, p.Hk, p.H // p.Hk, p.S).all(2)
+        places = {"query": blind, "key": unseen_keys, "value": unseen_keys}
+    else:
+        places = {"query": blind.all(1), "key": unseen.all(1), "value": unseen}
+        places["content_bias"] = unseen
+    tensors = {
+        name: t.masked_fill(
+            places[name] if name == "content_bias" else places[name][..., None], bad
+        )
+        if name in places
+        else t
+        for name, t in inputs.tensors.items()
+    }
+    poisoned = replace(inputs, tensors=tensors, dout=inputs.dout.masked_fill(blind[..., None], bad))
+    return poisoned, {name: places[name] for name in tensors if name in places}

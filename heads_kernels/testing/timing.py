@@ -12,6 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+#: Bytes written before a sample of a cold cache: 17 times the 60 MB of L2 of an H200, and a quarter of
+#: a millisecond of work behind which the launches of what is timed are hidden.
+FLUSH_BYTES = 1 << 30
 
 #: Shortest sample in seconds: 200 times the resolution of the clock and the cost of reading it
 #: (about a microsecond together). Faster callables are repeated within a sample.
@@ -45,6 +50,7 @@ def time_in_turn(
     warmup: int = 2,
     least: int = 5,
     most: int = 200,
+    cold: bool = False,
 ) -> dict[str, Timing]:
     """Time every callable, taking turns, and give a `Timing` by name.
 
@@ -56,31 +62,41 @@ def time_in_turn(
             but not before `least` samples of each.
         warmup: calls of each before the clock starts: compilation, caches, thread pools.
         least, most: bounds on the number of samples.
+        cold: on CUDA, push everything out of the GPU's L2 cache before every sample, which is then a
+            single call.
     """
     device = torch.device(device)
+    flush = None
+    if cold and device.type == "cuda":
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     calls: dict[str, int] = {}
     for name, function in callables.items():
         for _ in range(warmup):
             function()
         calls[name] = 1
-        first = _sample(function, 1, device)
-        calls[name] = max(1, round(SAMPLE_S / max(first, 1e-9)))
+        first = _sample(function, 1, device, flush)
+        if flush is None:
+            calls[name] = max(1, round(SAMPLE_S / max(first, 1e-9)))
     samples: dict[str, list[float]] = {name: [] for name in callables}
     stop = time.perf_counter() + budget_s
     for done in range(most):
         if done >= least and time.perf_counter() > stop:
             break
         for name, function in callables.items():
-            samples[name].append(_sample(function, calls[name], device))
+            samples[name].append(_sample(function, calls[name], device, flush))
     return {name: Timing(tuple(taken), calls[name]) for name, taken in samples.items()}
 
 
-def _sample(function: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Mean seconds of `calls` calls."""
+def _sample(
+    function: Callable[[], object], calls: int, device: torch.device, flush: Tensor | None
+) -> float:
+    """Mean seconds of `calls` calls, after `flush` was written."""
     if device.type == "cuda":
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
+        if flush is not None:
+            flush.zero_()
         begin.record()
         for _ in range(calls):
             function()
