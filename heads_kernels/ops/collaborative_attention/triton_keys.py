@@ -101,8 +101,8 @@ def _keys_kernel(
     """A program owns a SLICE of features of BLOCK_N keys and sums `dkey` over the heads on chip, for one store.
 
     Where tiles alone would not fill the GPU it takes a SPLITS-th of the heads, and the parts are added up afterwards.
-    The program of the first slice also stores what belongs to a head alone, `dvalue` and `dcontent_bias`. Where SLICE is
-    narrower than Ds, scores are computed again for every slice.
+    The program of the first slice also stores what belongs to a head alone, `dvalue` and `dcontent_bias`. Where SLICE
+    is narrower than Ds, scores are computed again for every slice.
     """
     tiles = tl.cdiv(S, BLOCK_N)
     slices = tl.cdiv(DS, SLICE)

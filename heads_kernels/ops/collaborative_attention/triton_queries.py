@@ -127,30 +127,19 @@ def _queries_kernel(
         # Rows that see nothing take part in no sum, whatever stands in them or in the keys beside them.
         dmixed = tl.where((lo < hi)[:, None], dmixed, 0.0)
         if dquery_out is not None:
-            term = load_mixing(mixing, h, column, DS, SLICE)[None, :] * dmixed
+            term = load_mixing(mixing, h, column, DS, SLICE)[None, :] * dmixed * scale
             begun = tl.where(index > 0, T, 0)
             add_columns(
-                dquery_out,
-                split * B + b,
-                first_row,
-                T,
-                begun,
-                column,
-                term * scale,
-                DS,
-                BLOCK_M,
-                SLICE,
+                dquery_out, split * B + b, first_row, T, begun, column, term, DS, BLOCK_M, SLICE
             )
         if dmixing_out is not None:
-            q_slice = load_columns(query, b, first_row, rows < T, column, DS, BLOCK_M, SLICE).to(
-                tl.float32
-            )
-            q_slice = tl.where((lo < hi)[:, None], q_slice, 0.0)
+            q_slice = load_columns(
+                query, b, first_row, lo < hi, column, DS, BLOCK_M, SLICE
+            )  # [BLOCK_M, SLICE]
             columns = column + tl.arange(0, SLICE)
             part = ((b * tiles + tile_of_rows) * H + h).to(tl.int64) * DS
-            tl.store(
-                dmixing_out + part + columns, tl.sum(q_slice * dmixed, 0) * scale, mask=columns < DS
-            )
+            products = tl.sum(q_slice.to(tl.float32) * dmixed, 0) * scale
+            tl.store(dmixing_out + part + columns, products, mask=columns < DS)
 
 
 def queries_pass(

@@ -69,7 +69,7 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
 #: The same for float32 on every kind.
 _FLOAT: Final[dict[str, dict[int, Numbers]]] = {
     "gated_attention.forward": {64: (32, 32, 0, 0, 8, 2), 256: (32, 16, 0, 0, 8, 1)},
-    "gated_attention.keys": {128: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
+    "gated_attention.keys": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
     "gated_attention.queries": {
         64: (32, 32, 0, 0, 8, 1),
         128: (32, 16, 0, 0, 8, 1),
