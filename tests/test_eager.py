@@ -126,11 +126,13 @@ def test_views(operator: str, backend: str) -> None:
     check(operator, backend, arguments, visible, is_causal=True)
 
 
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float64, 8), (torch.float32, 130)])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_only_what_is_asked_for(operator: str, backend: str) -> None:
+def test_only_what_is_asked_for(operator: str, backend: str, dtype: torch.dtype, D: int) -> None:
     """The gradient of each argument alone is the one that it has beside all others."""
-    arguments = tensors(operator)
-    arguments["gate"] = torch.randn(H, dtype=torch.float64)
+    arguments = tensors(operator, D=D, dtype=dtype)
+    arguments["gate"] = torch.randn(H, dtype=dtype)
+    close = {"rtol": 1e-12, "atol": 1e-13} if dtype == torch.float64 else {}
     leaves = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
     out = call(operator, backend, **leaves)
     dout = torch.randn_like(out)
@@ -138,7 +140,7 @@ def test_only_what_is_asked_for(operator: str, backend: str) -> None:
     for name, want in zip(leaves, together, strict=True):
         alone = {n: t.detach().requires_grad_(n == name) for n, t in leaves.items()}
         (got,) = torch.autograd.grad(call(operator, backend, **alone), alone[name], dout)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(got, want, **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -131,6 +131,26 @@ def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
         assert out[:, :, j:].isnan().all(), j
 
 
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+def test_a_hidden_pair_may_overflow(backend: str) -> None:
+    """The product of a query and a key that it does not see is infinite; both are finite."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 40, 16) for _ in range(3))
+    query[:, :, :20] *= 1e25
+    key[:, :, 20:] *= 1e25
+    query[:, :, 20:] *= 1e-25
+    key[:, :, :20] *= 1e-25
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    out = hk.gated_attention(*leaves, is_causal=True, backend=backend)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    want = hk.gated_attention(*wide, is_causal=True, backend="eager")
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    for grad, exact in zip(grads, torch.autograd.grad(want.sum(), wide), strict=True):
+        size = exact.abs().max()
+        torch.testing.assert_close(grad.double() / size, exact / size, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("activation", ["identity", "sigmoid", "softplus"])
 @pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
 def test_nan_logits_of_a_padded_row_reach_no_gradient(backend: str, activation: str) -> None:

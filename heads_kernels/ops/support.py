@@ -28,6 +28,8 @@ TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
 
 #: A head's rows of a tile lie whole on chip, and 256 wide ones still fit; the width that heads share is read in slices,
 #: and 1024 is the widest that is tested.
+#: 128 rows of a tile times this stay within 32 bits.
+_FARTHEST_ROW: Final = 1 << 24
 _WIDEST_HEAD: Final = 256
 _WIDEST_SHARED: Final = 1024
 
@@ -64,7 +66,23 @@ def triton(problem: Problem) -> list[str]:
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
     if problem.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(problem) + _dense_mask(problem) + _rows_apart(problem)
+    return (
+        reasons
+        + _too_wide(problem)
+        + _far_rows(problem)
+        + _dense_mask(problem)
+        + _rows_apart(problem)
+    )
+
+
+def _far_rows(problem: Problem) -> list[str]:
+    """The tensors of which a tile of rows spans more elements than 32 bits count."""
+    tensors = {"query": problem.query, "key": problem.key, "value": problem.value}
+    return [
+        f"rows of {name} are {tensor.stride(-2)} elements apart; it serves less than {_FARTHEST_ROW} (.contiguous())"
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.stride(-2) >= _FARTHEST_ROW
+    ]
 
 
 def _too_wide(problem: Problem) -> list[str]:

@@ -67,6 +67,12 @@ def holes(sizes: Sizes, device: torch.device) -> Mask:
     return Mask(key_mask=keys, query_mask=rows)
 
 
+def window_over_holes(sizes: Sizes, device: torch.device) -> Mask:
+    """Each row sees its own key, unless it is one of a run that is hidden: whole tiles of rows see nothing."""
+    j = torch.arange(sizes.S, device=device)[None]
+    return Mask(window=(0, 0), key_mask=(j < 9) | (j > 66))
+
+
 def packed(*documents: int, causal: bool = False) -> MaskBuilder:
     """Documents of these lengths one behind the other; what is left over is padding."""
     borders = [sum(documents[:n]) for n in range(len(documents) + 1)]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Bytes written before a sample of a cold cache: 17 times the 60 MB of L2 of an H200, and a quarter of
-#: a millisecond of work behind which the launches of what is timed are hidden.
-FLUSH_BYTES = 1 << 30
+#: Bytes written before a sample of a cold cache: 36 times the 60 MB of L2 of an H200, and half a
+#: millisecond of work behind which the launches of what is timed are hidden.
+FLUSH_BYTES = 1 << 31
 
 #: Shortest sample in seconds: 200 times the resolution of the clock and the cost of reading it
 #: (about a microsecond together). Faster callables are repeated within a sample.

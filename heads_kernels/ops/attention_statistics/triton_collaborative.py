@@ -70,7 +70,7 @@ def _collaborative_kernel(
     first_row = (tiles - 1 - tl.program_id(0) // H % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, T, BLOCK_N)
+    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
     count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
     steepness = tl.maximum(scale * LOG2E, SMALLEST)
     kept = fresh_rows(BLOCK_M)

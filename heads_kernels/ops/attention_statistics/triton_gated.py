@@ -31,7 +31,7 @@ def _gated_kernel(
     first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, T, BLOCK_N)
+    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
     q = load_tile(query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     steepness = tl.maximum(scale * LOG2E, SMALLEST)
     kept = fresh_rows(BLOCK_M)

@@ -45,12 +45,14 @@ def see_tile(rows, scores, excluded, stride_excluded, b, keys, S, steepness):
 def store_rows(rows, lse, max_prob, argmax, entropy, at, there, steepness):
     """Write the four statistics of rows at element `at` [BLOCK_M]."""
     top, total, spread, best, where = rows
-    sees = total > 0.0
+    sees = total != 0.0
     counts = sees & (best > float("-inf"))
     share = 1.0 / tl.where(sees, total, 1.0)
     largest = tl.exp2(tl.where(counts, (best - top) * steepness, 0.0)) * share
     tl.store(lse + at, log_sum_exp(top, total, steepness), mask=there)
-    tl.store(max_prob + at, tl.where(counts, largest, 0.0), mask=there)
+    tl.store(
+        max_prob + at, tl.where(total == total, tl.where(counts, largest, 0.0), total), mask=there
+    )
     tl.store(argmax + at, tl.where(counts, where, -1).to(tl.int64), mask=there)
     tl.store(
         entropy + at,

@@ -24,12 +24,12 @@ def attend(
 ):  # fmt: skip
     """`attended` [BLOCK_M, BLOCK_DV] and `lse` [BLOCK_M] of the rows of a head; 0 and -inf where they see nothing.
 
-    With T 0 (a closed head) nothing is read. `scale` is not negative. Scores, probabilities and the accumulator
-    stay on chip.
+    With T 0 (a closed head) no row and no key is read. `scale` is not negative. Scores, probabilities and the
+    accumulator stay on chip.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, T, BLOCK_N)
+    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
     count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
     steepness = tl.maximum(scale * LOG2E, SMALLEST)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)

@@ -27,7 +27,7 @@ from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 @triton.jit
 def _closed_kernel(
     query, key, value, mixing, content_bias, dout, gate, visible, dropout, dgate_rows, H, T, S, scale,
-    KIND: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """A program computes `rowsum(dout * attended)` of BLOCK_M rows, as the forward kernel would; of an open head it
@@ -36,7 +36,7 @@ def _closed_kernel(
     h = tl.program_id(0) % H
     b = tl.program_id(0) // (H * tiles)
     first_row = (tiles - 1 - tl.program_id(0) // H % tiles) * BLOCK_M
-    closed = T - open_rows(gate, b, h, T, KIND, "identity")
+    closed = T - open_rows(gate, b, h, T, "heads", "identity")
     attended, lse = attend(
         query, key, value, mixing, content_bias, visible, dropout, b, h, first_row, closed, S, scale,
         DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS,
@@ -63,7 +63,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
         rows_of(query), rows_of(call.key), rows_of(call.value), mixing_of(call.mixing), bias_of(content_bias),
         rows_of(dout), gate_of(call.gate), visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
         dgate_rows, H, T, S, scale,
-        KIND="heads", DS=Ds, DV=Dv,
+        DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d),
     )  # fmt: skip

@@ -105,7 +105,7 @@ def _keys_kernel(
     is narrower than Ds, scores are computed again for every slice.
     """
     tiles = tl.cdiv(S, BLOCK_N)
-    slices = tl.cdiv(DS, SLICE)
+    slices = 1 if dkey_out is None else tl.cdiv(DS, SLICE)
     first_key = (tl.program_id(0) % tiles) * BLOCK_N
     column = (tl.program_id(0) // tiles % slices) * SLICE
     b = tl.program_id(0) // (tiles * slices) % B

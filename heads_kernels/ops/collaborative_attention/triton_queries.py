@@ -28,7 +28,7 @@ from heads_kernels.ops.triton.operands import (
     rows_of,
     visible_of,
 )
-from heads_kernels.ops.triton.product import product, sound_keys
+from heads_kernels.ops.triton.product import finite_part, product
 from heads_kernels.ops.triton.rows import load_row_terms
 from heads_kernels.ops.triton.softmax import LOG2E, probabilities
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
@@ -37,7 +37,7 @@ from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges
 
 @triton.jit
 def _keys_tile(
-    query, key, value, do, row_lse, row_delta, g, sound, mixing, content_bias, visible, dropout, dmixed, lo, hi, rows,
+    query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed, lo, hi, rows,
     first_row, tile, count, numbers, slice_column, b, h, T, S, scale,
     PARTIAL: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
@@ -57,8 +57,6 @@ def _keys_tile(
         )  # [BLOCK_N, BLOCK_D]
         scores = product(mixed(q, mixing, h, column, DS, BLOCK_D), tl.trans(k), scores)
     v = load_tile(value, b, h, first_key, there, DV, BLOCK_N, do.shape[1])  # [BLOCK_N, BLOCK_DV]
-    if PARTIAL:
-        there = there & sound_keys(scores, sound)
     k_slice = load_columns(
         key, b, first_key, there, slice_column, DS, BLOCK_N, SLICE
     )  # [BLOCK_N, SLICE]
@@ -72,6 +70,8 @@ def _keys_tile(
     if PARTIAL:
         seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
         dscores = tl.where(seen, dscores, 0.0)
+    if PARTIAL:
+        k_slice = finite_part(k_slice)
     return product(dscores.to(k_slice.dtype), k_slice, dmixed)
 
 
@@ -97,7 +97,7 @@ def _queries_kernel(
     first_row = tile_of_rows * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, T, BLOCK_N)
+    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
     heads = tl.cdiv(H, SPLITS)
     for index in range(tl.minimum(heads, H - split * heads)):
         h = split * heads + index
@@ -108,33 +108,34 @@ def _queries_kernel(
         do = load_tile(
             dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV
         )  # [BLOCK_M, BLOCK_DV]
-        row_lse, row_delta, g, sound = load_row_terms(
+        row_lse, row_delta, g, _ = load_row_terms(
             lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
         )
         dmixed = tl.zeros((BLOCK_M, SLICE), tl.float32)
         for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
             dmixed = _keys_tile(
-                query, key, value, do, row_lse, row_delta, g, sound, mixing, content_bias, visible, dropout, dmixed,
+                query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed,
                 lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, scale,
                 False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         for place in range((full_start - start + end - full_end) * taking_part):
             dmixed = _keys_tile(
-                query, key, value, do, row_lse, row_delta, g, sound, mixing, content_bias, visible, dropout, dmixed,
+                query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed,
                 lo, hi, rows, first_row, partial_tile(place, start, full_start, full_end), count, numbers, column, b, h,
                 T, S, scale, True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         # Rows that see nothing take part in no sum, whatever stands in them or in the keys beside them.
-        dmixed = tl.where((lo < hi)[:, None], dmixed, 0.0)
+        blind = (row_lse == float("inf"))[:, None]
+        dmixed = tl.where(blind, 0.0, dmixed)
         if dquery_out is not None:
-            term = load_mixing(mixing, h, column, DS, SLICE)[None, :] * dmixed * scale
+            term = slice_mixing[None, :] * dmixed * scale
             begun = tl.where(index > 0, T, 0)
             add_columns(
                 dquery_out, split * B + b, first_row, T, begun, column, term, DS, BLOCK_M, SLICE
             )
         if dmixing_out is not None:
             q_slice = load_columns(
-                query, b, first_row, lo < hi, column, DS, BLOCK_M, SLICE
+                query, b, first_row, row_lse != float("inf"), column, DS, BLOCK_M, SLICE
             )  # [BLOCK_M, SLICE]
             columns = column + tl.arange(0, SLICE)
             part = ((b * tiles + tile_of_rows) * H + h).to(tl.int64) * DS

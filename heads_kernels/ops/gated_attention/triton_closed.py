@@ -25,7 +25,7 @@ from heads_kernels.ops.triton.tiles import padded, tiles_for
 @triton.jit
 def _closed_kernel(
     query, key, value, dout, gate, visible, dropout, dgate_rows, H, T, S, GROUP, scale,
-    KIND: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """A program computes `rowsum(dout * attended)` of BLOCK_M rows, as the forward kernel would; of an open head it
@@ -34,7 +34,7 @@ def _closed_kernel(
     pair = tl.program_id(0) // tiles
     b, h = pair // H, pair % H
     first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
-    closed = T - open_rows(gate, b, h, T, KIND, "identity")
+    closed = T - open_rows(gate, b, h, T, "heads", "identity")
     attended, lse = attend(
         query, key, value, visible, dropout, b, h, first_row, closed, S, GROUP, scale,
         D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
@@ -59,6 +59,6 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
         rows_of(query), rows_of(call.key), rows_of(call.value), rows_of(dout), gate_of(call.gate),
         visible_of(call.intervals), dropout_of(call.seed, call.dropout_p), dgate_rows,
         H, T, S, H // max(Hk, 1), scale,
-        KIND="heads", D=D, DV=Dv,
+        D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
     )  # fmt: skip

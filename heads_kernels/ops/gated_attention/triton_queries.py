@@ -12,7 +12,7 @@ from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
 from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, visible_of
-from heads_kernels.ops.triton.product import product, sound_keys
+from heads_kernels.ops.triton.product import finite_part, product
 from heads_kernels.ops.triton.rows import load_row_terms
 from heads_kernels.ops.triton.softmax import LOG2E, probabilities
 from heads_kernels.ops.triton.tiles import padded, tiles_for
@@ -21,7 +21,7 @@ from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges
 
 @triton.jit
 def _keys_tile(
-    q, do, row_lse, row_delta, g, sound, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+    q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
     steepness,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -46,8 +46,7 @@ def _keys_tile(
     if PARTIAL:
         seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
         dscores = tl.where(seen, dscores, 0.0)
-        there = (keys < S) & sound_keys(scores, sound)
-        k = load_tile(key, b, hk, first, there, D, BLOCK_N, q.shape[1])
+        k = finite_part(k)
     return product(dscores.to(k.dtype), k, dquery)
 
 
@@ -67,30 +66,30 @@ def _queries_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
     lo, hi = ranges(visible, b, rows, taking_part, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, lo, hi, rows, taking_part, BLOCK_N)
+    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, taking_part, BLOCK_N)
     q = load_tile(
         query, b, h, first_row, rows < taking_part, D, BLOCK_M, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
     do = load_tile(
         dout, b, h, first_row, rows < taking_part, DV, BLOCK_M, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
-    row_lse, row_delta, g, sound = load_row_terms(
+    row_lse, row_delta, g, _ = load_row_terms(
         lse, delta, gate, b, h, pair, rows, T, KIND, ACTIVATION
     )
     dquery = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for tile in range(full_start, full_end):
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, sound, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
             scale * LOG2E, False, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
         tile = partial_tile(index, start, full_start, full_end)
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, sound, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
             scale * LOG2E, True, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     # Rows that see nothing are 0, whatever stands in the keys beside them.
-    dquery = tl.where((lo < hi)[:, None], dquery * scale, 0.0)
+    dquery = tl.where((row_lse == float("inf"))[:, None], 0.0, dquery * scale)
     store_tile(dquery_out, b, h, first_row, T, dquery, D, BLOCK_M, BLOCK_D)
 
 

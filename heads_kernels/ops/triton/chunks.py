@@ -18,7 +18,7 @@ MOST_CHUNKS = 16
 def load_mixing(mixing, h, column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
     """float32 `[BLOCK_D]`: features `column` and on of a head's mixing vector, 0 from WIDTH."""
     d = column + tl.arange(0, BLOCK_D)
-    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d * mixing.stride_d
+    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
     return tl.load(at, mask=d < WIDTH, other=0.0).to(tl.float32)
 
 
@@ -30,7 +30,7 @@ def active_chunks(mixing, h, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS:
     """
     chunks = tl.arange(0, CHUNKS)
     d = chunks[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]  # [CHUNKS, BLOCK_D]
-    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d * mixing.stride_d
+    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
     used = tl.load(at, mask=d < WIDTH, other=0.0).to(tl.float32) != 0.0
     active = tl.max(used.to(tl.int32), 1)  # [CHUNKS]
     place = (tl.cumsum(active) - active).to(tl.int64)
@@ -60,4 +60,6 @@ def load_bias(content_bias, b, h, keys, S):
         + b.to(tl.int64) * content_bias.stride_b
         + h.to(tl.int64) * content_bias.stride_h
     )
-    return tl.load(at + keys * content_bias.stride_s, mask=keys < S, other=0.0).to(tl.float32)
+    return tl.load(at + keys.to(tl.int64) * content_bias.stride_s, mask=keys < S, other=0.0).to(
+        tl.float32
+    )

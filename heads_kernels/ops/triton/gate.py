@@ -36,7 +36,11 @@ def element_gates(
     """float32 `[M, BLOCK_DV]`: the gates of every element of query rows."""
     columns = tl.arange(0, BLOCK_DV)
     at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
-    at = at + (rows.to(tl.int64) * gate.stride_t)[:, None] + (columns * gate.stride_d)[None, :]
+    at = (
+        at
+        + (rows.to(tl.int64) * gate.stride_t)[:, None]
+        + (columns.to(tl.int64) * gate.stride_d)[None, :]
+    )
     there = (rows < T)[:, None] & (columns < DV)[None, :]
     return activate(tl.load(at, mask=there, other=0.0).to(tl.float32), ACTIVATION)
 

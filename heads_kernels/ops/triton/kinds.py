@@ -5,7 +5,7 @@ registers and its tiles in shared memory (`python -m benchmarks.ahead_of_time` s
 
 - 8 warps share tiles of 128 rows: of 64 rows each of two groups of 4 warps would hold a copy on sm_90.
 - In the passes over keys scores lie transposed: numbers of query rows stand in columns of a tile and take a register a
-  column. So query tiles have 32 rows and key tiles 128.
+  column. So tiles have few query rows and 128 keys.
 - float32 is multiplied without tensor cores; an operand then lies in registers, and tiles are small.
 - "other" fits into 64 KiB of shared memory: AMD's, and NVIDIA's small parts (sm_86, sm_89, sm_120) with room to spare.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -17,14 +18,18 @@ def launch(
     """Run `programs` programs of `kernel` on the device and the current stream of `like`."""
     if programs == 0:
         return
-    device = torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext()
-    with device:
+    elsewhere = like.is_cuda and like.device.index != torch.cuda.current_device()
+    with torch.cuda.device(like.device) if elsewhere else contextlib.nullcontext():
         kernel[(programs,)](*args, **constants, **tiles.launch_options)
 
 
 def splits_of(heads: int, programs: int, like: Tensor) -> int:
-    """Over how many programs to spread the heads that one could sum over, so that every multiprocessor has work."""
-    return min(heads, -(-_processors(like) // max(programs, 1)))
+    """Over how many programs to spread the heads that one could sum over, so that every multiprocessor has work.
+
+    Every one of them gets `cdiv(heads, splits)` heads, the last what is left, and none is without.
+    """
+    wanted = max(1, min(heads, -(-_processors(like) // max(programs, 1))))
+    return max(1, -(-heads // -(-heads // wanted))) if heads else 1
 
 
 def split_parts(grad: Tensor, splits: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -45,7 +50,10 @@ def sum_parts(parts: Tensor, grad: Tensor, splits: int) -> None:
 
 def _processors(like: Tensor) -> int:
     """Multiprocessors of the GPU that holds `like`; a few where kernels are interpreted, so that splits happen."""
-    if not like.is_cuda:
-        return 4
-    count: int = torch.cuda.get_device_properties(like.device).multi_processor_count
+    return _count(like.device.index) if like.is_cuda else 4
+
+
+@functools.cache
+def _count(index: int) -> int:
+    count: int = torch.cuda.get_device_properties(index).multi_processor_count
     return count

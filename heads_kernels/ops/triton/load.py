@@ -53,20 +53,21 @@ def store_tile(
 
 
 @triton.jit
+def column_addresses(rows, b, first, column, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Addresses `[BLOCK, COLUMNS]` of rows shared by the heads, from row `first` and `column` on."""
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
+    return start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
 def load_columns(
     rows, b, first, there, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """`[BLOCK, COLUMNS]` of rows shared by the heads, from `column` on; as `load_tile`."""
-    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
-    columns = tl.arange(0, COLUMNS)
     read = there[:, None]
-    if WIDTH % COLUMNS != 0:
-        read = read & (column + columns < WIDTH)[None, :]
-    return tl.load(
-        start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :],
-        mask=read,
-        other=0.0,
-    )
+    if WIDTH == 0 or WIDTH % COLUMNS != 0:
+        read = read & (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    return tl.load(column_addresses(rows, b, first, column, BLOCK, COLUMNS), mask=read, other=0.0)
 
 
 @triton.jit
@@ -74,10 +75,10 @@ def store_columns(
     rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Store `values` [BLOCK, COLUMNS] from `column` on, rounded to the dtype of the tensor."""
-    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
-    columns = tl.arange(0, COLUMNS)
-    there = (first + tl.arange(0, BLOCK) < L)[:, None] & (column + columns < WIDTH)[None, :]
-    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
+    at = column_addresses(rows, b, first, column, BLOCK, COLUMNS)
+    there = (first + tl.arange(0, BLOCK) < L)[:, None] & (column + tl.arange(0, COLUMNS) < WIDTH)[
+        None, :
+    ]
     tl.store(at, values.to(rows.ptr.dtype.element_ty), mask=there)
 
 
@@ -86,10 +87,9 @@ def add_columns(
     rows, b, first, L, begun, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Add `values` to what stands in the rows below `begun`, store them in the others; a program's own rows only."""
-    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
-    columns = tl.arange(0, COLUMNS)
+    at = column_addresses(rows, b, first, column, BLOCK, COLUMNS)
     numbers = first + tl.arange(0, BLOCK)
-    inside = (column + columns < WIDTH)[None, :]
-    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
+    inside = (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    tl.debug_barrier()  # another thread of the program may have stored what this one reads
     before = tl.load(at, mask=(numbers < begun)[:, None] & inside, other=0.0)
     tl.store(at, before + values, mask=(numbers < L)[:, None] & inside)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.mask import Intervals
-from heads_kernels.ops.gate import as_4d, is_elementwise
+from heads_kernels.ops.gate import is_elementwise
 from heads_kernels.ops.philox import threshold
 
 
@@ -104,15 +104,16 @@ def gate_kind(gate: Tensor | None) -> str:
         return "none"
     if is_elementwise(gate):
         return "elements"
-    return "rows" if as_4d(gate).shape[2] != 1 else "heads"
+    return "rows" if gate.dim() > 2 and gate.shape[2] != 1 else "heads"
 
 
 def gate_of(gate: Tensor | None) -> Gate | None:
     if gate is None:
         return None
-    wide = as_4d(gate)
-    strides = (s if size != 1 else 0 for s, size in zip(wide.stride(), wide.shape, strict=True))
-    return Gate(gate, *strides)
+    leading = 1 if gate.dim() == 1 else 0  # [H] has no batch
+    strides = [0] * leading
+    strides += [s if size != 1 else 0 for s, size in zip(gate.stride(), gate.shape, strict=True)]
+    return Gate(gate, *strides, *[0] * (4 - len(strides)))
 
 
 def visible_of(intervals: Intervals) -> Visible:

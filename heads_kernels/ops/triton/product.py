@@ -13,6 +13,13 @@ def product(a, b, acc):
 
 
 @triton.jit
+def finite_part(tile):
+    """`tile` with 0 for NaN and infinities: for products whose other factor is nan wherever one of them is seen."""
+    wide = tile.to(tl.float32)
+    return tl.where((wide - wide) == 0.0, wide, 0.0).to(tile.dtype)
+
+
+@triton.jit
 def guarded_product(weights, operand, seen, acc):
     """`acc + weights @ operand`, where row n of `operand` reaches only the rows of `acc` that see it.
 
@@ -20,18 +27,7 @@ def guarded_product(weights, operand, seen, acc):
     every row, for 0 * nan is nan. A row that sees one is nan.
     """
     wide = operand.to(tl.float32)
-    finite = (wide - wide) == 0.0
-    bad = tl.min(finite.to(tl.int32), 1) == 0  # [N]
+    bad = tl.min(((wide - wide) == 0.0).to(tl.int32), 1) == 0  # [N]
     poisoned = tl.max((seen & bad[None, :]).to(tl.int32), 1) != 0  # [M]
-    acc = product(weights, tl.where(finite, wide, 0.0).to(operand.dtype), acc)
+    acc = product(weights, finite_part(operand), acc)
     return tl.where(poisoned[:, None], float("nan"), acc)
-
-
-@triton.jit
-def sound_keys(scores, sound_rows):
-    """bool `[N]`: False for keys that hold NaN or an infinity, by the raw `scores` [M, N] of the sound rows [M].
-
-    Left out of a product with `dscores` (read as 0), such a key reaches only rows that see it: they are nan by `p`.
-    """
-    finite = ((scores - scores) == 0.0) | (sound_rows[:, None] == 0)
-    return tl.min(finite.to(tl.int32), 0) != 0

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from importlib import resources
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
 
@@ -45,20 +44,18 @@ def tiles_for(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles:
     """
     if TRITON_INTERPRETED:
         return _interpreted(like, D)
-    gpu = _gpu(like.device.index) if like.is_cuda else ""
-    return _chosen(kernel, gpu, _kind(), like.dtype, D, Dv)
+    gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
+    return _chosen(kernel, gpu, kind, like.dtype, D, Dv)
 
 
 def padded(width: int) -> int:
     """The power of two that a tile of this width has: at least 16, the depth of a tensor core's product."""
-    power: int = triton.next_power_of_2(max(width, 16))
-    return power
+    return 1 << (max(width, 16) - 1).bit_length()
 
 
 def chunks_of(Ds: int, block_d: int) -> int:
     """How many chunks of a step's width `Ds` has, rounded up to a power of two."""
-    chunks: int = triton.next_power_of_2(max(2, -(-Ds // block_d)))
-    return chunks
+    return 1 << (max(2, -(-Ds // block_d)) - 1).bit_length()
 
 
 @functools.cache
@@ -86,16 +83,18 @@ def _interpreted(like: Tensor, D: int) -> Tiles:
     return Tiles(block_m, block_n, padded(-(-D // 8)), min(64, padded(D)), 4, 1)
 
 
-def _kind() -> str:
+@functools.cache
+def _named(index: int) -> tuple[str, str]:
+    """The name of a GPU as its file of tuned tiles has it, "nvidia-h200", and its kind."""
+    name = torch.cuda.get_device_name(index).lower()
+    capability = None if torch.version.hip else torch.cuda.get_device_capability(index)
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-"), kind_of(capability)
+
+
+def _kind_of_target() -> str:
+    """The kind that Triton compiles for where no GPU holds the tensors: kernels are compiled ahead of time then."""
     target = driver.active.get_current_target()
     return kind_of(divmod(target.arch, 10) if target.backend == "cuda" else None)
-
-
-@functools.cache
-def _gpu(index: int) -> str:
-    """The name of a GPU as its file of tuned tiles has it: "nvidia-h200"."""
-    name = torch.cuda.get_device_name(index).lower()
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 @functools.cache

@@ -35,7 +35,7 @@ def ranges(visible, b, rows, T, S):
 
 
 @triton.jit
-def tiles_seen(visible, lo, hi, rows, T, BLOCK: tl.constexpr):
+def tiles_seen(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
     """Tiles of keys for the query `rows` with ranges `lo`, `hi`: `start`, `full_start`, `full_end`, `end` in tiles."""
     sees = lo < hi
     start = tl.min(tl.where(sees, lo, 2147483647)) // BLOCK
@@ -46,7 +46,14 @@ def tiles_seen(visible, lo, hi, rows, T, BLOCK: tl.constexpr):
     full_end = tl.min(tl.where(there, hi, 2147483647)) // BLOCK
     start = tl.minimum(start, end)
     if visible.key_visible is not None:
-        full_end = 0
+        # Full tiles end at the first hidden key.
+        hole = full_end * BLOCK
+        at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
+        for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, _SCAN):
+            keys = scan + tl.arange(0, _SCAN)
+            seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
+            hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys)))
+        full_end = hole // BLOCK
     return _ordered(start, full_start, full_end, end)
 
 
@@ -58,7 +65,7 @@ def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl
     from the first to the last that see every key do see every key.
     """
     last_key = tl.minimum(first_key + BLOCK_N, S)  # exclusive
-    whole = first_key + BLOCK_N <= S
+    whole = first_key < S  # what stands beyond the last key is not stored
     if visible.k_lo is None:
         # i + band_lo < last_key and first_key < i + band_hi; the full rows the other way around.
         first = tl.maximum(first_key - visible.band_hi + 1, 0)
@@ -83,7 +90,9 @@ def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl
             count += tl.sum(every.to(tl.int32))
         whole = whole & (count == full_stop - full_first)
     if visible.key_visible is not None:
-        whole = False
+        keys = first_key + tl.arange(0, BLOCK_N)
+        at = visible.key_visible + b.to(tl.int64) * visible.stride_keys + keys
+        whole = whole & (tl.min((tl.load(at, mask=keys < S, other=1) != 0).to(tl.int32)) != 0)
     end = tl.cdiv(tl.maximum(stop, 0), BLOCK)
     start = tl.minimum(first // BLOCK, end)
     full_end = tl.where(whole, tl.maximum(full_stop, 0) // BLOCK, 0)
