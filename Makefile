@@ -4,6 +4,7 @@ TORCH  ?= torch==2.13.0
 
 PY  := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
+OLDEST := .venv/triton-3.6
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
@@ -16,8 +17,13 @@ SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-o
 bench: .venv/stamp-bench .venv/stamp-built
 	$(PY) -m benchmarks
 
-test: .venv/stamp-test .venv/stamp-built
+# Everything but Triton's kernels; those in Triton's interpreter, on the newest Triton and the oldest that is supported, and
+# compiled by both for GPUs that are not there (by the newest as a part of the first line).
+test: .venv/stamp-test .venv/stamp-built .venv/stamp-oldest
 	$(PY) -m pytest -n 2 tests
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests -m "triton and not slow"
+	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests -m "triton and not slow"
+	PYTHONPATH=$(OLDEST) $(PY) -m pytest tests/test_ahead_of_time.py
 
 lint: .venv/stamp-lint
 	$(PY) -m ruff check .
@@ -59,7 +65,13 @@ clean:
 	touch $@
 
 .venv/stamp-test: .venv/stamp-base pyproject.toml
-	$(INSTALL) --no-build-isolation -e ".[test]"
+	$(INSTALL) --no-build-isolation -e ".[test,triton]"
+	touch $@
+
+# The oldest Triton in a folder of its own, with a NumPy that its interpreter works with.
+.venv/stamp-oldest: .venv/stamp-base
+	rm -rf $(OLDEST)
+	$(PY) -m pip --disable-pip-version-check install --no-deps --target $(OLDEST) triton==3.6.0 numpy==2.3.5
 	touch $@
 
 .venv/stamp-lint: .venv/stamp-base pyproject.toml

@@ -1,13 +1,26 @@
-"""What every test starts from: threads, seeds, hypothesis, and where `gpu` tests run."""
+"""What every test starts from: threads, seeds, hypothesis, and where `gpu` tests run.
+
+What a test asks of the Triton backend runs where the process was started with TRITON_INTERPRET=1:
+there Triton's interpreter, mended, runs the kernels on CPU tensors. Such tests bear the mark `triton`.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 
 import hypothesis
 import pytest
 import torch
+
+from heads_kernels.ops.support import TRITON_INTERPRETED
+from heads_kernels.testing import Case
+
+if TRITON_INTERPRETED:
+    import interpreter
+
+    interpreter.mend()
 
 # Under xdist the workers share the cores: one thread each, or they wait for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -25,10 +38,38 @@ def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+#: Tests that launch too much for the interpreter, which takes about 10 ms a tile: long sequences, and
+#: checks of the op that every backend shares, which run it many times over.
+LONG = {
+    "test_compile_dynamic",
+    "test_long_rows_are_streamed",
+    "test_memory_is_linear_in_length",
+    "test_opcheck",
+    "test_opcheck_statistics",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
+    no_gpu = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
+    no_interpreter = pytest.mark.skip(
+        reason="the triton backend serves CPU tensors in processes with TRITON_INTERPRET=1"
+    )
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        arguments: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+        if arguments.get("backend") != "triton":
+            continue
+        item.add_marker("triton")
+        if not TRITON_INTERPRETED:
+            item.add_marker(no_interpreter)
+        elif getattr(item, "originalname", "") in LONG or is_long(**arguments):
+            item.add_marker("slow")
+
+
+def is_long(case: object = None, bad: float = math.nan, **rest: object) -> bool:
+    """More pairs than a few hundred tiles, or a named case with a second and third kind of bad value."""
+    if not isinstance(case, Case):
+        return False
+    return case.B * case.H * case.T * case.S > 1 << 18 or math.isinf(bad)

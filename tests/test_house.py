@@ -105,6 +105,17 @@ def test_backends_do_not_import_their_siblings(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", SOURCES)
+def test_only_triton_modules_import_triton(module: str) -> None:
+    if any(word.split("_")[0] == "triton" for word in module.split(".")):
+        return
+    for imported in imports(SOURCES[module]):
+        parts = imported.split(".")
+        assert "triton" not in (parts[0], *parts[2:]), (
+            f"{module} imports {imported}; Triton is loaded when an op runs on it"
+        )
+
+
+@pytest.mark.parametrize("module", SOURCES)
 def test_package_stands_without_its_tests_and_benchmarks(module: str) -> None:
     roots = {name.split(".")[0] for name in imports(SOURCES[module])}
     assert not roots & {"tests", "benchmarks"}
@@ -113,9 +124,9 @@ def test_package_stands_without_its_tests_and_benchmarks(module: str) -> None:
 
 
 def test_import_needs_no_extra() -> None:
-    """No optional package is loaded, beyond those that `import torch` loads by itself."""
+    """No optional package is loaded, beyond those that torch's own modules load (its FLOP counter: triton)."""
     code = (
-        "import sys, torch; before = set(sys.modules); "
+        "import sys, torch.utils.flop_counter; before = set(sys.modules); "
         "import heads_kernels; print(*set(sys.modules) - before)"
     )
     run = subprocess.run(

@@ -1,0 +1,307 @@
+"""`python -m benchmarks.ahead_of_time`: every Triton kernel, compiled for GPUs that need not be there.
+
+Drives the launchers of every operator through the calls below with the tiles that each GPU would take, and holds the
+compiled kernels to bounds: they compile, fit into shared memory, use tensor cores for products of 16 bits, and spill no
+register beyond what `STATED` says. Exit status: 0; 1 where a bound is broken; 2 for a bad option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.binaries import TARGETS, Kernel, recorded
+from heads_kernels.ops import (
+    attention_statistics,
+    collaborative_attention,
+    gated_attention,
+    support,
+)
+from heads_kernels.ops.collaborative_attention.op import Call as CollaborativeCall
+from heads_kernels.ops.gated_attention.op import Call as GatedCall
+from heads_kernels.ops.library import load
+from heads_kernels.problem import Problem
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs
+from heads_kernels.testing import masks as mask
+
+_DTYPES: Final = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------- calls
+def _gated(inputs: Inputs, seed: torch.Tensor | None) -> None:
+    p = inputs.problem()
+    assert p.value is not None
+    call = GatedCall(
+        p.query, p.key, p.value, p.gate, p.intervals, seed, p.scale, p.gate_activation, p.dropout_p
+    )
+    backend = load(gated_attention.BACKENDS, "triton")
+    if p.gate is None:
+        backend.forward(call, False)
+    out, attended, lse = backend.forward(call, True)
+    saved = inputs.dout, out if p.gate is None else attended, lse
+    backend.backward(call, *saved, True, [True, True, True, p.gate is not None])
+
+
+def _collaborative(inputs: Inputs, seed: torch.Tensor | None) -> None:
+    p = inputs.problem()
+    assert p.value is not None
+    assert p.mixing is not None
+    call = CollaborativeCall(
+        p.query, p.key, p.value, p.mixing, p.content_bias, p.gate, p.intervals,
+        seed, p.scale, p.gate_activation, p.dropout_p,
+    )  # fmt: skip
+    backend = load(collaborative_attention.BACKENDS, "triton")
+    if p.gate is None:
+        backend.forward(call, False)
+    out, attended, lse = backend.forward(call, True)
+    saved = inputs.dout, out if p.gate is None else attended, lse
+    bias, gate = p.content_bias is not None, p.gate is not None
+    backend.backward(call, *saved, True, [True, True, True, True, bias, gate])
+
+
+def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
+    given = inputs.tensors
+    p = Problem.statistics(
+        given["query"], given["key"], mixing=given.get("mixing"),
+        content_bias=given.get("content_bias"), is_causal=True,
+    )  # fmt: skip
+    for excluded in (None, torch.zeros(p.B, p.S, dtype=torch.bool)):
+        load(attention_statistics.BACKENDS, "triton").forward(
+            p.query, p.key, p.mixing, p.content_bias, excluded, p.intervals, p.scale
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call whose kernels are compiled: forward, with what the backward reads (without a gate also without that), and
+    backward."""
+
+    name: str
+    case: Case
+    drive: Callable[[Inputs, torch.Tensor | None], None]
+
+    def dtypes(self) -> Sequence[str]:
+        """Every dtype at the widths of most models; elsewhere bfloat16, whose kernels float16's are like."""
+        widths = {getattr(self.case, name, 64) for name in ("D", "Ds")}
+        return tuple(_DTYPES) if widths <= {64, 128, 768} else ("bfloat16",)
+
+
+def _works() -> tuple[Work, ...]:
+    B, H, T = 2, 4, 512
+    lengths = mask.padded(T, T // 2)
+    features: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal, gate of heads": {"is_causal": True, "gate": "H"},
+        "lengths, gate of rows": {
+            "mask": lengths, "gate": "BHT", "gate_activation": "sigmoid",
+        },
+        "holes, gate of elements": {
+            "mask": mask.holes, "gate": "BHTD", "gate_activation": "softplus",
+        },
+        "causal, dropout": {"is_causal": True, "dropout_p": 0.1},
+    }  # fmt: skip
+    result = []
+    for D, (words, options) in itertools.product((64, 32, 96, 128, 256), features.items()):
+        if D in (64, 128) or words.startswith("causal, gate"):
+            case = GatedCase(f"{words}, D {D}", B, H, T, T, D=D, Dv=D, **options)
+            result.append(Work(f"gated_attention: {case}", case, _gated))
+    for Ds, (words, options) in itertools.product((256, 64, 512, 768), features.items()):
+        if Ds == 256 or words.startswith("causal, gate"):
+            shared = CollaborativeCase(
+                f"{words}, Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=words != "plain",
+                **options,
+            )  # fmt: skip
+            result.append(Work(f"collaborative_attention: {shared}", shared, _collaborative))
+    wide = CollaborativeCase("plain, Dv 128, Ds 256", B, H, T, T, Ds=256, Dv=128)
+    result.append(Work(f"collaborative_attention: {wide}", wide, _collaborative))
+    for D in (64, 128, 256):
+        case = GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D)
+        result.append(Work(f"attention_statistics: {case}", case, _statistics))
+    for Ds in (256, 768):
+        shared = CollaborativeCase(f"Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=True)
+        result.append(Work(f"attention_statistics: {shared}", shared, _statistics))
+    return tuple(result)
+
+
+#: Found by name in the processes that compile them: masks of cases can not be sent there.
+WORKS: Final = _works()
+
+
+# ---------------------------------------------------------------------- compiling
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel, the dtype of its tensors and the first of the works that it came up in."""
+
+    kernel: Kernel
+    dtype: str
+    work: str
+
+    def broken(self, spills: bool = True) -> list[str]:
+        """The bounds that it breaks, in words; those of spills, which are the newest Triton's, where `spills`."""
+        kernel, target = self.kernel, TARGETS[self.kernel.target]
+        if kernel.error:
+            return [f"does not compile: {kernel.error}"]
+        words = []
+        if kernel.shared > target.shared_limit:
+            words.append(f"{kernel.shared} bytes of shared memory, of {target.shared_limit}")
+        if spills and kernel.spilled > self.stated():
+            words.append(f"{kernel.spilled} bytes spilled, of {self.stated()}")
+        wanted = target.matrix_instruction
+        if kernel.narrow_products and not any(re.fullmatch(wanted, n) for n, _ in kernel.matrix):
+            words.append(f"no {wanted} instruction, found {dict(kernel.matrix)}")
+        return words
+
+    def stated(self) -> int:
+        """Bytes that it may spill."""
+        return max((bound.spilled for bound in STATED if bound.holds(self)), default=0)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Bytes that some kernels may spill, and why; the names are patterns."""
+
+    spilled: int
+    why: str
+    kernel: str = "*"
+    target: str = "*"
+    dtype: str = "*"
+    work: str = "*"
+
+    def holds(self, compiled: Compiled) -> bool:
+        """Whether it speaks of this kernel."""
+        return (
+            fnmatchcase(compiled.kernel.name, self.kernel)
+            and fnmatchcase(compiled.kernel.target, self.target)
+            and fnmatchcase(compiled.dtype, self.dtype)
+            and fnmatchcase(compiled.work, self.work)
+        )
+
+
+#: The largest that was found, with some room: other widths and dtypes spill less.
+STATED: Final = (
+    Bound(
+        64,
+        "ptxas keeps predicates and loop bounds in memory with registers to spare",
+        target="sm_100",
+    ),
+    Bound(
+        1024,
+        "64 gates of elements a thread beside the sums, after the loop over keys",
+        kernel="gated_attention.forward",
+        target="sm_80",
+        work="*gate of elements*",
+    ),
+    Bound(128, "the bounds of visible ranges of two rows a thread", target="sm_80"),
+    Bound(256, "the words of Philox beside a tile of scores", target="sm_80", work="*dropout*"),
+    Bound(
+        1024,
+        "a list of chunks and two sums of a slice beside a tile of scores",
+        kernel="collaborative_attention.*",
+        target="sm_90",
+    ),
+    Bound(384, "the same", kernel="collaborative_attention.*", target="sm_100"),
+)
+
+
+def _own_cache(folder: str) -> None:
+    """A cache for this process alone: what is found in another one comes without the log of ptxas."""
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)
+    torch.set_num_threads(1)
+
+
+def _compile(target: str, dtype: str, name: str) -> list[Compiled]:
+    work = next(work for work in WORKS if work.name == name)
+    inputs = work.case.make(_DTYPES[dtype])
+    seed = torch.tensor([1]) if work.case.dropout_p else None
+    with recorded(target) as kernels:
+        work.drive(inputs, seed)
+    return [Compiled(kernel, dtype, name) for kernel in kernels]
+
+
+def compile_all(
+    targets: Iterable[str], works: Iterable[Work], dtypes: Sequence[str] = tuple(_DTYPES)
+) -> list[Compiled]:
+    """The kernels of `works`, each once, in as many processes as there are cores."""
+    tasks = [
+        (target, dtype, work.name)
+        for target, work in itertools.product(targets, works)
+        for dtype in work.dtypes()
+        if dtype in dtypes
+    ]
+    found: dict[tuple[str, ...], Compiled] = {}
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(
+        min(os.cpu_count() or 1, len(tasks)) or 1,
+        multiprocessing.get_context("spawn"), _own_cache, (folder,),
+    ) as pool:  # fmt: skip
+        for some in pool.map(_compile, *zip(*tasks, strict=True)) if tasks else ():
+            for one in some:
+                kernel = one.kernel
+                key = (kernel.target, kernel.hash or f"{kernel.name} {one.dtype} {one.work}")
+                found.setdefault(key, one)
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------- the command
+def _line(one: Compiled) -> str:
+    kernel = one.kernel
+    matrix = ", ".join(f"{count} {name}" for name, count in kernel.matrix)
+    numbers = f"{kernel.registers:4} {kernel.spilled:6} {kernel.shared:7}"
+    what = f"{kernel.target:7} {one.dtype:9} {kernel.name:32} {kernel.options:44}"
+    return f"{what} {numbers}  {matrix:22} {one.work}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ahead_of_time", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--dtype", choices=_DTYPES, action="append", help="default: all")
+    parser.add_argument("--only", metavar="PATTERN",
+        help="works whose name has this in it (* and ? allowed)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile, print a table and what is broken; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if support.TRITON_INTERPRETED:
+        parser.error("TRITON_INTERPRET is set; interpreted kernels are not compiled")
+    works = [w for w in WORKS if options.only is None or fnmatchcase(w.name, f"*{options.only}*")]
+    if not works:
+        parser.error(f"--only {options.only!r} matches none of {', '.join(w.name for w in WORKS)}")
+    found = compile_all(options.target or TARGETS, works, options.dtype or tuple(_DTYPES))
+    print(
+        "target  dtype     kernel, options; registers, bytes spilled, shared memory; instructions"
+    )
+    failures = []
+    for one in found:
+        print(_line(one))
+        failures += [f"{_line(one)}\n    {words}" for words in one.broken()]
+    print(f"\n{len(found)} kernels, {len(failures)} bounds broken", *failures, sep="\n")
+    if options.json:
+        rows = [asdict(one) | {"broken": one.broken()} for one in found]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

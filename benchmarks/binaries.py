@@ -1,0 +1,184 @@
+"""What a Triton kernel becomes on a GPU that need not be there: registers, spills, shared memory, instructions.
+
+The launchers of the package run as they are, on CPU tensors; a driver that only names the target stands in for the real
+one, and every launch compiles its kernel and records it in place of running it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of GPU, with the shared memory that one program may take and the instruction of its tensor cores."""
+
+    gpu: GPUTarget
+    shared_limit: int  # bytes
+    matrix_instruction: str  # a pattern
+
+
+TARGETS: Final = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10, r"HMMA"),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10, r"HMMA"),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10, r"HGMMA"),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 << 10, r"UTC\w*MMA"),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 << 10, r"HMMA"),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10, r"v_mfma\w*"),
+}
+
+_MATRIX_INSTRUCTIONS: Final = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)")
+#: A product of tiles whose operands have 16 bits.
+_NARROW_PRODUCT: Final = re.compile(r"tt\.dot .*: tensor<\w+x(bf16|f16)>")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel; where `error` is not empty the rest is not known."""
+
+    name: str  # "gated_attention.forward"
+    target: str
+    options: str  # "BLOCK_M 64, BLOCK_N 64, 4 warps, 2 stages"
+    hash: str = ""
+    error: str = ""
+    registers: int = 0
+    spilled: int = 0  # bytes a thread, stored and loaded; on AMD the scratch memory of a thread
+    shared: int = 0  # bytes a program
+    matrix: tuple[tuple[str, int], ...] = ()  # matrix instructions and how many stand in the code
+    narrow_products: bool = False  # whether it multiplies tiles of 16 bits
+
+
+class _Driver:
+    """All that Triton asks of a driver to compile; the target stands for the device, so that each has its own cache."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self._target].gpu
+
+    def get_current_device(self) -> str:
+        return self._target
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def recorded(target: str) -> Iterator[list[Kernel]]:
+    """In this block kernels are compiled for `target` in place of running; the list gets one entry a launch.
+
+    Results of launches stay uninitialised. Needs a process in which kernels are not interpreted; where there is a GPU,
+    Triton can not run kernels on it afterwards.
+    """
+    kernels: list[Kernel] = []
+    compile_and_run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        name, shown = _name(self.fn), _shown(options)
+        with _held_back() as output:
+            try:
+                compiled = compile_and_run(self, *args, grid=grid, warmup=True, **options)
+            except Exception as error:
+                text = [str(error), *re.findall(r"(?:error|note): (.+)", output())]
+                kernels.append(Kernel(name, target, shown, error="; ".join(text)[:500]))
+                return
+            log = output()
+        kernels.append(_read(name, target, shown, compiled, log))
+
+    driver.set_active(_Driver(target))
+    with (
+        patch.object(JITFunction, "run", compile_only),
+        patch.object(knobs.nvidia, "dump_ptxas_log", True),
+    ):
+        yield kernels
+
+
+def _name(function: Any) -> str:
+    """The operator and the pass: `heads_kernels.ops.gated_attention.triton_keys` is "gated_attention.keys"."""
+    folder, module = function.__module__.split(".")[-2:]
+    return f"{folder}.{module.removeprefix('triton_')}"
+
+
+def _shown(options: dict[str, Any]) -> str:
+    blocks = [f"{name} {options[name]}" for name in ("BLOCK_M", "BLOCK_N") if name in options]
+    return ", ".join([*blocks, f"{options['num_warps']} warps", f"{options['num_stages']} stages"])
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[Any]:
+    """Holds back what Triton prints, the log of ptxas among it, and MLIR's dump of a kernel that does not compile."""
+    printed = io.StringIO()
+    with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
+
+        def output() -> str:
+            file.seek(0)
+            return printed.getvalue() + file.read()
+
+        own = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            with contextlib.redirect_stdout(printed):
+                yield output
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+
+
+#: What ptxas said about the kernels that this process compiled, by hash: a kernel is compiled once.
+_LOGS: Final[dict[str, str]] = {}
+
+
+def _read(name: str, target: str, options: str, compiled: Any, log: str) -> Kernel:
+    if "amdgcn" in compiled.asm:
+        code = compiled.asm["amdgcn"]
+        registers = _number(r"\.vgpr_count:\s+(\d+)", code)
+        spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", code)
+    else:
+        log = _LOGS.setdefault(compiled.hash, log)
+        code = _disassembled(compiled.asm["cubin"])
+        registers = _number(r"Used (\d+) registers", log)
+        spilled = _number(r"(\d+) bytes spill stores", log)
+        spilled += _number(r"(\d+) bytes spill loads", log)
+    found = Counter(_MATRIX_INSTRUCTIONS.findall(code))
+    return Kernel(
+        name, target, options, compiled.hash,
+        registers=registers, spilled=spilled, shared=compiled.metadata.shared,
+        matrix=tuple(sorted(found.items())),
+        narrow_products=_NARROW_PRODUCT.search(compiled.asm["ttir"]) is not None,
+    )  # fmt: skip
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"nothing like {pattern!r} in {text[:500]!r}")
+    return int(match[1])
+
+
+def _disassembled(cubin: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.nvdisasm.path, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

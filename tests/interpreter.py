@@ -1,0 +1,104 @@
+"""Triton's interpreter as the tests use it: mends for what is wrong or slow in Triton 3.6 to 3.9.
+
+It runs kernels on CPU tensors in NumPy, one program after another, in processes that were started
+with TRITON_INTERPRET=1. It shows wrong numbers and wrong addresses; races it can not show.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def mend() -> None:
+    """Replace the parts below in this process; once, before a kernel runs."""
+    interpreter._convert_float = _rounding_to_bfloat16(interpreter._convert_float)
+    interpreter.InterpreterBuilder.create_dot = _widening(interpreter.InterpreterBuilder.create_dot)
+    interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    # Looks for int32 overflow, which these sizes can not have, at two fifths of the time.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter.GridExecutor.__call__ = _without_warnings(interpreter.GridExecutor.__call__)
+
+
+def _wide(bits: np.ndarray) -> np.ndarray:
+    """float32 of bfloat16, which the interpreter holds as its bits in uint16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _nearest(values: np.ndarray) -> np.ndarray:
+    """The bits of float32 `values` in bfloat16, rounded to nearest even."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _rounding_to_bfloat16(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Casts to bfloat16 that round to nearest, as GPUs do: the interpreter's cut the bits off."""
+
+    def call(values: np.ndarray, source: Any, target: Any, *rest: Any) -> np.ndarray:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return _nearest(values)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return _wide(values)
+        result: np.ndarray = convert(values, source, target, *rest)
+        return result
+
+    return call
+
+
+def _widening(create_dot: Callable[..., Any]) -> Callable[..., Any]:
+    """`tl.dot` of bfloat16 operands, whose bits it multiplies as integers."""
+
+    def widened(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle(_wide(handle.data), tl.float32)
+
+    def create(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(builder, widened(a), widened(b), *rest)
+
+    return create
+
+
+def _once_a_launch(patch_lang: Callable[..., Any]) -> Callable[..., Any]:
+    """`triton.language` is patched again at every call of one kernel function by another: two thirds of the time.
+
+    Where both of its modules are patched already there is nothing to do, and nothing to restore.
+    """
+
+    def patch(function: Any) -> Any:
+        if tl.core.is_builtin(tl.full) or tl.core.is_builtin(tl.core.full):
+            return patch_lang(function)
+        return interpreter._LangPatchScope()
+
+    return patch
+
+
+def _remembered(numpy_dtype: Callable[..., np.dtype]) -> Callable[..., np.dtype]:
+    """NumPy's dtype of one of Triton's: its table is made anew at every call, a tenth of the time."""
+    known = functools.cache(numpy_dtype)
+
+    def call(dtype: tl.dtype) -> np.dtype:
+        return np.dtype(np.uint64) if dtype.scalar.is_ptr() else known(dtype.scalar)
+
+    return call
+
+
+def _without_warnings(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Infinities and NaN that NumPy warns of are values as others are to a kernel."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # "All-NaN slice encountered"
+            return execute(*args, **kwargs)
+
+    return call

@@ -1,0 +1,76 @@
+"""Triton kernels compiled for GPUs that are not there: they compile, fit, use tensor cores, keep to registers.
+
+A part of `python -m benchmarks.ahead_of_time`, in processes where kernels are not interpreted.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from heads_kernels.ops.support import TRITON_INTERPRETED
+
+triton = pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
+if TRITON_INTERPRETED:
+    pytest.skip("kernels are interpreted (TRITON_INTERPRET)", allow_module_level=True)
+
+from benchmarks import ahead_of_time  # noqa: E402 (needs triton)
+
+NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+
+def works(*ends: str, features: str = "*") -> list[ahead_of_time.Work]:
+    """Those whose name ends so, with these features."""
+    return [
+        work
+        for work in ahead_of_time.WORKS
+        if work.name.endswith(ends) and fnmatchcase(work.name, f"*: {features}*")
+    ]
+
+
+#: Every operator, pass and feature on the newest Triton; the passes on the oldest.
+PASSES = works(", D 64", "heads, Ds 256", features="causal, gate")
+PASSES += works(": D 64", ": Ds 256")
+WORKS = PASSES
+if NEWEST:
+    WORKS = list(dict.fromkeys([*works(", D 64"), *works("elements, Ds 256"), *PASSES]))
+
+
+def hold(targets: list[str], works: list[ahead_of_time.Work], dtype: str) -> None:
+    found = ahead_of_time.compile_all(targets, works, [dtype])
+    assert {one.kernel.target for one in found} == set(targets)
+    # The bounds of spills are those of the newest compiler.
+    broken = [f"{one}: {words}" for one in found for words in one.broken(spills=NEWEST)]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_kernels_compile_within_their_bounds(target: str) -> None:
+    hold([target], WORKS, "bfloat16")
+
+
+def test_wide_kernels() -> None:
+    hold(["sm_90"], works("heads, D 128", "Ds 768"), "bfloat16")
+
+
+def test_float32_kernels() -> None:
+    hold(["sm_90"], works("heads, D 64"), "float32")
+
+
+def test_what_breaks_a_bound_is_told() -> None:
+    good = ahead_of_time.Kernel(
+        "gated_attention.forward", "sm_90", "", registers=128, shared=1 << 15,
+        matrix=(("HGMMA", 8),), narrow_products=True,
+    )  # fmt: skip
+
+    def broken(**changes: object) -> str:
+        kernel = ahead_of_time.Kernel(**{**vars(good), **changes})
+        return "; ".join(ahead_of_time.Compiled(kernel, "bfloat16", "gated_attention: x").broken())
+
+    assert broken() == ""
+    assert "1048576 bytes of shared memory, of 232448" in broken(shared=1 << 20)
+    assert "bytes spilled, of" in broken(spilled=1 << 20)
+    assert "no HGMMA instruction" in broken(matrix=(("HMMA", 8),))
+    assert broken(matrix=(), narrow_products=False) == ""
+    assert broken(error="PassManager::run failed").startswith("does not compile")
