@@ -1,9 +1,9 @@
 """`python -m benchmarks.gpu_suite --out DIR`: everything there is to know about the kernels on one GPU.
 
-Builds, checks (accuracy, determinism, CUDA graphs, hidden NaN, torch.compile), times every backend
-against what people use today, measures memory, and prints a short table last. DIR gets results.json,
-written after every stage and between, and plots. Nothing is downloaded; it needs torch and a GPU, and
-draws plots where matplotlib is installed.
+Checks (accuracy, determinism, CUDA graphs, hidden NaN, torch.compile), times every backend against
+what people use today, measures memory, and prints a short table last. DIR gets results.json, written
+after every stage and between, and plots. Nothing is built or downloaded: Triton compiles its kernels as
+they are called. It needs torch and a GPU, and draws plots where matplotlib is installed.
 
     python -m benchmarks.gpu_suite --out DIR [--only STAGE,...] [--minutes N]
     python -m benchmarks.gpu_suite keep DIR    # copy a run to benchmarks/results/<gpu>/; several are one
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,16 +30,14 @@ import torch
 from benchmarks import results
 from benchmarks.gpu import support
 from benchmarks.gpu.plots import draw
-from benchmarks.gpu.pool import ROOT, Pool
+from benchmarks.gpu.pool import MOST_WORKERS, Pool
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.settings import Row, Settings
 from benchmarks.gpu.stages import STAGES
 from benchmarks.gpu.summary import lines, stage_line
 
-#: Workers that compile kernels at the same time; each holds a CUDA context of half a GiB.
-_MOST_WORKERS: Final = 12
-_BUILD_S: Final = 120.0  # the C++ extension at all its levels takes a minute on 2 cores
-_LAST_S: Final = 8.0  # kept for plots and the report
+#: Seconds kept for what is under way at the end (`pool.GRACE_S`), plots and the report.
+_LAST_S: Final = 18.0
 _WRITE_S: Final = 5.0  # between two writings of results.json within a stage
 
 
@@ -71,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder of the results"
     )
-    parser.add_argument("--only", metavar="STAGE,...", help=f"some of build, {', '.join(STAGES)}")
+    parser.add_argument("--only", metavar="STAGE,...", help=f"some of {', '.join(STAGES)}")
     parser.add_argument("--minutes", type=_minutes, default=8.5, metavar="N",
         help="what is not done by then is left out, and said to be (default 8.5)")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -92,7 +89,7 @@ def _minutes(text: str) -> float:
 
 
 def _chosen(parser: argparse.ArgumentParser, only: str | None) -> list[str]:
-    known = ["build", *STAGES]
+    known = list(STAGES)
     if only is None:
         return known
     wanted = [word.strip() for word in only.split(",")]
@@ -111,7 +108,7 @@ class _Suite:
         self.end = time.monotonic() + 60 * options.minutes - (0 if options.tiny else _LAST_S)
         self.minutes = options.minutes
         self.workers = options.workers or (
-            2 if options.tiny else min(_MOST_WORKERS, os.cpu_count() or 1)
+            2 if options.tiny else min(MOST_WORKERS, os.cpu_count() or 1)
         )
         commit = options.commit or results.commit() or "unknown"
         self.record = Record(
@@ -122,12 +119,10 @@ class _Suite:
     def run(self) -> int:
         interrupted = False
         try:
-            if "build" in self.stages:
-                self._build()
             with Pool(self.settings, 1) as one:
                 with Pool(self.settings, max(1, self.workers)) as many:
                     # The workers that compile are gone before anything is timed.
-                    for stage in (s for s in self.stages if s in STAGES and not self._timed(s)):
+                    for stage in (s for s in self.stages if not self._timed(s)):
                         self._stage(stage, many if STAGES[stage].parallel else one)
                 for stage in filter(self._timed, self.stages):
                     self._stage(stage, one)
@@ -141,17 +136,18 @@ class _Suite:
         return 130 if interrupted else int(bool(self.record.failures()))
 
     def _timed(self, stage: str) -> bool:
-        after = list(STAGES).index("timing")
-        return stage in STAGES and list(STAGES).index(stage) >= after
+        return list(STAGES).index(stage) >= list(STAGES).index("timing")
 
     def _stage(self, stage: str, pool: Pool) -> None:
         kind = STAGES[stage]
         names = list(import_module(kind.module).items(self.settings))
         later = self.stages[self.stages.index(stage) + 1 :]
         kept = 60 * self.minutes * sum(STAGES[name].least for name in later)
+        if stage == "machine":
+            kept = 0.0  # seconds of work, and without it a run can not be kept
         started = time.monotonic()
-        # A tenth of the minutes is any stage's, also where an earlier one took what was kept for it.
-        until = min(self.end, max(self.end - kept, started + 6 * self.minutes))
+        # A twentieth of the minutes is any stage's, also where an earlier one took what was kept for it.
+        until = min(self.end, max(self.end - kept, started + 3 * self.minutes))
         print(
             f"== {stage}: {len(names)} items, up to {max(0.0, until - started):.0f} s", flush=True
         )
@@ -169,29 +165,6 @@ class _Suite:
             self.record.seconds[stage] = round(time.monotonic() - started, 1)
         print("  ", stage_line(self.record, stage), flush=True)
         self.record.write(self.out)
-
-    def _build(self) -> None:
-        """What there is to compile; the GPU stages run without it."""
-        if self.settings.tiny:
-            self.record.notes.append(
-                "build: left out in the tiny form, which runs what is built already"
-            )
-            return
-        print("== build", flush=True)
-        started = time.monotonic()
-        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=_BUILD_S, check=False
-            )
-            problem = "" if done.returncode == 0 else (done.stdout + done.stderr)[-800:]
-        except (OSError, subprocess.SubprocessError) as error:
-            problem = str(error)
-        self.record.seconds["build"] = round(time.monotonic() - started, 1)
-        words = " ".join(problem.split())
-        self.record.notes.append(f"build: failed, went on without it: {words}" if problem else
-            f"build: done in {self.record.seconds['build']:.0f} s")  # fmt: skip
-        print("  ", self.record.notes[-1], flush=True)
 
     def _plots(self) -> None:
         try:

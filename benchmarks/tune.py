@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import re
 import sys
 import time
@@ -32,7 +33,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.gpu.machine import device_name, versions
-from benchmarks.gpu.pool import ROOT, Pool
+from benchmarks.gpu.pool import MOST_WORKERS, ROOT, Pool
 from benchmarks.gpu.settings import LEFT_OUT, PASSED, Row, Settings, slug
 from benchmarks.gpu.stages import TUNING
 from benchmarks.gpu.tuning import CALLS, Job, Tiles
@@ -42,7 +43,6 @@ _GAIN: Final = 1.02
 #: Candidates that are timed, by what compiled first; the accuracy of up to `_TRIES` winners is looked at.
 _TIMED: Final = 40
 _TRIES: Final = 3
-_WORKERS: Final = 12
 #: Rows or keys a tile may have, features a slice; warps and stages: what Triton compiles sensibly.
 _BLOCKS: Final = (16, 256)
 _WARPS: Final = (2, 8)
@@ -107,7 +107,7 @@ class _Tuner:
     def run(self, calls: list[str]) -> int:
         with (
             Pool(self.settings, 1) as one,
-            Pool(self.settings, 2 if self.settings.tiny else _WORKERS) as many,
+            Pool(self.settings, 2 if self.settings.tiny else _workers()) as many,
         ):
             probes = self._do(many, [Job("probe", call, self.options.dtype) for call in calls])
             found: dict[tuple[Any, ...], tuple[Job, list[str]]] = {}
@@ -218,6 +218,10 @@ def _progress(total: int, text: str) -> Iterator[Callable[[Row], object]]:
         return
     with tqdm(total=total, desc=text, leave=False, disable=None) as bar:  # None: only on a terminal
         yield lambda row: bar.update()
+
+
+def _workers() -> int:
+    return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 def _padded(width: int) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import gpu_suite, tune
 from benchmarks.gpu import graphs, plots, sanitizer, support, tuning
+from benchmarks.gpu import pool as pool_module
 from benchmarks.gpu.goals import NOT_MEASURED, goals
 from benchmarks.gpu.pool import Pool
 from benchmarks.gpu.record import Record
@@ -162,7 +163,7 @@ def test_a_budget_that_is_used_up_leaves_out_and_says_so(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--out", "x", "--only", "nonsense"], "use some of build, machine"),
+        (["--out", "x", "--only", "nonsense"], "use some of machine"),
         (["--out", "x", "--device", "cpu"], "is for --tiny"),
         (["--out", "x", "--minutes", "0"], "a number of minutes above 0"),
         ([], "required: --out"),
@@ -187,19 +188,6 @@ def test_no_gpu(command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert error.value.code == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_failed_build_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = gpu_suite._parser().parse_args(["--out", str(tmp_path)])
-    suite = gpu_suite._Suite(options, ["build"])
-    monkeypatch.setattr(gpu_suite.sys, "executable", "/no/such/python")
-    suite._build()
-    assert "build: failed, went on without it" in capsys.readouterr().out
-    monkeypatch.setattr(gpu_suite.sys, "executable", "/bin/true")
-    suite._build()
-    assert suite.record.notes[-1].startswith("build: done")
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -249,6 +237,16 @@ def test_a_broken_context_gets_a_new_process() -> None:
         )
         rows = pool.run("s", ["a", "b"], until=soon(60), item_s=30)
     assert rows[0]["pid"] != rows[1]["pid"]
+
+
+def test_a_slow_start_does_not_outlast_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "GRACE_S", 0.5)
+    with Pool(TINY, 1) as pool:
+        pool._workers[0]._command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        started = time.monotonic()
+        rows = pool.run("s", ["a"], until=soon(0.5), item_s=30)
+    assert time.monotonic() - started < 10
+    assert verdicts(rows) == {"a": LEFT_OUT}
 
 
 def test_workers_that_do_not_come_up() -> None:
@@ -375,6 +373,9 @@ def test_keep_and_render(tmp_path: Path) -> None:
         **json.loads((first / "results.json").read_text())["stages"],
         "accuracy": [{"name": "gated_attention/one/bfloat16/triton", "verdict": FAILED}]})  # fmt: skip
     support.keep([first, second], kept)
+    merged = json.loads((target / "results.json").read_text())
+    assert merged["counts"]["accuracy"] == {PASSED: 1, FAILED: 1}
+    assert len(merged["failures"]) == 1
     assert "1 checks passed, **1 failed** (commit" in support.render(kept) or not GPU.backends(
         "gated_attention"
     )

@@ -65,7 +65,7 @@ def _nvidia_smi() -> dict[str, str] | str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed: {error}"
-    first = done.stdout.strip().splitlines()[0]
+    first = done.stdout.strip().partition("\n")[0]
     return dict(zip(_SMI.split(","), (value.strip() for value in first.split(",")), strict=False))
 
 

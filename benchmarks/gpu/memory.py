@@ -17,7 +17,7 @@ from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, pe
 _CASES: Final[tuple[Case, ...]] = (
     GatedCase("gated_D128", 1, 16, 32768, 32768, D=128, Dv=128, gate="H", is_causal=True,
         layout="transposed"),
-    CollaborativeCase("collaborative_Ds256", 1, 12, 16384, 16384, Ds=256, Dv=64,
+    CollaborativeCase("collaborative_Ds256", 2, 12, 16384, 16384, Ds=256, Dv=64,
         layout="transposed"),
 )  # fmt: skip
 #: Of T: how memory grows.

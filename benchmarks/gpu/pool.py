@@ -23,10 +23,14 @@ from typing import IO, Any
 from benchmarks.gpu.settings import CRASHED, LEFT_OUT, TIMED_OUT, Row, Settings
 
 ROOT = Path(__file__).parent.parent.parent
+#: Workers that compile kernels at the same time; each holds a CUDA context of half a GiB, and an oracle of
+#: `accuracy` up to 8 GiB more.
+MOST_WORKERS = 16
 #: Seconds in which a worker has to import torch and open the GPU while others do the same.
 STARTUP_S = 120.0
 #: Seconds beyond the end of a stage that an item under way may take.
 GRACE_S = 10.0
+_END_S = 5.0  # for a process to end in, once it is told to
 #: There are workers enough: none needs a pool of compiling processes of its own.
 _ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _TAIL = 1500  # characters of stderr kept of a crashed worker
@@ -54,8 +58,12 @@ class _Worker:
         self._pending = b""
 
     def ask(self, stage: str, name: str, limit_s: float) -> Row:
-        """The row of an item; raises `_Died` or `_TooLong`, after which the process is gone."""
-        stdin, stdout = self._start()
+        """The row of an item of a worker that was started; raises `_Died` or `_TooLong`, after which
+        the process is gone."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise _Died("the worker was stopped")
+        stdin, stdout = process.stdin, process.stdout
         try:
             stdin.write(json.dumps({"stage": stage, "name": name}).encode() + b"\n")
             stdin.flush()
@@ -69,11 +77,22 @@ class _Worker:
             self.stop()
         return row
 
+    def tell(self) -> None:
+        """Ask the process to end, and what it started with it (see `sanitizer`)."""
+        process = self._process
+        if process is not None:
+            process.terminate()
+
     def stop(self) -> None:
+        self.tell()
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver
+                    process.wait(_END_S)
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with contextlib.suppress(OSError):
@@ -82,7 +101,8 @@ class _Worker:
             self._errors.close()
             self._errors = None
 
-    def _start(self) -> tuple[IO[bytes], IO[bytes]]:
+    def start(self, limit_s: float) -> None:
+        """Have a process that answers; raises `_NoStart` where none does within `limit_s`."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._pending = b""
@@ -93,13 +113,10 @@ class _Worker:
             )  # fmt: skip
             assert self._process.stdout is not None
             try:
-                self._line(self._process.stdout, STARTUP_S)
+                self._line(self._process.stdout, min(STARTUP_S, limit_s))
             except (_Died, _TooLong) as error:
                 self.stop()
                 raise _NoStart(f"no worker comes up: {error}") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        return self._process.stdin, self._process.stdout
 
     def _line(self, stdout: IO[bytes], limit_s: float) -> Row:
         stop = time.monotonic() + limit_s
@@ -144,6 +161,8 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
+        for worker in self._workers:  # all at once: giving a GPU back takes each a second
+            worker.tell()
         for worker in self._workers:
             worker.stop()
 
@@ -201,16 +220,20 @@ class Pool:
 
 
 def _answer(worker: _Worker, stage: str, name: str, item_s: float, until: float) -> Row:
-    left = max(0.0, until - time.monotonic()) + GRACE_S
-    started = time.monotonic()
+    def left() -> float:
+        return max(0.0, until - time.monotonic()) + GRACE_S
+
+    started, limit_s = time.monotonic(), item_s
     try:
-        return worker.ask(stage, name, min(item_s, left))
+        worker.start(left())
+        limit_s = min(item_s, left())
+        return worker.ask(stage, name, limit_s)
     except _NoStart:
         raise
     except _Died as error:
         verdict, detail = CRASHED, str(error)
     except _TooLong as error:
-        verdict = TIMED_OUT if left >= item_s else LEFT_OUT
+        verdict = TIMED_OUT if limit_s == item_s else LEFT_OUT
         detail = str(error) if verdict == TIMED_OUT else "cut short: no time was left"
     seconds = round(time.monotonic() - started, 3)
     return {"name": name, "verdict": verdict, "detail": detail, "seconds": seconds}

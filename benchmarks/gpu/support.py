@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.pool import ROOT
-from benchmarks.gpu.record import FILE, by_backend
+from benchmarks.gpu.record import FILE, Record, by_backend
 from benchmarks.gpu.settings import BAD, LEFT_OUT, PASSED, TABLES, Row, Settings, slug
 from benchmarks.results import write_whole
 
@@ -37,6 +38,8 @@ def keep(folders: Sequence[Path], kept: Path = KEPT) -> Path:
         if _origin(other) != _origin(run):
             raise CannotKeep(f"{folder} is of {_origin(other)}, {folders[0]} of {_origin(run)}")
         _fill(run["stages"], other["stages"])
+    # Counts, failures and goals anew, of all rows.
+    run = Record(**{part.name: run[part.name] for part in fields(Record)}).to_json()
     target = kept / slug(run["machine"]["device"])
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.png"):

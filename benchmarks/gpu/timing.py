@@ -81,8 +81,7 @@ def _direction(
                     partial(_candidate, name, workload, inputs, direction), settings.device
                 )
             except NotRun as reason:
-                cause = reason.__cause__
-                mine = name in backends and not isinstance(cause, Refused)
+                mine = name in backends and not isinstance(reason.__cause__, Refused)
                 times[name] = {"error" if mine else "refused": str(reason)}
                 continue
             got = _compared(inputs, result)
