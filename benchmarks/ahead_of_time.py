@@ -208,13 +208,14 @@ STATED: Final = (
         work="*gate of elements*",
     ),
     Bound(128, "the bounds of visible ranges of two rows a thread", target="sm_80"),
-    Bound(256, "the words of Philox beside a tile of scores", target="sm_80", work="*dropout*"),
+    Bound(512, "the words of Philox beside a tile of scores", target="sm_80", work="*dropout*"),
     Bound(
         1024,
         "a list of chunks and two sums of a slice beside a tile of scores",
         kernel="collaborative_attention.*",
         target="sm_90",
     ),
+    Bound(512, "the same", kernel="collaborative_attention.*", target="sm_80"),
     Bound(384, "the same", kernel="collaborative_attention.*", target="sm_100"),
 )
 

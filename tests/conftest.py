@@ -68,8 +68,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-def is_long(case: object = None, bad: float = math.nan, **rest: object) -> bool:
-    """More pairs than a few hundred tiles, or a named case with a second and third kind of bad value."""
+def is_long(
+    case: object = None, dtype: object = None, bad: float = math.nan, **rest: object
+) -> bool:
+    """More pairs than a few hundred tiles; a named case once more, in float16 or with an infinity for NaN.
+
+    float16 goes the way of bfloat16: its tiny cases are enough.
+    """
     if not isinstance(case, Case):
         return False
-    return case.B * case.H * case.T * case.S > 1 << 18 or math.isinf(bad)
+    again = math.isinf(bad) or (dtype == torch.float16 and "tiny" not in case.tags)
+    return again or case.B * case.H * case.T * case.S > 1 << 18

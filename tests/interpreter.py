@@ -94,11 +94,12 @@ def _remembered(numpy_dtype: Callable[..., np.dtype]) -> Callable[..., np.dtype]
 
 
 def _without_warnings(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Infinities and NaN that NumPy warns of are values as others are to a kernel."""
+    """NumPy warns of infinities and NaN, values as others to a kernel, and of what Triton 3.6 calls in it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # "All-NaN slice encountered"
+            for category in (RuntimeWarning, DeprecationWarning):
+                warnings.simplefilter("ignore", category)
             return execute(*args, **kwargs)
 
     return call
