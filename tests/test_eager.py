@@ -374,6 +374,8 @@ def test_statistics(backend: str, mask: str, form: str, dtype: torch.dtype) -> N
     want = brute_statistics(scores_of(arguments), pairs(B, H, T, S, sees), excluded)
     inside = torch.float64 if dtype == torch.float64 else torch.float32
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    if backend == "triton" and form == "collaborative_attention" and dtype != torch.float32:
+        tolerance = 4 * torch.finfo(dtype).eps  # the mixed query is rounded to the working dtype
     for name, a, b in zip(got._fields, got, want, strict=True):
         assert a.dtype == (torch.int64 if name == "argmax" else inside)
         torch.testing.assert_close(
