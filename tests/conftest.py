@@ -44,6 +44,7 @@ LONG = {
     "test_compile_dynamic",
     "test_long_rows_are_streamed",
     "test_memory_is_linear_in_length",
+    "test_nothing_beside_an_input_is_read",
     "test_opcheck",
     "test_opcheck_statistics",
 }
