@@ -47,6 +47,7 @@ LONG = {
     "test_nothing_beside_an_input_is_read",
     "test_opcheck",
     "test_opcheck_statistics",
+    "test_the_same_bits_from_dirty_memory",
 }
 
 
@@ -65,7 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("triton")
         if not TRITON_INTERPRETED:
             item.add_marker(no_interpreter)
-        elif getattr(item, "originalname", "") in LONG or is_long(**arguments):
+        elif (
+            getattr(item, "originalname", "") in LONG
+            or item.path.stem == "test_properties"  # 25 calls each
+            or is_long(**arguments)
+        ):
             item.add_marker("slow")
 
 
