@@ -146,6 +146,9 @@ def _keys_kernel(
                 True, dkey_out is not None, dkey_out is not None or dbias_out is not None, KIND, ACTIVATION, DS, DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
+        if dvalue_out is not None:
+            # Not in the branch: one that reads an accumulator Triton 3.6 can not compile for sm_100.
+            dvalue = dvalue.to(dvalue_out.ptr.dtype.element_ty)
         if column == 0:
             if dvalue_out is not None:
                 store_tile(dvalue_out, b, h, first_key, S, dvalue, DV, BLOCK_N, BLOCK_DV)
