@@ -1,16 +1,19 @@
-// One tile of query rows against all the keys it sees: the forward pass that both operators share.
+// Tiles of query rows against all the keys they see: the forward pass that both operators share.
 //
 // Everything stands transposed, one query row a lane. Keys and values are the broadcast operand of
-// the inner product and so are read in place; only the query tile (once) and the output tile (once)
-// are transposed. On chip: the query tile [D][64], a tile of scores [64][64] and the output tile
-// [Dv][64].
+// the inner product and so are read as they lie; only the query tile (once) and the output tile
+// (once) are transposed. A bundle of tiles that share their keys goes over them together, window by
+// window: a window of keys and values is packed once for the bundle and stays in the first-level
+// cache, the tiles ([D][64] queries, [Dv][64] output each) in the second-level cache.
 #pragma once
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "cpu/gate.h"
 #include "cpu/gemm.h"
+#include "cpu/panel.h"
 #include "cpu/rows.h"
 #include "cpu/softmax.h"
 #include "cpu/visible.h"
@@ -27,6 +30,15 @@ struct Range {
   int64_t end;
 };
 
+// Ranges that somebody else keeps, in ascending order.
+struct Ranges {
+  const Range* first = nullptr;
+  int64_t count = 0;
+  const Range* begin() const { return first; }
+  const Range* end() const { return first + count; }
+  bool empty() const { return count == 0; }
+};
+
 // What the tiles of one head of one batch read.
 template <typename Real>
 struct Head {
@@ -36,30 +48,50 @@ struct Head {
   Rows bias;        // [1][S] content bias; absent for gated attention
   Real bias_scale;  // to base-2 logarithms
   int64_t D, Dv;
-  std::vector<Range> features;  // those that count in a score
+  Ranges features;  // those that count in a score
 };
 
-// Scratch of one tile.
+// A tile of query rows on its way over the keys.
+template <typename Real>
+struct QueryTile {
+  Head<Real> head;
+  VisibleRows<Real> visible;
+  OnlineSoftmax<Real> softmax;
+  Real* query;  // [D][64] transposed, scaled to base-2 logarithms
+  Real* out;    // [Dv][64]; undefined until `started`
+  bool started = false;
+
+  static int64_t bytes(int64_t D, int64_t Dv) {
+    return piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M) +
+           piece<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M);
+  }
+  QueryTile(Workspace& w, const Head<Real>& of, const VisibleRows<Real>& rows)
+      : head(of),
+        visible(rows),
+        query(w.take<Real>(round_up(of.D, kLanes<Real>) * BLOCK_M)),
+        out(w.take<Real>(round_up(of.Dv, kLanes<Real>) * BLOCK_M)) {}
+};
+
+// What the tiles of a bundle use in turn.
 template <typename Real>
 struct TileScratch {
-  Real* query;    // [D][64] transposed, scaled to base-2 logarithms
-  Real* rows;     // [64][max(D, Dv)] a tile the way tensors lie
-  Real* widened;  // [65][max(D, Dv)] keys or values in Real, and one row more
-  Real* scores;   // [64][64] scores, then probabilities
-  Real* out;      // [Dv][64]
+  Real* rows;    // [64][max(D, Dv)] a tile the way tensors lie
+  Real* sound;   // [65][max(D, Dv)] keys or values without NaN and infinity, and one row more
+  Real* scores;  // [64][64] scores, then probabilities
+  mutable Panel<Real> key, value;
 
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
   static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M) + piece<Real>(BLOCK_M * width(D, Dv)) +
-           piece<Real>((BLOCK_N + 1) * width(D, Dv)) + piece<Real>(BLOCK_N * BLOCK_M) +
-           piece<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M);
+    return piece<Real>(BLOCK_M * width(D, Dv)) + piece<Real>((BLOCK_N + 1) * width(D, Dv)) +
+           piece<Real>(BLOCK_N * BLOCK_M) + Panel<Real>::bytes(D) + Panel<Real>::bytes(Dv);
   }
-  TileScratch(Workspace& w, int64_t D, int64_t Dv)
-      : query(w.take<Real>(round_up(D, kLanes<Real>) * BLOCK_M)),
-        rows(w.take<Real>(BLOCK_M * width(D, Dv))),
-        widened(w.take<Real>((BLOCK_N + 1) * width(D, Dv))),
+  // `tiles`: how many query tiles may read a window.
+  TileScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)
+      : rows(w.take<Real>(BLOCK_M * width(D, Dv))),
+        sound(w.take<Real>((BLOCK_N + 1) * width(D, Dv))),
         scores(w.take<Real>(BLOCK_N * BLOCK_M)),
-        out(w.take<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M)) {}
+        key(w, D, tiles > 1),
+        value(w, Dv, tiles > 1) {}
 };
 
 // rows[m][0 .. round_up(width)) = the tile's rows in Real, zero where a row sees nothing and past
@@ -71,21 +103,22 @@ inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, in
   for (int m = 0; m < visible.columns; ++m) {
     Real* row = rows + m * stride;
     const bool read = m < visible.count && visible.sees(m);
-    if (read) load_row(row, source.at(visible.first + m), source.dtype, width, source.step);
+    if (read) read_row(source, visible.first + m, width, row);
     for (int64_t d = read ? width : 0; d < padded; ++d) row[d] = 0;
   }
 }
 
 // query[d][m] = factor[d] * source[m][d] over the features, zero where a row sees nothing.
 template <typename Real>
-inline void pack_query(const Rows& source, const VisibleRows<Real>& visible,
-                       const std::vector<Range>& features, const Real* factor, Real* rows,
-                       Real* query) {
+inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ranges features,
+                       const Real* factor, Real* rows, Real* query) {
   for (const Range& range : features) {
     const Rows columns = source.columns(range.begin);
     const int64_t width = range.end - range.begin, padded = round_up(width, kLanes<Real>);
     Real* packed = query + range.begin * BLOCK_M;
     if (source.dtype == kDTypeOf<Real> && width == padded && visible.all_rows) {
+      for (int m = 0; m < visible.columns; ++m)
+        prefetch_next_head<false>(columns, visible.first + m, width);
       transpose(reinterpret_cast<const Real*>(columns.at(visible.first)), source.stride, packed,
                 BLOCK_M, visible.columns, width);
     } else {
@@ -98,55 +131,56 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible,
   }
 }
 
-// scores[n][m] = base-2 logarithm of the weight of key n for row m, before any mask.
+// scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any mask.
+// `key` holds the rows of that tile.
 template <typename Real>
-inline void score_tile(const Head<Real>& head, const Real* query, const KeyTile& keys, int columns,
-                       Real* widened, Real* scores) {
+inline void score_tile(const Head<Real>& head, const Real* query, const KeyTile& tile,
+                       const Tile<Real>& key, int columns, Real* scores) {
   bool started = false;
   if (head.bias) {
     Real bias[BLOCK_N];
-    load_row(bias, head.bias.data + keys.begin * head.bias.step * element_size(head.bias.dtype),
-             head.bias.dtype, keys.count(), head.bias.step);
-    for (int n = 0; n < keys.count(); ++n)
+    load_row(bias, head.bias.data + tile.begin * head.bias.step * element_size(head.bias.dtype),
+             head.bias.dtype, tile.count(), head.bias.step);
+    for (int n = 0; n < tile.count(); ++n)
       for (int m = 0; m < columns; m += kLanes<Real>)
         store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * head.bias_scale));
     started = true;
   }
   for (const Range& range : head.features) {
-    const Tile<Real> tile = tile_of(head.key.columns(range.begin), keys.begin, keys.count(),
-                                    range.end - range.begin, widened);
-    multiply<Real>(keys.count(), columns, range.end - range.begin, {tile.data, tile.stride, 1},
-                   query + range.begin * BLOCK_M, BLOCK_M, scores, BLOCK_M, started);
+    multiply<Real>(tile.count(), columns, range.end - range.begin,
+                   {key.data + range.begin, key.stride, 1}, query + range.begin * BLOCK_M, BLOCK_M,
+                   scores, BLOCK_M, started);
     started = true;
   }
-  if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * keys.count());
+  if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
 }
 
-// sum[w][m] += rows[n][w] * weights[n][m] over the keys n of the tile: probabilities times values,
-// or dS times keys. A key that a row may not see adds nothing to it, NaN and infinity included.
+// sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
+// probabilities times values, or dS times keys. A key that a row may not see adds nothing to it,
+// NaN and infinity included. `sound` is scratch [65][row_stride(columns)].
 template <typename Real>
-inline void add_weighted_keys(const Rows& source, int64_t width, const KeyTile& keys,
-                              const VisibleRows<Real>& visible, const Real* weights, Real* widened,
-                              Real* sum) {
-  Tile<Real> tile = tile_of(source, keys.begin, keys.count(), width, widened);
+inline void add_weighted_keys(Tile<Real> rows, Range columns, const KeyTile& keys,
+                              const VisibleRows<Real>& visible, const Real* weights, Real* sound,
+                              Real* sum, bool accumulate) {
+  const int64_t width = columns.end - columns.begin, stride = row_stride<Real>(width);
+  rows.data += columns.begin;
+  sum += columns.begin * BLOCK_M;
   std::vector<int> bad;
-  if (!keys.full) {
+  if (!keys.full && has_nonfinite(rows.data, keys.count(), width, rows.stride)) {
     for (int n = 0; n < keys.count(); ++n)
-      if (has_nonfinite(tile.data + n * tile.stride, width)) bad.push_back(n);
+      if (has_nonfinite(rows.data + n * rows.stride, 1, width, 0)) bad.push_back(n);
   }
-  const int64_t stride = row_stride<Real>(width);
+  Tile<Real> summed = rows;
   if (!bad.empty()) {  // weights of hidden pairs are 0, but 0 * NaN is not
-    if (tile.data != widened)
-      for (int n = 0; n < keys.count(); ++n)
-        std::memcpy(widened + n * stride, tile.data + n * tile.stride, width * sizeof(Real));
-    tile = {widened, stride};
-    for (int n : bad) std::memset(widened + n * stride, 0, width * sizeof(Real));
+    for (int n = 0; n < keys.count(); ++n)
+      std::memcpy(sound + n * stride, rows.data + n * rows.stride, width * sizeof(Real));
+    for (int n : bad) std::memset(sound + n * stride, 0, width * sizeof(Real));
+    summed = {sound, stride};
   }
-  multiply<Real>(width, visible.columns, keys.count(), {tile.data, 1, tile.stride}, weights,
-                 BLOCK_M, sum, BLOCK_M, true);
-  Real* row = widened + BLOCK_N * stride;
+  multiply<Real>(width, visible.columns, keys.count(), {summed.data, 1, summed.stride}, weights,
+                 BLOCK_M, sum, BLOCK_M, accumulate);
   for (int n : bad) {
-    load_row(row, source.at(keys.begin + n), source.dtype, width);
+    const Real* row = rows.data + n * rows.stride;
     for (int m = 0; m < visible.columns; ++m)
       if (visible.row_sees_key(m, keys.begin + n))
         for (int64_t w = 0; w < width; ++w)
@@ -154,30 +188,34 @@ inline void add_weighted_keys(const Rows& source, int64_t width, const KeyTile& 
   }
 }
 
-// scratch.query holds the packed tile; afterwards scratch.out holds the unnormalised output and
-// `softmax` its sums.
+// Sends `count` query tiles over their keys; `query` of each is packed. Afterwards `softmax` of
+// each holds its sums, and `out` the unnormalised output of the rows whose sum is not 0.
 template <typename Real>
-inline void attend(const Head<Real>& head, const DropoutParams& dropout,
-                   const VisibleRows<Real>& visible, const TileScratch<Real>& scratch,
-                   OnlineSoftmax<Real>& softmax) {
-  std::memset(scratch.out, 0, sizeof(Real) * BLOCK_M * round_up(head.Dv, kLanes<Real>));
-  bool started = false;
-  for_visible_tiles(visible, 0, visible.hull_hi, [&](const KeyTile& keys) {
-    score_tile(head, scratch.query, keys, visible.columns, scratch.widened, scratch.scores);
-    if (!keys.full) hide(scratch.scores, keys, visible, visible.columns, kHidden<Real>);
-    const bool moved = softmax.step(scratch.scores, keys.count(), visible.columns);
-    if (dropout.active)
-      drop(dropout, head.b, head.h, keys, visible.first, visible.columns, scratch.scores);
-    if (moved && started) {
-      for (int64_t w = 0; w < head.Dv; ++w)
-        for (int m = 0; m < visible.columns; m += kLanes<Real>)
-          store<Real>(scratch.out + w * BLOCK_M + m,
-                      load(scratch.out + w * BLOCK_M + m) * load(softmax.rescale + m));
-    }
-    started = true;
-    add_weighted_keys(head.value, head.Dv, keys, visible, scratch.scores, scratch.widened,
-                      scratch.out);
-  });
+inline void attend(QueryTile<Real>* tiles, int64_t count, const DropoutParams& dropout,
+                   TileScratch<Real>& scratch) {
+  const KeyTile all{0, std::numeric_limits<int64_t>::max()};
+  for_visible_pairs(
+      tiles, count, all, [&](QueryTile<Real>& tile, const KeyTile& window, const KeyTile& keys) {
+        const Head<Real>& head = tile.head;
+        const VisibleRows<Real>& visible = tile.visible;
+        Real* scores = scratch.scores;
+        score_tile(head, tile.query, keys, scratch.key.rows(head.key, window, keys),
+                   visible.columns, scores);
+        if (!keys.full) hide(scores, keys, visible, visible.columns, kHidden<Real>);
+        if (tile.softmax.step(scores, keys.count(), visible.columns)) {
+          for (int64_t w = 0; w < head.Dv; ++w) {
+            for (int m = 0; m < visible.columns; m += kLanes<Real>) {
+              Real* at = tile.out + w * BLOCK_M + m;
+              store<Real>(at, load(at) * load(tile.softmax.rescale + m));
+            }
+          }
+        }
+        if (dropout.active)
+          drop(dropout, head.b, head.h, keys, visible.first, visible.columns, scores);
+        add_weighted_keys(scratch.value.rows(head.value, window, keys), {0, head.Dv}, keys, visible,
+                          scores, scratch.sound, tile.out, tile.started);
+        tile.started = true;
+      });
 }
 
 // Where a finished tile goes.
@@ -197,11 +235,13 @@ inline void store_blind_rows(const Outputs& outputs, int64_t first, int64_t coun
 
 // Normalise, gate and store a tile after `attend`.
 template <typename Real>
-inline void finish_tile(const Head<Real>& head, const Gate<Real>& gate,
-                        const VisibleRows<Real>& visible, const TileScratch<Real>& scratch,
-                        const OnlineSoftmax<Real>& softmax, const Outputs& outputs) {
+inline void finish_tile(const QueryTile<Real>& tile, const Gate<Real>& gate,
+                        const TileScratch<Real>& scratch, const Outputs& outputs) {
+  const Head<Real>& head = tile.head;
+  const VisibleRows<Real>& visible = tile.visible;
+  const OnlineSoftmax<Real>& softmax = tile.softmax;
   const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
-  transpose(scratch.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
+  transpose(tile.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   alignas(64) Real tokens[BLOCK_M];
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < visible.count; ++m) {
@@ -214,11 +254,9 @@ inline void finish_tile(const Head<Real>& head, const Gate<Real>& gate,
     const Real inverse = Real(1) / softmax.sum[m];
     for (int64_t w = 0; w < padded; w += kLanes<Real>)
       store<Real>(row + w, load(row + w) * inverse);
-    if (outputs.attended)
-      store_row(outputs.attended.at(i), row, outputs.attended.dtype, head.Dv,
-                outputs.attended.step);
+    if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
     if (gate.elementwise) {
-      Real* values = scratch.widened;
+      Real* values = scratch.sound;
       gate.elements(head.b, head.h, i, head.Dv, values);
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(row + w, load(row + w) * load(values + w));
@@ -226,9 +264,9 @@ inline void finish_tile(const Head<Real>& head, const Gate<Real>& gate,
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(row + w, load(row + w) * tokens[m]);
     }
-    store_row(outputs.out.at(i), row, outputs.out.dtype, head.Dv, outputs.out.step);
+    write_row(outputs.out, i, head.Dv, row);
     if (outputs.lse)
-      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2) * softmax.maximum[m] +
+      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2) * softmax.reference[m] +
                                            static_cast<Real>(std::log(softmax.sum[m]));
   }
 }

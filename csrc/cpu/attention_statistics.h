@@ -1,6 +1,7 @@
 // Statistics of attention rows, streamed over the keys: nothing but a tile of scores is in memory.
 #pragma once
 
+#include "cpu/bundle.h"
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"
 
@@ -10,7 +11,7 @@ namespace hk::HK_LEVEL {
 template <typename Real>
 struct RowStatistics {
   OnlineSoftmax<Real> softmax;
-  alignas(64) Real energy[BLOCK_M];  // sum of p * (score - maximum), p unnormalised
+  alignas(64) Real energy[BLOCK_M];  // sum of p * (score - reference), p unnormalised
   alignas(64) Real best[BLOCK_M];    // largest score among the keys that are not excluded
   int64_t best_key[BLOCK_M];
 
@@ -33,13 +34,13 @@ struct RowStatistics {
         best[m] = s > best[m] ? s : best[m];
       }
     }
-    alignas(64) Real before_maximum[BLOCK_M], before_sum[BLOCK_M];
-    std::memcpy(before_maximum, softmax.maximum, sizeof before_maximum);
+    alignas(64) Real before_reference[BLOCK_M], before_sum[BLOCK_M];
+    std::memcpy(before_reference, softmax.reference, sizeof before_reference);
     std::memcpy(before_sum, softmax.sum, sizeof before_sum);
     std::memcpy(probabilities, scores, sizeof(Real) * BLOCK_M * keys.count());
     softmax.step(probabilities, keys.count(), columns);
     for (int m = 0; m < columns; m += kLanes<Real>) {
-      const Vec<Real> top = load(softmax.maximum + m), before = load(before_maximum + m);
+      const Vec<Real> top = load(softmax.reference + m), before = load(before_reference + m);
       const Vec<Real> drop = before == kHidden<Real> ? Vec<Real>{} : before - top;
       Vec<Real> total =
           load(softmax.rescale + m) * (load(energy + m) + load(before_sum + m) * drop);
@@ -52,49 +53,82 @@ struct RowStatistics {
   }
 };
 
+// A tile of query rows whose statistics are taken.
+template <typename Real>
+struct StatisticsTile {
+  Head<Real> head;
+  VisibleRows<Real> visible;
+  RowStatistics<Real> statistics;
+  Real* query;  // [D][64] transposed, scaled to base-2 logarithms
+};
+
+template <typename Real>
+inline void store_statistics(const StatisticsParams& params, const StatisticsTile<Real>& tile,
+                             int64_t row) {
+  const RowStatistics<Real>& statistics = tile.statistics;
+  for (int m = 0; m < tile.visible.count; ++m) {
+    const Real sum = statistics.softmax.sum[m];
+    const bool sees = tile.visible.sees(m) && sum != Real(0);
+    const Real log2_sum = static_cast<Real>(std::log2(sum));
+    const Real lse = statistics.softmax.reference[m] + log2_sum;
+    const bool found = sees && statistics.best_key[m] >= 0;
+    static_cast<Real*>(params.lse.data)[row + m] =
+        sees ? lse * static_cast<Real>(kLn2) : kHidden<Real>;
+    static_cast<Real*>(params.max_prob.data)[row + m] = found ? std::exp2(statistics.best[m] - lse)
+                                                        : sees && sum != sum ? sum
+                                                                             : Real(0);
+    static_cast<Real*>(params.entropy.data)[row + m] =
+        sees ? static_cast<Real>(kLn2) * (log2_sum - statistics.energy[m] / sum) : Real(0);
+    params.argmax[row + m] = found ? statistics.best_key[m] : -1;
+  }
+}
+
 // `Operator` is GatedAttention<Real> or CollaborativeAttention<Real>: it packs a query tile of a
 // head and describes the head.
 template <typename Real, typename Operator>
 void attention_statistics_of(const StatisticsParams& params) {
   const Operator op(params);
-  const int64_t items = op.query_tiles * op.B * op.H;
-  const int64_t bytes = TileScratch<Real>::bytes(op.D, 1) + piece<Real>(BLOCK_N * BLOCK_M);
-  parallel_for(
-      items, params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
-        const auto [b, h, first_row] = WorkItem(op, item);
-        const VisibleRows<Real> visible(params.mask, b, first_row, op.T, op.S);
-        const TileScratch<Real> scratch(workspace, op.D, 1);
-        Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
-        const uint8_t* excluded =
-            params.excluded ? params.excluded + b * params.excluded_stride : nullptr;
-        const Head<Real> head = op.head(b, h);
-        RowStatistics<Real> statistics;
-        if (visible.any) {
-          op.pack(b, h, visible, scratch);
-          for_visible_tiles(visible, 0, op.S, [&](const KeyTile& keys) {
-            score_tile(head, scratch.query, keys, visible.columns, scratch.widened, scratch.scores);
-            if (!keys.full) hide(scratch.scores, keys, visible, visible.columns, kHidden<Real>);
-            statistics.step(scratch.scores, probabilities, keys, excluded, visible.columns);
-          });
-        }
-        const int64_t row = (b * op.H + h) * op.T + visible.first;
-        for (int m = 0; m < visible.count; ++m) {
-          const Real sum = statistics.softmax.sum[m];
-          const bool sees = visible.sees(m) && sum != Real(0);
-          const Real log2_sum = static_cast<Real>(std::log2(sum));
-          const Real lse = statistics.softmax.maximum[m] + log2_sum;
-          const bool found = sees && statistics.best_key[m] >= 0;
-          static_cast<Real*>(params.lse.data)[row + m] =
-              sees ? lse * static_cast<Real>(kLn2) : kHidden<Real>;
-          static_cast<Real*>(params.max_prob.data)[row + m] =
-              found                ? std::exp2(statistics.best[m] - lse)
-              : sees && sum != sum ? sum
-                                   : Real(0);
-          static_cast<Real*>(params.entropy.data)[row + m] =
-              sees ? static_cast<Real>(kLn2) * (log2_sum - statistics.energy[m] / sum) : Real(0);
-          params.argmax[row + m] = found ? statistics.best_key[m] : -1;
-        }
-      });
+  const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
+  const Bundles bundles(op, tiles_in_cache(piece<Real>(query_count)), params.threads);
+  const int64_t bytes = piece<char>(bundles.size * sizeof(StatisticsTile<Real>)) +
+                        bundles.size * piece<Real>(query_count) +
+                        TileScratch<Real>::bytes(op.D, 1) + piece<Real>(BLOCK_N * BLOCK_M);
+  parallel_for(bundles.count(), params.threads, op.multiply_adds(), bytes,
+               [&](int64_t item, Workspace& workspace) {
+                 TileScratch<Real> scratch(workspace, op.D, 1, bundles.size);
+                 Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
+                 auto* tiles = workspace.room<StatisticsTile<Real>>(bundles.size);
+                 int64_t count = 0;
+                 for (const TilePlace& at : bundles.tiles(item)) {
+                   StatisticsTile<Real>* tile = new (tiles + count++)
+                       StatisticsTile<Real>{op.head(at.b, at.h),
+                                            {params.mask, at.b, at.first_row, op.T, op.S},
+                                            {},
+                                            workspace.take<Real>(query_count)};
+                   if (tile->visible.any)
+                     op.pack(at.b, at.h, tile->visible, scratch.rows, tile->query);
+                 }
+                 const KeyTile all{0, op.S};
+                 for_visible_pairs(
+                     tiles, count, all,
+                     [&](StatisticsTile<Real>& tile, const KeyTile& window, const KeyTile& keys) {
+                       const int columns = tile.visible.columns;
+                       score_tile(tile.head, tile.query, keys,
+                                  scratch.key.rows(tile.head.key, window, keys), columns,
+                                  scratch.scores);
+                       if (!keys.full)
+                         hide(scratch.scores, keys, tile.visible, columns, kHidden<Real>);
+                       const uint8_t* excluded =
+                           params.excluded ? params.excluded + tile.head.b * params.excluded_stride
+                                           : nullptr;
+                       tile.statistics.step(scratch.scores, probabilities, keys, excluded, columns);
+                     });
+                 for (int64_t i = 0; i < count; ++i) {
+                   const StatisticsTile<Real>& tile = tiles[i];
+                   const int64_t head = tile.head.b * op.H + tile.head.h;
+                   store_statistics(params, tile, head * op.T + tile.visible.first);
+                 }
+               });
 }
 
 template <typename Real>

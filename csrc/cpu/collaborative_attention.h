@@ -15,6 +15,7 @@ struct CollaborativeAttention {
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, T, S, D, Dv, query_tiles;
+  int64_t heads_per_key;                     // all
   std::vector<Real> mixing;                  // [H][D]
   std::vector<Real> to_log2;                 // [H][D] mixing times scale, for base-2 logarithms
   std::vector<std::vector<Range>> features;  // of each head: runs of chunks that are not all zero
@@ -28,7 +29,8 @@ struct CollaborativeAttention {
         S(p.key.size[1]),
         D(p.query.size[2]),
         Dv(p.value ? p.value.size[3] : 1),
-        query_tiles((T + BLOCK_M - 1) / BLOCK_M),
+        query_tiles(ceil_div(T, BLOCK_M)),
+        heads_per_key(std::max<int64_t>(1, H)),
         mixing(H * D),
         to_log2(H * D),
         features(H) {
@@ -69,14 +71,17 @@ struct CollaborativeAttention {
             static_cast<Real>(params.scale * kLog2e),
             D,
             Dv,
-            features[h]};
+            features_of(h)};
   }
 
-  // The mixed query tile of head h, features that do not count left undefined.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible,
-            const TileScratch<Real>& scratch) const {
-    pack_query(rows_at(params.query, b), visible, features[h], to_log2.data() + h * D, scratch.rows,
-               scratch.query);
+  Ranges features_of(int64_t h) const {
+    return {features[h].data(), static_cast<int64_t>(features[h].size())};
+  }
+
+  // The mixed query tile of head h, features that do not count left undefined; `rows` is scratch.
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Real* query) const {
+    pack_query(rows_at(params.query, b), visible, features_of(h), to_log2.data() + h * D, rows,
+               query);
   }
 
   int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
@@ -104,22 +109,28 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
   // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
   int64_t shared_count() const { return (this->T + this->S) * Ds_stride; }
 
-  // What one head adds up on its own, and the tile of queries before mixing.
+  // What one head adds up on its own.
   struct HeadSums {
     Real* dvalue;        // [S][Dv]
     Real* dmixing;       // [Ds]
     Real* tile_dmixing;  // [Ds]
-    Real* shared_rows;   // [64][Ds]
+    Real* query_rows;    // [64][Ds] a tile of queries before mixing
   };
   int64_t head_bytes() const {
     return piece<Real>(this->S * Dv_stride) + 2 * piece<Real>(Ds_stride) +
            piece<Real>(BLOCK_M * Ds_stride);
   }
 
+  // Query tiles of a head that go over the keys together.
+  int64_t bundle() const {
+    const int64_t room = tiles_in_cache(BackwardTile<Real>::bytes(this->D, this->Dv));
+    return std::max<int64_t>(1, std::min(this->query_tiles, room));
+  }
+
   // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
   // what is the head's own.
   void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const HeadSums& own,
-                     BackwardScratch<Real>& scratch) const {
+                     BackwardScratch<Real>& scratch, Workspace& workspace) const {
     const BackwardParams& p = backward;
     const Head<Real> head = this->head(b, h);
     const int64_t bh = b * this->H + h, D = this->D, padded = round_up(D, kLanes<Real>);
@@ -137,59 +148,78 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias};
     // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of
     // them.
-    std::vector<Range> dquery_features;
+    const Range all{0, D};
+    Ranges dquery_features;
     if (p.dmixing && p.closed_grad) {
-      dquery_features = {Range{0, D}};
+      dquery_features = {&all, 1};
     } else if (p.dmixing || dquery) {
       dquery_features = head.features;
     }
     const bool pairs = keys.dkey || keys.dvalue || keys.dcontent_bias || !dquery_features.empty();
-    for (int64_t first = 0; first < this->T; first += BLOCK_M) {
-      const VisibleRows<Real> visible(p.mask, b, first, this->T, this->S);
-      if (!prepare_tile(*this, head, p.closed_grad, gradients, visible, scratch) || !pairs)
-        continue;
-      gather_rows(rows_at(p.query, b), visible, D, scratch.query_rows);
-      // `shared_rows` are the queries as they are; query_rows those that the head mixed, for dK.
-      std::memcpy(own.shared_rows, scratch.query_rows, sizeof(Real) * visible.columns * Ds_stride);
-      for (int m = 0; m < visible.columns; ++m)
-        for (int64_t d = 0; d < D; ++d)
-          scratch.query_rows[m * Ds_stride + d] *= this->mixing[h * D + d];
-      scratch.bad_queries.gather(scratch.query_rows, visible.columns, padded, Ds_stride);
-      std::memset(scratch.dquery, 0, sizeof(Real) * BLOCK_M * padded);
-      attend_backward(head, p.dropout, static_cast<Real>(p.scale), visible, 0, this->S,
-                      dquery_features, keys, scratch);
-      if (dquery_features.empty()) continue;
-      transpose(scratch.dquery, BLOCK_M, scratch.rows, Ds_stride, padded, visible.columns);
-      // dmixing of the tile is summed from zero and then added: a long sum rounds once a tile.
-      std::memset(own.tile_dmixing, 0, sizeof(Real) * D);
-      for (int m = 0; m < visible.columns; ++m) {
-        if (!visible.sees(m) || static_cast<const Real*>(gradients.lse)[first + m] == kHidden<Real>)
-          continue;
-        const Real* mixed = scratch.rows + m * Ds_stride;  // dS K of the row
-        const Real* query = own.shared_rows + m * Ds_stride;
-        for (const Range& range : dquery_features) {
-          for (int64_t d = range.begin; d < range.end; ++d) {
-            own.tile_dmixing[d] += query[d] * mixed[d];
-            if (dquery) dquery[(first + m) * Ds_stride + d] += this->mixing[h * D + d] * mixed[d];
-          }
-        }
+    for (int64_t first = 0; first < this->T; first += bundle() * BLOCK_M) {
+      const size_t mark = workspace.mark();
+      auto* tiles = workspace.room<BackwardTile<Real>>(bundle());
+      int64_t count = 0;
+      for (int64_t row = first; row < std::min(this->T, first + bundle() * BLOCK_M);
+           row += BLOCK_M) {
+        const VisibleRows<Real> visible(p.mask, b, row, this->T, this->S);
+        BackwardTile<Real>& tile =
+            *new (tiles + count) BackwardTile<Real>(workspace, head, visible);
+        if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
+        gather_rows(rows_at(p.query, b), visible, D, tile.query_rows);
+        for (int m = 0; m < visible.columns; ++m)
+          for (int64_t d = 0; d < D; ++d)
+            tile.query_rows[m * Ds_stride + d] *= this->mixing[h * D + d];
+        tile.bad_queries.gather(tile.query_rows, visible.columns, padded, Ds_stride);
+        ++count;
       }
-      for (int64_t d = 0; d < D; ++d) own.dmixing[d] += own.tile_dmixing[d];
+      attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), {0, this->S},
+                      dquery_features, keys, scratch);
+      if (!dquery_features.empty())
+        for (int64_t i = 0; i < count; ++i)
+          add_tile(tiles[i], dquery_features, dquery, own, scratch);
+      workspace.rewind(mark);
     }
     store_accumulator(rows_at(p.dvalue, b, h), 0, this->S, this->Dv, dvalue);
     if (p.dmixing)
       std::memcpy(static_cast<Real*>(p.dmixing.data) + bh * D, own.dmixing, sizeof(Real) * D);
   }
 
+  // Adds a finished tile, whose `dquery` is dS K, to dquery and to the head's dmixing.
+  void add_tile(const BackwardTile<Real>& tile, Ranges features, Real* dquery, const HeadSums& own,
+                BackwardScratch<Real>& scratch) const {
+    const VisibleRows<Real>& visible = tile.visible;
+    const Real* mixing = this->mixing.data() + tile.head.h * this->D;
+    gather_rows(rows_at(backward.query, tile.head.b), visible, this->D, own.query_rows);
+    transpose(tile.dquery, BLOCK_M, scratch.rows, Ds_stride, round_up(this->D, kLanes<Real>),
+              visible.columns);
+    // dmixing of the tile is summed from zero and then added: a long sum rounds once a tile.
+    std::memset(own.tile_dmixing, 0, sizeof(Real) * this->D);
+    for (int m = 0; m < visible.columns; ++m) {
+      if (tile.lse[m] == -kHidden<Real>) continue;  // the row sees nothing
+      const Real* mixed = scratch.rows + m * Ds_stride;
+      const Real* query = own.query_rows + m * Ds_stride;
+      Real* sum = dquery ? dquery + (visible.first + m) * Ds_stride : nullptr;
+      for (const Range& range : features) {
+        for (int64_t d = range.begin; d < range.end; ++d)
+          own.tile_dmixing[d] += query[d] * mixed[d];
+        if (sum)
+          for (int64_t d = range.begin; d < range.end; ++d) sum[d] += mixing[d] * mixed[d];
+      }
+    }
+    for (int64_t d = 0; d < this->D; ++d) own.dmixing[d] += own.tile_dmixing[d];
+  }
+
   // Heads [begin, end) of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
   void group(int64_t b, int64_t begin, int64_t end, Real* shared, Workspace& workspace) const {
-    BackwardScratch<Real> scratch(workspace, this->D, this->Dv);
+    BackwardScratch<Real> scratch(workspace, this->D, this->Dv, bundle());
     const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
                        workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
     for (int64_t h = begin; h < end; ++h)
       head_backward(b, h, backward.dquery ? shared : nullptr,
-                    backward.dkey ? shared + this->T * Ds_stride : nullptr, own, scratch);
+                    backward.dkey ? shared + this->T * Ds_stride : nullptr, own, scratch,
+                    workspace);
   }
 
   void store_shared(int64_t b, const Real* shared) const {
@@ -205,7 +235,8 @@ template <typename Real>
 void collaborative_attention_backward(const BackwardParams& params) {
   const CollaborativeAttentionBackward<Real> op(params);
   const int64_t work = 5 * op.multiply_adds() / 2;
-  const int64_t bytes = BackwardScratch<Real>::bytes(op.D, op.Dv) + op.head_bytes();
+  const int64_t bytes = BackwardScratch<Real>::bytes(op.D, op.Dv) + op.head_bytes() +
+                        op.bundle() * BackwardTile<Real>::bytes(op.D, op.Dv);
   if (op.B >= params.threads || op.B == 0 || op.H == 0) {
     parallel_for(op.B, params.threads, work, bytes + piece<Real>(op.shared_count()),
                  [&](int64_t b, Workspace& workspace) {

@@ -2,43 +2,42 @@
 #pragma once
 
 #include "cpu/attend.h"
+#include "cpu/bundle.h"
 #include "cpu/parallel.h"
 
 namespace hk::HK_LEVEL {
 
-// The i-th piece of work of an operator that has `query_tiles` for each of B x H heads. Tiles of
-// one head follow each other, so that its keys and values stay in the second-level cache; later
-// tiles come first, since under a causal mask they are the longest.
-struct WorkItem {
-  int64_t b, h, first_row;
-
-  template <typename Operator>
-  WorkItem(const Operator& op, int64_t i)
-      : b(i / (op.query_tiles * op.H)),
-        h(i / op.query_tiles % op.H),
-        first_row((op.query_tiles - 1 - i % op.query_tiles) * BLOCK_M) {}
-};
-
 // `Operator` describes a head (`head`), packs a query tile of it (`pack`) and knows sizes and gate.
 template <typename Real, typename Operator>
 void attention_forward(const ForwardParams& params, const Operator& op) {
-  const int64_t items = op.query_tiles * op.B * op.H;
+  const int64_t tile_bytes = QueryTile<Real>::bytes(op.D, op.Dv);
+  const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
+  const int64_t bytes = piece<char>(bundles.size * sizeof(QueryTile<Real>)) +
+                        bundles.size * tile_bytes + TileScratch<Real>::bytes(op.D, op.Dv);
   parallel_for(
-      items, params.threads, op.multiply_adds(), TileScratch<Real>::bytes(op.D, op.Dv),
-      [&](int64_t i, Workspace& workspace) {
-        const auto [b, h, first_row] = WorkItem(op, i);
-        const Outputs outputs{
-            rows_at(params.out, b, h), rows_at(params.attended, b, h),
-            params.lse ? static_cast<Real*>(params.lse.data) + (b * op.H + h) * op.T : nullptr};
-        const VisibleRows<Real> visible(params.mask, b, first_row, op.T, op.S);
-        if (op.gate.closed(b, h) || !visible.any)
-          return store_blind_rows<Real>(outputs, first_row, visible.count, op.Dv);
-        const TileScratch<Real> scratch(workspace, op.D, op.Dv);
-        const Head<Real> head = op.head(b, h);
-        OnlineSoftmax<Real> softmax;
-        op.pack(b, h, visible, scratch);
-        attend(head, params.dropout, visible, scratch, softmax);
-        finish_tile(head, op.gate, visible, scratch, softmax, outputs);
+      bundles.count(), params.threads, op.multiply_adds(), bytes,
+      [&](int64_t item, Workspace& workspace) {
+        TileScratch<Real> scratch(workspace, op.D, op.Dv, bundles.size);
+        const auto outputs = [&](int64_t b, int64_t h) {
+          return Outputs{
+              rows_at(params.out, b, h), rows_at(params.attended, b, h),
+              params.lse ? static_cast<Real*>(params.lse.data) + (b * op.H + h) * op.T : nullptr};
+        };
+        QueryTile<Real>* tiles = workspace.room<QueryTile<Real>>(bundles.size);
+        int64_t count = 0;
+        for (const TilePlace& at : bundles.tiles(item)) {
+          const VisibleRows<Real> visible(params.mask, at.b, at.first_row, op.T, op.S);
+          if (op.gate.closed(at.b, at.h) || !visible.any) {
+            store_blind_rows<Real>(outputs(at.b, at.h), at.first_row, visible.count, op.Dv);
+            continue;
+          }
+          QueryTile<Real>* tile =
+              new (tiles + count++) QueryTile<Real>(workspace, op.head(at.b, at.h), visible);
+          op.pack(at.b, at.h, visible, scratch.rows, tile->query);
+        }
+        attend(tiles, count, params.dropout, scratch);
+        for (int64_t i = 0; i < count; ++i)
+          finish_tile(tiles[i], op.gate, scratch, outputs(tiles[i].head.b, tiles[i].head.h));
       });
 }
 

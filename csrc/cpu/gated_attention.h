@@ -12,6 +12,8 @@ struct GatedAttention {
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, Hk, T, S, D, Dv, query_tiles;
+  int64_t heads_per_key;      // query heads that share a key head
+  Range features;             // all
   std::vector<Real> to_log2;  // factor of each of the D features of a query
 
   explicit GatedAttention(const AttentionParams& p)
@@ -24,26 +26,20 @@ struct GatedAttention {
         S(p.key.size[2]),
         D(p.query.size[3]),
         Dv(p.value ? p.value.size[3] : 1),
-        query_tiles((T + BLOCK_M - 1) / BLOCK_M),
+        query_tiles(ceil_div(T, BLOCK_M)),
+        heads_per_key(Hk ? std::max<int64_t>(1, H / Hk) : 1),
+        features{0, D},
         to_log2(D, static_cast<Real>(p.scale * kLog2e)) {}
 
   Head<Real> head(int64_t b, int64_t h) const {
-    const int64_t hk = h / (H / Hk);
-    return {b,
-            h,
-            rows_at(params.key, b, hk),
-            rows_at(params.value, b, hk),
-            Rows{},
-            Real(0),
-            D,
-            Dv,
-            {Range{0, D}}};
+    const int64_t hk = h / heads_per_key;
+    return {b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk), Rows{}, Real(0),
+            D, Dv, Ranges{&features, 1}};
   }
 
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible,
-            const TileScratch<Real>& scratch) const {
-    pack_query(rows_at(params.query, b, h), visible, {Range{0, D}}, to_log2.data(), scratch.rows,
-               scratch.query);
+  // The query tile of head h; `rows` is scratch.
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Real* query) const {
+    pack_query(rows_at(params.query, b, h), visible, {&features, 1}, to_log2.data(), rows, query);
   }
 
   int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
@@ -66,56 +62,63 @@ struct GatedAttentionBackward : GatedAttention<Real> {
            piece<Real>(keys * row_stride<Real>(this->Dv));
   }
 
-  // Query tiles [first_tile, last_tile) of head (b, h) against keys [begin, end). `with_rows`: this
-  // is where dQ and the gate's rows of those tiles are computed, over all keys.
-  void head_tiles(int64_t b, int64_t h, int64_t first_tile, int64_t last_tile, int64_t begin,
-                  int64_t end, bool with_rows, const KeyGradients<Real>& keys,
-                  BackwardScratch<Real>& scratch) const {
+  // Query tiles against keys `range`. `with_rows`: this is where dQ and the gate's rows of those
+  // tiles are computed, over all keys.
+  void tiles_backward(const Bundles::Tiles& places, const KeyTile& range, bool with_rows,
+                      const KeyGradients<Real>& keys, BackwardScratch<Real>& scratch,
+                      Workspace& workspace) const {
     const BackwardParams& p = backward;
-    const Head<Real> head = this->head(b, h);
-    const Rows query = rows_at(p.query, b, h), dquery = rows_at(p.dquery, b, h);
-    const int64_t row = (b * this->H + h) * this->T;
-    Real* dgate = with_rows && p.dgate ? static_cast<Real*>(p.dgate.data) +
-                                             row * (this->gate.elementwise ? this->Dv : 1)
-                                       : nullptr;
-    const HeadGradients gradients{rows_at(p.dout, b, h), rows_at(p.attended, b, h),
-                                  static_cast<Real*>(p.lse.data) + row, dgate};
-    const std::vector<Range> dquery_features =
-        with_rows && dquery ? head.features : std::vector<Range>{};
-    const bool pairs = keys.dkey || keys.dvalue || !dquery_features.empty();
-    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-      const int64_t first = tile * BLOCK_M;
-      const VisibleRows<Real> visible(p.mask, b, first, this->T, this->S);
-      const bool sees_part = std::max(begin, visible.hull_lo) < std::min(end, visible.hull_hi);
+    const bool with_dquery = with_rows && p.dquery, with_dgate = with_rows && p.dgate;
+    const bool pairs = keys.dkey || keys.dvalue || with_dquery;
+    const size_t mark = workspace.mark();
+    auto* tiles = workspace.room<BackwardTile<Real>>(places.count());
+    int64_t count = 0;
+    for (const TilePlace& at : places) {
+      const VisibleRows<Real> visible(p.mask, at.b, at.first_row, this->T, this->S);
+      const bool sees_part =
+          std::max(range.begin, visible.hull_lo) < std::min(range.end, visible.hull_hi);
       if (!with_rows && !sees_part) continue;
-      if (with_rows && dquery && (!visible.any || this->gate.closed(b, h)))
-        store_zeros<Real>(dquery, first, visible.count, this->D);
-      if (!prepare_tile(*this, head, p.closed_grad, gradients, visible, scratch) || !pairs)
-        continue;
-      const int64_t Dp = round_up(this->D, kLanes<Real>);
-      gather_rows(query, visible, this->D, scratch.query_rows);
-      scratch.bad_queries.gather(scratch.query_rows, visible.columns, Dp,
-                                 row_stride<Real>(this->D));
-      std::memset(scratch.dquery, 0, sizeof(Real) * BLOCK_M * Dp);
-      attend_backward(head, p.dropout, static_cast<Real>(p.scale), visible, begin, end,
-                      dquery_features, keys, scratch);
-      if (!dquery_features.empty()) store_dquery(dquery, visible, this->D, scratch);
+      if (with_dquery && (!visible.any || this->gate.closed(at.b, at.h)))
+        store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
+      const int64_t row = (at.b * this->H + at.h) * this->T;
+      const HeadGradients gradients{rows_at(p.dout, at.b, at.h), rows_at(p.attended, at.b, at.h),
+                                    static_cast<Real*>(p.lse.data) + row,
+                                    with_dgate ? static_cast<Real*>(p.dgate.data) +
+                                                     row * (this->gate.elementwise ? this->Dv : 1)
+                                               : nullptr};
+      BackwardTile<Real>& tile =
+          *new (tiles + count) BackwardTile<Real>(workspace, this->head(at.b, at.h), visible);
+      if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
+      const int64_t stride = row_stride<Real>(this->D);
+      gather_rows(rows_at(p.query, at.b, at.h), visible, this->D, tile.query_rows);
+      tile.bad_queries.gather(tile.query_rows, visible.columns, round_up(this->D, kLanes<Real>),
+                              stride);
+      ++count;
     }
+    attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), range,
+                    Ranges{&this->features, with_dquery}, keys, scratch);
+    if (with_dquery)
+      for (int64_t i = 0; i < count; ++i)
+        store_dquery(rows_at(p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i], scratch.rows);
+    workspace.rewind(mark);
   }
 
-  // dK and dV of keys [begin, end) of key head (b, hk), summed over its query heads in order.
-  void key_head(int64_t b, int64_t hk, int64_t begin, int64_t end, bool with_rows,
+  // dK and dV of keys `range` of a key head, summed over its query heads in order.
+  void key_head(const Bundles& bundles, int64_t index, const KeyTile& range, bool with_rows,
                 Workspace& workspace) const {
-    BackwardScratch<Real> scratch(workspace, this->D, this->Dv);
-    const int64_t count = end - begin;
-    KeyGradients<Real> keys{begin, nullptr, nullptr, nullptr};
-    if (backward.dkey) keys.dkey = zeros<Real>(workspace, count * row_stride<Real>(this->D));
-    if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, count * row_stride<Real>(this->Dv));
-    const int64_t group = this->H / this->Hk;
-    for (int64_t h = hk * group; h < (hk + 1) * group; ++h)
-      head_tiles(b, h, 0, this->query_tiles, begin, end, with_rows, keys, scratch);
-    store_accumulator(rows_at(backward.dkey, b, hk), begin, end, this->D, keys.dkey);
-    store_accumulator(rows_at(backward.dvalue, b, hk), begin, end, this->Dv, keys.dvalue);
+    BackwardScratch<Real> scratch(workspace, this->D, this->Dv, bundles.size);
+    KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr};
+    if (backward.dkey)
+      keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
+    if (backward.dvalue)
+      keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
+    for (int64_t part = 0; part < bundles.parts; ++part)
+      tiles_backward(bundles.tiles(index * bundles.parts + part), range, with_rows, keys, scratch,
+                     workspace);
+    const int64_t b = index / this->Hk, hk = index % this->Hk;
+    store_accumulator(rows_at(backward.dkey, b, hk), range.begin, range.end, this->D, keys.dkey);
+    store_accumulator(rows_at(backward.dvalue, b, hk), range.begin, range.end, this->Dv,
+                      keys.dvalue);
   }
 };
 
@@ -125,35 +128,32 @@ struct GatedAttentionBackward : GatedAttention<Real> {
 template <typename Real>
 void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real> op(params);
-  const int64_t heads = op.B * op.Hk;
-  const int64_t work = 5 * op.multiply_adds() / 2,
-                scratch = BackwardScratch<Real>::bytes(op.D, op.Dv);
+  const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
+  const int64_t tile_bytes = BackwardTile<Real>::bytes(op.D, op.Dv);
+  const Bundles whole(op, tiles_in_cache(tile_bytes), 0);
+  const int64_t bytes = BackwardScratch<Real>::bytes(op.D, op.Dv) + whole.size * tile_bytes;
   if (op.S == 0 || 5 * round_up(heads, params.threads) <= 7 * heads) {
-    parallel_for(heads, params.threads, work, scratch + op.accumulator_bytes(op.S),
-                 [&](int64_t item, Workspace& w) {
-                   op.key_head(item / op.Hk, item % op.Hk, 0, op.S, true, w);
-                 });
+    parallel_for(heads, params.threads, work, bytes + op.accumulator_bytes(op.S),
+                 [&](int64_t item, Workspace& w) { op.key_head(whole, item, {0, op.S}, true, w); });
     return;
   }
   if (params.dkey || params.dvalue) {
-    const int64_t tiles = (op.S + BLOCK_N - 1) / BLOCK_N;
-    const int64_t parts = std::min<int64_t>(tiles, (2 * params.threads + heads - 1) / heads);
-    const int64_t keys = (tiles + parts - 1) / parts * BLOCK_N;
-    parallel_for(heads * parts, params.threads, work, scratch + op.accumulator_bytes(keys),
+    const int64_t windows = ceil_div(op.S, BLOCK_N);
+    const int64_t parts = std::min(windows, ceil_div(2 * params.threads, heads));
+    const int64_t keys = ceil_div(windows, parts) * BLOCK_N;
+    parallel_for(heads * parts, params.threads, work, bytes + op.accumulator_bytes(keys),
                  [&](int64_t item, Workspace& w) {
-                   const int64_t head = item / parts, begin = std::min(op.S, item % parts * keys);
-                   op.key_head(head / op.Hk, head % op.Hk, begin, std::min(op.S, begin + keys),
-                               false, w);
+                   const int64_t begin = std::min(op.S, item % parts * keys);
+                   op.key_head(whole, item / parts, {begin, std::min(op.S, begin + keys)}, false,
+                               w);
                  });
   }
   if (params.dquery || params.dgate) {
-    parallel_for(op.query_tiles * op.B * op.H, params.threads, work, scratch,
-                 [&](int64_t item, Workspace& w) {
-                   const WorkItem at(op, item);
-                   BackwardScratch<Real> tile_scratch(w, op.D, op.Dv);
-                   op.head_tiles(at.b, at.h, at.first_row / BLOCK_M, at.first_row / BLOCK_M + 1, 0,
-                                 op.S, true, KeyGradients<Real>{}, tile_scratch);
-                 });
+    const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
+    parallel_for(bundles.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
+      BackwardScratch<Real> scratch(w, op.D, op.Dv, bundles.size);
+      op.tiles_backward(bundles.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);
+    });
   }
 }
 

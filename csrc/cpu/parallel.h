@@ -15,18 +15,23 @@ namespace hk::HK_LEVEL {
 constexpr int64_t kSerialWork = 1 << 17;
 
 // Calls body(item, workspace) for every item in [0, items), the next free thread taking the next
-// item: put the longest first. Each thread has a workspace of `bytes`. Exceptions reach the caller.
+// few: put the longest first, and neighbours in memory next to each other. Each thread has a
+// workspace of `bytes`. Exceptions reach the caller.
 template <typename Body>
 inline void parallel_for(int64_t items, int threads, int64_t work, int64_t bytes, Body body) {
   if (items == 0) return;
   threads = work < kSerialWork ? 1 : static_cast<int>(std::min<int64_t>(threads, items));
+  // Sixteen turns a thread: the last one is short, and neighbours (heads of one batch, whose rows
+  // share pages) stay together where there are many items.
+  const int64_t turn = std::max<int64_t>(1, items / (16 * threads));
   std::atomic<int64_t> next{0};
   std::exception_ptr failure;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     try {
-      for (int64_t item = next++; item < items; item = next++)
-        body(item, Workspace::of_thread(bytes));
+      for (int64_t first = next.fetch_add(turn); first < items; first = next.fetch_add(turn))
+        for (int64_t item = first; item < std::min(items, first + turn); ++item)
+          body(item, Workspace::of_thread(bytes));
       Workspace::of_thread(0).release();
     } catch (...) {
 #pragma omp critical(heads_kernels_failure)

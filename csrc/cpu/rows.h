@@ -150,6 +150,32 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
   }
 }
 
+// Asks for the `width` elements behind those of a row. In the projections' layout [B, T, H, D] they
+// are the same row of the next head, which is worked on next; rows are a page apart, where no
+// hardware prefetcher looks for them.
+template <bool kWrite>
+inline void prefetch_next_head(const Rows& rows, int64_t row, int64_t width) {
+  constexpr int64_t kLine = 64;
+  const int64_t bytes = width * element_size(rows.dtype);
+  if (rows.stride == width || rows.step != 1) return;
+  for (int64_t at = 0; at < bytes; at += kLine)
+    __builtin_prefetch(rows.at(row) + bytes + at, kWrite, 2);  // 2: into the second-level cache
+}
+
+// dst[0 .. width) = a row in Real.
+template <typename Real>
+inline void read_row(const Rows& rows, int64_t row, int64_t width, Real* dst) {
+  prefetch_next_head<false>(rows, row, width);
+  load_row(dst, rows.at(row), rows.dtype, width, rows.step);
+}
+
+// A row = src[0 .. width) in its dtype.
+template <typename Real>
+inline void write_row(const Rows& rows, int64_t row, int64_t width, const Real* src) {
+  prefetch_next_head<true>(rows, row, width);
+  store_row(rows.at(row), src, rows.dtype, width, rows.step);
+}
+
 template <typename Real>
 inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t width) {
   const int64_t bytes = element_size(rows.dtype);
@@ -167,25 +193,6 @@ inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t 
         store_row(rows.at(r) + i * rows.step * bytes, &zero, rows.dtype, 1);
     }
   }
-}
-
-// Rows [first, first + count) in Real: in place where they are stored in Real, else widened into
-// scratch[count][row_stride(width)].
-template <typename Real>
-struct Tile {
-  const Real* data;
-  int64_t stride;
-};
-
-template <typename Real>
-inline Tile<Real> tile_of(const Rows& rows, int64_t first, int64_t count, int64_t width,
-                          Real* scratch) {
-  if (rows.dtype == kDTypeOf<Real>)
-    return {reinterpret_cast<const Real*>(rows.at(first)), rows.stride};
-  const int64_t stride = row_stride<Real>(width);
-  for (int64_t r = 0; r < count; ++r)
-    load_row(scratch + r * stride, rows.at(first + r), rows.dtype, width);
-  return {scratch, stride};
 }
 
 // Lanes of a and b in turn: those of their lower halves (half = 0) or of their upper halves (half =

@@ -1,9 +1,13 @@
-// Portable SIMD: the compiler's vector extensions, one width per instruction-set level. No
-// intrinsics.
+// Portable SIMD: the compiler's vector extensions, one width per instruction-set level. Intrinsics
+// stand only where the compiler does not find the instruction.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define HK_VECTOR_BYTES 64
@@ -48,9 +52,9 @@ using IntVec = typename Simd<Real>::IntVec;
 template <typename Real>
 constexpr int kLanes = HK_VECTOR_BYTES / static_cast<int>(sizeof(Real));
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
+constexpr int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 
 // Elements between the rows of a scratch tile: an odd number of cache lines, so that walking down a
 // column meets all sets of the first-level cache and not a few of them.
@@ -98,6 +102,19 @@ inline bool any_lane(IntVec<Real> mask) {
   return any != 0;
 }
 
+// The larger one of bound and x in each lane, and x where x is NaN.
+template <typename Real>
+inline Vec<Real> at_least(Vec<Real> bound, Vec<Real> x) {
+  if constexpr (sizeof(Real) == 4) {
+#if HK_VECTOR_BYTES == 64
+    return (Vec<Real>)_mm512_mask_max_ps((__m512)bound, 0xffff, (__m512)bound, (__m512)x);
+#elif HK_VECTOR_BYTES == 32
+    return (Vec<Real>)_mm256_max_ps((__m256)bound, (__m256)x);
+#endif
+  }
+  return bound > x ? bound : x;
+}
+
 // 2^x. Chebyshev interpolants of 2^r on [-1/2, 1/2] (relative error 2.5e-9 for float, 4.2e-18 for
 // double), scaled by 2^n through the exponent bits. Exactly 0 below the normal range, -inf
 // included; NaN stays NaN. For x up to 64.
@@ -110,7 +127,7 @@ inline Vec<Real> exp2(Vec<Real> x) {
   constexpr Real kMagic = (kSingle ? Real(12582912.0) : Real(6755399441055744.0)) + kBias;
 
   const Vec<Real> lowest = splat<Real>(-kBias);  // its exponent bits are 0, and so is its power
-  x = lowest > x ? lowest : x;
+  x = at_least<Real>(lowest, x);
   const Vec<Real> rounded = x + kMagic;
   const Vec<Real> r = x - (rounded - kMagic);
   Vec<Real> p;
@@ -140,14 +157,18 @@ inline Vec<Real> exp2(Vec<Real> x) {
   return p * (Vec<Real>)((IntVec<Real>)rounded << kMantissaBits);
 }
 
-// Whether a row of `count` values holds a NaN or an infinity.
+// Whether data[rows][width], rows `stride` apart, holds a NaN or an infinity.
 template <typename Real>
-inline bool has_nonfinite(const Real* row, int64_t count) {
-  Vec<Real> probe{};
-  int64_t i = 0;
-  for (; i + kLanes<Real> <= count; i += kLanes<Real>) probe += load(row + i) * Real(0);
-  Real rest = sum_lanes<Real>(probe);
-  for (; i < count; ++i) rest += row[i] * Real(0);
+inline bool has_nonfinite(const Real* data, int64_t rows, int64_t width, int64_t stride) {
+  Vec<Real> probe{};  // 0 times a finite number is 0, anything else becomes NaN
+  Real rest = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Real* row = data + r * stride;
+    int64_t i = 0;
+    for (; i + kLanes<Real> <= width; i += kLanes<Real>) probe += load(row + i) * Real(0);
+    for (; i < width; ++i) rest += row[i] * Real(0);
+  }
+  rest += sum_lanes<Real>(probe);
   return rest != rest;
 }
 

@@ -24,17 +24,22 @@ inline void hide(Real* scores, const KeyTile& keys, const VisibleRows<Real>& row
   }
 }
 
-// Running maximum (base 2) and sum of each query row.
+// The reference of a row's probabilities follows its maximum only when that has risen by more than
+// this (base 2, heuristic): then hardly a tile after the first one rescales what was summed, and no
+// unnormalised probability exceeds 2^8.
+constexpr float kSlack = 8;
+
+// Running reference (base 2, at most kSlack below the maximum) and sum of each query row.
 template <typename Real>
 struct OnlineSoftmax {
-  alignas(64) Real maximum[BLOCK_M];
+  alignas(64) Real reference[BLOCK_M];
   alignas(64) Real sum[BLOCK_M];
   alignas(64)
       Real rescale[BLOCK_M];  // what earlier contributions are multiplied by after the last `step`
 
   OnlineSoftmax() {
     for (int m = 0; m < BLOCK_M; ++m) {
-      maximum[m] = kHidden<Real>;
+      reference[m] = kHidden<Real>;
       sum[m] = 0;
       rescale[m] = 1;
     }
@@ -44,21 +49,21 @@ struct OnlineSoftmax {
   // must be rescaled.
   bool step(Real* scores, int keys, int columns) {
     constexpr int L = kLanes<Real>;
-    bool moved = false;
+    IntVec<Real> moved{};
     int m = 0;
     for (; columns - m >= 4 * L; m += 4 * L) moved |= step_vectors<4>(scores, keys, m);
     for (; m < columns; m += L) moved |= step_vectors<1>(scores, keys, m);
-    return moved;
+    return any_lane<Real>(moved);
   }
 
  private:
   // V vectors of query rows side by side: that many chains of maxima and sums hide each other's
-  // latency.
+  // latency. Lanes that must be rescaled as a vector mask.
   template <int V>
-  bool step_vectors(Real* scores, int keys, int m) {
+  IntVec<Real> step_vectors(Real* scores, int keys, int m) {
     constexpr int L = kLanes<Real>;
     Vec<Real> top[V], shift[V], total[V];
-    for (int v = 0; v < V; ++v) top[v] = load(maximum + m + v * L);
+    for (int v = 0; v < V; ++v) top[v] = splat<Real>(kHidden<Real>);
     for (int n = 0; n < keys; ++n) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
@@ -66,8 +71,16 @@ struct OnlineSoftmax {
         top[v] = s > top[v] ? s : top[v];
       }
     }
+    IntVec<Real> moved{};
     for (int v = 0; v < V; ++v) {
-      shift[v] = top[v] == kHidden<Real> ? Vec<Real>{} : top[v];
+      const int at = m + v * L;
+      const Vec<Real> before = load(reference + at);
+      const IntVec<Real> rises = top[v] > before + Real(kSlack);
+      const Vec<Real> now = rises ? top[v] : before;
+      moved |= rises & (before != kHidden<Real>);
+      shift[v] = now == kHidden<Real> ? Vec<Real>{} : now;
+      store<Real>(reference + at, now);
+      store<Real>(rescale + at, exp2<Real>(before - shift[v]));
       total[v] = Vec<Real>{};
     }
     for (int n = 0; n < keys; ++n) {
@@ -79,15 +92,9 @@ struct OnlineSoftmax {
         total[v] += p;
       }
     }
-    bool moved = false;
     for (int v = 0; v < V; ++v) {
       const int at = m + v * L;
-      const Vec<Real> before = load(maximum + at);
-      const Vec<Real> factor = exp2<Real>(before - shift[v]);
-      store<Real>(maximum + at, top[v]);
-      store<Real>(rescale + at, factor);
-      store<Real>(sum + at, load(sum + at) * factor + total[v]);
-      moved |= any_lane<Real>(before != top[v]);
+      store<Real>(sum + at, load(sum + at) * load(rescale + at) + total[v]);
     }
     return moved;
   }

@@ -15,6 +15,14 @@ constexpr int BLOCK_M =
 constexpr int BLOCK_N =
     64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
 
+// Keys [begin, end), and whether every row (which sees any) sees all of them.
+struct KeyTile {
+  int64_t begin = 0;
+  int64_t end = 0;
+  bool full = false;
+  int count() const { return static_cast<int>(end - begin); }
+};
+
 // Rows [first, first + count) of one batch. A row that sees nothing has lo = hi = 0; so have the
 // lanes past `count`.
 template <typename Real>
@@ -76,16 +84,18 @@ struct VisibleRows {
     return key >= lo[m] && key < hi[m] && (!key_visible || key_visible[key]);
   }
 
-  // Keys [begin, end) are seen by every row that sees any: no mask arithmetic is needed for these.
-  bool full(int64_t begin, int64_t end) const {
-    return begin >= core_lo && end <= core_hi &&
-           (!key_visible || !std::memchr(key_visible + begin, 0, static_cast<size_t>(end - begin)));
-  }
-
-  // No key of [begin, end) is seen by anyone.
-  bool hidden(int64_t begin, int64_t end) const {
-    return key_visible && std::all_of(key_visible + begin, key_visible + end,
-                                      [](uint8_t visible) { return visible == 0; });
+  // What the rows may see of a window; empty where they see nothing.
+  KeyTile part(const KeyTile& window) const {
+    const int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
+    if (begin >= end) return {};
+    bool full = begin >= core_lo && end <= core_hi;
+    if (key_visible) {
+      const int64_t seen = std::count_if(key_visible + begin, key_visible + end,
+                                         [](uint8_t visible) { return visible != 0; });
+      if (seen == 0) return {};
+      full = full && seen == end - begin;
+    }
+    return {begin, end, full};
   }
 
   // Lanes [m, m + lanes) that see the key, as a vector mask.
@@ -96,26 +106,23 @@ struct VisibleRows {
   }
 };
 
-// One tile of keys that is worth computing.
-struct KeyTile {
-  int64_t begin = 0;
-  int64_t end = 0;
-  bool full = false;
-  int count() const { return static_cast<int>(end - begin); }
-};
-
-// Calls body(KeyTile) for every tile of keys in [begin, end) that some row sees, in ascending
-// order. Tiles stand on multiples of BLOCK_N whatever the lengths, so that more padding changes no
-// sum.
-template <typename Real, typename Body>
-inline void for_visible_tiles(const VisibleRows<Real>& rows, int64_t begin, int64_t end,
-                              Body body) {
-  begin = std::max(begin, rows.hull_lo);
-  end = std::min(end, rows.hull_hi);
+// Calls body(tile, window, keys) for every pair of a query tile and a window of keys in `range` of
+// which it sees some, `keys`, window by window in ascending order. Windows stand on multiples of
+// BLOCK_N whatever the lengths, so that more padding changes no sum.
+template <typename QueryTile, typename Body>
+inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeyTile& range, Body body) {
+  int64_t begin = range.end, end = range.begin;
+  for (int64_t i = 0; i < count; ++i) {
+    begin = std::min(begin, std::max(range.begin, tiles[i].visible.hull_lo));
+    end = std::max(end, std::min(range.end, tiles[i].visible.hull_hi));
+  }
   while (begin < end) {
-    const int64_t next = std::min(end, (begin / BLOCK_N + 1) * BLOCK_N);
-    if (!rows.hidden(begin, next)) body(KeyTile{begin, next, rows.full(begin, next)});
-    begin = next;
+    const KeyTile window{begin, std::min(end, (begin / BLOCK_N + 1) * BLOCK_N)};
+    for (int64_t i = 0; i < count; ++i) {
+      const KeyTile keys = tiles[i].visible.part(window);
+      if (keys.begin < keys.end) body(tiles[i], window, keys);
+    }
+    begin = window.end;
   }
 }
 

@@ -21,6 +21,16 @@ class Workspace {
     return piece;
   }
 
+  // Room for `count` objects.
+  template <typename Object>
+  Object* room(int64_t count) {
+    return reinterpret_cast<Object*>(take<char>(count * static_cast<int64_t>(sizeof(Object))));
+  }
+
+  // What was taken after `mark` is free again after `rewind` to it.
+  size_t mark() const { return used_; }
+  void rewind(size_t mark) { used_ = mark; }
+
   // An empty workspace of at least `bytes`, this thread's own.
   static Workspace& of_thread(int64_t bytes) {
     thread_local Workspace workspace;

@@ -1,0 +1,70 @@
+// Which query tiles one thread takes together: those that share their keys.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/visible.h"
+
+namespace hk::HK_LEVEL {
+
+// How many query tiles of `bytes` stay in the second-level cache while windows of keys pass
+// (heuristic: half of 1 MiB, what most processors have a core).
+inline int64_t tiles_in_cache(int64_t bytes) {
+  return std::max<int64_t>(1, (int64_t{512} << 10) / bytes);
+}
+
+struct TilePlace {
+  int64_t b, h, first_row;
+};
+
+// All query tiles of an operator in bundles. Tiles that read the same keys follow each other: those
+// of one head, then those of the next head that shares its keys. Later rows come first, since under
+// a causal mask their tiles are the longest.
+struct Bundles {
+  int64_t H, query_tiles;
+  int64_t key_heads;   // of all batches
+  int64_t tiles_each;  // query tiles that share the keys of one key head
+  int64_t parts;       // bundles of one key head
+  int64_t size;        // query tiles of a bundle, but the last of a key head
+
+  // `op` has sizes B, H, T and `heads_per_key`. Bundles hold `most` tiles, fewer where there would
+  // not be eight for every thread: the next free thread takes the next one, so all end together.
+  // No `threads`: the bundles of a key head are one thread's.
+  template <typename Operator>
+  Bundles(const Operator& op, int64_t most, int threads)
+      : H(op.H),
+        query_tiles(op.query_tiles),
+        key_heads(op.B * op.H / op.heads_per_key),
+        tiles_each(op.query_tiles * op.heads_per_key) {
+    const int64_t fair = threads ? key_heads * tiles_each / (8 * threads) : tiles_each;
+    parts = ceil_div(tiles_each, std::clamp<int64_t>(fair, 1, most));
+    size = ceil_div(tiles_each, std::max<int64_t>(1, parts));
+  }
+
+  int64_t count() const { return key_heads * parts; }
+
+  struct Iterator {
+    const Bundles& all;
+    int64_t i;  // of all query tiles
+    TilePlace operator*() const {
+      return {i / (all.query_tiles * all.H), i / all.query_tiles % all.H,
+              (all.query_tiles - 1 - i % all.query_tiles) * BLOCK_M};
+    }
+    void operator++() { ++i; }
+    bool operator!=(const Iterator& other) const { return i != other.i; }
+  };
+  struct Tiles {
+    Iterator first, last;
+    Iterator begin() const { return first; }
+    Iterator end() const { return last; }
+    int64_t count() const { return last.i - first.i; }
+  };
+
+  Tiles tiles(int64_t bundle) const {
+    const int64_t start = bundle / parts * tiles_each, part = bundle % parts;
+    return {{*this, start + part * size}, {*this, start + std::min(tiles_each, (part + 1) * size)}};
+  }
+};
+
+}  // namespace hk::HK_LEVEL
