@@ -1,7 +1,7 @@
 """`python -m benchmarks`: accuracy and FLOPs first, then speed, memory and overhead.
 
-Exit status: 0; 1 where a check failed; 2 for a bad option; 130 where it was interrupted, after the
-report of what was measured by then.
+Exit status: 0; 1 where a check failed or nothing can be plotted; 2 for a bad option; 130 where it was
+interrupted, after the report of what was measured by then.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 
 try:
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 except ImportError:
     sys.exit("python -m benchmarks needs rich: pip install 'heads_kernels[bench]', or make bench")
 
-from benchmarks import run
+from benchmarks import plot, run
 from benchmarks.problems import Workload
 from benchmarks.report import Report, make_console
-from benchmarks.results import Results, keep, this_machine, write_json
+from benchmarks.results import Results, keep, kept_file, this_machine, write_json
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
     "float16": torch.float16}  # fmt: skip
@@ -34,9 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--smoke", action="store_true", help="tiny sizes: does everything run?")
     form.add_argument("--full", action="store_true",
-        help="more models, lengths and widths, on all threads and on one")  # fmt: skip
+        help="all lengths, widths, paddings and models, on all threads and on one (12 minutes on 2 cores)")  # fmt: skip
+    form.add_argument("--plot", action="store_true",
+        help="measure nothing: draw benchmarks/results/<machine>.svg from the newest full run kept")  # fmt: skip
     parser.add_argument("--only", metavar="PATTERN",
         help="workloads whose name has this in it (* and ? allowed); also memory, overhead")  # fmt: skip
+    parser.add_argument("--floor", action="store_true",
+        help="beside every time the least that this machine's rates allow (--full has it always)")  # fmt: skip
     parser.add_argument("--threads", type=_threads, metavar="N", help="default: as torch has it")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     parser.add_argument("--json", type=_json_path, metavar="PATH", help="write all numbers here")
@@ -68,7 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     form = "smoke" if options.smoke else "full" if options.full else "quick"
     if options.keep and (options.smoke or options.only):
         parser.error("--keep is for whole runs; leave out --smoke and --only")
-    settings = run.Settings(form, _DTYPES[options.dtype], options.only)
+    if options.plot:
+        return _plot()
+    settings = run.Settings(
+        form, _DTYPES[options.dtype], options.only, options.floor or options.full
+    )
     try:
         chosen = run.choose(settings)
     except run.NothingToDo as error:
@@ -81,6 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         torch.set_num_threads(threads)
     return 130 if interrupted else int(bool(results.failures))
+
+
+def _plot() -> int:
+    console = make_console()
+    try:
+        console.print(f"drawn: {plot.draw(kept_file(this_machine()))}")
+    except plot.CannotPlot as error:
+        console.print(f"[bold red]no plot[/]: {escape(str(error))}")
+        return 1
+    return 0
 
 
 def _run(

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks.baselines import baselines
+from benchmarks.floor import Floor, Yardstick
+from benchmarks.goals import Versus
 from benchmarks.problems import DIRECTIONS, Direction, Workload
 from heads_kernels.testing import Inputs, peak_memory, time_in_turn
 
@@ -29,7 +31,11 @@ class Effort:
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians in milliseconds; `gflops` are executed FLOPs by our own median, `fastest_ms` ours."""
+    """Medians in milliseconds; `gflops` are executed FLOPs by our own median, `fastest_ms` ours.
+
+    `dense_ms` and `dense_gflops` are ours on the dense workload, `float32_ms` is ours on the same
+    numbers in float32, where the workload is in a narrower dtype. `floor` is there where asked for.
+    """
 
     workload: str
     table: str
@@ -43,12 +49,20 @@ class Speed:
     gflops: float
     eager_ms: float
     sdpa_ms: float
-    dense_ms: float | None
+    dense_ms: float | None = None
+    dense_gflops: float | None = None
+    float32_ms: float | None = None
+    floor: Floor | None = None
 
-    def ratio(self, versus: str) -> float | None:
-        """How many times faster ours is than `eager`, `sdpa`, the `best` of them, our `dense`."""
+    def ratio(self, versus: Versus) -> float | None:
+        """How well ours does against that, see `Versus`; None where it was not measured."""
+        if versus == "dense rate":
+            return self.gflops / self.dense_gflops if self.dense_gflops else None
+        if versus == "sgemm":
+            return self.gflops / self.floor.sgemm if self.floor else None
         best = min(self.eager_ms, self.sdpa_ms)
-        other = {"eager": self.eager_ms, "sdpa": self.sdpa_ms, "best": best, "dense": self.dense_ms}
+        other = {"eager": self.eager_ms, "sdpa": self.sdpa_ms, "best": best, "dense": self.dense_ms,
+            "float32": self.float32_ms}  # fmt: skip
         milliseconds = other[versus]
         return None if milliseconds is None else milliseconds / self.ms
 
@@ -78,29 +92,39 @@ def speed(
     dtype: torch.dtype,
     direction: Direction,
     effort: Effort,
+    with_floor: bool = False,
 ) -> Speed:
     """Time our operator, the baselines and, where there is one, our operator on the dense workload."""
-    measured = candidates(workload, dtype, direction)
+    inputs = workload.make(dtype)
+    measured = candidates(inputs, direction)
+    yardstick = Yardstick(workload, direction, inputs) if with_floor else None
+    if yardstick:  # right after ours, whose turn then finds the caches as in a run without
+        measured = {"ours": measured["ours"], **yardstick.calls, **measured}
     if dense is not None:
-        measured["dense"] = candidates(dense, dtype, direction)["ours"]
+        measured["dense"] = candidates(dense.make(dtype), direction)["ours"]
+    if inputs[0].dout.dtype in (torch.bfloat16, torch.float16):
+        widened = tuple(one.to(torch.float32) for one in inputs)
+        measured["float32"] = candidates(widened, direction)["ours"]
     with torch.set_grad_enabled(direction == "backward"):
         times = time_in_turn(measured, budget_s=effort.budget_s, least=effort.least, warmup=1)
-    ours = times["ours"]
-    chosen = explain(workload.make(dtype)[0]).backend
+    ms = {name: timing.median * 1e3 for name, timing in times.items()}
     return Speed(
         workload.name,
         workload.table,
         workload.label,
         direction,
-        chosen or "none",
+        explain(inputs[0]).backend or "none",
         torch.get_num_threads(),
-        len(ours.samples),
-        ours.median * 1e3,
-        ours.minimum * 1e3,
-        workload.flops(direction) / ours.median * 1e-9,
-        times["eager"].median * 1e3,
-        times["sdpa"].median * 1e3,
-        times["dense"].median * 1e3 if dense is not None else None,
+        len(times["ours"].samples),
+        ms["ours"],
+        times["ours"].minimum * 1e3,
+        workload.flops(direction) / ms["ours"] * 1e-6,
+        ms["eager"],
+        ms["sdpa"],
+        ms.get("dense"),
+        dense.flops(direction) / ms["dense"] * 1e-6 if dense is not None else None,
+        ms.get("float32"),
+        yardstick.floor(times) if yardstick else None,
     )
 
 
@@ -110,17 +134,17 @@ def explain(inputs: Inputs) -> hk.Choice:
     return hk.explain(inputs.operator, **arguments)
 
 
-def candidates(workload: Workload, dtype: torch.dtype, direction: Direction) -> dict[str, Call]:
-    """`ours`, `eager` and `sdpa`: each does all calls of the workload, on the same leaves.
+def candidates(inputs: tuple[Inputs, ...], direction: Direction) -> dict[str, Call]:
+    """`ours`, `eager` and `sdpa`: each does all of these calls, on the same leaves.
 
     Backward, the graphs are made here, and only gradients are taken by the call.
     """
-    leaves = [inputs.requires_grad() for inputs in workload.make(dtype)]
-    others = [baselines(inputs) for inputs in leaves]
+    leaves = [one.requires_grad() for one in inputs]
+    others = [baselines(one) for one in leaves]
     calls: dict[str, list[tuple[Inputs, Callable[[], Tensor]]]] = {
-        "ours": [(inputs, inputs.call) for inputs in leaves],
-        "eager": [(i, other["eager"]) for i, other in zip(leaves, others, strict=True)],
-        "sdpa": [(i, other["sdpa"]) for i, other in zip(leaves, others, strict=True)],
+        "ours": [(one, one.call) for one in leaves],
+        "eager": [(one, other["eager"]) for one, other in zip(leaves, others, strict=True)],
+        "sdpa": [(one, other["sdpa"]) for one, other in zip(leaves, others, strict=True)],
     }
     return {name: _prepare(pairs, direction) for name, pairs in calls.items()}
 

@@ -127,7 +127,7 @@ def real_workloads(captured: Captured) -> list[Workload]:
     pairs = sum(n * n for n in lengths)
     contexts = tuple(_heads(layer.context, H) for layer in layers)
     half = torch.arange(H).remainder(2).float()
-    base = Workload("", table, "", lambda dtype: (), pairs, width, width, len(layers))
+    base = Workload("", table, "", lambda dtype: (), pairs, width, width, H, len(layers))
 
     def gated(gate: Tensor) -> list[Inputs]:
         return [_gated(layer, captured, gate, n) for n, layer in enumerate(layers)]
@@ -139,7 +139,7 @@ def real_workloads(captured: Captured) -> list[Workload]:
         replace(base, name=NAMES[0], label="gate of ones", expected=contexts,
             make=lambda dtype: _cast(gated(torch.ones(H)), dtype)),
         replace(base, name=NAMES[1], label="50 % of the heads closed", dense=NAMES[0],
-            score_features=width // 2, value_features=width // 2,
+            score_features=width // 2, value_features=width // 2, open_heads=H // 2,
             make=lambda dtype: _cast(gated(half), dtype),
             expected=tuple(context * half[:, None, None] for context in contexts)),
         replace(base, name=NAMES[2], label="collaborative, one block a head", expected=contexts,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import IO
+from collections.abc import Callable
+from statistics import median
+from typing import IO, Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.measure import Speed
-from benchmarks.results import Results
+from benchmarks.results import Outcome, Results
 
 _WIDTH = 100  # where the width of the output is not known: a file, a pipe
 
@@ -53,10 +55,10 @@ class Report:
                 f"{row.executed / max(row.counted, 1):.0%}", verdict)  # fmt: skip
         self._print(table)
         self._note(
-            "Errors of out, lse and all gradients against eager in float64, as a part of what the "
-            "accuracy rule allows. GFLOP of the forward pass: counted by FlopCounterMode, the same "
-            "for our operator, plain PyTorch and the closed formula; executed is what masks, "
-            "closed heads and empty mixing chunks leave."
+            "Errors of out, lse and all gradients (where pairs are many, of evenly spread heads) "
+            "against eager in float64, as a part of what the accuracy rule allows. GFLOP of the "
+            "forward pass: counted by FlopCounterMode, the same for our operator, plain PyTorch and "
+            "the closed formula; executed is what masks, closed heads and empty mixing chunks leave."
         )
         errors = [row.model_error for row in rows if row.model_error is not None]
         if errors:
@@ -70,17 +72,17 @@ class Report:
         rows = [row for row in self.results.speed if row.table == table_name]
         if not rows or self._done(table_name):
             return
-        table = _table(table_name, "median ms", "", "ours", "GFLOP/s", "eager", "x", "SDPA*gate",
-            "x", "x dense")  # fmt: skip
+        columns = [(head, cell) for head, cell in _SPEED if any(map(cell, rows))]
+        table = _table(table_name, "median ms", "", *(head for head, _ in columns))
         several = len({row.threads for row in rows}) > 1
         previous: Speed | None = None
         for row in rows:
             label = f"{row.label}, {row.threads} thr" if several else row.label
             again = previous is not None and (previous.label, previous.threads) == (
                 row.label, row.threads)  # fmt: skip
-            table.add_row("" if again else label, row.direction, _ms(row.ms), f"{row.gflops:.1f}",
-                _ms(row.eager_ms), _ratio(row.ratio("eager")), _ms(row.sdpa_ms),
-                _ratio(row.ratio("sdpa")), _ratio(row.ratio("dense")))  # fmt: skip
+            table.add_row(
+                "" if again else label, row.direction, *(cell(row) for _, cell in columns)
+            )
             previous = row
         self._print(table)
 
@@ -113,15 +115,52 @@ class Report:
         self.overhead()
         for note in self.results.notes:
             self._note(note)
-        goals = [] if self.results.form == "smoke" else self.results.goals()
-        if goals:
-            table = _table("Goals", "", "against", "goal", "got", "")
-            for outcome in goals:
-                verdict = Text("pass", "green") if outcome.met else Text("short", "bold yellow")
-                table.add_row(outcome.goal, outcome.against, outcome.wanted, outcome.got, verdict)
-            self._print(table)
+        self._rates()
+        self._goals()
         for failure in self.results.failures:
             self.console.print(f"[bold red]FAIL[/] {escape(failure)}")
+
+    def _rates(self) -> None:
+        """What the floors were reckoned with."""
+        for threads in sorted({row.threads for row in self.results.speed}, reverse=True):
+            floors = [row.floor for row in self.results.speed if row.threads == threads]
+            known = [floor for floor in floors if floor is not None]
+            if not known:
+                continue
+            products = "; ".join(
+                f"{name} {median(floor.gflops for floor in known if floor.product == name):.0f} GFLOP/s"
+                for name in sorted({floor.product for floor in known})
+            )
+            gbytes = [floor.gbytes for floor in known]
+            self._note(
+                f"Floors on {threads} thr: products at {products}, "
+                f"{median(floor.gexps for floor in known):.1f}e9 exp/s (medians), copies at "
+                f"{min(gbytes):.0f} to {max(gbytes):.0f} GB/s by size; b: bytes are the bound."
+            )
+
+    def _goals(self) -> None:
+        """A line a goal, its outcomes side by side, one a number of threads."""
+        outcomes = [] if self.results.form == "smoke" else self.results.goals()
+        if not outcomes:
+            return
+        numbers: list[int | None] = [
+            *sorted({o.threads for o in outcomes if o.threads}, reverse=True)
+        ]
+        numbers = numbers or [None]
+        heads = [head for n in numbers for head in ("goal", f"{n} thr" if n else "got", "")]
+        table = _table("Goals", "", "against", *heads)
+        lines: dict[tuple[str, str], dict[int | None, Outcome]] = {}
+        for outcome in outcomes:
+            threads = outcome.threads or numbers[0]
+            lines.setdefault((outcome.goal, outcome.against), {})[threads] = outcome
+        for words, found in lines.items():
+            cells: list[str | Text] = []
+            for threads in numbers:
+                one = found.get(threads)
+                cells += [one.wanted, one.got, _verdict(one.met)] if one else ["", "", ""]
+            table.add_row(*words, *cells)
+        self._print(table)
+        self.console.print(f"{sum(o.met for o in outcomes)} of {len(outcomes)} goals met")
 
     def _done(self, part: str) -> bool:
         done = part in self._printed
@@ -148,6 +187,10 @@ def _table(title: str, first: str, *columns: str) -> Table:
     return table
 
 
+def _verdict(met: bool) -> Text:
+    return Text("met", "green") if met else Text("short", "bold yellow")
+
+
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.1f}" if milliseconds >= 10 else f"{milliseconds:.2f}"
 
@@ -157,3 +200,28 @@ def _ratio(ratio: float | None) -> Text:
     if ratio is None:
         return Text("")
     return Text(f"{ratio:.2f}x", "green" if ratio >= 1 else "red")
+
+
+def _floor(row: Speed) -> str:
+    if row.floor is None:
+        return ""
+    return _ms(row.floor.ms) + (" b" if row.floor.bound == "bytes" else "")
+
+
+def _gap(row: Speed) -> str:
+    return "" if row.floor is None else f"{row.floor.gap:.2f}"
+
+
+#: Columns of a table of times; one that is empty in all rows is left out.
+_SPEED: Final[tuple[tuple[str, Callable[[Speed], str | Text]], ...]] = (
+    ("ours", lambda row: _ms(row.ms)),
+    ("GFLOP/s", lambda row: f"{row.gflops:.0f}"),
+    ("eager", lambda row: _ms(row.eager_ms)),
+    ("x", lambda row: _ratio(row.ratio("eager"))),
+    ("SDPA*gate", lambda row: _ms(row.sdpa_ms)),
+    ("x", lambda row: _ratio(row.ratio("sdpa"))),
+    ("x dense", lambda row: _ratio(row.ratio("dense"))),
+    ("x f32", lambda row: _ratio(row.ratio("float32"))),
+    ("floor", _floor),
+    ("gap", _gap),
+)

@@ -12,20 +12,24 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
 import heads_kernels as hk
 from benchmarks.checks import Check
+from benchmarks.goals import GOALS, MEMORY_GOAL_MIB, OVERHEAD_GOAL_US, Versus
 from benchmarks.measure import Memory, Overhead, Speed
-from benchmarks.problems import GOALS, MEMORY_GOAL_MIB, OVERHEAD_GOAL_US
 
 _HERE = Path(__file__).parent
-_AGAINST = {
+_AGAINST: Final[dict[Versus, str]] = {
     "eager": "eager",
     "sdpa": "SDPA*gate",
     "best": "best PyTorch",
     "dense": "own dense time",
+    "dense rate": "own dense rate",
+    "float32": "own float32",
+    "sgemm": "sgemm rate",
 }
 
 
@@ -43,13 +47,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A goal beside what was measured, both as a person reads them."""
+    """A goal beside what was measured, both as a person reads them; `threads` where it is a time."""
 
     goal: str
     against: str
     wanted: str
     got: str
     met: bool
+    threads: int | None = None
 
 
 @dataclass
@@ -69,21 +74,17 @@ class Results:
     complete: bool = False
 
     def goals(self) -> list[Outcome]:
-        """The goals of what was measured, at the machine's own number of threads."""
+        """The goals of what was measured, on every number of threads that it was measured on."""
         found = []
-        rows = {
-            (row.workload, row.direction): row
-            for row in self.speed
-            if row.threads == self.machine.threads
-        }
         for goal in GOALS:
-            row = rows.get((goal.workload, goal.direction))
-            ratio = None if row is None else row.ratio(goal.versus)
-            if row is None or ratio is None:
-                continue
-            text = f"{goal.workload.split('_')[0]} {goal.direction}, {row.label}"
-            wanted, got = f"{goal.ratio:.1f}x", f"{ratio:.2f}x"
-            found.append(Outcome(text, _AGAINST[goal.versus], wanted, got, ratio >= goal.ratio))
+            for row in self.speed:
+                if (row.workload, row.direction) != (goal.workload, goal.direction):
+                    continue
+                if (ratio := row.ratio(goal.versus)) is not None:
+                    least = goal.wanted(row.threads)
+                    found.append(Outcome(f"{goal.workload} {goal.direction}",
+                        _AGAINST[goal.versus], _shown(goal.versus, least),
+                        _shown(goal.versus, ratio), ratio >= least, row.threads))  # fmt: skip
         for peak in self.memory:
             if peak.candidate == "ours" and peak.direction == "forward" and peak.extra is not None:
                 text, mib = f"peak extra memory, forward, {peak.case}", peak.extra / 2**20
@@ -99,6 +100,11 @@ class Results:
     def to_json(self) -> dict[str, object]:
         """Plain data; ratios are left to the reader, who has the times."""
         return {**asdict(self), "goals": [asdict(outcome) for outcome in self.goals()]}
+
+
+def _shown(versus: Versus, ratio: float) -> str:
+    """A ratio of times, or a share of a rate."""
+    return f"{ratio:.0%}" if versus in ("dense rate", "sgemm") else f"{ratio:.2f}x"
 
 
 def this_machine() -> Machine:
@@ -118,13 +124,15 @@ def write_json(results: Results, path: Path) -> None:
     write_whole(path, json.dumps(results.to_json(), indent=1) + "\n")
 
 
+def kept_file(machine: Machine) -> Path:
+    """`benchmarks/results/<machine>.jsonl`, a run a line; it need not be there."""
+    name = re.sub(r"[^a-z0-9]+", "-", f"{machine.processor} {machine.cores} cores".lower())
+    return _HERE / "results" / f"{name.strip('-')}.jsonl"
+
+
 def keep(results: Results) -> Path:
-    """Add the run as one line to the file of this machine, `benchmarks/results/<machine>.jsonl`."""
-    machine = results.machine
-    name = re.sub(r"[^a-z0-9]+", "-", f"{machine.processor} {machine.cores} cores".lower()).strip(
-        "-"
-    )
-    path = _HERE / "results" / f"{name}.jsonl"
+    """Add the run as one line to the file of this machine."""
+    path = kept_file(results.machine)
     path.parent.mkdir(exist_ok=True)
     lines = path.read_text() if path.exists() else ""
     write_whole(path, lines + json.dumps(results.to_json()) + "\n")

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from benchmarks import checks, measure, minilm, problems
+from benchmarks import checks, measure, minilm, problems, shapes
 from benchmarks.measure import Effort
 from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report
@@ -18,8 +18,9 @@ from benchmarks.results import Results
 PARTS = ("memory", "overhead")
 
 #: By form. Quick: 9 samples or more make a median that a few disturbed ones do not move, and the seconds
-#: keep the whole run under 4 minutes on 2 cores.
-EFFORT = {"smoke": Effort(0.02, 2), "quick": Effort(2.0, 9), "full": Effort(4.0, 15)}
+#: keep the whole run under 4 minutes on 2 cores. Full has six times the measurements and 12 minutes: the
+#: longest calls get 5 samples, short ones 200.
+EFFORT = {"smoke": Effort(0.02, 2), "quick": Effort(2.0, 9), "full": Effort(0.8, 5)}
 
 _SENTENCES = {"smoke": 4, "quick": 32, "full": 64}
 
@@ -31,6 +32,7 @@ class Settings:
     form: str
     dtype: torch.dtype
     only: str | None = None
+    floor: bool = False
 
     def wants(self, name: str) -> bool:
         """Whether `--only` leaves this name in: a part of it, or a pattern with * and ?."""
@@ -45,9 +47,7 @@ def synthetic(form: str) -> list[Workload]:
     """The named workloads of a form; those of MiniLM come by capturing it."""
     if form == "smoke":
         return problems.standard(64)
-    if form == "full":
-        return [*problems.standard(), *problems.models(), *problems.lengths()]
-    return problems.standard()
+    return shapes.full() if form == "full" else shapes.quick()
 
 
 def choose(settings: Settings) -> list[Workload]:
@@ -60,11 +60,13 @@ def choose(settings: Settings) -> list[Workload]:
 
 
 def steps(settings: Settings, chosen: list[Workload]) -> int:
-    """How many steps `run` takes: the model, a check and two timings a workload, the parts."""
+    """How many steps `run` takes: the model, a check of each workload and its timings, the parts."""
     real = sum(map(settings.wants, minilm.NAMES))
-    timings = 2 * (2 if settings.form == "full" and torch.get_num_threads() > 1 else 1)
+    timings = len(DIRECTIONS) * real + sum(len(workload.directions) for workload in chosen)
+    if settings.form == "full" and torch.get_num_threads() > 1:
+        timings *= 2
     parts = sum(map(settings.wants, PARTS))
-    return bool(real) + (1 + timings) * (len(chosen) + real) + parts
+    return bool(real) + len(chosen) + real + timings + parts
 
 
 def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) -> None:
@@ -100,10 +102,12 @@ def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) 
             dense = known.get(workload.dense) if workload.dense else None
             if dense is not None and dense.name in failed:
                 dense = None
-            for direction in DIRECTIONS:
+            for direction in workload.directions:
                 step(f"timing {workload.name} {direction}")
                 results.speed.append(
-                    measure.speed(workload, dense, settings.dtype, direction, effort)
+                    measure.speed(
+                        workload, dense, settings.dtype, direction, effort, settings.floor
+                    )
                 )
             _print_finished(report, sound, workload, threads == 1 or settings.form != "full")
     finally:
@@ -125,7 +129,8 @@ def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) 
 
 _LEGEND = (
     "GFLOP/s: executed FLOPs by our median time. x: the time to the left by ours. x dense: our own "
-    "time for the dense workload of the table (all heads open, no mask, dense mixing) by ours."
+    "time for the dense workload of the table (all heads open, no mask, dense mixing) by ours. x f32: "
+    "our own time for the same numbers in float32 by ours."
 )
 
 

@@ -24,6 +24,6 @@ WORKLOADS = standard()
 @pytest.mark.parametrize("workload", WORKLOADS, ids=[workload.name for workload in WORKLOADS])
 def test_speed(benchmark: Any, workload: Workload, direction: Direction, candidate: str) -> None:
     benchmark.group = f"{workload.name} {direction}"
-    call = candidates(workload, torch.float32, direction)[candidate]
+    call = candidates(workload.make(torch.float32), direction)[candidate]
     with torch.set_grad_enabled(direction == "backward"):
         benchmark(call)

@@ -19,10 +19,11 @@ pytest.importorskip(
 )
 
 from benchmarks import __main__ as cli
-from benchmarks import checks, measure, minilm, problems, results, run
+from benchmarks import checks, floor, goals, measure, minilm, plot, problems, results, run, shapes
 from benchmarks.baselines import baselines
-from benchmarks.problems import Workload
+from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report, make_console
+from heads_kernels.testing import Timing
 
 ROOT = Path(__file__).parent.parent
 COMMAND = (sys.executable, "-m", "benchmarks")
@@ -62,7 +63,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert numbers["failures"] == []
     timed = {(row["workload"], row["direction"]) for row in numbers["speed"]}
     checked = {row["workload"] for row in numbers["checks"]}
-    assert timed == {(name, way) for name in checked for way in ("forward", "backward")}
+    assert timed == {(name, way) for name in checked for way in DIRECTIONS}
     assert {workload.name for workload in problems.standard()} <= checked
     assert all(row["ms"] > 0 and row["gflops"] > 0 for row in numbers["speed"])
     assert {row["candidate"] for row in numbers["memory"]} == {"ours", "eager", "sdpa"}
@@ -130,6 +131,7 @@ def test_failed_check_is_said_and_not_timed(
         (["--json", "/no/such/folder/x.json"], "not there or not writable"),
         (["--json", "/"], "is a folder; name a file"),
         (["--full"], "not allowed with argument --smoke"),
+        (["--plot"], "not allowed with argument --smoke"),
         (["--keep"], "--keep is for whole runs"),
     ],
 )
@@ -199,41 +201,185 @@ def test_kept_runs_are_lines_of_one_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert lines[0]["machine"]["torch"] == torch.__version__
 
 
+def row(name: str, direction: str = "forward", **changed: object) -> measure.Speed:
+    """A row of 1 ms at 100 GFLOP/s, where eager takes 2 ms and SDPA 1.8."""
+    numbers = {"table": "table", "label": "label", "backend": "cpu", "threads": 2, "samples": 5,
+        "ms": 1.0, "fastest_ms": 1.0, "gflops": 100.0, "eager_ms": 2.0, "sdpa_ms": 1.8}  # fmt: skip
+    return measure.Speed(workload=name, direction=direction, **{**numbers, **changed})  # type: ignore[arg-type]
+
+
+BOUND = floor.Floor(ms=0.5, gap=2.0, bound="arithmetic", product="float32", gflops=125.0,
+    sgemm=125.0, gexps=3.0, gbytes=20.0)  # fmt: skip
+
+
 def test_goals_read_the_rows_they_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every goal names a workload of the quick form, and what it is compared with."""
-    workloads = {workload.name: workload for workload in problems.standard()}
-    machine = results.this_machine()
-    found = results.Results(machine, "quick", "float32", [])
-    for goal in problems.GOALS:
-        workload = workloads[goal.workload]
-        assert (goal.versus == "dense") <= (workload.dense in workloads)
-        for way in ("forward", "backward"):
-            row = measure.Speed(goal.workload, "table", workload.label, way, "cpu",  # type: ignore[arg-type]
-                machine.threads, 5, 1.0, 1.0, 1.0, 2.0, 1.8, 2.5)  # fmt: skip
-            found.speed.append(row)
+    """Every goal names a workload of the full form that is timed in that direction, and what it is held to."""
+    workloads = {workload.name: workload for workload in shapes.full()}
+    found = results.Results(results.this_machine(), "quick", "float32", [])
+    for goal in goals.GOALS:
+        workload = workloads.get(goal.workload)
+        if workload is None:
+            assert goal.workload in minilm.NAMES
+            continue
+        assert goal.direction in workload.directions
+        if goal.versus in ("dense", "dense rate"):
+            assert workload.dense in workloads
+        if goal.versus == "float32":
+            assert workload.make(torch.float32)[0].dout.dtype == torch.bfloat16
+    for direction in DIRECTIONS:
+        for threads in (2, 1):
+            for name in dict.fromkeys(goal.workload for goal in goals.GOALS):
+                found.speed.append(row(name, direction, threads=threads, dense_ms=2.5,
+                    dense_gflops=110.0, float32_ms=0.8, floor=BOUND))  # fmt: skip
     found.memory.append(measure.Memory("B1", "forward", "ours", 2**20, "peak"))
     found.overhead.append(measure.Overhead("gated_attention with a gate", 41.0))
-    outcomes = {outcome.goal: outcome for outcome in found.goals()}
-    assert len(outcomes) == len(problems.GOALS) + 2
-    dense = outcomes["gated forward, dense, all heads open"]
-    assert (dense.wanted, dense.got, dense.met) == ("1.5x", "2.00x", True)
-    best = outcomes["collaborative forward, dense, all heads open"]
-    assert (best.got, best.met) == ("1.80x", False)
+    outcomes = {(o.goal, o.against, o.threads): o for o in found.goals()}
+    assert len(outcomes) == 2 * len(goals.GOALS) + 2
+
+    def read(goal: str, against: str, threads: int = 2) -> tuple[str, str, bool]:
+        outcome = outcomes[goal, against, threads]
+        return outcome.wanted, outcome.got, outcome.met
+
+    assert read("gated_dense forward", "SDPA*gate") == ("1.50x", "1.80x", True)
+    assert read("gated_dense forward", "SDPA*gate", threads=1) == ("1.15x", "1.80x", True)
+    assert read("collaborative_dense forward", "best PyTorch") == ("3.00x", "1.80x", False)
+    assert read("gated_closed_50 forward", "own dense time") == ("1.90x", "2.50x", True)
+    assert read("gated_real_50 forward", "own dense rate") == ("85%", "91%", True)
+    assert read("gated_dense_bfloat16 forward", "own float32") == ("0.87x", "0.80x", False)
+    assert read("gated_T2048_D64_dense forward", "sgemm rate") == ("80%", "80%", True)
     Report(found, make_console()).finish()
     printed = capsys.readouterr().out
-    assert "short" in printed
-    assert "pass" in printed
+    assert all(len(line) <= 100 for line in printed.splitlines())
+    assert re.search(
+        r"gated_dense forward +SDPA\*gate +1.50x +1.80x +met +1.15x +1.80x +met", printed
+    )
+    assert f"{sum(o.met for o in outcomes.values())} of {len(outcomes)} goals met" in printed
 
 
-@pytest.mark.parametrize(
-    "workload", [*problems.models(), *problems.lengths()], ids=lambda w: w.name
-)
+@pytest.mark.parametrize("workload", shapes.full(), ids=lambda w: w.name)
 def test_full_form_states_its_flops(workload: Workload) -> None:
     """The formulas of the workloads that the smoke form leaves out; nothing is computed."""
     problem = workload.make(torch.float32)[0].requires_grad().problem()
     assert problem.flops() == workload.flops("forward")
     assert problem.flops(backward=True) == workload.flops("backward")
     baselines(workload.make(torch.float32)[0])  # there is a baseline for its mask
+
+
+def test_full_form_has_each_name_once() -> None:
+    names = [workload.name for workload in shapes.full()]
+    assert len(set(names)) == len(names)
+    assert {workload.name for workload in shapes.quick()} <= set(names)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.25])
+def test_sentences_have_the_share_of_real_tokens(share: float) -> None:
+    drawn = shapes.sentence_lengths(32, 128, share)
+    assert drawn == shapes.sentence_lengths(32, 128, share)
+    assert max(drawn) == 128
+    assert min(drawn) >= 1
+    assert sum(drawn) / (32 * 128) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize("operator", ["gated", "collaborative"])
+def test_many_pairs_are_held_to_the_rule_on_some_heads(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are held to it alone and as a part of the whole call."""
+    (workload,) = (w for w in problems.standard(64) if w.name == f"{operator}_closed_50")
+    (inputs,) = workload.make(torch.float32)
+    monkeypatch.setattr(checks, "_MOST_PAIRS", 2 * 4 * 64 * 64)
+    some, step = checks._some_heads(inputs)
+    assert (step, some.dout.shape[1]) == (3, 4)
+    assert checks.check(workload, torch.float32).failures == ()
+    where, out = (slice(None), slice(None, None, 3)), some.call().double()
+    assert checks._whole_failures(inputs, where, out, 0.0) == []
+    (failure,) = checks._whole_failures(inputs, where, out + 1, 0.5)
+    assert "a part of the whole call is off by 1.0e+00" in failure
+
+
+# ---------------------------------------------------------------------- the floor
+def floor_of(workload: Workload, direction: problems.Direction, **seconds: float) -> floor.Floor:
+    """With `ours` at 1 s, products at 2e9 FLOP/s, 1e9 exp/s and a copy that takes a second."""
+    yardstick = floor.Yardstick(workload, direction, workload.make(torch.float32))
+    taken = {"ours": 1.0, "mm float32": floor._SIDE**3 / 1e9, "copy": 1.0,
+        "exp": floor._EXPS * torch.get_num_threads() / 1e9, **seconds}  # fmt: skip
+    assert {"ours", *yardstick.calls} == {*taken}
+    return yardstick.floor({name: Timing((value,), 1) for name, value in taken.items()})
+
+
+def test_floor_adds_products_and_exponentials() -> None:
+    (workload,) = (w for w in problems.standard(64) if w.name == "gated_closed_50")
+    for direction, features in (("forward", 2), ("backward", 5)):
+        found = floor_of(workload, direction, copy=1e-9)  # type: ignore[arg-type]
+        pairs = 2 * 6 * 64 * 64
+        assert found.ms == pytest.approx((pairs * 64 * features + pairs) * 1e-6)
+        assert (found.bound, found.product) == ("arithmetic", "float32")
+        assert found.gap == pytest.approx(1e3 / found.ms)
+
+
+def test_floor_moves_visible_rows_of_open_heads() -> None:
+    """Half of the rows of q, k, v read; all of the output written. A copy of half of that took a second."""
+    (workload,) = (w for w in problems.standard(64) if w.name == "gated_half_padded")
+    found = floor_of(workload, "forward")
+    tensor = 2 * 12 * 64 * 64 * 4
+    assert (found.bound, found.ms) == ("bytes", pytest.approx(1e3))
+    assert found.gbytes == pytest.approx((3 * tensor / 2 + tensor) * 1e-9)
+    found = floor_of(workload, "backward")  # q, k, v, out, dout; dq, dk, dv
+    assert found.gbytes == pytest.approx((5 * tensor / 2 + 3 * tensor) * 1e-9)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_floor_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    assert bench("--only", "gated_causal", "--floor", "--json", str(path)) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"floor +gap$", printed, re.MULTILINE)
+    assert "products at float32" in printed
+    for one in json.loads(path.read_text())["speed"]:
+        assert one["floor"]["gap"] == pytest.approx(one["ms"] / one["floor"]["ms"])
+
+
+# ---------------------------------------------------------------------- the plot
+def full_run() -> dict[str, object]:
+    """A full run with all that is drawn."""
+    found = results.Results(results.this_machine(), "full", "float32", [])
+    threads = found.machine.threads
+    found.speed = [row(workload.name, threads=threads) for workload in shapes.full()]
+    return found.to_json()
+
+
+def test_plot_is_of_the_newest_full_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    new, old = full_run(), full_run()
+    new["machine"] = {**new["machine"], "commit": "newest"}  # type: ignore[dict-item]
+    quick = {**full_run(), "form": "quick"}
+    kept = tmp_path / "machine.jsonl"
+    kept.write_text("".join(json.dumps(run) + "\n" for run in (old, new, quick)))
+    path = plot.draw(kept)
+    assert path == tmp_path / "machine.svg"
+    text = path.read_text()
+    assert "newest" in text
+    assert all(word in text for word in ("heads_kernels", "SDPA times gate", "eager PyTorch"))
+    plot.draw(kept)
+    assert path.read_text() == text  # drawing again changes nothing
+
+
+def test_what_can_not_be_plotted_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(results, "_HERE", tmp_path)
+    assert cli.main(["--plot"]) == 1
+    assert "python -m benchmarks --full --keep" in " ".join(capsys.readouterr().out.split())
+    kept = results.kept_file(results.this_machine())
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({**full_run(), "speed": []}))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["--plot"]) == 1
+    assert "pip install 'heads_kernels[bench]'" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    with pytest.raises(plot.CannotPlot, match="keep a new one"):
+        plot.draw(kept)
 
 
 def test_no_baseline_for_a_window() -> None:

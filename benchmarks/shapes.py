@@ -1,0 +1,183 @@
+"""Workloads of the quick and the full form: lengths, short sentences, real padding, shared widths, bfloat16, models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from benchmarks.problems import (
+    CLOSED_SERIES,
+    DIRECTIONS,
+    Workload,
+    causal_pairs,
+    standard,
+    workload,
+)
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, find
+from heads_kernels.testing.masks import lower_right, padded
+
+#: T to B of the series over length, about a thousand tokens a call: at 12 heads of width 64 all
+#: tensors of a call are 12 MB, so no length has the help of a cache that another has not.
+LENGTHS: Final = {32: 32, 64: 16, 128: 8, 256: 4, 512: 2, 1024: 1, 2048: 1}
+#: Of these both directions are timed, at two widths; they have goals.
+LONG: Final = (512, 2048)
+WIDTHS: Final = (64, 128)
+
+#: B by T of short sentences, and the share of their tokens that is real: MiniLM's batches of real
+#: text (`minilm`) have 0.4, batches sorted by length more.
+SHORT: Final = ((8, 32), (32, 32), (8, 128), (32, 128))
+_SHORT_REAL: Final = 0.5
+
+#: Percent of real tokens in the series over padding, about; `sentence_lengths` draws them.
+REAL: Final = (90, 70, 50, 25)
+
+#: Widths of the shared query and key; BERT-base's 256 stands in `standard`.
+SHARED: Final = (96, 256, 384)
+
+
+def quick() -> list[Workload]:
+    """BERT-base's shapes, the shortest sentences and bfloat16."""
+    return [*standard(), short()[0], narrow()[0]]
+
+
+def full() -> list[Workload]:
+    """All workloads of the full form but those of MiniLM."""
+    return [*standard(closed=CLOSED_SERIES), *lengths(), *short(), *real_padding(), *shared(),
+        *narrow(), *models()]  # fmt: skip
+
+
+def by_length(T: int, D: int) -> str:
+    """What the names of the dense and the causal workload of this length and width begin with."""
+    return "gated" if (T, D) == (512, 64) else f"gated_T{T}_D{D}"
+
+
+def by_sharing(model: str, Ds: int) -> tuple[str, str]:
+    """Names of the workloads of dense and of ragged mixing."""
+    if (model, Ds) == ("bert_base", 256):
+        return "collaborative_dense", "collaborative_ragged"
+    return f"collaborative_{model}_{Ds}", f"collaborative_{model}_{Ds}_ragged"
+
+
+def sentence_lengths(B: int, T: int, share: float) -> list[int]:
+    """Tokens of B sentences, the longest T, about `share` of the B T real; the same ones every time.
+
+    With u uniform in (0, 1), `T u^(1 / share - 1)` has the mean `share T`; one u is drawn from each of
+    B equal parts, so that few sentences have that mean, too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    u = (torch.randperm(B, generator=generator) + torch.rand(B, generator=generator)) / B
+    drawn = (T * u ** (1 / share - 1)).round().clamp(1, T).int()
+    drawn[drawn.argmax()] = T
+    result: list[int] = drawn.tolist()
+    return result
+
+
+def _gated(B: int, T: int, D: int) -> Case:
+    """BERT-base's twelve heads, laid out as projections give them."""
+    return GatedCase(f"T{T}_D{D}", B, 12, T, T, D=D, Dv=D, gate="H", layout="transposed")
+
+
+def lengths() -> list[Workload]:
+    """T 32 to 2048 dense and causal, without what `standard` has."""
+    result = []
+    for D in WIDTHS:
+        for T, B in LENGTHS.items():
+            name, case = by_length(T, D), _gated(B, T, D)
+            if name == "gated" or (D == 128 and T not in LONG):
+                continue
+            table = f"gated attention by length, B{B} H12 T{T} D{D}"
+            directions = DIRECTIONS if T in LONG else DIRECTIONS[:1]
+            result += [
+                workload(f"{name}_dense", table, "dense", case, B * T * T, directions=directions),
+                workload(f"{name}_causal", table, "causal", replace(case, is_causal=True),
+                    B * causal_pairs(T), directions=directions),
+            ]  # fmt: skip
+    return result
+
+
+def short() -> list[Workload]:
+    """Batches of short sentences, padded."""
+    table = "gated attention, short sentences padded to the longest, H12 D64"
+    result = []
+    for B, T in SHORT:
+        drawn = sentence_lengths(B, T, _SHORT_REAL)
+        label = f"B{B} T{T}, {sum(drawn) / (B * T):.0%} of the tokens real"
+        case = replace(_gated(B, T, 64), mask=padded(*drawn))
+        result.append(workload(f"gated_T{T}_B{B}_padded", table, label, case, _squares(drawn)))
+    return result
+
+
+def real_padding(B: int = 8, T: int = 256) -> list[Workload]:
+    """The same batch with ever more padding, rows and keys; the first has none."""
+    table, dense = f"gated attention, real padding, B{B} H12 T{T} D64", "gated_real_100"
+    case, pairs = _gated(B, T, 64), B * T * T
+    result = [workload(dense, table, "all tokens real", case, pairs)]
+    for percent in REAL:
+        drawn = sentence_lengths(B, T, percent / 100)
+        label = f"{sum(drawn) / (B * T):.0%} real, {_squares(drawn) / pairs:.0%} of the FLOPs"
+        result.append(
+            workload(f"gated_real_{percent}", table, label, replace(case, mask=padded(*drawn)),
+                _squares(drawn), dense=dense)
+        )  # fmt: skip
+    return result
+
+
+def _squares(lengths: list[int]) -> int:
+    """Pairs of self-attention within sentences of these lengths."""
+    return sum(n * n for n in lengths)
+
+
+def shared() -> list[Workload]:
+    """Collaborative attention by its shared width, dense and ragged mixing, without what `standard` has."""
+    result = []
+    for model, B, T, Dv in (("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)):
+        for Ds in SHARED:
+            dense, ragged = by_sharing(model, Ds)
+            if dense == "collaborative_dense":
+                continue
+            table = f"collaborative attention, B{B} H12 T{T} Ds{Ds} Dv{Dv} ({model})"
+            case = CollaborativeCase(f"{model}_{Ds}", B, 12, T, T, Ds=Ds, Dv=Dv, scale=Dv**-0.5,
+                content_bias=True, layout="transposed")  # fmt: skip
+            result += [
+                workload(dense, table, "dense mixing", case, B * T * T),
+                workload(ragged, table, "ragged mixing", replace(case, mixing="ragged"),
+                    B * T * T, dense=dense),
+            ]  # fmt: skip
+    return result
+
+
+#: Names in `standard` of what is timed in bfloat16, too.
+NARROW: Final = ("gated_dense", "gated_causal", "collaborative_dense")
+
+
+def narrow() -> list[Workload]:
+    """Workloads of `standard` in bfloat16, whatever the dtype of the run."""
+    return [_in_bfloat16(base) for base in standard() if base.name in NARROW]
+
+
+def _in_bfloat16(base: Workload) -> Workload:
+    return replace(base, name=f"{base.name}_bfloat16", table="bfloat16, shapes as above", dense=None,
+        label=base.name, make=lambda dtype: base.make(torch.bfloat16))  # fmt: skip
+
+
+def models() -> list[Workload]:
+    """Shapes of further models."""
+    table, gated = "shapes of models", "gated_attention"
+    keys, rows = sentence_lengths(8, 64, _SHORT_REAL), sentence_lengths(8, 72, _SHORT_REAL)
+    encoder, cross, decoder, deit, decode = (
+        find(gated, name) for name in ("transformer_base_encoder", "transformer_base_cross",
+            "transformer_base_decoder", "deit_197", "gqa_language_model_decode")
+    )  # fmt: skip
+
+    def named(case: Case, pairs: int) -> Workload:
+        return workload(f"gated_{case.name}", table, case.name, case, pairs)
+
+    return [
+        named(replace(encoder, mask=padded(*keys)), _squares(keys)),
+        named(replace(cross, mask=padded(*keys, queries=False)), 72 * sum(keys)),
+        named(replace(decoder, mask=padded(*rows), is_causal=True), sum(map(causal_pairs, rows))),
+        named(deit, 4 * 197 * 197),
+        named(replace(decode, B=1, mask=lower_right), 2048),
+    ]
