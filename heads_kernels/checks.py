@@ -17,6 +17,23 @@ def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
+
+    float64 is left alone, as autocast does with PyTorch's own operators.
+    """
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
+    )
+
+
 def check_tensors(**tensors: Tensor) -> None:
     """`query`, `key` and `value` are tensors of one supported dtype on one device."""
     query = tensors["query"]
@@ -49,33 +66,32 @@ def check_tensors(**tensors: Tensor) -> None:
             )
 
 
-def check_grouped_heads(query: Tensor, key: Tensor) -> None:
+def check_grouped_heads(query: Tensor, key: Tensor) -> tuple[int, int, int, int, int]:
+    """`query` and `key` agree; their sizes (B, H, T, S, D)."""
     if query.dim() != 4:
         refuse(
             "query", f"has {query.dim()} dimensions (shape {shape_of(query)})", "pass [B, H, T, D]"
         )
     if key.dim() != 4:
         refuse("key", f"has {key.dim()} dimensions (shape {shape_of(key)})", "pass [B, Hk, S, D]")
-    if key.shape[0] != query.shape[0]:
-        refuse(
-            "key",
-            f"has batch {key.shape[0]}, but query has batch {query.shape[0]}",
-            "make them equal",
-        )
-    if key.shape[3] != query.shape[3]:
-        refuse(
-            "key", f"has width {key.shape[3]}, but query has width {query.shape[3]}", "make D equal"
-        )
-    H, Hk = query.shape[1], key.shape[1]
+    (B, H, T, D), (batch, Hk, S, width) = query.shape, key.shape
+    if batch != B:
+        refuse("key", f"has batch {batch}, but query has batch {B}", "make them equal")
+    if width != D:
+        refuse("key", f"has width {width}, but query has width {D}", "make D equal")
     if (H == 0) != (Hk == 0) or (Hk and H % Hk):
         refuse(
             "key",
             f"has {Hk} heads, but query has {H}",
             "H must be a multiple of Hk (grouped-query heads)",
         )
+    return B, H, T, S, D
 
 
-def check_mixing(query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None) -> None:
+def check_mixing(
+    query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None
+) -> tuple[int, int, int, int, int]:
+    """`query`, `key`, `mixing` and `content_bias` agree; their sizes (B, H, T, S, Ds)."""
     if query.dim() != 3:
         refuse(
             "query",
@@ -88,34 +104,22 @@ def check_mixing(query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tenso
             f"has {key.dim()} dimensions (shape {shape_of(key)})",
             "pass [B, S, Ds], shared by all heads",
         )
-    if key.shape[0] != query.shape[0]:
-        refuse(
-            "key",
-            f"has batch {key.shape[0]}, but query has batch {query.shape[0]}",
-            "make them equal",
-        )
-    if key.shape[2] != query.shape[2]:
-        refuse(
-            "key",
-            f"has width {key.shape[2]}, but query has width {query.shape[2]}",
-            "make Ds equal",
-        )
+    (B, T, Ds), (batch, S, width) = query.shape, key.shape
+    if batch != B:
+        refuse("key", f"has batch {batch}, but query has batch {B}", "make them equal")
+    if width != Ds:
+        refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
     _check_companion("mixing", mixing, query)
-    if mixing.dim() != 2 or mixing.shape[1] != query.shape[2]:
-        refuse(
-            "mixing",
-            f"has shape {shape_of(mixing)}, but query has width {query.shape[2]}",
-            "pass [H, Ds]",
-        )
+    if mixing.dim() != 2 or mixing.shape[1] != Ds:
+        was = f"has shape {shape_of(mixing)}, but query has width {Ds}"
+        refuse("mixing", was, "pass [H, Ds]")
+    H = mixing.shape[0]
     if content_bias is not None:
         _check_companion("content_bias", content_bias, query)
-        expected = [query.shape[0], mixing.shape[0], key.shape[1]]
-        if list(content_bias.shape) != expected:
-            refuse(
-                "content_bias",
-                f"has shape {shape_of(content_bias)}",
-                f"pass [B, H, S] = {expected}",
-            )
+        if content_bias.shape != (B, H, S):
+            was = f"has shape {shape_of(content_bias)}"
+            refuse("content_bias", was, f"pass [B, H, S] = {[B, H, S]}")
+    return B, H, T, S, Ds
 
 
 def _check_companion(name: str, tensor: Tensor, query: Tensor) -> None:

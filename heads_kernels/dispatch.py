@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heads_kernels.problem import Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend:
     """One row: `module` holds the launchers, `unsupported(problem)` the reasons against it."""
 

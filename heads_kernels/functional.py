@@ -68,7 +68,7 @@ def gated_attention(
         ValueError, TypeError: an argument that does not fit, named with its value and what would do; a backend
             that is unknown or can not serve the call, with its reasons.
     """
-    problem = _gated(
+    problem = Problem.gated(
         query,
         key,
         value,
@@ -125,7 +125,7 @@ def collaborative_attention(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    problem = _collaborative(
+    problem = Problem.collaborative(
         query,
         key,
         value,
@@ -173,7 +173,7 @@ def attention_statistics(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    problem = _statistics(
+    problem = Problem.statistics(
         query,
         key,
         mixing=mixing,
@@ -187,36 +187,6 @@ def attention_statistics(
     return statistics_op.attention_statistics(problem, chosen)
 
 
-# ---------------------------------------------------------------------- arguments to a Problem
-def _gated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Problem:
-    return Problem.gated(*_autocast(query, key, value), *args, **kwargs)
-
-
-def _collaborative(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Problem:
-    return Problem.collaborative(*_autocast(query, key, value), *args, **kwargs)
-
-
-def _statistics(query: Tensor, key: Tensor, **kwargs: Any) -> Problem:
-    return Problem.statistics(*_autocast(query, key), **kwargs)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
-
-    float64 is left alone, as autocast does with PyTorch's own operators.
-    """
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype)
-        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        else t
-        for t in tensors
-    )
-
-
 def _seed(problem: Problem) -> Tensor | None:
     """A seed of 63 bits from PyTorch's generator of the device, drawn only where there is dropout."""
     if problem.dropout_p == 0.0:
@@ -226,13 +196,17 @@ def _seed(problem: Problem) -> Tensor | None:
 
 # ---------------------------------------------------------------------- which backend, and why
 _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Sequence[Backend]]] = {
-    "gated_attention": (gated_attention, _gated, gated_table.BACKENDS),
+    "gated_attention": (gated_attention, Problem.gated, gated_table.BACKENDS),
     "collaborative_attention": (
         collaborative_attention,
-        _collaborative,
+        Problem.collaborative,
         collaborative_table.BACKENDS,
     ),
-    "attention_statistics": (attention_statistics, _statistics, statistics_table.BACKENDS),
+    "attention_statistics": (
+        attention_statistics,
+        Problem.statistics,
+        statistics_table.BACKENDS,
+    ),
 }
 
 

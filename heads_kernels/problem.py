@@ -6,13 +6,13 @@ Everything behind them (dispatch, ops, kernels, FLOP counts) reads a `Problem` a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads_kernels.checks import (
+    autocast,
     check_dropout,
     check_excluded,
     check_flag,
@@ -32,8 +32,7 @@ from heads_kernels.mask import Intervals, Mask, as_mask
 MIXING_CHUNK: Final = 16
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """One validated call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
 
     `query` is `[B, H, T, D]`, `key` `[B, Hk, S, D]`, `value` `[B, Hk, S, Dv]` for gated attention;
@@ -72,8 +71,9 @@ class Problem:
         dropout_p: float = 0.0,
     ) -> Problem:
         """Check the arguments of `gated_attention`; raises `ValueError` or `TypeError` naming the argument."""
+        query, key, value = autocast(query, key, value)
         check_tensors(query=query, key=key, value=value)
-        check_grouped_heads(query, key)
+        B, H, T, S, D = check_grouped_heads(query, key)
         if value.dim() != 4:
             refuse("value", f"has shape {shape_of(value)}", "pass [B, Hk, S, Dv]")
         if value.shape[:3] != key.shape[:3]:
@@ -82,7 +82,6 @@ class Problem:
                 f"has shape {shape_of(value)}, but key is {shape_of(key)}",
                 "make batch, heads and S of value equal to those of key: [B, Hk, S, Dv]",
             )
-        B, H, T, D = query.shape
         dropout_p = check_dropout(dropout_p)
         check_flag("closed_grad", closed_grad)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
@@ -94,7 +93,7 @@ class Problem:
             mixing=None,
             content_bias=None,
             gate=gate,
-            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, key.shape[2])),
+            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S)),
             scale=check_scale(scale, D),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
@@ -119,10 +118,9 @@ class Problem:
         dropout_p: float = 0.0,
     ) -> Problem:
         """Check the arguments of `collaborative_attention`; raises `ValueError` or `TypeError` naming the argument."""
+        query, key, value = autocast(query, key, value)
         check_tensors(query=query, key=key, value=value)
-        check_mixing(query, key, mixing, content_bias)
-        B, T, Ds = query.shape
-        H, S = mixing.shape[0], key.shape[1]
+        B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
         if value.dim() != 4 or value.shape[:3] != (B, H, S):
             refuse(
                 "value",
@@ -161,6 +159,7 @@ class Problem:
         exclude_keys: Tensor | None = None,
     ) -> Problem:
         """Check the arguments of `attention_statistics`; raises `ValueError` or `TypeError` naming the argument."""
+        query, key = autocast(query, key)
         check_tensors(query=query, key=key)
         if mixing is None:
             if content_bias is not None:
@@ -169,13 +168,10 @@ class Problem:
                     "comes without mixing",
                     "pass mixing [H, Ds] too, or leave it out",
                 )
-            check_grouped_heads(query, key)
-            B, H, T, D = query.shape
-            S, width = key.shape[2], float(D)
+            B, H, T, S, D = check_grouped_heads(query, key)
+            width = float(D)
         else:
-            check_mixing(query, key, mixing, content_bias)
-            B, T, Ds = query.shape
-            H, S = mixing.shape[0], key.shape[1]
+            B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
             width = Ds / max(H, 1)
         return cls(
             operator="attention_statistics",
@@ -305,6 +301,6 @@ def _intervals(
 ) -> Intervals:
     mask = as_mask(attn_mask, shape)
     check_flag("is_causal", is_causal)
-    if is_causal:
-        mask = mask & Mask(causal=True)
-    return mask.intervals(*shape, device=query.device)
+    read = mask.intervals if mask is attn_mask else mask.work_out
+    intervals = read(*shape, device=query.device)
+    return intervals & Intervals(band_hi=1) if is_causal else intervals

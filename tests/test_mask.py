@@ -250,7 +250,7 @@ def test_intervals_of_arithmetic_masks_are_two_integers_and_no_tensor() -> None:
     }
     for mask, band in masks.items():
         intervals = mask.intervals(2, 3, 5, 8, torch.device("cuda"))  # no device is touched
-        assert vars(intervals) == vars(Intervals(*band))
+        assert intervals == Intervals(*band)
 
 
 def test_interval_of_a_key_mask_is_the_span_of_its_real_keys() -> None:
@@ -581,6 +581,62 @@ def test_a_mask_as_pytree_maps_its_tensors() -> None:
     moved = pytree.tree_map(lambda tensor: tensor.to("meta"), every_kind())
     assert moved.intervals(2, 1, 5, 5).k_lo.device.type == "meta"
     assert pytree.tree_flatten(pytree.tree_map(lambda _: 7, every_kind()))[0] == [7] * 6
+
+
+# ---------------------------------------------------------------------- worked out once
+def test_intervals_are_kept_for_the_same_call() -> None:
+    mask = every_kind()
+    first = mask.intervals(2, 1, 5, 5, torch.device("cpu"))
+    assert mask.intervals(2, 1, 5, 5, torch.device("cpu")) is first
+    assert copy.copy(mask).intervals(2, 1, 5, 5, torch.device("cpu")) is not first
+    wide = Mask(key_lengths=_long(4))
+    assert [wide.intervals(1, 1, T, 4).k_hi.shape[1] for T in (2, 3, 2)] == [2, 3, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("write", ["torch", "numpy", "data"])
+@pytest.mark.parametrize("argument", ["key_lengths", "key_mask"])
+def test_tensors_written_in_place_are_read_again(argument: str, write: str) -> None:
+    tensor = _long(3, 4) if argument == "key_lengths" else torch.ones(2, 4, dtype=torch.bool)
+    mask = Mask(**{argument: tensor})
+    before = mask.to_dense(2, 1, 4, 4)
+    if write == "torch":
+        tensor[1] = 0
+    elif write == "numpy":
+        tensor.numpy()[1] = 0
+    else:
+        tensor.data[1] = 0
+    after = mask.to_dense(2, 1, 4, 4)
+    assert torch.equal(after[0], before[0])
+    assert before[1].any()
+    assert not after[1].any()
+
+
+def test_intervals_kept_in_inference_mode_are_not_those_of_training() -> None:
+    """A tensor made in inference mode can not be saved for a backward pass."""
+    mask = Mask(key_lengths=_long(3, 4))
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            k_hi = mask.intervals(2, 1, 4, 4).k_hi
+        assert k_hi is not None
+        assert k_hi.is_inference() == inference
+
+
+def test_intervals_of_fake_tensors_are_not_kept() -> None:
+    mask = Mask(key_lengths=_long(3, 4))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mask.intervals(2, 1, 4, 4)
+    assert type(mask.intervals(2, 1, 4, 4).k_hi) is Tensor
+
+
+def test_kept_intervals_do_not_compile_again() -> None:
+    torch.compiler.reset()
+    mask, query = every_kind(), torch.zeros(2, 1, 5, 4)
+    compiled = torch.compile(lambda q: _seen(q, mask, 5), fullgraph=True, backend="eager")
+    for stance in ("default", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            got = compiled(query)
+        for a, b in zip(got, _seen(query, mask, 5), strict=True):
+            assert torch.equal(a, b)
 
 
 # ---------------------------------------------------------------------- no waiting for a device

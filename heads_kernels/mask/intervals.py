@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ UNBOUNDED: Final = 1 << 30
 Device = torch.device | str
 
 
-@dataclass(frozen=True, eq=False)
-class Intervals:
+class Intervals(NamedTuple):
     """The pair (query row i, key j) of batch b is visible when every part that is present says so.
 
     band_lo, band_hi  integers: `i + band_lo <= j < i + band_hi`; unlimited: -/+ `UNBOUNDED`
@@ -34,7 +32,7 @@ class Intervals:
     dense: Tensor | None = None
 
     def __and__(self, other: Intervals) -> Intervals:
-        """The pairs that both let through."""
+        """The pairs that both let through. Bounds may be of any integer dtype and `[B or 1, T or 1]` here."""
         return Intervals(
             band_lo=max(self.band_lo, other.band_lo),
             band_hi=min(self.band_hi, other.band_hi),
@@ -43,6 +41,14 @@ class Intervals:
             key_visible=_both(torch.logical_and, self.key_visible, other.key_visible),
             dense=_both(torch.logical_and, self.dense, other.dense),
         )
+
+    def laid_out(self, T: int) -> Intervals:
+        """The same with its bounds as kernels read them; only `k_hi` need be there, its batch that of both."""
+        if self.k_hi is None:
+            return self
+        k_hi = _vectors(self.k_hi.expand(-1, T))
+        k_lo = torch.zeros_like(k_hi) if self.k_lo is None else _vectors(self.k_lo.expand_as(k_hi))
+        return self._replace(k_lo=k_lo, k_hi=k_hi)
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +88,10 @@ class Intervals:
         before = torch.nn.functional.pad(self.key_visible.cumsum(1), (1, 0)).expand(B, -1)
         lo, hi = lo.expand(B, -1), hi.expand(B, -1)
         return (before.gather(1, hi) - before.gather(1, lo)).sum(1)
+
+
+def _vectors(bounds: Tensor) -> Tensor:
+    return bounds.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _both(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import reduce
+from operator import and_
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -63,6 +65,9 @@ class Mask:
     """
 
     terms: tuple[Term, ...]
+    _last: ClassVar[tuple[object, Intervals] | None] = (
+        None  # (call, its intervals), once there is one
+    )
 
     def __init__(
         self,
@@ -135,15 +140,32 @@ class Mask:
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
         """Its `Intervals` for a call of these sizes on `device` (default: where its tensors are).
 
-        Costs a few integers where only `causal` and `window` are given, no tensor.
+        Costs a few integers where only `causal` and `window` are given, no tensor. On the CPU the last `Intervals` are
+        kept and given again while the tensors hold the same bytes, so that the layers of a model share them.
         """
+        tensors = [v for term in self.terms for v in vars(term).values() if isinstance(v, Tensor)]
         if device is None:
-            device = device_of(value for term in self.terms for value in vars(term).values())
-        combined: Intervals | None = None
-        for term in self.terms:
-            part = term.intervals(B, H, T, S, device)
-            combined = part if combined is None else combined & part
-        return Intervals() if combined is None else combined
+            device = device_of(tensors)
+        if not tensors or not all(map(readable, tensors)) or torch._C._len_torch_dispatch_stack():
+            return self.work_out(B, H, T, S, device)
+        contents = [tensor.numpy().tobytes() for tensor in tensors]
+        # A tensor made in inference mode can not be saved for a backward pass.
+        call = B, H, T, S, device, torch.is_inference_mode_enabled(), contents
+        if self._last is not None and self._last[0] == call:
+            return self._last[1]
+        intervals = self.work_out(B, H, T, S, device)
+        object.__setattr__(self, "_last", (call, intervals))
+        return intervals
+
+    def work_out(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        """Its `Intervals`, not kept: for a mask that serves one call."""
+        if not self.terms:
+            return Intervals()
+        parts = (term.intervals(B, H, T, S, device) for term in self.terms)
+        return reduce(and_, parts).laid_out(T)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"terms": self.terms}
 
     def to_dense(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Tensor:
         """The same as a bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
@@ -173,12 +195,12 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
             instead += " (additive masks are not served)"
     _parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
     check_broadcast(attn_mask, shape)
-    visible = attn_mask[(None,) * (4 - attn_mask.dim())]  # [B|1, H|1, T|1, S|1]
-    if visible.shape[1] == 1 and visible.shape[2] == 1:
-        return Mask.of((KeyMask(visible[:, 0, 0].expand(-1, shape[3]), "attn_mask"),))
-    if visible.shape[1] == 1 and visible.shape[3] == 1:
-        return Mask.of((QueryMask(visible[:, 0, :, 0], "attn_mask"),))
-    return Mask.of((Dense(visible),))
+    b, h, t, s = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if h == 1 and t == 1:
+        return Mask.of((KeyMask(attn_mask.reshape(b, s).expand(-1, shape[3]), "attn_mask"),))
+    if h == 1 and s == 1:
+        return Mask.of((QueryMask(attn_mask.reshape(b, t), "attn_mask"),))
+    return Mask.of((Dense(attn_mask.reshape(b, h, t, s)),))
 
 
 # ---------------------------------------------------------------------- what an argument is

@@ -30,7 +30,10 @@ class Term(ABC):
 
     @abstractmethod
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        """Its `Intervals` for a call of these sizes; raises ValueError where it does not fit."""
+        """Its `Intervals` for a call of these sizes; raises ValueError where it does not fit.
+
+        They need not be laid out yet: bounds of any integer dtype, `[B or 1, T or 1]`, `k_lo` only where it is not 0.
+        """
 
     def __str__(self) -> str:
         return f"{self.argument}={describe(next(iter(vars(self).values())))}"
@@ -77,8 +80,8 @@ class Prefix(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         lengths = _lengths(self.argument, self.lengths, B, S, "S", device)
-        causal = torch.arange(T, dtype=torch.int32, device=device) + (_offset(self.align, T, S) + 1)
-        return _leading(torch.maximum(causal, lengths[:, None]).clamp(0, S))
+        causal = torch.arange(T, device=device) + (_offset(self.align, T, S) + 1)
+        return Intervals(k_hi=torch.maximum(causal, lengths).clamp(0, S))
 
     def __str__(self) -> str:
         return f"{Causal(self.align)}, {super().__str__()}"
@@ -92,8 +95,7 @@ class KeyLengths(Term):
     argument: str = "key_lengths"
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        lengths = _lengths(self.argument, self.lengths, B, S, "S", device)
-        return _leading(lengths[:, None].expand(-1, T).contiguous())
+        return Intervals(k_hi=_lengths(self.argument, self.lengths, B, S, "S", device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +107,7 @@ class QueryLengths(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         lengths = _lengths(self.argument, self.lengths, B, T, "T", device)
-        real = torch.arange(T, device=device) < lengths[:, None]  # [B or 1, T]
-        return _leading(real.to(torch.int32) * S)
+        return Intervals(k_hi=(torch.arange(T, device=device) < lengths) * S)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +125,7 @@ class KeyMask(Term):
         from_right = torch.arange(S, 0, -1, dtype=torch.int32, device=device)
         first = S - (self.real * from_right).amax(1, keepdim=True)  # [B or 1, 1]; S if all hidden
         end = (self.real * from_left).amax(1, keepdim=True)  # [B or 1, 1]; 0 if all hidden
-        return Intervals(
-            k_lo=first.expand(-1, T).contiguous(),
-            k_hi=end.expand(-1, T).contiguous(),
-            key_visible=self.real.contiguous(),
-        )
+        return Intervals(k_lo=first, k_hi=end, key_visible=self.real.contiguous())
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +137,7 @@ class QueryMask(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         _check_rows(self.argument, self.real, B, T, "T", device)
-        return _leading(self.real.to(torch.int32, memory_format=torch.contiguous_format) * S)
+        return Intervals(k_hi=self.real * S)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +188,6 @@ def _offset(align: Alignment, T: int, S: int) -> int:
     return 0 if align == "upper_left" else S - T
 
 
-def _leading(k_hi: Tensor) -> Intervals:
-    """Row i sees the keys before `k_hi[b, i]`."""
-    return Intervals(k_lo=torch.zeros_like(k_hi), k_hi=k_hi)
-
-
 def describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return str(value)
@@ -205,8 +197,8 @@ def describe(value: object) -> str:
 
 # ---------------------------------------------------------------------- how it fits a call
 def readable(tensor: Tensor) -> bool:
-    """Whether its values may be looked at: on the CPU, not traced, not fake."""
-    if torch.compiler.is_compiling():
+    """Whether its values may be looked at: on the CPU, not traced, not fake, not transformed."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(tensor) is Tensor and tensor.device.type == "cpu"
 
@@ -223,6 +215,8 @@ def _check_rows(
 
 
 def _check_device(argument: str, tensor: Tensor, device: Device) -> None:
+    if tensor.device == device:
+        return
     wanted = torch.device(device)
     indices = {tensor.device.index, wanted.index} - {None}  # "cuda" means whichever
     if tensor.device.type != wanted.type or len(indices) > 1:
@@ -248,7 +242,7 @@ def _lengths(
     letter: str,
     device: Device,
 ) -> Tensor:
-    """`lengths` as int32 `[B or 1]` on `device`, within [0, limit]."""
+    """`lengths` as integers `[B or 1, 1]` on `device`, within [0, limit]."""
     count = lengths.shape[0] if isinstance(lengths, Tensor) else len(lengths)
     if count != 1 and count != B:
         refuse(argument, f"holds {count} lengths, but B is {B}", f"pass {B}, or 1 for all")
@@ -259,6 +253,8 @@ def _lengths(
     else:
         values = () if torch.compiler.is_compiling() else lengths
         lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
-    if values and not 0 <= min(values) <= max(values) <= limit:
+    if not values:
+        lengths = lengths.to(torch.int64).clamp(0, limit)
+    elif not 0 <= min(values) <= max(values) <= limit:
         refuse(argument, f"is {list(values)}", f"lengths go from 0 to {letter} = {limit}")
-    return lengths.to(torch.int64).clamp(0, limit).to(torch.int32)
+    return lengths[:, None]

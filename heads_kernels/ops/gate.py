@@ -22,11 +22,15 @@ def activate(gate: Tensor, activation: str) -> Tensor:
     return gate
 
 
+def sizes_4d(gate: Tensor) -> tuple[int, ...]:
+    """Sizes of the gate with the four dimensions `[B, H, T, Dv]`, each 1 where it broadcasts."""
+    sizes = (1, *gate.shape) if gate.dim() == 1 else tuple(gate.shape)
+    return sizes + (1,) * (4 - len(sizes))
+
+
 def as_4d(gate: Tensor) -> Tensor:
-    """A view of the gate with the four dimensions `[B, H, T, Dv]`, each of size 1 where it broadcasts."""
-    if gate.dim() == 1:
-        return gate[None, :, None, None]
-    return gate[(...,) + (None,) * (4 - gate.dim())]
+    """A view of the gate with those sizes."""
+    return gate.reshape(sizes_4d(gate))
 
 
 def is_elementwise(gate: Tensor) -> bool:
@@ -53,10 +57,7 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
     Sums over what the gate was broadcast along, applies the slope of the activation, and with `closed_grad=False`
     reports 0 for every entry of an identity gate that is exactly 0.
     """
-    wide = as_4d(gate)
-    full = rows if rows.dim() == 4 else rows[..., None]
-    along = [d for d in range(4) if wide.shape[d] == 1 and full.shape[d] != 1]
-    grad = (full.sum(along, keepdim=True) if along else full).reshape(gate.shape)
+    grad = rows.sum_to_size(sizes_4d(gate)[: rows.dim()]).reshape(gate.shape)
     if activation == "identity":
         if not closed_grad:
             grad = grad.masked_fill(gate == 0, 0.0)

@@ -182,13 +182,19 @@ backward_op = define_op(
 
 
 class _CollaborativeAttention(torch.autograd.Function):
-    """Gradients of the first six arguments; `call` are the arguments of the op, in its order."""
+    """Gradients of the tensors before `rest`, the other arguments of the op; all are in its order."""
 
     @staticmethod
-    def forward(ctx: Any, closed_grad: bool, backend: str, *call: Any) -> Tensor:
-        out, attended, lse = forward_op(*call, True, backend)
-        ctx.save_for_backward(attended if call[5] is not None else out, lse, *call[:10], call[12])
-        ctx.constants = call[10:12], call[13:], closed_grad, backend
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mixing: Tensor,
+        content_bias: Tensor | None, gate: Tensor | None,
+        rest: tuple[Any, ...], closed_grad: bool, backend: str,
+    ) -> Tensor:  # fmt: skip
+        inputs = query, key, value, mixing, content_bias, gate
+        out, attended, lse = forward_op(*inputs, *rest, True, backend)
+        saved = out if gate is None else attended, lse
+        ctx.save_for_backward(*saved, *inputs, *rest[:4], rest[6])
+        ctx.constants = rest[4:6], rest[7:], closed_grad, backend
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -196,7 +202,7 @@ class _CollaborativeAttention(torch.autograd.Function):
         attended, lse, *tensors, seed = ctx.saved_tensors
         band, (scale, gate_activation, dropout_p), closed_grad, backend = ctx.constants
         mixing, content_bias, gate = tensors[3:6]
-        needs = list(ctx.needs_input_grad[2:8])
+        needs = list(ctx.needs_input_grad[:6])
         dquery, dkey, dvalue, dmixing_rows, dcontent_bias, dgate_rows = backward_op(
             dout,
             attended,
@@ -221,12 +227,8 @@ class _CollaborativeAttention(torch.autograd.Function):
             if needs[5]
             else None,
         )
-        return (
-            None,
-            None,
-            *first_order_only("collaborative_attention", grads, (dout, *tensors[:6])),
-            *[None] * 10,
-        )
+        inputs = dout, *tensors[:6]
+        return *first_order_only("collaborative_attention", grads, inputs), None, None, None
 
 
 def mixing_gradient(rows: Tensor, mixing: Tensor, closed_grad: bool) -> Tensor:
@@ -241,10 +243,10 @@ def collaborative_attention(problem: Problem, backend: str, seed: Tensor | None)
     """Run a valid problem on `backend`; gradients are recorded where an input asks for one."""
     p, mask = problem, problem.intervals
     inputs = p.query, p.key, p.value, p.mixing, p.content_bias, p.gate
-    call = (
-        *inputs, mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi,
+    rest = (
+        mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi,
         seed, p.scale, p.gate_activation, p.dropout_p,
     )  # fmt: skip
     if is_recorded("collaborative_attention", inputs):
-        return _CollaborativeAttention.apply(p.closed_grad, backend, *call)  # type: ignore[no-any-return, no-untyped-call]
-    return forward_op(*call, False, backend)[0]  # type: ignore[no-any-return]
+        return _CollaborativeAttention.apply(*inputs, rest, p.closed_grad, backend)  # type: ignore[no-any-return, no-untyped-call]
+    return forward_op(*inputs, *rest, False, backend)[0]  # type: ignore[no-any-return]

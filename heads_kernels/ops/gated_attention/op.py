@@ -143,13 +143,18 @@ backward_op = define_op(
 
 
 class _GatedAttention(torch.autograd.Function):
-    """Gradients of query, key, value and gate; `call` are the arguments of the op, in its order."""
+    """Gradients of query, key, value and gate; `rest` are the other arguments of the op, in its order."""
 
     @staticmethod
-    def forward(ctx: Any, closed_grad: bool, backend: str, *call: Any) -> Tensor:
-        out, attended, lse = forward_op(*call, True, backend)
-        ctx.save_for_backward(attended if call[3] is not None else out, lse, *call[:8], call[10])
-        ctx.constants = call[8:10], call[11:], closed_grad, backend
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None,
+        rest: tuple[Any, ...], closed_grad: bool, backend: str,
+    ) -> Tensor:  # fmt: skip
+        inputs = query, key, value, gate
+        out, attended, lse = forward_op(*inputs, *rest, True, backend)
+        saved = out if gate is None else attended, lse
+        ctx.save_for_backward(*saved, *inputs, *rest[:4], rest[6])
+        ctx.constants = rest[4:6], rest[7:], closed_grad, backend
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -157,7 +162,7 @@ class _GatedAttention(torch.autograd.Function):
         attended, lse, *tensors, seed = ctx.saved_tensors
         band, (scale, gate_activation, dropout_p), closed_grad, backend = ctx.constants
         gate = tensors[3]
-        needs = list(ctx.needs_input_grad[2:6])
+        needs = list(ctx.needs_input_grad[:4])
         dquery, dkey, dvalue, rows = backward_op(
             dout,
             attended,
@@ -178,22 +183,18 @@ class _GatedAttention(torch.autograd.Function):
             dvalue if needs[2] else None,
             gates.gate_gradient(rows, gate, gate_activation, closed_grad) if needs[3] else None,
         )
-        return (
-            None,
-            None,
-            *first_order_only("gated_attention", grads, (dout, *tensors[:4])),
-            *[None] * 10,
-        )
+        inputs = dout, *tensors[:4]
+        return *first_order_only("gated_attention", grads, inputs), None, None, None
 
 
 def gated_attention(problem: Problem, backend: str, seed: Tensor | None) -> Tensor:
     """Run a valid problem on `backend`; gradients are recorded where an input asks for one."""
     p, mask = problem, problem.intervals
     inputs = p.query, p.key, p.value, p.gate
-    call = (
-        *inputs, mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi,
+    rest = (
+        mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo, mask.band_hi,
         seed, p.scale, p.gate_activation, p.dropout_p,
     )  # fmt: skip
     if is_recorded("gated_attention", inputs):
-        return _GatedAttention.apply(p.closed_grad, backend, *call)  # type: ignore[no-any-return, no-untyped-call]
-    return forward_op(*call, False, backend)[0]  # type: ignore[no-any-return]
+        return _GatedAttention.apply(*inputs, rest, p.closed_grad, backend)  # type: ignore[no-any-return, no-untyped-call]
+    return forward_op(*inputs, *rest, False, backend)[0]  # type: ignore[no-any-return]
