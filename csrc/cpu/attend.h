@@ -148,8 +148,8 @@ inline void score_tile(const Head<Real>& head, const Real* query, const KeyTile&
   }
   for (const Range& range : head.features) {
     multiply<Real>(tile.count(), columns, range.end - range.begin,
-                   {key.data + range.begin, key.stride, 1}, query + range.begin * BLOCK_M, BLOCK_M,
-                   scores, BLOCK_M, started);
+                   rows_of(key.data + range.begin, key.stride), query + range.begin * BLOCK_M,
+                   BLOCK_M, scores, BLOCK_M, started);
     started = true;
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
@@ -177,8 +177,8 @@ inline void add_weighted_keys(Tile<Real> rows, Range columns, const KeyTile& key
     for (int n : bad) std::memset(sound + n * stride, 0, width * sizeof(Real));
     summed = {sound, stride};
   }
-  multiply<Real>(width, visible.columns, keys.count(), {summed.data, 1, summed.stride}, weights,
-                 BLOCK_M, sum, BLOCK_M, accumulate);
+  multiply<Real>(width, visible.columns, keys.count(), columns_of(summed.data, summed.stride),
+                 weights, BLOCK_M, sum, BLOCK_M, accumulate);
   for (int n : bad) {
     const Real* row = rows.data + n * rows.stride;
     for (int m = 0; m < visible.columns; ++m)

@@ -179,7 +179,7 @@ inline void add_weighted_queries(const Real* weights, const Real* rows, const Se
                                  const VisibleRows<Real>& visible, Real* sum) {
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
-  multiply<Real>(keys.count(), end - columns.begin, visible.columns, {weights, BLOCK_M, 1},
+  multiply<Real>(keys.count(), end - columns.begin, visible.columns, rows_of(weights, BLOCK_M),
                  rows + columns.begin, stride, sum + columns.begin, stride, true);
   for (int bad = 0; bad < aside.count; ++bad) {
     const int m = aside.index[bad];
@@ -259,8 +259,8 @@ inline void attend_backward(BackwardTile<Real>* tiles, int64_t count, const Drop
         score_tile(head, tile.query, keys, key, columns, scratch.scores);
         if (with_dscores) {
           const Tile<Real> value = scratch.value.rows(head.value, window, keys);
-          multiply<Real>(keys.count(), columns, head.Dv, {value.data, value.stride, 1}, tile.dout,
-                         BLOCK_M, scratch.dprobs, BLOCK_M, false);
+          multiply<Real>(keys.count(), columns, head.Dv, rows_of(value.data, value.stride),
+                         tile.dout, BLOCK_M, scratch.dprobs, BLOCK_M, false);
         }
         softmax_backward(tile, dropout, scale, with_dscores, keys, scratch);
         if (gradients.dvalue)
