@@ -42,6 +42,7 @@ def _seed(request: pytest.FixtureRequest) -> None:
 #: checks of the op that every backend shares, which run it many times over.
 LONG = {
     "test_compile_dynamic",
+    "test_decoding_with_grouped_heads",
     "test_long_rows_are_streamed",
     "test_memory_is_linear_in_length",
     "test_nothing_beside_an_input_is_read",

@@ -144,6 +144,30 @@ def test_grouped_heads_are_expanded_heads(backend: str, dtype: torch.dtype) -> N
 
 
 # ---------------------------------------------------------------------- closed heads
+@pytest.mark.parametrize("mask", [
+    hk.Mask(), hk.Mask(causal="lower_right"), hk.Mask(causal="lower_right", window=(20, 0)),
+    hk.Mask(key_lengths=torch.tensor([70, 3])), hk.Mask(key_mask=torch.arange(140).view(2, 70) % 3 > 0),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("gate", [
+    None, (6,), (1, 6), (2, 1), (2, 6, 1), (1, 6, 1, 24), (2, 1, 1, 24), (2, 6, 1, 1)
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("backend", GATED)
+def test_decoding_with_grouped_heads(
+    backend: str, gate: tuple[int, ...] | None, mask: hk.Mask
+) -> None:
+    """One query row a head: kernels may make one tile of the heads that share a key head."""
+    tensors = draw("gated_attention", 2, 6, 1, 70, torch.float32, Hk=2)
+    expanded = {n: t if n == "query" else t.repeat_interleave(3, 1) for n, t in tensors.items()}
+    values = None if gate is None else torch.randn(gate)
+    for closed in (False, True):
+        if closed and values is not None:
+            values.view(-1)[-1] = 0.0
+        options = {"gate": values, "attn_mask": mask}
+        got = run("gated_attention", backend, tensors, torch.ones(2, 6, 1, 24), **options)["out"]
+        want = call("gated_attention", backend, **expanded, **options)
+        torch.testing.assert_close(got, want, **CLOSE[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_a_closed_head_is_a_head_removed(operator: str, backend: str, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/attend_backward.h"
+#include "cpu/decode.h"
 #include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {
@@ -47,6 +48,10 @@ struct GatedAttention {
 
 template <typename Real>
 void gated_attention_forward(const ForwardParams& params) {
+  if (FoldedHeads::serves(params, Gate<Real>(params.gate, params.activation))) {
+    const FoldedHeads folded(params);
+    return attention_forward<Real>(folded.params, GatedAttention<Real>(folded.params));
+  }
   attention_forward<Real>(params, GatedAttention<Real>(params));
 }
 
