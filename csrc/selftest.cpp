@@ -3,7 +3,8 @@
 // that levels agree within those bounds. Gaps of results must come back untouched. The same call
 // gives the same bits, and so does any number of threads where no sum is split over them.
 //
-// `selftest [CASE...]` prints a line for each failure.
+// `selftest [--level NAME] [CASE...]` prints a line for each failure. NAME is a level of pairs that
+// this processor runs, although it does not say so.
 #include <cstdio>
 #include <iterator>
 #include <map>
@@ -14,7 +15,16 @@
 #include "cpu/kernels.h"
 #include "selftest/reference.h"
 
-namespace hk::selftest {
+#define HK_LEVEL emulated
+#define HK_EMULATE_TILES
+#include "selftest/pairs.h"
+
+namespace hk {
+namespace emulated {
+extern const Kernels kKernels;
+}
+
+namespace selftest {
 namespace {
 
 // One a line, named by what differs from the values in selftest/inputs.h: sizes; the band (lo, hi),
@@ -118,9 +128,10 @@ T=70 S=70 B=1 H=4 mixing=head closed_grad=0 only=dquery,dvalue
 using Results = std::map<std::string, Array>;
 
 struct Call {
+  const Kernels& run;
   const Inputs& in;
   const int threads;
-  Results results;
+  Results results = {};
 
   Tensor make(const char* name, DType dtype, const std::vector<int64_t>& size,
               const std::string& layout = "") {
@@ -136,7 +147,6 @@ struct Call {
     p.out = make_like("out", in.dout);
     if (save && !in.gated.empty()) p.attended = make_like("attended", in.dout);
     if (save) p.lse = make_rows("lse");
-    const Kernels& run = kernels();
     (in.collaborative ? run.collaborative_attention_forward : run.gated_attention_forward)(p);
     return p;
   }
@@ -162,7 +172,6 @@ struct Call {
     if (asked("dgate") && !in.gated.empty())
       p.dgate = in.elementwise() ? make("dgate", in.compute, {in.B, in.H, in.T, in.Dv})
                                  : make_rows("dgate");
-    const Kernels& run = kernels();
     (in.collaborative ? run.collaborative_attention_backward : run.gated_attention_backward)(p);
   }
 
@@ -177,7 +186,7 @@ struct Call {
     p.entropy = make_rows("entropy");
     std::vector<int64_t> keys(in.B * in.H * in.T, -2);
     p.argmax = keys.data();
-    kernels().attention_statistics(p);
+    run.attention_statistics(p);
     make("argmax", DType::kFloat64, {static_cast<int64_t>(keys.size())});
     Array& argmax = results["argmax"];
     argmax.each([&](const Index& at) { argmax.set(at, static_cast<double>(keys[at[0]])); });
@@ -224,15 +233,30 @@ struct Tally {
   }
 };
 
-void test(const Inputs& in, Tally& tally) {
-  const Reference reference(in);
-  for (const Kernels* const* level = available_levels(); *level; ++level) {
-    use_level((*level)->name);
+// Levels that multiply pairs, or the others: those of this processor, the emulated one and that of
+// a name.
+std::vector<const Kernels*> levels_of(bool pairs, const std::string& name) {
+  const Kernels* const more[] = {&emulated::kKernels,
+#if defined(__x86_64__)
+                                 &avx512bf16::kKernels, &amx::kKernels
+#endif
+  };
+  std::vector<const Kernels*> levels;
+  for (const Kernels* const* level = available_levels(); *level; ++level)
+    if ((*level)->pairs == pairs) levels.push_back(*level);
+  for (const Kernels* level : more)
+    if (level->pairs == pairs && (level == more[0] || level->name == name)) levels.push_back(level);
+  return levels;
+}
+
+void test(const Inputs& in, const std::vector<const Kernels*>& levels, Tally& tally) {
+  const Reference reference(in, levels[0]->pairs);
+  for (const Kernels* level : levels) {
     const char* const dtypes[] = {"float32", "float64", "bfloat16", "float16"};
-    const std::string where = std::string((*level)->name) + ", \"" + in.words.text + "\", " +
+    const std::string where = std::string(level->name) + ", \"" + in.words.text + "\", " +
                               (in.collaborative ? "collaborative " : "gated ") +
                               dtypes[static_cast<int>(in.dtype)];
-    Call one{in, 1, {}}, three{in, 3, {}}, again{in, 3, {}}, bare{in, 1, {}};
+    Call one{*level, in, 1}, three{*level, in, 3}, again{*level, in, 3}, bare{*level, in, 1};
     one.all(), three.all(), again.all(), bare.forward(false);
     for (const auto& [name, expected] : reference.results()) {
       if (!one.results.count(name)) continue;
@@ -249,19 +273,39 @@ void test(const Inputs& in, Tally& tally) {
 }
 
 }  // namespace
-}  // namespace hk::selftest
+}  // namespace selftest
+}  // namespace hk
 
 int main(int count, char** words) {
   using namespace hk::selftest;
   std::vector<std::string> cases(words + 1, words + count);
+  std::string more;
+  if (count > 2 && cases[0] == "--level") {
+    more = cases[1];
+    cases.erase(cases.begin(), cases.begin() + 2);
+  }
   std::istringstream lines(kCases);
-  if (count == 1)
+  if (cases.empty())
     for (std::string line; std::getline(lines, line);) cases.push_back(line);
   Tally tally;
-  for (size_t n = 0; n < cases.size(); ++n)  // each in float32 and in one of the other dtypes
-    for (const hk::DType dtype : {hk::DType::kFloat32, static_cast<hk::DType>(1 + n % 3)})
-      for (const bool collaborative : {false, true})
-        test(Inputs(cases[n], collaborative, dtype), tally);
+  std::mt19937 random(1);
+  for (int n = 0; n < 300; ++n) {
+    tally.check("pairs", "rounding", hk::emulated::test_rounding(random));
+    tally.check("pairs", "product", hk::emulated::test_product(random));
+  }
+  for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level) {
+    const bool used = hk::use_level((*level)->name) && &hk::kernels() == *level;
+    tally.check((*level)->name, "use_level", used ? "" : "another level is in use");
+  }
+  const auto plain = levels_of(false, more), pairs = levels_of(true, more);
+  for (size_t n = 0; n < cases.size(); ++n) {
+    for (const bool collaborative : {false, true}) {
+      // Each in float32 and in one of the other dtypes, and in pairs of bfloat16.
+      test(Inputs(cases[n], collaborative, hk::DType::kFloat32), plain, tally);
+      test(Inputs(cases[n], collaborative, static_cast<hk::DType>(1 + n % 3)), plain, tally);
+      test(Inputs(cases[n], collaborative, hk::DType::kBFloat16), pairs, tally);
+    }
+  }
   std::printf("%d passed, %d failed\n", tally.passed, tally.failed);
   return tally.failed ? 1 : 0;
 }

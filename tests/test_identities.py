@@ -144,6 +144,17 @@ def test_grouped_heads_are_expanded_heads(backend: str, dtype: torch.dtype) -> N
 
 
 # ---------------------------------------------------------------------- closed heads
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_no_features_are_equal_weights(backend: str) -> None:
+    query, key, value = torch.randn(1, 2, 3, 0), torch.randn(1, 2, 5, 0), torch.randn(1, 2, 5, 4)
+    out = hk.gated_attention(query, key, value, scale=1.0, backend=backend)
+    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out))
+    empty = hk.gated_attention(query, key, value[..., :0], scale=1.0, backend=backend)
+    assert empty.shape == (1, 2, 3, 0)
+    rows = hk.attention_statistics(query, key, scale=1.0, backend=backend)
+    torch.testing.assert_close(rows.lse, torch.full((1, 2, 3), 5.0).log())
+
+
 @pytest.mark.parametrize("mask", [
     hk.Mask(), hk.Mask(causal="lower_right"), hk.Mask(causal="lower_right", window=(20, 0)),
     hk.Mask(key_lengths=torch.tensor([70, 3])), hk.Mask(key_mask=torch.arange(140).view(2, 70) % 3 > 0),

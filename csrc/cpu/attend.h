@@ -1,15 +1,16 @@
 // Tiles of query rows against all the keys they see: the forward pass that both operators share.
 //
 // Everything stands transposed, one query row a lane. Keys and values are the broadcast operand of
-// the inner product and so are read as they lie; only the query tile (once) and the output tile
-// (once) are transposed. A bundle of tiles that share their keys goes over them together, window by
-// window: a window of keys and values is packed once for the bundle and stays in the first-level
-// cache, the tiles ([D][64] queries, [Dv][64] output each) in the second-level cache.
+// the inner product, which reads rows or columns alike; only the query tile (once) and the output
+// tile (once) are transposed. `Operand` is what products multiply: Real, or pairs of bfloat16
+// (pair.h), which keys, values and probabilities have to be packed into. A bundle of tiles that
+// share their keys goes over them together, window by window: a window of keys and values is packed
+// once for the bundle and stays in the first-level cache, the tiles ([D][64] queries, [Dv][64]
+// output each) in the second-level cache.
 #pragma once
 
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "cpu/gate.h"
 #include "cpu/gemm.h"
@@ -23,12 +24,6 @@ namespace hk::HK_LEVEL {
 
 constexpr double kLog2e = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
-
-// Features [begin, end) of a score.
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
 
 // Ranges that somebody else keeps, in ascending order.
 struct Ranges {
@@ -46,50 +41,59 @@ struct Head {
   Rows key;         // [S][D]
   Rows value;       // [S][Dv]
   Rows bias;        // [1][S] content bias; absent for gated attention
-  Real bias_scale;  // to base-2 logarithms
+  Real log2_scale;  // makes scores base-2 logarithms of weights
   int64_t D, Dv;
   Ranges features;  // those that count in a score
 };
 
+// The scale is in the query; where that is rounded, in pairs, it multiplies the scores instead.
+template <typename Operand>
+constexpr bool kScaledQuery = kNumbers<Operand> == 1;
+
 // A tile of query rows on its way over the keys.
-template <typename Real>
+template <typename Real, typename Operand>
 struct QueryTile {
   Head<Real> head;
   VisibleRows<Real> visible;
   OnlineSoftmax<Real> softmax;
-  Real* query;  // [D][64] transposed, scaled to base-2 logarithms
-  Real* out;    // [Dv][64]; undefined until `started`
+  Operand* query;  // [D][64] transposed
+  Real* out;       // [Dv][64]; undefined until `started`
   bool started = false;
 
   static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M) +
+    return piece<Operand>(packed<Operand>(D) * BLOCK_M) +
            piece<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M);
   }
   QueryTile(Workspace& w, const Head<Real>& of, const VisibleRows<Real>& rows)
       : head(of),
         visible(rows),
-        query(w.take<Real>(round_up(of.D, kLanes<Real>) * BLOCK_M)),
+        query(w.take<Operand>(packed<Operand>(of.D) * BLOCK_M)),
         out(w.take<Real>(round_up(of.Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
 // What the tiles of a bundle use in turn.
-template <typename Real>
+template <typename Real, typename Operand>
 struct TileScratch {
-  Real* rows;    // [64][max(D, Dv)] a tile the way tensors lie
-  Real* sound;   // [65][max(D, Dv)] keys or values without NaN and infinity, and one row more
-  Real* scores;  // [64][64] scores, then probabilities
-  mutable Panel<Real> key, value;
+  Real* rows;        // [64][max(D, Dv)] a tile the way tensors lie
+  Real* row;         // [max(D, Dv)]
+  Real* scores;      // [64][64] scores, then probabilities
+  Operand* weights;  // [64][64] scores as an operand; empty where they are one as they are
+  Panel<Operand> key, value;
 
+  static constexpr int64_t kWeights =
+      kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
   static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<Real>(BLOCK_M * width(D, Dv)) + piece<Real>((BLOCK_N + 1) * width(D, Dv)) +
-           piece<Real>(BLOCK_N * BLOCK_M) + Panel<Real>::bytes(D) + Panel<Real>::bytes(Dv);
+    return piece<Real>(BLOCK_M * width(D, Dv)) + piece<Real>(width(D, Dv)) +
+           piece<Real>(BLOCK_N * BLOCK_M) + piece<Operand>(kWeights) + Panel<Operand>::bytes(D) +
+           Panel<Operand>::bytes(Dv);
   }
   // `tiles`: how many query tiles may read a window.
   TileScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)
       : rows(w.take<Real>(BLOCK_M * width(D, Dv))),
-        sound(w.take<Real>((BLOCK_N + 1) * width(D, Dv))),
+        row(w.take<Real>(width(D, Dv))),
         scores(w.take<Real>(BLOCK_N * BLOCK_M)),
+        weights(w.take<Operand>(kWeights)),
         key(w, D, tiles > 1),
         value(w, Dv, tiles > 1) {}
 };
@@ -131,77 +135,89 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
   }
 }
 
+// The same rounded to pairs; features between those that count are there too.
+inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features,
+                       const float* factor, float* rows, Pair* query) {
+  if (features.empty()) return;
+  const int64_t width = features.end()[-1].end, stride = row_stride<float>(width);
+  gather_rows(source, visible, width, rows);
+  for (int m = 0; m < visible.columns; ++m)
+    for (int64_t d = 0; d < width; ++d) rows[m * stride + d] *= factor[d];
+  pack_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), rows, query);
+}
+
 // scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any mask.
 // `key` holds the rows of that tile.
-template <typename Real>
-inline void score_tile(const Head<Real>& head, const Real* query, const KeyTile& tile,
-                       const Tile<Real>& key, int columns, Real* scores) {
+template <typename Real, typename Operand>
+inline void score_tile(const Head<Real>& head, const Operand* query, const KeyTile& tile,
+                       const Left<Operand, false>& key, int columns, Real* scores) {
   bool started = false;
   if (head.bias) {
     Real bias[BLOCK_N];
     load_row(bias, head.bias.data + tile.begin * head.bias.step * element_size(head.bias.dtype),
              head.bias.dtype, tile.count(), head.bias.step);
+    const Real scale = kScaledQuery<Operand> ? head.log2_scale : Real(1);
     for (int n = 0; n < tile.count(); ++n)
       for (int m = 0; m < columns; m += kLanes<Real>)
-        store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * head.bias_scale));
+        store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * scale));
     started = true;
   }
   for (const Range& range : head.features) {
-    multiply<Real>(tile.count(), columns, range.end - range.begin,
-                   rows_of(key.data + range.begin, key.stride), query + range.begin * BLOCK_M,
-                   BLOCK_M, scores, BLOCK_M, started);
+    const int64_t first = range.begin / kNumbers<Operand>;
+    multiply(tile.count(), columns, ceil_div(range.end, kNumbers<Operand>) - first,
+             rows_of(key.data + first, key.stride), query + first * BLOCK_M, BLOCK_M, scores,
+             BLOCK_M, started);
     started = true;
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
+  if constexpr (!kScaledQuery<Operand>) {
+    for (int n = 0; n < tile.count(); ++n)
+      for (int m = 0; m < columns; m += kLanes<Real>)
+        store<Real>(scores + n * BLOCK_M + m, load(scores + n * BLOCK_M + m) * head.log2_scale);
+  }
 }
 
 // sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
 // probabilities times values, or dS times keys. A key that a row may not see adds nothing to it,
-// NaN and infinity included. `sound` is scratch [65][row_stride(columns)].
-template <typename Real>
-inline void add_weighted_keys(Tile<Real> rows, Range columns, const KeyTile& keys,
-                              const VisibleRows<Real>& visible, const Real* weights, Real* sound,
+// NaN and infinity included.
+template <typename Real, typename Operand>
+inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeyTile& window,
+                              const KeyTile& keys, Range columns, const VisibleRows<Real>& visible,
+                              const Real* weights, const TileScratch<Real, Operand>& scratch,
                               Real* sum, bool accumulate) {
-  const int64_t width = columns.end - columns.begin, stride = row_stride<Real>(width);
-  rows.data += columns.begin;
+  const int64_t width = columns.end - columns.begin;
+  const Summands<Operand> rows = panel.summands(source, window, keys, columns);
+  const Operand* right =
+      right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);
   sum += columns.begin * BLOCK_M;
-  std::vector<int> bad;
-  if (!keys.full && has_nonfinite(rows.data, keys.count(), width, rows.stride)) {
-    for (int n = 0; n < keys.count(); ++n)
-      if (has_nonfinite(rows.data + n * rows.stride, 1, width, 0)) bad.push_back(n);
-  }
-  Tile<Real> summed = rows;
-  if (!bad.empty()) {  // weights of hidden pairs are 0, but 0 * NaN is not
-    for (int n = 0; n < keys.count(); ++n)
-      std::memcpy(sound + n * stride, rows.data + n * rows.stride, width * sizeof(Real));
-    for (int n : bad) std::memset(sound + n * stride, 0, width * sizeof(Real));
-    summed = {sound, stride};
-  }
-  multiply<Real>(width, visible.columns, keys.count(), columns_of(summed.data, summed.stride),
-                 weights, BLOCK_M, sum, BLOCK_M, accumulate);
-  for (int n : bad) {
-    const Real* row = rows.data + n * rows.stride;
+  multiply(width, visible.columns, ceil_div(rows.first + keys.count(), kNumbers<Operand>),
+           rows.matrix, right, BLOCK_M, sum, BLOCK_M, accumulate);
+  for (int64_t key : *rows.aside) {
+    const Rows row = source.columns(columns.begin);
+    load_row(scratch.row, row.at(key), row.dtype, width, row.step);
     for (int m = 0; m < visible.columns; ++m)
-      if (visible.row_sees_key(m, keys.begin + n))
+      if (visible.row_sees_key(m, key))
         for (int64_t w = 0; w < width; ++w)
-          sum[w * BLOCK_M + m] += row[w] * weights[n * BLOCK_M + m];
+          sum[w * BLOCK_M + m] += scratch.row[w] * weights[(key - keys.begin) * BLOCK_M + m];
   }
 }
 
 // Sends `count` query tiles over their keys; `query` of each is packed. Afterwards `softmax` of
 // each holds its sums, and `out` the unnormalised output of the rows whose sum is not 0.
-template <typename Real>
-inline void attend(QueryTile<Real>* tiles, int64_t count, const DropoutParams& dropout,
-                   TileScratch<Real>& scratch) {
+template <typename Real, typename Operand>
+inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout,
+                   TileScratch<Real, Operand>& scratch) {
+  const TileUnit<Operand> unit;
   const KeyTile all{0, std::numeric_limits<int64_t>::max()};
   for_visible_pairs(
-      tiles, count, all, [&](QueryTile<Real>& tile, const KeyTile& window, const KeyTile& keys) {
+      tiles, count, all,
+      [&](QueryTile<Real, Operand>& tile, const KeyTile& window, const KeyTile& keys) {
         const Head<Real>& head = tile.head;
         const VisibleRows<Real>& visible = tile.visible;
         Real* scores = scratch.scores;
         score_tile(head, tile.query, keys, scratch.key.rows(head.key, window, keys),
                    visible.columns, scores);
-        if (!keys.full) hide(scores, keys, visible, visible.columns, kHidden<Real>);
+        if (!keys.full) hide(scores, keys, visible, visible.columns);
         if (tile.softmax.step(scores, keys.count(), visible.columns)) {
           for (int64_t w = 0; w < head.Dv; ++w) {
             for (int m = 0; m < visible.columns; m += kLanes<Real>) {
@@ -212,8 +228,8 @@ inline void attend(QueryTile<Real>* tiles, int64_t count, const DropoutParams& d
         }
         if (dropout.active)
           drop(dropout, head.b, head.h, keys, visible.first, visible.columns, scores);
-        add_weighted_keys(scratch.value.rows(head.value, window, keys), {0, head.Dv}, keys, visible,
-                          scores, scratch.sound, tile.out, tile.started);
+        add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, visible, scores,
+                          scratch, tile.out, tile.started);
         tile.started = true;
       });
 }
@@ -234,9 +250,9 @@ inline void store_blind_rows(const Outputs& outputs, int64_t first, int64_t coun
 }
 
 // Normalise, gate and store a tile after `attend`.
-template <typename Real>
-inline void finish_tile(const QueryTile<Real>& tile, const Gate<Real>& gate,
-                        const TileScratch<Real>& scratch, const Outputs& outputs) {
+template <typename Real, typename Operand>
+inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& gate,
+                        const TileScratch<Real, Operand>& scratch, const Outputs& outputs) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const OnlineSoftmax<Real>& softmax = tile.softmax;
@@ -256,7 +272,7 @@ inline void finish_tile(const QueryTile<Real>& tile, const Gate<Real>& gate,
       store<Real>(row + w, load(row + w) * inverse);
     if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
     if (gate.elementwise) {
-      Real* values = scratch.sound;
+      Real* values = scratch.row;
       gate.elements(head.b, head.h, i, head.Dv, values);
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(row + w, load(row + w) * load(values + w));

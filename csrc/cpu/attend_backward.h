@@ -2,8 +2,8 @@
 //
 // Per pair of tiles, transposed as in the forward pass: S = K Q^T again, P = exp2(S - lse), dP = V
 // dO^T, dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS. One thread adds up
-// dK and dV of its keys in ascending order of the query tiles, and dQ of a query tile in ascending
-// order of the key tiles, so the bits do not depend on how the work was split or bundled.
+// dK and dV of its keys in the order of the query tiles, and dQ of a query tile in the order of the
+// keys, so the bits do not depend on how the work was split or bundled.
 #pragma once
 
 #include "cpu/attend.h"
@@ -37,34 +37,37 @@ struct SetAside {
 template <typename Real>
 struct KeyGradients {
   int64_t begin = 0;
-  Real* dkey = nullptr;           // [S][row_stride(D)]
-  Real* dvalue = nullptr;         // [S][row_stride(Dv)]
-  Real* dcontent_bias = nullptr;  // [S]
+  Real* dkey = nullptr;           // [keys][row_stride(D)]
+  Real* dvalue = nullptr;         // [keys][row_stride(Dv)]
+  Real* dcontent_bias = nullptr;  // [keys]
 };
 
 // A tile of query rows on its way over the keys; `out` serves heads that were closed.
-template <typename Real>
-struct BackwardTile : QueryTile<Real> {
-  Real* query_rows;  // [64][D] unscaled, mixed
-  Real* dout_rows;   // [64][Dv] gated
-  Real* dout;        // [Dv][64] the same transposed
-  Real* dquery;      // [D][64]
+template <typename Real, typename Operand>
+struct BackwardTile : QueryTile<Real, Operand> {
+  Operand* query_rows;  // [64][D] unscaled, mixed
+  Operand* dout_rows;   // [64][Dv] gated
+  Operand* dout;        // [Dv][64] the same transposed, in the place of `out`
+  Real* dquery;         // [D][64]
   SetAside<Real> bad_queries, bad_douts;
   alignas(64)
       Real lse[BLOCK_M];  // base 2; +inf where a row sees nothing, so that its probabilities are 0
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
+  static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
   static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<char>(sizeof(BackwardTile)) + QueryTile<Real>::bytes(D, Dv) +
-           2 * piece<Real>(row_stride<Real>(D) * BLOCK_M) +
-           2 * piece<Real>(row_stride<Real>(Dv) * BLOCK_M) +
+    return piece<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(D, Dv) +
+           piece<Operand>(row_stride<Operand>(D) * kRows) +
+           piece<Operand>(row_stride<Operand>(Dv) * kRows) +
+           piece<Real>(row_stride<Real>(D) * BLOCK_M) +
+           piece<Real>(row_stride<Real>(Dv) * BLOCK_M) +
            piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M);
   }
   BackwardTile(Workspace& w, const Head<Real>& of, const VisibleRows<Real>& visible)
-      : QueryTile<Real>(w, of, visible),
-        query_rows(w.take<Real>(row_stride<Real>(of.D) * BLOCK_M)),
-        dout_rows(w.take<Real>(row_stride<Real>(of.Dv) * BLOCK_M)),
-        dout(this->out),
+      : QueryTile<Real, Operand>(w, of, visible),
+        query_rows(w.take<Operand>(row_stride<Operand>(of.D) * kRows)),
+        dout_rows(w.take<Operand>(row_stride<Operand>(of.Dv) * kRows)),
+        dout(reinterpret_cast<Operand*>(this->out)),
         dquery(w.take<Real>(round_up(of.D, kLanes<Real>) * BLOCK_M)) {
     bad_queries.rows = w.take<Real>(row_stride<Real>(of.D) * BLOCK_M);
     bad_douts.rows = w.take<Real>(row_stride<Real>(of.Dv) * BLOCK_M);
@@ -72,16 +75,20 @@ struct BackwardTile : QueryTile<Real> {
 };
 
 // What the tiles of a bundle use in turn.
-template <typename Real>
-struct BackwardScratch : TileScratch<Real> {
-  Real* dprobs;   // [64][64] dP, then dS
-  Real* dropped;  // [64][64] probabilities after dropout
+template <typename Real, typename Operand>
+struct BackwardScratch : TileScratch<Real, Operand> {
+  Real* more_rows;  // [64][max(D, Dv)]
+  Real* dprobs;     // [64][64] dP, then dS
+  Real* dropped;    // [64][64] probabilities after dropout
 
   static int64_t bytes(int64_t D, int64_t Dv) {
-    return TileScratch<Real>::bytes(D, Dv) + 2 * piece<Real>(BLOCK_N * BLOCK_M);
+    return TileScratch<Real, Operand>::bytes(D, Dv) +
+           piece<Real>(BLOCK_M * TileScratch<Real, Operand>::width(D, Dv)) +
+           2 * piece<Real>(BLOCK_N * BLOCK_M);
   }
   BackwardScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)
-      : TileScratch<Real>(w, D, Dv, tiles),
+      : TileScratch<Real, Operand>(w, D, Dv, tiles),
+        more_rows(w.take<Real>(BLOCK_M * this->width(D, Dv))),
         dprobs(w.take<Real>(BLOCK_N * BLOCK_M)),
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)) {}
 };
@@ -135,13 +142,15 @@ inline void store_gate_row(void* dgate, bool elementwise, int64_t i, int64_t Dv,
 
 // Reads dout and attended of the tile once: delta, the gate's gradient rows, and the gated dout
 // both ways round.
-template <typename Real>
-inline void load_output_gradients(BackwardTile<Real>& tile, const Gate<Real>& gate,
-                                  const HeadGradients& gradients, BackwardScratch<Real>& scratch) {
+template <typename Real, typename Operand>
+inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
+                                  const HeadGradients& gradients,
+                                  BackwardScratch<Real, Operand>& scratch) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
-  gather_rows(gradients.dout, visible, head.Dv, tile.dout_rows);
+  Real* dout_rows = staging(tile.dout_rows, scratch.more_rows);
+  gather_rows(gradients.dout, visible, head.Dv, dout_rows);
   gather_rows(gradients.attended, visible, head.Dv, scratch.rows);
   alignas(64) Real tokens[BLOCK_M];
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
@@ -151,13 +160,13 @@ inline void load_output_gradients(BackwardTile<Real>& tile, const Gate<Real>& ga
     const bool sees = lse != kHidden<Real>;  // a row may see nothing but holes
     tile.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse * static_cast<Real>(kLog2e);
     tile.delta[m] = 0;
-    Real* dout = tile.dout_rows + m * stride;
+    Real* dout = dout_rows + m * stride;
     const Real* attended = sees ? scratch.rows + m * stride : nullptr;
     if (gradients.dgate && m < visible.count)
       store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
     if (!sees) continue;
     if (gate.elementwise) {
-      Real* values = scratch.sound;
+      Real* values = scratch.row;
       gate.elements(head.b, head.h, i, head.Dv, values);
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(dout + w, load(dout + w) * load(values + w));
@@ -167,20 +176,22 @@ inline void load_output_gradients(BackwardTile<Real>& tile, const Gate<Real>& ga
     }
     tile.delta[m] = dot(dout, attended, padded);
   }
-  transpose(tile.dout_rows, stride, tile.dout, BLOCK_M, visible.columns, padded);
-  tile.bad_douts.gather(tile.dout_rows, visible.columns, padded, stride);
+  pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);
+  tile.bad_douts.gather(dout_rows, visible.columns, padded, stride);
+  pack_rows(dout_rows, stride, visible.columns, padded, tile.dout_rows);
 }
 
 // sum[n][w] += weights[n][m] * rows[m][w] over the query rows m, for the columns: dS times queries,
-// or P times dout. Both matrices have rows of row_stride(width).
-template <typename Real>
-inline void add_weighted_queries(const Real* weights, const Real* rows, const SetAside<Real>& aside,
-                                 int64_t width, Range columns, const KeyTile& keys,
+// or P times dout; `left` are the weights as an operand. Matrices have rows of row_stride(width).
+template <typename Real, typename Operand>
+inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left,
+                                 const Operand* rows, const SetAside<Real>& aside, int64_t width,
+                                 Range columns, const KeyTile& keys,
                                  const VisibleRows<Real>& visible, Real* sum) {
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
-  multiply<Real>(keys.count(), end - columns.begin, visible.columns, rows_of(weights, BLOCK_M),
-                 rows + columns.begin, stride, sum + columns.begin, stride, true);
+  multiply(keys.count(), end - columns.begin, visible.columns / kNumbers<Operand>, left,
+           rows + columns.begin, stride, sum + columns.begin, stride, true);
   for (int bad = 0; bad < aside.count; ++bad) {
     const int m = aside.index[bad];
     for (int n = 0; n < keys.count(); ++n)
@@ -191,8 +202,8 @@ inline void add_weighted_queries(const Real* weights, const Real* rows, const Se
 }
 
 // The tile's rows of dQ; rows that see nothing are 0.
-template <typename Real>
-inline void store_dquery(const Rows& dquery, const BackwardTile<Real>& tile, Real* rows) {
+template <typename Real, typename Operand>
+inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& tile, Real* rows) {
   const int64_t D = tile.head.D, padded = round_up(D, kLanes<Real>), stride = row_stride<Real>(D);
   transpose(tile.dquery, BLOCK_M, rows, stride, padded, tile.visible.columns);
   for (int m = 0; m < tile.visible.count; ++m) {
@@ -208,10 +219,10 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real>& tile, Rea
 // Probabilities from scores, and (`with_dscores`) dS from dP, of one pair of tiles. Hidden pairs
 // and lanes without a row are 0 whatever stood there: the sums over query rows run across all
 // lanes.
-template <typename Real>
-inline void softmax_backward(const BackwardTile<Real>& tile, const DropoutParams& dropout,
+template <typename Real, typename Operand>
+inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
                              Real scale, bool with_dscores, const KeyTile& keys,
-                             BackwardScratch<Real>& scratch) {
+                             BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
   const bool all_visible = keys.full && visible.all_rows;
@@ -244,34 +255,40 @@ inline void softmax_backward(const BackwardTile<Real>& tile, const DropoutParams
 
 // Sends `count` tiles over the keys [range.begin, range.end): adds to the gradients of the keys,
 // and to `dquery` of the tiles over `dquery_features` (none: not asked for).
-template <typename Real>
-inline void attend_backward(BackwardTile<Real>* tiles, int64_t count, const DropoutParams& dropout,
-                            Real scale, const KeyTile& range, Ranges dquery_features,
-                            const KeyGradients<Real>& gradients, BackwardScratch<Real>& scratch) {
+template <typename Real, typename Operand>
+inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
+                            const DropoutParams& dropout, Real scale, const KeyTile& range,
+                            Ranges dquery_features, const KeyGradients<Real>& gradients,
+                            BackwardScratch<Real, Operand>& scratch) {
+  const TileUnit<Operand> unit;
   const bool with_dscores = gradients.dkey || gradients.dcontent_bias || !dquery_features.empty();
   for_visible_pairs(
       tiles, count, range,
-      [&](BackwardTile<Real>& tile, const KeyTile& window, const KeyTile& keys) {
+      [&](BackwardTile<Real, Operand>& tile, const KeyTile& window, const KeyTile& keys) {
         const Head<Real>& head = tile.head;
         const int columns = tile.visible.columns;
         const int64_t offset = keys.begin - gradients.begin;
-        const Tile<Real> key = scratch.key.rows(head.key, window, keys);
-        score_tile(head, tile.query, keys, key, columns, scratch.scores);
-        if (with_dscores) {
-          const Tile<Real> value = scratch.value.rows(head.value, window, keys);
-          multiply<Real>(keys.count(), columns, head.Dv, rows_of(value.data, value.stride),
-                         tile.dout, BLOCK_M, scratch.dprobs, BLOCK_M, false);
-        }
+        score_tile(head, tile.query, keys, scratch.key.rows(head.key, window, keys), columns,
+                   scratch.scores);
+        if (with_dscores)
+          multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
+                   scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
+                   BLOCK_M, false);
         softmax_backward(tile, dropout, scale, with_dscores, keys, scratch);
-        if (gradients.dvalue)
-          add_weighted_queries(dropout.active ? scratch.dropped : scratch.scores, tile.dout_rows,
-                               tile.bad_douts, head.Dv, Range{0, head.Dv}, keys, tile.visible,
-                               gradients.dvalue + offset * row_stride<Real>(head.Dv));
-        if (gradients.dkey)
-          for (const Range& range : head.features)
-            add_weighted_queries(scratch.dprobs, tile.query_rows, tile.bad_queries, head.D, range,
-                                 keys, tile.visible,
+        if (gradients.dvalue) {
+          const Real* weights = dropout.active ? scratch.dropped : scratch.scores;
+          add_weighted_queries(weights,
+                               left_operand(weights, keys.count(), columns, scratch.weights),
+                               tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys,
+                               tile.visible, gradients.dvalue + offset * row_stride<Real>(head.Dv));
+        }
+        if (gradients.dkey) {
+          const auto left = left_operand(scratch.dprobs, keys.count(), columns, scratch.weights);
+          for (const Range& features : head.features)
+            add_weighted_queries(scratch.dprobs, left, tile.query_rows, tile.bad_queries, head.D,
+                                 features, keys, tile.visible,
                                  gradients.dkey + offset * row_stride<Real>(head.D));
+        }
         if (gradients.dcontent_bias)
           for (int n = 0; n < keys.count(); ++n) {
             Vec<Real> sum{};
@@ -279,20 +296,21 @@ inline void attend_backward(BackwardTile<Real>* tiles, int64_t count, const Drop
               sum += load(scratch.dprobs + n * BLOCK_M + m);
             gradients.dcontent_bias[offset + n] += sum_lanes<Real>(sum);
           }
-        for (const Range& range : dquery_features)
-          add_weighted_keys(key, range, keys, tile.visible, scratch.dprobs, scratch.sound,
-                            tile.dquery, true);
+        for (const Range& features : dquery_features)
+          add_weighted_keys(scratch.key, head.key, window, keys, features, tile.visible,
+                            scratch.dprobs, scratch, tile.dquery, true);
       });
 }
 
 // The gate's gradient rows of a head that was closed, and so not computed, in the forward pass.
-template <typename Real>
-inline void closed_gate_rows(QueryTile<Real>& tile, const DropoutParams& dropout,
-                             const HeadGradients& gradients, Real* dout_rows,
-                             BackwardScratch<Real>& scratch) {
+template <typename Real, typename Operand>
+inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
+                             const HeadGradients& gradients,
+                             BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t Dv = tile.head.Dv, padded = round_up(Dv, kLanes<Real>);
   const int64_t stride = row_stride<Real>(Dv);
+  Real* dout_rows = scratch.more_rows;
   attend(&tile, 1, dropout, scratch);
   transpose(tile.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   gather_rows(gradients.dout, visible, Dv, dout_rows);
@@ -312,9 +330,10 @@ inline void closed_gate_rows(QueryTile<Real>& tile, const DropoutParams& dropout
 // Readies a query tile of a head, whose `query_rows` are still to be filled, and stores its rows of
 // the gate's gradient; false where no pair of it needs computing: the head is closed, or no row
 // sees a key.
-template <typename Real, typename Operator>
+template <typename Real, typename Operand, typename Operator>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
-                         BackwardTile<Real>& tile, BackwardScratch<Real>& scratch) {
+                         BackwardTile<Real, Operand>& tile,
+                         BackwardScratch<Real, Operand>& scratch) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const bool closed = op.gate.closed(head.b, head.h);
@@ -325,7 +344,7 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   }
   if (visible.any) op.pack(head.b, head.h, visible, scratch.rows, tile.query);
   if (closed) {
-    closed_gate_rows(tile, op.params.dropout, gradients, tile.dout_rows, scratch);
+    closed_gate_rows(tile, op.params.dropout, gradients, scratch);
     return false;
   }
   load_output_gradients(tile, op.gate, gradients, scratch);

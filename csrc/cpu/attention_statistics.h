@@ -83,19 +83,19 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
   }
 }
 
-// `Operator` is GatedAttention<Real> or CollaborativeAttention<Real>: it packs a query tile of a
-// head and describes the head.
+// `Operator` is GatedAttention<Real, Real> or CollaborativeAttention<Real, Real>: it packs a query
+// tile of a head and describes the head.
 template <typename Real, typename Operator>
 void attention_statistics_of(const StatisticsParams& params) {
   const Operator op(params);
   const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
-  const Bundles bundles(op, tiles_in_cache(piece<Real>(query_count)), params.threads);
-  const int64_t bytes = piece<char>(bundles.size * sizeof(StatisticsTile<Real>)) +
-                        bundles.size * piece<Real>(query_count) +
-                        TileScratch<Real>::bytes(op.D, 1) + piece<Real>(BLOCK_N * BLOCK_M);
+  const int64_t tile_bytes = piece<char>(sizeof(StatisticsTile<Real>)) + piece<Real>(query_count);
+  const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
+  const int64_t bytes = bundles.size * tile_bytes + TileScratch<Real, Real>::bytes(op.D, 1) +
+                        piece<Real>(BLOCK_N * BLOCK_M);
   parallel_for(bundles.count(), params.threads, op.multiply_adds(), bytes,
                [&](int64_t item, Workspace& workspace) {
-                 TileScratch<Real> scratch(workspace, op.D, 1, bundles.size);
+                 TileScratch<Real, Real> scratch(workspace, op.D, 1, bundles.size);
                  Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
                  auto* tiles = workspace.room<StatisticsTile<Real>>(bundles.size);
                  int64_t count = 0;
@@ -116,8 +116,7 @@ void attention_statistics_of(const StatisticsParams& params) {
                        score_tile(tile.head, tile.query, keys,
                                   scratch.key.rows(tile.head.key, window, keys), columns,
                                   scratch.scores);
-                       if (!keys.full)
-                         hide(scratch.scores, keys, tile.visible, columns, kHidden<Real>);
+                       if (!keys.full) hide(scratch.scores, keys, tile.visible, columns);
                        const uint8_t* excluded =
                            params.excluded ? params.excluded + tile.head.b * params.excluded_stride
                                            : nullptr;
@@ -134,9 +133,9 @@ void attention_statistics_of(const StatisticsParams& params) {
 template <typename Real>
 void attention_statistics(const StatisticsParams& params) {
   if (params.mixing) {
-    attention_statistics_of<Real, CollaborativeAttention<Real>>(params);
+    attention_statistics_of<Real, CollaborativeAttention<Real, Real>>(params);
   } else {
-    attention_statistics_of<Real, GatedAttention<Real>>(params);
+    attention_statistics_of<Real, GatedAttention<Real, Real>>(params);
   }
 }
 

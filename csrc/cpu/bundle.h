@@ -28,15 +28,16 @@ struct Bundles {
   int64_t parts;       // bundles of one key head
   int64_t size;        // query tiles of a bundle, but the last of a key head
 
-  // `op` has sizes B, H, T and `heads_per_key`. Bundles hold `most` tiles, fewer where there would
-  // not be eight for every thread: the next free thread takes the next one, so all end together.
+  // `op` has B, H, `query_tiles` and `heads_per_key`. Bundles hold `most` tiles, fewer where there
+  // would be less than eight bundles a thread: the next free thread takes the next one, so all end
+  // together.
   // No `threads`: the bundles of a key head are one thread's.
   template <typename Operator>
   Bundles(const Operator& op, int64_t most, int threads)
       : H(op.H),
         query_tiles(op.query_tiles),
         key_heads(op.B * op.H / op.heads_per_key),
-        tiles_each(op.query_tiles * op.heads_per_key) {
+        tiles_each(op.H ? op.query_tiles * op.heads_per_key : 0) {
     const int64_t fair = threads ? key_heads * tiles_each / (8 * threads) : tiles_each;
     parts = ceil_div(tiles_each, std::clamp<int64_t>(fair, 1, most));
     size = ceil_div(tiles_each, std::max<int64_t>(1, parts));

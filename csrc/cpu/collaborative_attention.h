@@ -10,14 +10,14 @@ namespace hk::HK_LEVEL {
 
 constexpr int64_t kMixingChunk = 16;  // MIXING_CHUNK of problem.py
 
-template <typename Real>
+template <typename Real, typename Operand>
 struct CollaborativeAttention {
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, T, S, D, Dv, query_tiles;
   int64_t heads_per_key;                     // all
   std::vector<Real> mixing;                  // [H][D]
-  std::vector<Real> to_log2;                 // [H][D] mixing times scale, for base-2 logarithms
+  std::vector<Real> factors;                 // [H][D] of the features of a query
   std::vector<std::vector<Range>> features;  // of each head: runs of chunks that are not all zero
 
   explicit CollaborativeAttention(const AttentionParams& p)
@@ -32,7 +32,7 @@ struct CollaborativeAttention {
         query_tiles(ceil_div(T, BLOCK_M)),
         heads_per_key(std::max<int64_t>(1, H)),
         mixing(H * D),
-        to_log2(H * D),
+        factors(H * D),
         features(H) {
     for (int64_t h = 0; h < H; ++h) {
       Real* mix = mixing.data() + h * D;
@@ -41,7 +41,8 @@ struct CollaborativeAttention {
           static_cast<char*>(p.mixing.data) + h * p.mixing.stride[0] * element_size(p.mixing.dtype),
           p.mixing.dtype, D, p.mixing.stride[1]);
       for (int64_t d = 0; d < D; ++d)
-        to_log2[h * D + d] = mix[d] * static_cast<Real>(p.scale * kLog2e);
+        factors[h * D + d] =
+            mix[d] * static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1);
       for (int64_t begin = 0; begin < D; begin += kMixingChunk) {
         const int64_t end = std::min(D, begin + kMixingChunk);
         if (std::all_of(mix + begin, mix + end, [](Real x) { return x == Real(0); })) continue;
@@ -79,29 +80,30 @@ struct CollaborativeAttention {
   }
 
   // The mixed query tile of head h, features that do not count left undefined; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Real* query) const {
-    pack_query(rows_at(params.query, b), visible, features_of(h), to_log2.data() + h * D, rows,
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
+            Operand* query) const {
+    pack_query(rows_at(params.query, b), visible, features_of(h), factors.data() + h * D, rows,
                query);
   }
 
   int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
 };
 
-template <typename Real>
+template <typename Real, typename Operand>
 void collaborative_attention_forward(const ForwardParams& params) {
-  attention_forward<Real>(params, CollaborativeAttention<Real>(params));
+  attention_forward<Real, Operand>(params, CollaborativeAttention<Real, Operand>(params));
 }
 
 // One batch and a group of its heads is one thread's: dQ and dK of the group add up over its heads,
 // head by head. Where batches are too few for the threads the heads are split into groups, whose
 // sums are added in order afterwards.
-template <typename Real>
-struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
+template <typename Real, typename Operand>
+struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   const BackwardParams& backward;
   int64_t Ds_stride, Dv_stride;  // between rows of scratch
 
   explicit CollaborativeAttentionBackward(const BackwardParams& p)
-      : CollaborativeAttention<Real>(p),
+      : CollaborativeAttention<Real, Operand>(p),
         backward(p),
         Ds_stride(row_stride<Real>(this->D)),
         Dv_stride(row_stride<Real>(this->Dv)) {}
@@ -123,14 +125,14 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
 
   // Query tiles of a head that go over the keys together.
   int64_t bundle() const {
-    const int64_t room = tiles_in_cache(BackwardTile<Real>::bytes(this->D, this->Dv));
+    const int64_t room = tiles_in_cache(BackwardTile<Real, Operand>::bytes(this->D, this->Dv));
     return std::max<int64_t>(1, std::min(this->query_tiles, room));
   }
 
   // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
   // what is the head's own.
   void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const HeadSums& own,
-                     BackwardScratch<Real>& scratch, Workspace& workspace) const {
+                     BackwardScratch<Real, Operand>& scratch, Workspace& workspace) const {
     const BackwardParams& p = backward;
     const Head<Real> head = this->head(b, h);
     const int64_t bh = b * this->H + h, D = this->D, padded = round_up(D, kLanes<Real>);
@@ -158,19 +160,20 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
     const bool pairs = keys.dkey || keys.dvalue || keys.dcontent_bias || !dquery_features.empty();
     for (int64_t first = 0; first < this->T; first += bundle() * BLOCK_M) {
       const size_t mark = workspace.mark();
-      auto* tiles = workspace.room<BackwardTile<Real>>(bundle());
+      auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle());
       int64_t count = 0;
       for (int64_t row = first; row < std::min(this->T, first + bundle() * BLOCK_M);
            row += BLOCK_M) {
         const VisibleRows<Real> visible(p.mask, b, row, this->T, this->S);
-        BackwardTile<Real>& tile =
-            *new (tiles + count) BackwardTile<Real>(workspace, head, visible);
+        BackwardTile<Real, Operand>& tile =
+            *new (tiles + count) BackwardTile<Real, Operand>(workspace, head, visible);
         if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
-        gather_rows(rows_at(p.query, b), visible, D, tile.query_rows);
+        Real* rows = staging(tile.query_rows, scratch.rows);
+        gather_rows(rows_at(p.query, b), visible, D, rows);
         for (int m = 0; m < visible.columns; ++m)
-          for (int64_t d = 0; d < D; ++d)
-            tile.query_rows[m * Ds_stride + d] *= this->mixing[h * D + d];
-        tile.bad_queries.gather(tile.query_rows, visible.columns, padded, Ds_stride);
+          for (int64_t d = 0; d < D; ++d) rows[m * Ds_stride + d] *= this->mixing[h * D + d];
+        tile.bad_queries.gather(rows, visible.columns, padded, Ds_stride);
+        pack_rows(rows, Ds_stride, visible.columns, padded, tile.query_rows);
         ++count;
       }
       attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), {0, this->S},
@@ -186,8 +189,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
   }
 
   // Adds a finished tile, whose `dquery` is dS K, to dquery and to the head's dmixing.
-  void add_tile(const BackwardTile<Real>& tile, Ranges features, Real* dquery, const HeadSums& own,
-                BackwardScratch<Real>& scratch) const {
+  void add_tile(const BackwardTile<Real, Operand>& tile, Ranges features, Real* dquery,
+                const HeadSums& own, BackwardScratch<Real, Operand>& scratch) const {
     const VisibleRows<Real>& visible = tile.visible;
     const Real* mixing = this->mixing.data() + tile.head.h * this->D;
     gather_rows(rows_at(backward.query, tile.head.b), visible, this->D, own.query_rows);
@@ -212,7 +215,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
 
   // Heads [begin, end) of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
   void group(int64_t b, int64_t begin, int64_t end, Real* shared, Workspace& workspace) const {
-    BackwardScratch<Real> scratch(workspace, this->D, this->Dv, bundle());
+    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundle());
     const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
                        workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
@@ -231,12 +234,12 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real> {
   }
 };
 
-template <typename Real>
+template <typename Real, typename Operand>
 void collaborative_attention_backward(const BackwardParams& params) {
-  const CollaborativeAttentionBackward<Real> op(params);
+  const CollaborativeAttentionBackward<Real, Operand> op(params);
   const int64_t work = 5 * op.multiply_adds() / 2;
-  const int64_t bytes = BackwardScratch<Real>::bytes(op.D, op.Dv) + op.head_bytes() +
-                        op.bundle() * BackwardTile<Real>::bytes(op.D, op.Dv);
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + op.head_bytes() +
+                        op.bundle() * BackwardTile<Real, Operand>::bytes(op.D, op.Dv);
   if (op.B >= params.threads || op.B == 0 || op.H == 0) {
     parallel_for(op.B, params.threads, work, bytes + piece<Real>(op.shared_count()),
                  [&](int64_t b, Workspace& workspace) {

@@ -8,22 +8,22 @@
 namespace hk::HK_LEVEL {
 
 // `Operator` describes a head (`head`), packs a query tile of it (`pack`) and knows sizes and gate.
-template <typename Real, typename Operator>
+template <typename Real, typename Operand, typename Operator>
 void attention_forward(const ForwardParams& params, const Operator& op) {
-  const int64_t tile_bytes = QueryTile<Real>::bytes(op.D, op.Dv);
+  const int64_t tile_bytes =
+      piece<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op.D, op.Dv);
   const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
-  const int64_t bytes = piece<char>(bundles.size * sizeof(QueryTile<Real>)) +
-                        bundles.size * tile_bytes + TileScratch<Real>::bytes(op.D, op.Dv);
+  const int64_t bytes = bundles.size * tile_bytes + TileScratch<Real, Operand>::bytes(op.D, op.Dv);
   parallel_for(
       bundles.count(), params.threads, op.multiply_adds(), bytes,
       [&](int64_t item, Workspace& workspace) {
-        TileScratch<Real> scratch(workspace, op.D, op.Dv, bundles.size);
+        TileScratch<Real, Operand> scratch(workspace, op.D, op.Dv, bundles.size);
         const auto outputs = [&](int64_t b, int64_t h) {
           return Outputs{
               rows_at(params.out, b, h), rows_at(params.attended, b, h),
               params.lse ? static_cast<Real*>(params.lse.data) + (b * op.H + h) * op.T : nullptr};
         };
-        QueryTile<Real>* tiles = workspace.room<QueryTile<Real>>(bundles.size);
+        QueryTile<Real, Operand>* tiles = workspace.room<QueryTile<Real, Operand>>(bundles.size);
         int64_t count = 0;
         for (const TilePlace& at : bundles.tiles(item)) {
           const VisibleRows<Real> visible(params.mask, at.b, at.first_row, op.T, op.S);
@@ -31,8 +31,8 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
             store_blind_rows<Real>(outputs(at.b, at.h), at.first_row, visible.count, op.Dv);
             continue;
           }
-          QueryTile<Real>* tile =
-              new (tiles + count++) QueryTile<Real>(workspace, op.head(at.b, at.h), visible);
+          QueryTile<Real, Operand>* tile = new (tiles + count++)
+              QueryTile<Real, Operand>(workspace, op.head(at.b, at.h), visible);
           op.pack(at.b, at.h, visible, scratch.rows, tile->query);
         }
         attend(tiles, count, params.dropout, scratch);

@@ -8,14 +8,15 @@
 
 namespace hk::HK_LEVEL {
 
-template <typename Real>
+template <typename Real, typename Operand>
 struct GatedAttention {
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, Hk, T, S, D, Dv, query_tiles;
   int64_t heads_per_key;      // query heads that share a key head
   Range features;             // all
-  std::vector<Real> to_log2;  // factor of each of the D features of a query
+  std::vector<Real> factors;  // of the D features of a query
+  Real log2_scale;            // makes scores base-2 logarithms of weights
 
   explicit GatedAttention(const AttentionParams& p)
       : params(p),
@@ -30,36 +31,40 @@ struct GatedAttention {
         query_tiles(ceil_div(T, BLOCK_M)),
         heads_per_key(Hk ? std::max<int64_t>(1, H / Hk) : 1),
         features{0, D},
-        to_log2(D, static_cast<Real>(p.scale * kLog2e)) {}
+        factors(D, static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1)),
+        log2_scale(static_cast<Real>(p.scale * kLog2e)) {}
 
   Head<Real> head(int64_t b, int64_t h) const {
     const int64_t hk = h / heads_per_key;
-    return {b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk), Rows{}, Real(0),
+    return {b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk), Rows{}, log2_scale,
             D, Dv, Ranges{&features, 1}};
   }
 
   // The query tile of head h; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Real* query) const {
-    pack_query(rows_at(params.query, b, h), visible, {&features, 1}, to_log2.data(), rows, query);
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
+            Operand* query) const {
+    pack_query(rows_at(params.query, b, h), visible, {&features, 1}, factors.data(), rows, query);
   }
 
   int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
 };
 
-template <typename Real>
+template <typename Real, typename Operand>
 void gated_attention_forward(const ForwardParams& params) {
   if (FoldedHeads::serves(params, Gate<Real>(params.gate, params.activation))) {
     const FoldedHeads folded(params);
-    return attention_forward<Real>(folded.params, GatedAttention<Real>(folded.params));
+    return attention_forward<Real, Operand>(folded.params,
+                                            GatedAttention<Real, Operand>(folded.params));
   }
-  attention_forward<Real>(params, GatedAttention<Real>(params));
+  attention_forward<Real, Operand>(params, GatedAttention<Real, Operand>(params));
 }
 
-template <typename Real>
-struct GatedAttentionBackward : GatedAttention<Real> {
+template <typename Real, typename Operand>
+struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   const BackwardParams& backward;
 
-  explicit GatedAttentionBackward(const BackwardParams& p) : GatedAttention<Real>(p), backward(p) {}
+  explicit GatedAttentionBackward(const BackwardParams& p)
+      : GatedAttention<Real, Operand>(p), backward(p) {}
 
   // Accumulators of dK and dV of `keys` keys.
   int64_t accumulator_bytes(int64_t keys) const {
@@ -70,13 +75,13 @@ struct GatedAttentionBackward : GatedAttention<Real> {
   // Query tiles against keys `range`. `with_rows`: this is where dQ and the gate's rows of those
   // tiles are computed, over all keys.
   void tiles_backward(const Bundles::Tiles& places, const KeyTile& range, bool with_rows,
-                      const KeyGradients<Real>& keys, BackwardScratch<Real>& scratch,
+                      const KeyGradients<Real>& keys, BackwardScratch<Real, Operand>& scratch,
                       Workspace& workspace) const {
     const BackwardParams& p = backward;
     const bool with_dquery = with_rows && p.dquery, with_dgate = with_rows && p.dgate;
     const bool pairs = keys.dkey || keys.dvalue || with_dquery;
     const size_t mark = workspace.mark();
-    auto* tiles = workspace.room<BackwardTile<Real>>(places.count());
+    auto* tiles = workspace.room<BackwardTile<Real, Operand>>(places.count());
     int64_t count = 0;
     for (const TilePlace& at : places) {
       const VisibleRows<Real> visible(p.mask, at.b, at.first_row, this->T, this->S);
@@ -91,13 +96,14 @@ struct GatedAttentionBackward : GatedAttention<Real> {
                                     with_dgate ? static_cast<Real*>(p.dgate.data) +
                                                      row * (this->gate.elementwise ? this->Dv : 1)
                                                : nullptr};
-      BackwardTile<Real>& tile =
-          *new (tiles + count) BackwardTile<Real>(workspace, this->head(at.b, at.h), visible);
+      BackwardTile<Real, Operand>& tile = *new (tiles + count) BackwardTile<Real, Operand>(
+          workspace, this->head(at.b, at.h), visible);
       if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
-      const int64_t stride = row_stride<Real>(this->D);
-      gather_rows(rows_at(p.query, at.b, at.h), visible, this->D, tile.query_rows);
-      tile.bad_queries.gather(tile.query_rows, visible.columns, round_up(this->D, kLanes<Real>),
-                              stride);
+      const int64_t stride = row_stride<Real>(this->D), padded = round_up(this->D, kLanes<Real>);
+      Real* rows = staging(tile.query_rows, scratch.rows);
+      gather_rows(rows_at(p.query, at.b, at.h), visible, this->D, rows);
+      tile.bad_queries.gather(rows, visible.columns, padded, stride);
+      pack_rows(rows, stride, visible.columns, padded, tile.query_rows);
       ++count;
     }
     attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), range,
@@ -111,7 +117,7 @@ struct GatedAttentionBackward : GatedAttention<Real> {
   // dK and dV of keys `range` of a key head, summed over its query heads in order.
   void key_head(const Bundles& bundles, int64_t index, const KeyTile& range, bool with_rows,
                 Workspace& workspace) const {
-    BackwardScratch<Real> scratch(workspace, this->D, this->Dv, bundles.size);
+    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundles.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr};
     if (backward.dkey)
       keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
@@ -130,13 +136,14 @@ struct GatedAttentionBackward : GatedAttention<Real> {
 // Where key heads divide well among the threads, one thread does all of a key head: five products a
 // pair of tiles. Else the keys of a head are split for dK and dV, and dQ is a pass of its own over
 // query tiles: seven products, the same bits.
-template <typename Real>
+template <typename Real, typename Operand>
 void gated_attention_backward(const BackwardParams& params) {
-  const GatedAttentionBackward<Real> op(params);
+  const GatedAttentionBackward<Real, Operand> op(params);
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
-  const int64_t tile_bytes = BackwardTile<Real>::bytes(op.D, op.Dv);
+  const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op.D, op.Dv);
   const Bundles whole(op, tiles_in_cache(tile_bytes), 0);
-  const int64_t bytes = BackwardScratch<Real>::bytes(op.D, op.Dv) + whole.size * tile_bytes;
+  const int64_t bytes =
+      BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + whole.size * tile_bytes;
   if (op.S == 0 || 5 * round_up(heads, params.threads) <= 7 * heads) {
     parallel_for(heads, params.threads, work, bytes + op.accumulator_bytes(op.S),
                  [&](int64_t item, Workspace& w) { op.key_head(whole, item, {0, op.S}, true, w); });
@@ -156,7 +163,7 @@ void gated_attention_backward(const BackwardParams& params) {
   if (params.dquery || params.dgate) {
     const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
     parallel_for(bundles.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
-      BackwardScratch<Real> scratch(w, op.D, op.Dv, bundles.size);
+      BackwardScratch<Real, Operand> scratch(w, op.D, op.Dv, bundles.size);
       op.tiles_backward(bundles.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);
     });
   }

@@ -7,48 +7,49 @@
 
 #include <algorithm>
 
-#include "cpu/simd.h"
+#include "cpu/tile_unit.h"
 
 namespace hk::HK_LEVEL {
 
 // The matrix A: A[r][k] at data[r * stride + k], or (`kDown`) at data[k * stride + r].
-template <typename Real, bool kDown>
+template <typename Operand, bool kDown>
 struct Left {
-  const Real* data;
+  const Operand* data;
   int64_t stride;
-  const Real* row(int64_t r) const { return data + (kDown ? r : r * stride); }
-  const Real* depth(int64_t k) const { return data + (kDown ? k * stride : k); }
+  const Operand* row(int64_t r) const { return data + (kDown ? r : r * stride); }
+  const Operand* depth(int64_t k) const { return data + (kDown ? k * stride : k); }
 };
 
 // A matrix by its rows as they lie in memory.
-template <typename Real>
-inline Left<Real, false> rows_of(const Real* data, int64_t stride) {
+template <typename Operand>
+inline Left<Operand, false> rows_of(const Operand* data, int64_t stride) {
   return {data, stride};
 }
 
 // A matrix whose rows are the columns of what lies in memory.
-template <typename Real>
-inline Left<Real, true> columns_of(const Real* data, int64_t stride) {
+template <typename Operand>
+inline Left<Operand, true> columns_of(const Operand* data, int64_t stride) {
   return {data, stride};
 }
 
 // C[R][V * lanes] (+)= A[R][depth] B[depth][V * lanes]; one register tile. The product is summed
 // from zero and then added to C: a long sum over many tiles rounds once a tile.
-template <typename Real, int R, int V, bool kDown>
-inline void multiply_block(Left<Real, kDown> a, const Real* b, int64_t ldb, Real* c, int64_t ldc,
-                           int64_t depth, bool accumulate) {
-  constexpr int L = kLanes<Real>;
+template <typename Operand, int R, int V, bool kDown>
+inline void multiply_block(Left<Operand, kDown> a, const Operand* b, int64_t ldb,
+                           RealOf<Operand>* c, int64_t ldc, int64_t depth, bool accumulate) {
+  using Real = RealOf<Operand>;
+  constexpr int L = kLanes<Operand>;
   Vec<Real> sum[R][V] = {};
-  const Real* left = a.data;
+  const Operand* left = a.data;
   const auto step = [&]() __attribute__((always_inline)) {  // else the sums go to memory
-    Vec<Real> right[V];
+    Vec<Operand> right[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) right[v] = load(b + v * L);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec<Real> x = splat<Real>(kDown ? left[r] : left[r * a.stride]);
+      const Vec<Operand> x = splat<Operand>(kDown ? left[r] : left[r * a.stride]);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[r][v] += x * right[v];
+      for (int v = 0; v < V; ++v) sum[r][v] = add_product<Operand>(x, right[v], sum[r][v]);
     }
     left += kDown ? a.stride : 1;
     b += ldb;
@@ -73,39 +74,40 @@ inline void multiply_block(Left<Real, kDown> a, const Real* b, int64_t ldb, Real
 
 // All rows for V vectors of columns. Rows of a register tile: as many as leave room for the V
 // columns of B and one broadcast of A (32 registers: 6 x 4 + 4 + 1; 16 registers: 6 x 2 + 2 + 1).
-template <typename Real, int V, bool kDown>
-inline void multiply_columns(int64_t rows, Left<Real, kDown> a, const Real* b, int64_t ldb, Real* c,
-                             int64_t ldc, int64_t depth, bool accumulate) {
+template <typename Operand, int V, bool kDown>
+inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand* b, int64_t ldb,
+                             RealOf<Operand>* c, int64_t ldc, int64_t depth, bool accumulate) {
   constexpr int R = V == 1 ? 12 : (HK_VECTOR_REGISTERS == 32 && V == 2) ? 12 : (V == 3 ? 8 : 6);
   int64_t r = 0;
   const auto run = [&](auto block, int count) {
-    block(Left<Real, kDown>{a.row(r), a.stride}, b, ldb, c + r * ldc, ldc, depth, accumulate);
+    block(Left<Operand, kDown>{a.row(r), a.stride}, b, ldb, c + r * ldc, ldc, depth, accumulate);
     r += count;
   };
-  while (rows - r >= R) run(multiply_block<Real, R, V, kDown>, R);
+  while (rows - r >= R) run(multiply_block<Operand, R, V, kDown>, R);
   if constexpr (R > 8) {
-    if (rows - r >= 8) run(multiply_block<Real, 8, V, kDown>, 8);
+    if (rows - r >= 8) run(multiply_block<Operand, 8, V, kDown>, 8);
   }
-  if (rows - r >= 4) run(multiply_block<Real, 4, V, kDown>, 4);
-  if (rows - r >= 2) run(multiply_block<Real, 2, V, kDown>, 2);
-  if (rows - r >= 1) run(multiply_block<Real, 1, V, kDown>, 1);
+  if (rows - r >= 4) run(multiply_block<Operand, 4, V, kDown>, 4);
+  if (rows - r >= 2) run(multiply_block<Operand, 2, V, kDown>, 2);
+  if (rows - r >= 1) run(multiply_block<Operand, 1, V, kDown>, 1);
 }
 
 // A panel of B of this depth and 64 columns (16 KiB of float) stays in the first-level cache while
 // all rows of A pass.
 constexpr int64_t kPanelDepth = 64;
 
-// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; `columns` in whole vectors.
-template <typename Real, bool kDown>
-void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Real, kDown> a, const Real* b,
-              int64_t ldb, Real* c, int64_t ldc, bool accumulate) {
-  constexpr int L = kLanes<Real>;
+// C[rows][columns] (+)= A[rows][depth] B[depth][columns] by vectors; `columns` in whole ones.
+template <typename Operand, bool kDown>
+void multiply_vectors(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown> a,
+                      const Operand* b, int64_t ldb, RealOf<Operand>* c, int64_t ldc,
+                      bool accumulate) {
+  constexpr int L = kLanes<Operand>;
   constexpr int kWidest = HK_VECTOR_REGISTERS == 32 ? 4 : 2;
   if (depth == 0 && !accumulate)
-    for (int64_t r = 0; r < rows; ++r) std::memset(c + r * ldc, 0, sizeof(Real) * columns);
+    for (int64_t r = 0; r < rows; ++r) std::memset(c + r * ldc, 0, sizeof *c * columns);
   for (int64_t k = 0; k < depth; k += kPanelDepth) {
     const int64_t panel = std::min(kPanelDepth, depth - k);
-    const Left<Real, kDown> left{a.depth(k), a.stride};
+    const Left<Operand, kDown> left{a.depth(k), a.stride};
     const bool add = accumulate || k > 0;
     int64_t column = 0;
     const auto run = [&](auto multiply_columns, int vectors) {
@@ -113,12 +115,32 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Real, kDown> a,
       column += vectors * L;
     };
     if constexpr (kWidest == 4) {
-      while (columns - column >= 4 * L) run(multiply_columns<Real, 4, kDown>, 4);
-      if (columns - column >= 3 * L) run(multiply_columns<Real, 3, kDown>, 3);
+      while (columns - column >= 4 * L) run(multiply_columns<Operand, 4, kDown>, 4);
+      if (columns - column >= 3 * L) run(multiply_columns<Operand, 3, kDown>, 3);
     }
-    while (columns - column >= 2 * L) run(multiply_columns<Real, 2, kDown>, 2);
-    if (columns - column >= L) run(multiply_columns<Real, 1, kDown>, 1);
+    while (columns - column >= 2 * L) run(multiply_columns<Operand, 2, kDown>, 2);
+    if (columns - column >= L) run(multiply_columns<Operand, 1, kDown>, 1);
   }
+}
+
+// The same; where there is a tile unit, whole tiles by it and what is left by vectors.
+template <typename Operand, bool kDown>
+void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown> a,
+              const Operand* b, int64_t ldb, RealOf<Operand>* c, int64_t ldc, bool accumulate) {
+  if constexpr (kTiled<Operand>) {
+    static_assert(!kDown, "the rows of a tile are rows in memory");
+    const int64_t r = whole_tiles(rows), v = whole_tiles(columns), k = whole_tiles(depth);
+    if (r && v && k) {
+      multiply_tiles(r, v, k, a.data, a.stride, b, ldb, c, ldc, accumulate);
+      multiply_vectors(r, v, depth - k, rows_of(a.depth(k), a.stride), b + k * ldb, ldb, c, ldc,
+                       true);
+      multiply_vectors(r, columns - v, depth, a, b + v, ldb, c + v, ldc, accumulate);
+      multiply_vectors(rows - r, columns, depth, rows_of(a.row(r), a.stride), b, ldb, c + r * ldc,
+                       ldc, accumulate);
+      return;
+    }
+  }
+  multiply_vectors(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
 }
 
 }  // namespace hk::HK_LEVEL

@@ -1,5 +1,5 @@
-// The CPU kernels as one table a level: level.cpp is compiled once for each level and fills one of
-// these.
+// The CPU kernels as one table a level: level.cpp or pair_level.cpp is compiled once for each level
+// and fills one of these.
 #pragma once
 
 #include "common/params.h"
@@ -8,6 +8,7 @@ namespace hk {
 
 struct Kernels {
   const char* name;
+  bool pairs;  // operands of bfloat16 tensors are rounded to bfloat16
   void (*gated_attention_forward)(const ForwardParams&);
   void (*gated_attention_backward)(const BackwardParams&);
   void (*collaborative_attention_forward)(const ForwardParams&);
@@ -23,6 +24,12 @@ namespace avx2 {
 extern const Kernels kKernels;
 }
 namespace avx512 {
+extern const Kernels kKernels;
+}
+namespace avx512bf16 {
+extern const Kernels kKernels;
+}
+namespace amx {
 extern const Kernels kKernels;
 }
 #endif

@@ -15,18 +15,20 @@ namespace {
 bool in_double(const AttentionParams& p) { return p.query.dtype == DType::kFloat64; }
 
 void gated_forward(const ForwardParams& p) {
-  in_double(p) ? gated_attention_forward<double>(p) : gated_attention_forward<float>(p);
+  in_double(p) ? gated_attention_forward<double, double>(p)
+               : gated_attention_forward<float, float>(p);
 }
 void gated_backward(const BackwardParams& p) {
-  in_double(p) ? gated_attention_backward<double>(p) : gated_attention_backward<float>(p);
+  in_double(p) ? gated_attention_backward<double, double>(p)
+               : gated_attention_backward<float, float>(p);
 }
 void collaborative_forward(const ForwardParams& p) {
-  in_double(p) ? collaborative_attention_forward<double>(p)
-               : collaborative_attention_forward<float>(p);
+  in_double(p) ? collaborative_attention_forward<double, double>(p)
+               : collaborative_attention_forward<float, float>(p);
 }
 void collaborative_backward(const BackwardParams& p) {
-  in_double(p) ? collaborative_attention_backward<double>(p)
-               : collaborative_attention_backward<float>(p);
+  in_double(p) ? collaborative_attention_backward<double, double>(p)
+               : collaborative_attention_backward<float, float>(p);
 }
 void statistics(const StatisticsParams& p) {
   in_double(p) ? attention_statistics<double>(p) : attention_statistics<float>(p);
@@ -34,7 +36,8 @@ void statistics(const StatisticsParams& p) {
 
 }  // namespace
 
-const Kernels kKernels = {HK_STRING(HK_LEVEL),   gated_forward,          gated_backward,
-                          collaborative_forward, collaborative_backward, statistics};
+const Kernels kKernels = {
+    HK_STRING(HK_LEVEL),    false,     gated_forward, gated_backward, collaborative_forward,
+    collaborative_backward, statistics};
 
 }  // namespace hk::HK_LEVEL

@@ -1,17 +1,26 @@
 // Keys or values of one window of a head, as the products read them.
 #pragma once
 
-#include "cpu/rows.h"
-#include "cpu/visible.h"
+#include <vector>
+
+#include "cpu/operand.h"
 #include "cpu/workspace.h"
 
 namespace hk::HK_LEVEL {
 
-// Rows of a matrix in Real: row r at data + r * stride.
-template <typename Real>
-struct Tile {
-  const Real* data;
-  int64_t stride;
+// Features [begin, end) of a row.
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+// Rows of a matrix as a sum over them reads it: [columns][first + rows]. What is not finite is left
+// out of it, since the weight of a row that is hidden is 0, but 0 * NaN is not.
+template <typename Operand>
+struct Summands {
+  Left<Operand, kNumbers<Operand> == 1> matrix;  // pairs lie along the sum
+  int64_t first;                                 // rows that come before: 0 or 1
+  const std::vector<int64_t>* aside;             // rows of the window that were left out
 };
 
 // A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied next to
@@ -20,20 +29,21 @@ struct Tile {
 template <typename Real>
 class Panel {
  public:
-  static int64_t bytes(int64_t width) { return piece<Real>(BLOCK_N * row_stride<Real>(width)); }
+  static int64_t bytes(int64_t width) { return 2 * piece<Real>(BLOCK_N * row_stride<Real>(width)); }
 
   // `shared`: more than one query tile reads a window.
   Panel(Workspace& workspace, int64_t width, bool shared)
       : buffer_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
+        sound_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
         stride_(row_stride<Real>(width)),
         width_(width),
         shared_(shared) {}
 
   // Rows [tile.begin, tile.end), which lie in [window.begin, window.end).
-  Tile<Real> rows(const Rows& source, const KeyTile& window, const KeyTile& tile) {
+  Left<Real, false> rows(const Rows& source, const KeyTile& window, const KeyTile& tile) {
     const bool same = source.dtype == kDTypeOf<Real>;
     if (same && (!shared_ || source.stride == width_))
-      return {reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride};
+      return rows_of(reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride);
     const char* first = source.at(window.begin);
     if (packed_ != first || packed_count_ != window.count()) {
       for (int64_t r = 0; r < window.count(); ++r)
@@ -41,15 +51,107 @@ class Panel {
       packed_ = first;
       packed_count_ = window.count();
     }
-    return {buffer_ + (tile.begin - window.begin) * stride_, stride_};
+    return rows_of<Real>(buffer_ + (tile.begin - window.begin) * stride_, stride_);
+  }
+
+  // The same rows to be summed, of these columns; those of a full tile are all seen and left in.
+  Summands<Real> summands(const Rows& source, const KeyTile& window, const KeyTile& tile,
+                          Range columns) {
+    Left<Real, false> matrix = rows(source, window, tile);
+    matrix.data += columns.begin;
+    const int64_t width = columns.end - columns.begin;
+    aside_.clear();
+    if (!tile.full && has_nonfinite(matrix.data, tile.count(), width, matrix.stride)) {
+      for (int64_t n = 0; n < tile.count(); ++n) {
+        const Real* row = matrix.data + n * matrix.stride;
+        if (has_nonfinite(row, 1, width, 0)) {
+          aside_.push_back(tile.begin + n);
+          std::memset(sound_ + n * stride_, 0, width * sizeof(Real));
+        } else {
+          std::memcpy(sound_ + n * stride_, row, width * sizeof(Real));
+        }
+      }
+      matrix = {sound_, stride_};
+    }
+    return {columns_of(matrix.data, matrix.stride), 0, &aside_};
   }
 
  private:
   Real* buffer_;  // [BLOCK_N][stride_]
+  Real* sound_;   // [BLOCK_N][stride_] without NaN and infinity
   int64_t stride_, width_;
   bool shared_;
   const char* packed_ = nullptr;  // the row that the buffer starts with
   int packed_count_ = 0;
+  std::vector<int64_t> aside_;
+};
+
+// A window of bfloat16 rows in pairs, along the rows and, where it is asked for, transposed.
+template <>
+class Panel<Pair> {
+ public:
+  static int64_t bytes(int64_t width) {
+    return piece<Pair>(BLOCK_N * stride(width)) + 2 * piece<Pair>(packed<Pair>(width) * BLOCK_N);
+  }
+
+  Panel(Workspace& workspace, int64_t width, bool)
+      : rows_(workspace.take<Pair>(BLOCK_N * stride(width))),
+        transposed_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),
+        scratch_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),
+        width_(width) {}
+
+  Left<Pair, false> rows(const Rows& source, const KeyTile& window, const KeyTile& tile) {
+    const char* first = source.at(window.begin);
+    if (packed_ != first || packed_count_ != window.count()) {
+      for (int64_t r = 0; r < window.count(); ++r) {
+        char* row = reinterpret_cast<char*>(rows_ + r * stride(width_));
+        prefetch_next_head<false>(source, window.begin + r, width_);
+        std::memcpy(row, source.at(window.begin + r), 2 * width_);
+        std::memset(row + 2 * width_, 0, 4 * packed<Pair>(width_) - 2 * width_);
+      }
+      packed_ = first;
+      packed_count_ = window.count();
+      turned_ = false;
+    }
+    return rows_of<Pair>(rows_ + (tile.begin - window.begin) * stride(width_), stride(width_));
+  }
+
+  Summands<Pair> summands(const Rows& source, const KeyTile& window, const KeyTile& tile,
+                          Range columns) {
+    rows(source, window, tile);
+    if (!turned_) transpose_window(window);
+    turned_ = true;
+    const int64_t offset = tile.begin - window.begin;
+    const Pair* first = transposed_ + columns.begin * (BLOCK_N / 2) + offset / 2;
+    return {rows_of(first, BLOCK_N / 2), offset % 2, &aside_};
+  }
+
+ private:
+  Pair* rows_;        // [BLOCK_N][stride(width_)]
+  Pair* transposed_;  // [width_][BLOCK_N / 2]
+  Pair* scratch_;     // [width_ / 2][BLOCK_N]
+  int64_t width_;
+  const char* packed_ = nullptr;  // the row that the window starts with
+  int packed_count_ = 0;
+  bool turned_ = false;  // `transposed_` holds the window
+  std::vector<int64_t> aside_;
+
+  static int64_t stride(int64_t width) { return row_stride<Pair>(ceil_div(width, 2)); }
+
+  void transpose_window(const KeyTile& window) {
+    const int64_t count = round_up(window.count(), 2 * kLanes<Pair>);
+    for (int64_t r = window.count(); r < count; ++r)
+      std::memset(rows_ + r * stride(width_), 0, 4 * packed<Pair>(width_));
+    transpose_pairs(rows_, stride(width_), transposed_, BLOCK_N / 2, count,
+                    2 * packed<Pair>(width_), scratch_);
+    aside_.clear();
+    for (int64_t r = 0; r < window.count(); ++r) {
+      if (all_finite(rows_ + r * stride(width_), packed<Pair>(width_))) continue;
+      aside_.push_back(window.begin + r);
+      const uint32_t others = r % 2 ? 0x0000ffffu : 0xffff0000u;
+      for (int64_t w = 0; w < width_; ++w) transposed_[w * (BLOCK_N / 2) + r / 2].bits &= others;
+    }
+  }
 };
 
 }  // namespace hk::HK_LEVEL

@@ -32,11 +32,11 @@ inline void parallel_for(int64_t items, int threads, int64_t work, int64_t bytes
       for (int64_t first = next.fetch_add(turn); first < items; first = next.fetch_add(turn))
         for (int64_t item = first; item < std::min(items, first + turn); ++item)
           body(item, Workspace::of_thread(bytes));
-      Workspace::of_thread(0).release();
     } catch (...) {
 #pragma omp critical(heads_kernels_failure)
       failure = std::current_exception();
     }
+    Workspace::of_thread(0).release();
   }
   if (failure) std::rethrow_exception(failure);
 }

@@ -31,6 +31,7 @@ struct Simd;
 template <>
 struct Simd<float> {
   typedef float Vec __attribute__((vector_size(HK_VECTOR_BYTES)));
+  using Real = float;
   using Int = int32_t;
   typedef Int IntVec __attribute__((vector_size(HK_VECTOR_BYTES)));
 };
@@ -38,6 +39,7 @@ struct Simd<float> {
 template <>
 struct Simd<double> {
   typedef double Vec __attribute__((vector_size(HK_VECTOR_BYTES)));
+  using Real = double;
   using Int = int64_t;
   typedef Int IntVec __attribute__((vector_size(HK_VECTOR_BYTES)));
 };
@@ -48,6 +50,12 @@ template <typename Real>
 using Int = typename Simd<Real>::Int;  // the integer as wide as a lane
 template <typename Real>
 using IntVec = typename Simd<Real>::IntVec;
+
+// Operands of products are float and double, or words of several numbers (pair.h).
+template <typename Operand>
+using RealOf = typename Simd<Operand>::Real;  // what their products are summed in
+template <typename Operand>
+constexpr int kNumbers = 1;  // of a word
 
 template <typename Real>
 constexpr int kLanes = HK_VECTOR_BYTES / static_cast<int>(sizeof(Real));
@@ -88,6 +96,12 @@ inline Vec<Real> splat(Real x) {
   return x - Vec<Real>{};  // x - 0 is x to the bit, so this is one broadcast
 }
 
+// sum + a * b, lane by lane.
+template <typename Operand>
+inline Vec<RealOf<Operand>> add_product(Vec<Operand> a, Vec<Operand> b, Vec<RealOf<Operand>> sum) {
+  return sum + a * b;
+}
+
 template <typename Real>
 inline Real sum_lanes(Vec<Real> v) {
   Real total = 0;
@@ -107,6 +121,7 @@ template <typename Real>
 inline Vec<Real> at_least(Vec<Real> bound, Vec<Real> x) {
   if constexpr (sizeof(Real) == 4) {
 #if HK_VECTOR_BYTES == 64
+    // Masked: g++ 12 warns of what its unmasked form leaves undefined.
     return (Vec<Real>)_mm512_mask_max_ps((__m512)bound, 0xffff, (__m512)bound, (__m512)x);
 #elif HK_VECTOR_BYTES == 32
     return (Vec<Real>)_mm256_max_ps((__m256)bound, (__m256)x);

@@ -14,19 +14,18 @@ constexpr Real kHidden = -__builtin_inff();
 
 // Scores of hidden pairs become -inf, whatever stood there.
 template <typename Real>
-inline void hide(Real* scores, const KeyTile& keys, const VisibleRows<Real>& rows, int columns,
-                 Real hidden) {
+inline void hide(Real* scores, const KeyTile& keys, const VisibleRows<Real>& rows, int columns) {
   for (int n = 0; n < keys.count(); ++n) {
     Real* row = scores + n * BLOCK_M;
     for (int m = 0; m < columns; m += kLanes<Real>)
-      store<Real>(row + m,
-                  rows.lanes_that_see(m, keys.begin + n) ? load(row + m) : splat<Real>(hidden));
+      store<Real>(row + m, rows.lanes_that_see(m, keys.begin + n) ? load(row + m)
+                                                                  : splat<Real>(kHidden<Real>));
   }
 }
 
 // The reference of a row's probabilities follows its maximum only when that has risen by more than
 // this (base 2, heuristic): then hardly a tile after the first one rescales what was summed, and no
-// unnormalised probability exceeds 2^8.
+// unnormalised probability exceeds 2^8 = 256.
 constexpr float kSlack = 8;
 
 // Running reference (base 2, at most kSlack below the maximum) and sum of each query row.

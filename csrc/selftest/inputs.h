@@ -2,6 +2,7 @@
 // nothing of each other) holds NaN and infinity.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <random>
@@ -44,7 +45,7 @@ struct Inputs {
   const bool closed_grad = words.number("closed_grad", 1);
   const double dropout_p = static_cast<double>(words.number("drop", 0)) / 100;
   const double sharpness = static_cast<double>(words.number("sharp", 1));
-  const double scale = sharpness / std::sqrt(static_cast<double>(D));
+  const double scale = sharpness / std::sqrt(std::max(1.0, static_cast<double>(D)));
   const std::string rows = words.word("rows"), keys = words.word("keys");
   const std::string gated = words.word("gate"), zeros = words.word("mixing");
   const std::string layout = words.word("layout"), spread = layout == "padded" ? "spread" : layout;

@@ -4,7 +4,9 @@
 // absolute terms, and so is the logarithm of a probability: a relative error of `off` = u (16 + 8
 // times the largest of those sums in the row). Products of probabilities and sums of a few hundred
 // terms add no more. `off` is carried through the formula with absolute values. What the backward
-// pass reads of the forward pass (`attended`) was rounded to the dtype of storage once.
+// pass reads of the forward pass (`attended`) was rounded to the dtype of storage once. Levels that
+// multiply pairs of bfloat16 round what they multiply: the mixed query, probabilities, the gated
+// gradient of the output and dS, each by `u_pair`.
 #pragma once
 
 #include <map>
@@ -25,7 +27,8 @@ struct Expected {
 
 class Reference {
  public:
-  explicit Reference(const Inputs& inputs) : in(inputs) {
+  Reference(const Inputs& inputs, bool pairs)
+      : in(inputs), u_pair(pairs ? roundoff(DType::kBFloat16) : 0) {
     for (int64_t b = 0; b < in.B; ++b)
       for (int64_t h = 0; h < in.H; ++h)
         for (int64_t i = 0; i < in.T; ++i) row(b, h, i);
@@ -41,6 +44,7 @@ class Reference {
 
  private:
   const Inputs& in;
+  const double u_pair;
   const int64_t D = in.D, Dv = in.Dv, S = in.S, count = in.B * in.H * in.T;
   const double u = roundoff(in.compute), u_storage = roundoff(in.dtype);
   const std::vector<double> q = in.query.values(), k = in.key.values(), v = in.value.values();
@@ -76,8 +80,9 @@ class Reference {
     for (int64_t j : keys) total += p[j] = std::exp(score[j] - top);
     for (int64_t j : keys) p[j] /= total;
     const double sum_exp = keys.empty() ? -kInfinity : top + std::log(total);
-    const double off = u * (16 + 8 * largest);
+    double off = u * (16 + 8 * largest);
     statistics(at, keys, score, p, sum_exp, off);
+    if (in.collaborative) off += 2 * u_pair * largest;
 
     const bool closed = in.closed(b, h);  // then the forward pass leaves lse and attended alone
     lse.add(at, sum_exp, closed ? kInfinity : off);
@@ -91,9 +96,10 @@ class Reference {
     double delta = 0, delta_size = 0, delta_off = 0;
     for (int64_t w = 0; w < Dv; ++w) {
       const double gate = in.gate_at(b, h, i, w), g = keys.empty() ? 0 : grad[at * Dv + w];
-      const double sum_off = 2 * off * size[w] + u_storage * std::abs(sum[w]);
-      attended.add(at * Dv + w, sum[w], closed ? kInfinity : off * size[w]);
-      if (!closed) out.add(at * Dv + w, gate * sum[w], off * std::abs(gate) * size[w]);
+      const double p_off = off + u_pair;
+      const double sum_off = 2 * p_off * size[w] + u_storage * std::abs(sum[w]);
+      attended.add(at * Dv + w, sum[w], closed ? kInfinity : p_off * size[w]);
+      if (!closed) out.add(at * Dv + w, gate * sum[w], p_off * std::abs(gate) * size[w]);
       if (!closed || in.closed_grad)
         dgate.add(in.elementwise() ? at * Dv + w : at, g * sum[w], std::abs(g) * sum_off);
       dsum[w] = gate * g;
@@ -107,16 +113,18 @@ class Reference {
       for (int64_t w = 0; w < Dv; ++w) {
         const double term = kept * dsum[w] * v[v_at + j * Dv + w], dv = p[j] * kept * dsum[w];
         dp += term, dp_size += std::abs(term);
-        dvalue.add(v_at + j * Dv + w, dv, off * std::abs(dv));
+        dvalue.add(v_at + j * Dv + w, dv, (off + 3 * u_pair) * std::abs(dv));
       }
       const double ds = in.scale * p[j] * (dp - delta);
-      const double ds_off = in.scale * p[j] * (off * (dp_size + delta_size) + delta_off);
+      const double dp_off = off * (dp_size + delta_size) + u_pair * dp_size + delta_off;
+      const double ds_off = in.scale * p[j] * dp_off;
+      const double rounded_off = ds_off + 3 * u_pair * (std::abs(ds) + ds_off);
       for (int64_t d = 0; d < D; ++d) {
         const double qd = q[q_at + d], kd = k[k_at + j * D + d], m = mixed(d);
-        dquery.add(q_at + d, ds * m * kd, ds_off * std::abs(m * kd));
-        dkey.add(k_at + j * D + d, ds * m * qd, ds_off * std::abs(m * qd));
+        dquery.add(q_at + d, ds * m * kd, rounded_off * std::abs(m * kd));
+        dkey.add(k_at + j * D + d, ds * m * qd, rounded_off * std::abs(m * qd));
         if (in.closed_grad || !in.skipped(h, d))
-          dmixing.add(bh * D + d, ds * qd * kd, ds_off * std::abs(qd * kd));
+          dmixing.add(bh * D + d, ds * qd * kd, rounded_off * std::abs(qd * kd));
       }
       dcontent_bias.add(bh * S + j, ds, ds_off);
     }

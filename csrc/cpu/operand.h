@@ -1,0 +1,68 @@
+// How tiles of Real become what products read. Numbers that products take as they are, float and
+// double, stay where they are; pairs are rounded and put together here.
+#pragma once
+
+#include "cpu/gemm.h"
+#include "cpu/rows.h"
+#include "cpu/visible.h"
+
+namespace hk::HK_LEVEL {
+
+// Words of a row of `width` numbers, in whole vectors.
+template <typename Operand>
+constexpr int64_t packed(int64_t width) {
+  return round_up(ceil_div(width, kNumbers<Operand>), kLanes<Operand>);
+}
+
+// Weights [keys][64] as the factor that is broadcast; `buffer` has room for as much.
+template <typename Real>
+inline Left<Real, false> left_operand(const Real* weights, int64_t, int64_t, Real*) {
+  return rows_of(weights, BLOCK_M);
+}
+inline Left<Pair, false> left_operand(const float* weights, int64_t keys, int64_t columns,
+                                      Pair* buffer) {
+  pair_columns(weights, BLOCK_M, keys, columns, buffer, BLOCK_M / 2);
+  return rows_of<Pair>(buffer, BLOCK_M / 2);
+}
+
+// Weights [keys][64] as the factor that is read by vectors, behind `first` keys of weight 0.
+template <typename Real>
+inline const Real* right_operand(const Real* weights, int64_t, int64_t, int64_t, Real*) {
+  return weights;
+}
+inline const Pair* right_operand(const float* weights, int64_t first, int64_t keys, int64_t columns,
+                                 Pair* buffer) {
+  pair_rows(weights, BLOCK_M, first, keys, columns, buffer, BLOCK_M);
+  return buffer;
+}
+
+// Where rows are made that `pack_rows` turns into the operand [64][width]: in it, or in `rows`.
+template <typename Real>
+inline Real* staging(Real* operand, Real*) {
+  return operand;
+}
+inline float* staging(Pair*, float* rows) { return rows; }
+
+// rows [count][stride] as the factor that is read by vectors; `width` in whole vectors.
+template <typename Real>
+inline void pack_rows(const Real*, int64_t, int64_t, int64_t, Real*) {}
+inline void pack_rows(const float* rows, int64_t stride, int64_t count, int64_t width,
+                      Pair* operand) {
+  pair_rows(rows, stride, 0, count, width, operand, stride);
+}
+
+// rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes
+// in whole vectors. `scratch` is as large as the rows, and may be the rows.
+template <typename Real>
+inline void pack_transposed(const Real* rows, int64_t stride, int64_t count, int64_t width, Real*,
+                            Real* operand) {
+  transpose(rows, stride, operand, BLOCK_M, count, width);
+}
+inline void pack_transposed(const float* rows, int64_t stride, int64_t count, int64_t width,
+                            float* scratch, Pair* operand) {
+  Pair* words = reinterpret_cast<Pair*>(scratch);
+  pair_columns(rows, stride, count, width, words, stride);
+  transpose(words, stride, operand, BLOCK_M, count, packed<Pair>(width));
+}
+
+}  // namespace hk::HK_LEVEL

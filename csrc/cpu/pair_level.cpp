@@ -1,0 +1,41 @@
+// The kernels of bfloat16 by products of pairs, at one instruction-set level; the build compiles
+// this file once a level that has such products, with HK_LEVEL its name and HK_PLAIN the level that
+// serves everything else.
+#include "cpu/collaborative_attention.h"
+#include "cpu/gated_attention.h"
+#include "cpu/kernels.h"
+
+#define HK_STRING_(x) #x
+#define HK_STRING(x) HK_STRING_(x)
+
+namespace hk::HK_LEVEL {
+namespace {
+
+bool in_pairs(const AttentionParams& p) { return p.query.dtype == DType::kBFloat16; }
+
+void gated_forward(const ForwardParams& p) {
+  in_pairs(p) ? gated_attention_forward<float, Pair>(p)
+              : HK_PLAIN::kKernels.gated_attention_forward(p);
+}
+void gated_backward(const BackwardParams& p) {
+  in_pairs(p) ? gated_attention_backward<float, Pair>(p)
+              : HK_PLAIN::kKernels.gated_attention_backward(p);
+}
+void collaborative_forward(const ForwardParams& p) {
+  in_pairs(p) ? collaborative_attention_forward<float, Pair>(p)
+              : HK_PLAIN::kKernels.collaborative_attention_forward(p);
+}
+void collaborative_backward(const BackwardParams& p) {
+  in_pairs(p) ? collaborative_attention_backward<float, Pair>(p)
+              : HK_PLAIN::kKernels.collaborative_attention_backward(p);
+}
+void statistics(const StatisticsParams& p) { HK_PLAIN::kKernels.attention_statistics(p); }
+
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels = {
+    HK_STRING(HK_LEVEL),    true,      gated_forward, gated_backward, collaborative_forward,
+    collaborative_backward, statistics};
+
+}  // namespace hk::HK_LEVEL
