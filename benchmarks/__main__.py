@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--smoke", action="store_true", help="tiny sizes: does everything run?")
     form.add_argument("--full", action="store_true",
-        help="all lengths, widths, paddings and models, on all threads and on one (12 minutes on 2 cores)")  # fmt: skip
+        help="all lengths, widths, paddings and models, on all threads and on one (13 minutes on 2 cores)")  # fmt: skip
     form.add_argument("--plot", action="store_true",
         help="measure nothing: draw benchmarks/results/<machine>.svg from the newest full run kept")  # fmt: skip
     parser.add_argument("--only", metavar="PATTERN",
@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.keep and (options.smoke or options.only):
         parser.error("--keep is for whole runs; leave out --smoke and --only")
     if options.plot:
+        if vars(options) != vars(parser.parse_args(["--plot"])):
+            parser.error("--plot measures nothing; leave out the other options")
         return _plot()
     settings = run.Settings(
         form, _DTYPES[options.dtype], options.only, options.floor or options.full
@@ -87,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads or threads)
         results = Results(this_machine(), form, options.dtype, run.backends(settings))
         interrupted = _run(settings, chosen, results, options)
+    except KeyboardInterrupt:  # before anything was measured
+        return 130
     finally:
         torch.set_num_threads(threads)
     return 130 if interrupted else int(bool(results.failures))

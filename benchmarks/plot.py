@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.problems import CLOSED_SERIES
+from benchmarks.results import write_whole
 from benchmarks.shapes import LENGTHS, WIDTHS, by_length
 
 #: Candidate: key of its time, what the legend calls it, color. The colors, and a grey for text,
@@ -28,7 +30,7 @@ class CannotPlot(Exception):
 
 
 def draw(kept: Path) -> Path:
-    """Draw the newest full float32 run in `kept` into an SVG of the same name beside it."""
+    """Draw the newest whole full float32 run in `kept` into an SVG of the same name beside it."""
     run = _newest(kept)
     try:
         import matplotlib as mpl
@@ -44,12 +46,15 @@ def draw(kept: Path) -> Path:
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color",
             "ytick.color", "grid.color"), _GREY),
     }  # fmt: skip
-    path = kept.with_suffix(".svg")
-    try:
-        with mpl.rc_context(style):
-            figure(run).savefig(path, transparent=True, metadata={"Date": None})
-    except KeyError as error:
-        raise CannotPlot(f"the newest full run in {kept} has no {error}; keep a new one") from error
+    path, text = kept.with_suffix(".svg"), io.StringIO()
+    with mpl.rc_context(style):
+        try:
+            drawn = figure(run)
+        except KeyError as error:
+            lacks = f"the newest full run in {kept} has no {error}; keep a new one"
+            raise CannotPlot(lacks) from error
+        drawn.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    write_whole(path, text.getvalue())
     return path
 
 
@@ -79,14 +84,24 @@ def figure(run: dict[str, Any]) -> Any:
 
 
 def _newest(kept: Path) -> dict[str, Any]:
+    """Of the runs on the most threads, for those on fewer tell another story."""
     lines = kept.read_text().splitlines() if kept.exists() else []
-    for run in map(json.loads, reversed(lines)):
-        if (run["form"], run["dtype"]) == ("full", "float32"):
-            found: dict[str, Any] = run
-            return found
-    raise CannotPlot(
-        f"{kept} has no full run in float32; python -m benchmarks --full --keep makes one"
-    )
+    runs = [run for line in reversed(lines) if (run := _parse(line))]
+    if not runs:
+        raise CannotPlot(
+            f"{kept} has no full run in float32; python -m benchmarks --full --keep makes one"
+        )
+    return max(runs, key=lambda run: run["machine"]["threads"])  # the first of equals
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """The run in this line; None where it is no whole full run in float32."""
+    try:
+        run = json.loads(line)
+    except ValueError:
+        return None
+    wanted = {"form": "full", "dtype": "float32", "complete": True}
+    return run if isinstance(run, dict) and wanted.items() <= run.items() else None
 
 
 def _over_length(axes: Any, kind: str, rows: dict[str, Row]) -> None:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from benchmarks import checks, measure, minilm, problems, shapes
+from benchmarks.goals import GOALS
 from benchmarks.measure import Effort
 from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report
@@ -18,9 +19,11 @@ from benchmarks.results import Results
 PARTS = ("memory", "overhead")
 
 #: By form. Quick: 9 samples or more make a median that a few disturbed ones do not move, and the seconds
-#: keep the whole run under 4 minutes on 2 cores. Full has six times the measurements and 12 minutes: the
-#: longest calls get 5 samples, short ones 200.
-EFFORT = {"smoke": Effort(0.02, 2), "quick": Effort(2.0, 9), "full": Effort(0.8, 5)}
+#: keep the whole run under 4 minutes on 2 cores. Full has seven times the measurements and 13 minutes.
+EFFORT = {"smoke": Effort(0.02, 2), "quick": Effort(2.0, 9), "full": Effort(1.5, 9)}
+#: In full, of workloads without a goal: points of a series, which a plot draws.
+_POINT = Effort(0.6, 5)
+_HAVE_GOALS = frozenset(goal.workload for goal in GOALS)
 
 _SENTENCES = {"smoke": 4, "quick": 32, "full": 64}
 
@@ -66,7 +69,7 @@ def steps(settings: Settings, chosen: list[Workload]) -> int:
     if settings.form == "full" and torch.get_num_threads() > 1:
         timings *= 2
     parts = sum(map(settings.wants, PARTS))
-    return bool(real) + len(chosen) + real + timings + parts
+    return bool(real) + len(_with_dense(chosen)) + real + timings + parts
 
 
 def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) -> None:
@@ -82,19 +85,17 @@ def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) 
         known.update((workload.name, workload) for workload in real)
         chosen = [*chosen, *(workload for workload in real if settings.wants(workload.name))]
 
-    sound, failed = [], set()
-    for workload in chosen:
-        step(f"checking {workload.name}")
-        check = checks.check(workload, settings.dtype)
+    failed = set()
+    for name in _with_dense(chosen):
+        step(f"checking {name}")
+        check = checks.check(known[name], settings.dtype)
         results.checks.append(check)
-        results.failures += [f"{workload.name}: {failure}" for failure in check.failures]
+        results.failures += [f"{name}: {failure}" for failure in check.failures]
         if check.failures:
-            failed.add(workload.name)
-        else:
-            sound.append(workload)
+            failed.add(name)
+    sound = [workload for workload in chosen if workload.name not in failed]
     report.checks()
 
-    effort = EFFORT[settings.form]
     own_threads = torch.get_num_threads()
     try:
         for workload, threads in _turns(sound, settings.form, own_threads):
@@ -102,6 +103,8 @@ def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) 
             dense = known.get(workload.dense) if workload.dense else None
             if dense is not None and dense.name in failed:
                 dense = None
+            point = settings.form == "full" and workload.name not in _HAVE_GOALS
+            effort = _POINT if point else EFFORT[settings.form]
             for direction in workload.directions:
                 step(f"timing {workload.name} {direction}")
                 results.speed.append(
@@ -122,7 +125,7 @@ def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) 
         report.memory()
     if settings.wants("overhead"):
         step("overhead")
-        results.overhead += measure.overhead(effort)
+        results.overhead += measure.overhead(EFFORT[settings.form])
         report.overhead()
     results.complete = True
 
@@ -141,6 +144,12 @@ def _break_even() -> str:
         "at Ds 256 and 6 times at Ds 384. With the projections that it saves it has fewer FLOPs in "
         f"all below T {narrow} and T {wide}. Ragged mixing has no such price."
     )
+
+
+def _with_dense(workloads: Sequence[Workload]) -> list[str]:
+    """Names of workloads and of those that they are compared with, each once."""
+    pairs = [(workload.dense, workload.name) for workload in workloads]
+    return list(dict.fromkeys(name for pair in pairs for name in pair if name is not None))
 
 
 def _turns(

@@ -158,7 +158,7 @@ def narrow() -> list[Workload]:
 
 
 def _in_bfloat16(base: Workload) -> Workload:
-    return replace(base, name=f"{base.name}_bfloat16", table="bfloat16, shapes as above", dense=None,
+    return replace(base, name=f"{base.name}_bfloat16", table="bfloat16, B2 H12 T512 (BERT-base)", dense=None,
         label=base.name, make=lambda dtype: base.make(torch.bfloat16))  # fmt: skip
 
 

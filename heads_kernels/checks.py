@@ -17,23 +17,6 @@ def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
-
-    float64 is left alone, as autocast does with PyTorch's own operators.
-    """
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype)
-        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
-        else t
-        for t in tensors
-    )
-
-
 def check_tensors(**tensors: Tensor) -> None:
     """`query`, `key` and `value` are tensors of one supported dtype on one device."""
     query = tensors["query"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from heads_kernels.checks import (
-    autocast,
     check_dropout,
     check_excluded,
     check_flag,
@@ -26,12 +25,14 @@ from heads_kernels.checks import (
 from heads_kernels.errors import refuse
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals, Mask, as_mask
+from heads_kernels.mask.intervals import by_identity
 
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. A head's
 #: mixing vector is read in chunks of this many features and a chunk that is all zero costs nothing.
 MIXING_CHUNK: Final = 16
 
 
+@by_identity
 class Problem(NamedTuple):
     """One validated call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
 
@@ -71,7 +72,7 @@ class Problem(NamedTuple):
         dropout_p: float = 0.0,
     ) -> Problem:
         """Check the arguments of `gated_attention`; raises `ValueError` or `TypeError` naming the argument."""
-        query, key, value = autocast(query, key, value)
+        query, key, value = _autocast(query, key, value)
         check_tensors(query=query, key=key, value=value)
         B, H, T, S, D = check_grouped_heads(query, key)
         if value.dim() != 4:
@@ -118,7 +119,7 @@ class Problem(NamedTuple):
         dropout_p: float = 0.0,
     ) -> Problem:
         """Check the arguments of `collaborative_attention`; raises `ValueError` or `TypeError` naming the argument."""
-        query, key, value = autocast(query, key, value)
+        query, key, value = _autocast(query, key, value)
         check_tensors(query=query, key=key, value=value)
         B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
         if value.dim() != 4 or value.shape[:3] != (B, H, S):
@@ -159,7 +160,7 @@ class Problem(NamedTuple):
         exclude_keys: Tensor | None = None,
     ) -> Problem:
         """Check the arguments of `attention_statistics`; raises `ValueError` or `TypeError` naming the argument."""
-        query, key = autocast(query, key)
+        query, key = _autocast(query, key)
         check_tensors(query=query, key=key)
         if mixing is None:
             if content_bias is not None:
@@ -291,6 +292,23 @@ def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
     if any(size != 1 for size in heads.shape[2:]):
         return None
     return heads.reshape(heads.shape[:2]) == 0
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
+
+    float64 is left alone, as autocast does with PyTorch's own operators.
+    """
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype)
+        if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
+    )
 
 
 def _intervals(

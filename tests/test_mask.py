@@ -250,7 +250,7 @@ def test_intervals_of_arithmetic_masks_are_two_integers_and_no_tensor() -> None:
     }
     for mask, band in masks.items():
         intervals = mask.intervals(2, 3, 5, 8, torch.device("cuda"))  # no device is touched
-        assert intervals == Intervals(*band)
+        assert tuple(intervals) == tuple(Intervals(*band))
 
 
 def test_interval_of_a_key_mask_is_the_span_of_its_real_keys() -> None:
@@ -591,6 +591,39 @@ def test_intervals_are_kept_for_the_same_call() -> None:
     assert copy.copy(mask).intervals(2, 1, 5, 5, torch.device("cpu")) is not first
     wide = Mask(key_lengths=_long(4))
     assert [wide.intervals(1, 1, T, 4).k_hi.shape[1] for T in (2, 3, 2)] == [2, 3, 2]  # type: ignore[union-attr]
+
+
+def test_intervals_of_lists_are_kept() -> None:
+    mask = Mask(causal=True, key_lengths=[4, 5])
+    first = mask.intervals(2, 1, 5, 5)
+    assert mask.intervals(2, 1, 5, 5, torch.device("cpu")) is first
+    assert mask.intervals(2, 1, 5, 5, "meta").k_hi.device.type == "meta"  # type: ignore[union-attr]
+
+
+def test_intervals_are_equal_to_themselves_alone() -> None:
+    """Comparing tensors gives tensors, which are neither true nor false."""
+    mask = Mask(key_lengths=_long(4, 5))
+    one, other = (mask.work_out(2, 1, 5, 5, "cpu") for _ in range(2))
+    assert one == one
+    assert one != other
+    assert len({one, other}) == 2
+
+
+def test_a_tensor_of_another_shape_or_dtype_is_read_again() -> None:
+    """Its bytes may be the same."""
+    real = torch.tensor([[True, False]])
+    mask = Mask(key_mask=real)
+    before = mask.intervals(2, 1, 2, 2)
+    real.resize_(2, 1)
+    with pytest.raises(ValueError, match="key_mask"):
+        mask.intervals(2, 1, 2, 2)
+    real.resize_(1, 2)
+    assert mask.intervals(2, 1, 2, 2) is before
+    lengths = torch.tensor([1, 0], dtype=torch.int32)
+    mask = Mask(key_lengths=lengths)
+    assert mask.intervals(2, 1, 2, 2).k_hi.tolist() == [[1, 1], [0, 0]]  # type: ignore[union-attr]
+    lengths.data = torch.tensor([1])
+    assert mask.intervals(2, 1, 2, 2).k_hi.tolist() == [[1, 1]]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("write", ["torch", "numpy", "data"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,17 @@ from torch import Tensor
 UNBOUNDED: Final = 1 << 30
 
 Device = torch.device | str
+Record = TypeVar("Record")
 
 
+def by_identity(record: type[Record]) -> type[Record]:
+    """A NamedTuple that equals itself alone: tensors in it have no truth to compare by."""
+    for name in ("__eq__", "__ne__", "__hash__"):
+        setattr(record, name, getattr(object, name))
+    return record
+
+
+@by_identity
 class Intervals(NamedTuple):
     """The pair (query row i, key j) of batch b is visible when every part that is present says so.
 

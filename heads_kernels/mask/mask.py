@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from heads_kernels.mask.terms import (
     Window,
     check_broadcast,
     readable,
+    traced,
 )
 
 
@@ -52,7 +53,7 @@ class Mask:
     Mask(causal="lower_right"), `& Mask(window=...)` is still upper_left aligned, as is_causal is.
 
     Tensors are kept by reference, get no gradient and must be on the query's device. Lengths may
-    also be a list of ints, which is copied to the device in every call.
+    also be a list of ints, which is copied to a GPU in every call.
 
     Raises TypeError or ValueError that names the argument: here for what it is, in `intervals`
     for how it fits B, T and S. Values (lengths in range, ids ascending) are checked where looking
@@ -65,9 +66,7 @@ class Mask:
     """
 
     terms: tuple[Term, ...]
-    _last: ClassVar[tuple[object, Intervals] | None] = (
-        None  # (call, its intervals), once there is one
-    )
+    _last: tuple[object, Intervals] | None = None  # (call, its intervals), once there is one
 
     def __init__(
         self,
@@ -140,19 +139,27 @@ class Mask:
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
         """Its `Intervals` for a call of these sizes on `device` (default: where its tensors are).
 
-        Costs a few integers where only `causal` and `window` are given, no tensor. On the CPU the last `Intervals` are
-        kept and given again while the tensors hold the same bytes, so that the layers of a model share them.
+        Costs a few integers where only `causal` and `window` are given, no tensor. On the CPU
+        the last of others are kept and given again to the same call while the tensors hold the same
+        values, so that the layers of a model share them.
         """
         tensors = [v for term in self.terms for v in vars(term).values() if isinstance(v, Tensor)]
         if device is None:
             device = device_of(tensors)
-        if not tensors or not all(map(readable, tensors)) or torch._C._len_torch_dispatch_stack():
+        if (
+            all(isinstance(term, (Causal, Window)) for term in self.terms)
+            or traced()
+            or torch._C._len_torch_dispatch_stack()
+            or torch.device(device).type != "cpu"
+            or not all(map(readable, tensors))
+        ):
             return self.work_out(B, H, T, S, device)
-        contents = [tensor.numpy().tobytes() for tensor in tensors]
+        contents = [(t.dtype, t.shape, t.numpy().tobytes()) for t in dict.fromkeys(tensors)]
         # A tensor made in inference mode can not be saved for a backward pass.
         call = B, H, T, S, device, torch.is_inference_mode_enabled(), contents
-        if self._last is not None and self._last[0] == call:
-            return self._last[1]
+        last = self._last  # read once: another thread may replace it
+        if last is not None and last[0] == call:
+            return last[1]
         intervals = self.work_out(B, H, T, S, device)
         object.__setattr__(self, "_last", (call, intervals))
         return intervals

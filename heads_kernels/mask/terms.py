@@ -196,11 +196,14 @@ def describe(value: object) -> str:
 
 
 # ---------------------------------------------------------------------- how it fits a call
+def traced() -> bool:
+    """Whether this code is being compiled or transformed."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether its values may be looked at: on the CPU, not traced, not fake, not transformed."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(tensor) is Tensor and tensor.device.type == "cpu"
+    return not traced() and type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
 def _check_rows(
