@@ -55,7 +55,7 @@ class Report:
                 f"{row.executed / max(row.counted, 1):.0%}", verdict)  # fmt: skip
         self._print(table)
         self._note(
-            "Errors of out, lse and all gradients (where pairs are many, of evenly spread heads) "
+            "Errors of out, lse and all gradients (where pairs are many, of the first and the last head) "
             "against eager in float64, as a part of what the accuracy rule allows. GFLOP of the "
             "forward pass: counted by FlopCounterMode, the same for our operator, plain PyTorch and "
             "the closed formula; executed is what masks, closed heads and empty mixing chunks leave."

@@ -314,9 +314,10 @@ def test_many_pairs_are_held_to_the_rule_on_some_heads(
     (inputs,) = workload.make(torch.float32)
     monkeypatch.setattr(checks, "_MOST_PAIRS", 2 * 4 * 64 * 64)
     some, step = checks._some_heads(inputs)
-    assert (step, some.dout.shape[1]) == (3, 4)
+    assert (step, some.dout.shape[1]) == (11, 2)
+    assert sorted(some.tensors["gate"].ne(0).tolist()) == [False, True]
     assert checks.check(workload, torch.float32).failures == ()
-    where, out = (slice(None), slice(None, None, 3)), some.call().double()
+    where, out = (slice(None), slice(None, None, 11)), some.call().double()
     assert checks._whole_failures(inputs, where, out, 0.0) == []
     (failure,) = checks._whole_failures(inputs, where, out + 1, 0.5)
     assert "a part of the whole call is off by 1.0e+00" in failure
