@@ -101,6 +101,15 @@ struct HeadGradients {
   void* dgate;      // [T] or [T][Dv] in the compute type; null where it is not asked for
 };
 
+// Those of head (b, h) of an operator.
+template <typename Real, typename Operator>
+inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b,
+                                    int64_t h, bool with_dgate) {
+  const int64_t row = (b * op.H + h) * op.T, width = op.gate.elementwise ? op.Dv : 1;
+  return {rows_at(p.dout, b, h), rows_at(p.attended, b, h), static_cast<Real*>(p.lse.data) + row,
+          with_dgate ? static_cast<Real*>(p.dgate.data) + row * width : nullptr};
+}
+
 // A zeroed piece of the workspace.
 template <typename Real>
 inline Real* zeros(Workspace& workspace, int64_t count) {
@@ -327,9 +336,23 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
   }
 }
 
-// Readies a query tile of a head, whose `query_rows` are still to be filled, and stores its rows of
-// the gate's gradient; false where no pair of it needs computing: the head is closed, or no row
-// sees a key.
+// The tile's rows of the queries, times `mixing` [D] where a head mixes them.
+template <typename Real, typename Operand>
+inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, const Real* mixing,
+                         BackwardScratch<Real, Operand>& scratch) {
+  const int64_t D = tile.head.D, padded = round_up(D, kLanes<Real>), stride = row_stride<Real>(D);
+  const int columns = tile.visible.columns;
+  Real* rows = staging(tile.query_rows, scratch.rows);
+  gather_rows(query, tile.visible, D, rows);
+  if (mixing)
+    for (int m = 0; m < columns; ++m)
+      for (int64_t d = 0; d < D; ++d) rows[m * stride + d] *= mixing[d];
+  tile.bad_queries.gather(rows, columns, padded, stride);
+  pack_rows(rows, stride, columns, padded, tile.query_rows);
+}
+
+// Readies all of a query tile but its `query_rows`, and stores its rows of the gate's gradient;
+// false where no pair of it needs computing: the head is closed, or no row sees a key.
 template <typename Real, typename Operand, typename Operator>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile,

@@ -90,7 +90,7 @@ void attention_statistics_of(const StatisticsParams& params) {
   const Operator op(params);
   const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
   const int64_t tile_bytes = piece<char>(sizeof(StatisticsTile<Real>)) + piece<Real>(query_count);
-  const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
+  const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
   const int64_t bytes = bundles.size * tile_bytes + TileScratch<Real, Real>::bytes(op.D, 1) +
                         piece<Real>(BLOCK_N * BLOCK_M);
   parallel_for(bundles.count(), params.threads, op.multiply_adds(), bytes,

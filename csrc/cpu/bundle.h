@@ -14,6 +14,9 @@ inline int64_t tiles_in_cache(int64_t bytes) {
   return std::max<int64_t>(1, (int64_t{512} << 10) / bytes);
 }
 
+// Where the next free thread takes the next bundle, all threads end about together (heuristic).
+constexpr int64_t kBundlesPerThread = 8;
+
 struct TilePlace {
   int64_t b, h, first_row;
 };
@@ -29,17 +32,14 @@ struct Bundles {
   int64_t size;        // query tiles of a bundle, but the last of a key head
 
   // `op` has B, H, `query_tiles` and `heads_per_key`. Bundles hold `most` tiles, fewer where there
-  // would be less than eight bundles a thread: the next free thread takes the next one, so all end
-  // together.
-  // No `threads`: the bundles of a key head are one thread's.
+  // would be less than `wanted` bundles.
   template <typename Operator>
-  Bundles(const Operator& op, int64_t most, int threads)
+  Bundles(const Operator& op, int64_t most, int64_t wanted)
       : H(op.H),
         query_tiles(op.query_tiles),
         key_heads(op.B * op.H / op.heads_per_key),
         tiles_each(op.H ? op.query_tiles * op.heads_per_key : 0) {
-    const int64_t fair = threads ? key_heads * tiles_each / (8 * threads) : tiles_each;
-    parts = ceil_div(tiles_each, std::clamp<int64_t>(fair, 1, most));
+    parts = ceil_div(tiles_each, std::clamp<int64_t>(key_heads * tiles_each / wanted, 1, most));
     size = ceil_div(tiles_each, std::max<int64_t>(1, parts));
   }
 

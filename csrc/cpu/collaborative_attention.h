@@ -101,12 +101,16 @@ template <typename Real, typename Operand>
 struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   const BackwardParams& backward;
   int64_t Ds_stride, Dv_stride;  // between rows of scratch
+  int64_t bundle;                // query tiles of a head that go over the keys together
 
   explicit CollaborativeAttentionBackward(const BackwardParams& p)
       : CollaborativeAttention<Real, Operand>(p),
         backward(p),
         Ds_stride(row_stride<Real>(this->D)),
-        Dv_stride(row_stride<Real>(this->Dv)) {}
+        Dv_stride(row_stride<Real>(this->Dv)),
+        bundle(std::clamp<int64_t>(
+            this->query_tiles, 1,
+            tiles_in_cache(BackwardTile<Real, Operand>::bytes(this->D, this->Dv)))) {}
 
   // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
   int64_t shared_count() const { return (this->T + this->S) * Ds_stride; }
@@ -123,30 +127,20 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
            piece<Real>(BLOCK_M * Ds_stride);
   }
 
-  // Query tiles of a head that go over the keys together.
-  int64_t bundle() const {
-    const int64_t room = tiles_in_cache(BackwardTile<Real, Operand>::bytes(this->D, this->Dv));
-    return std::max<int64_t>(1, std::min(this->query_tiles, room));
-  }
-
   // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
   // what is the head's own.
   void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const HeadSums& own,
                      BackwardScratch<Real, Operand>& scratch, Workspace& workspace) const {
     const BackwardParams& p = backward;
     const Head<Real> head = this->head(b, h);
-    const int64_t bh = b * this->H + h, D = this->D, padded = round_up(D, kLanes<Real>);
-    Real* dgate = p.dgate ? static_cast<Real*>(p.dgate.data) +
-                                bh * this->T * (this->gate.elementwise ? this->Dv : 1)
-                          : nullptr;
+    const int64_t bh = b * this->H + h, D = this->D;
     Real* dcontent_bias =
         p.dcontent_bias ? static_cast<Real*>(p.dcontent_bias.data) + bh * this->S : nullptr;
     if (dcontent_bias) std::memset(dcontent_bias, 0, sizeof(Real) * this->S);
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
     if (dvalue) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
-    const HeadGradients gradients{rows_at(p.dout, b, h), rows_at(p.attended, b, h),
-                                  static_cast<Real*>(p.lse.data) + bh * this->T, dgate};
+    const HeadGradients gradients = head_gradients<Real>(*this, p, b, h, bool(p.dgate));
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias};
     // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of
     // them.
@@ -158,22 +152,16 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
       dquery_features = head.features;
     }
     const bool pairs = keys.dkey || keys.dvalue || keys.dcontent_bias || !dquery_features.empty();
-    for (int64_t first = 0; first < this->T; first += bundle() * BLOCK_M) {
+    for (int64_t first = 0; first < this->T; first += bundle * BLOCK_M) {
       const size_t mark = workspace.mark();
-      auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle());
+      auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle);
       int64_t count = 0;
-      for (int64_t row = first; row < std::min(this->T, first + bundle() * BLOCK_M);
-           row += BLOCK_M) {
+      for (int64_t row = first; row < std::min(this->T, first + bundle * BLOCK_M); row += BLOCK_M) {
         const VisibleRows<Real> visible(p.mask, b, row, this->T, this->S);
         BackwardTile<Real, Operand>& tile =
             *new (tiles + count) BackwardTile<Real, Operand>(workspace, head, visible);
         if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
-        Real* rows = staging(tile.query_rows, scratch.rows);
-        gather_rows(rows_at(p.query, b), visible, D, rows);
-        for (int m = 0; m < visible.columns; ++m)
-          for (int64_t d = 0; d < D; ++d) rows[m * Ds_stride + d] *= this->mixing[h * D + d];
-        tile.bad_queries.gather(rows, visible.columns, padded, Ds_stride);
-        pack_rows(rows, Ds_stride, visible.columns, padded, tile.query_rows);
+        load_queries(tile, rows_at(p.query, b), this->mixing.data() + h * D, scratch);
         ++count;
       }
       attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), {0, this->S},
@@ -215,7 +203,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
 
   // Heads [begin, end) of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
   void group(int64_t b, int64_t begin, int64_t end, Real* shared, Workspace& workspace) const {
-    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundle());
+    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundle);
     const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
                        workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
@@ -239,7 +227,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
   const CollaborativeAttentionBackward<Real, Operand> op(params);
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + op.head_bytes() +
-                        op.bundle() * BackwardTile<Real, Operand>::bytes(op.D, op.Dv);
+                        op.bundle * BackwardTile<Real, Operand>::bytes(op.D, op.Dv);
   if (op.B >= params.threads || op.B == 0 || op.H == 0) {
     parallel_for(op.B, params.threads, work, bytes + piece<Real>(op.shared_count()),
                  [&](int64_t b, Workspace& workspace) {
@@ -249,7 +237,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
                  });
     return;
   }
-  const int64_t groups = std::min<int64_t>(op.H, (params.threads + op.B - 1) / op.B);
+  const int64_t groups = std::min<int64_t>(op.H, ceil_div(params.threads, op.B));
   std::vector<Real> sums(op.B * groups * op.shared_count());
   parallel_for(op.B * groups, params.threads, work, bytes, [&](int64_t item, Workspace& workspace) {
     const int64_t b = item / groups, g = item % groups;

@@ -12,7 +12,7 @@ template <typename Real, typename Operand, typename Operator>
 void attention_forward(const ForwardParams& params, const Operator& op) {
   const int64_t tile_bytes =
       piece<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op.D, op.Dv);
-  const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
+  const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
   const int64_t bytes = bundles.size * tile_bytes + TileScratch<Real, Operand>::bytes(op.D, op.Dv);
   parallel_for(
       bundles.count(), params.threads, op.multiply_adds(), bytes,

@@ -90,20 +90,11 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       if (!with_rows && !sees_part) continue;
       if (with_dquery && (!visible.any || this->gate.closed(at.b, at.h)))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
-      const int64_t row = (at.b * this->H + at.h) * this->T;
-      const HeadGradients gradients{rows_at(p.dout, at.b, at.h), rows_at(p.attended, at.b, at.h),
-                                    static_cast<Real*>(p.lse.data) + row,
-                                    with_dgate ? static_cast<Real*>(p.dgate.data) +
-                                                     row * (this->gate.elementwise ? this->Dv : 1)
-                                               : nullptr};
+      const HeadGradients gradients = head_gradients<Real>(*this, p, at.b, at.h, with_dgate);
       BackwardTile<Real, Operand>& tile = *new (tiles + count) BackwardTile<Real, Operand>(
           workspace, this->head(at.b, at.h), visible);
       if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
-      const int64_t stride = row_stride<Real>(this->D), padded = round_up(this->D, kLanes<Real>);
-      Real* rows = staging(tile.query_rows, scratch.rows);
-      gather_rows(rows_at(p.query, at.b, at.h), visible, this->D, rows);
-      tile.bad_queries.gather(rows, visible.columns, padded, stride);
-      pack_rows(rows, stride, visible.columns, padded, tile.query_rows);
+      load_queries<Real>(tile, rows_at(p.query, at.b, at.h), nullptr, scratch);
       ++count;
     }
     attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), range,
@@ -141,7 +132,7 @@ void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real, Operand> op(params);
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op.D, op.Dv);
-  const Bundles whole(op, tiles_in_cache(tile_bytes), 0);
+  const Bundles whole(op, tiles_in_cache(tile_bytes), 1);
   const int64_t bytes =
       BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + whole.size * tile_bytes;
   if (op.S == 0 || 5 * round_up(heads, params.threads) <= 7 * heads) {
@@ -161,7 +152,7 @@ void gated_attention_backward(const BackwardParams& params) {
                  });
   }
   if (params.dquery || params.dgate) {
-    const Bundles bundles(op, tiles_in_cache(tile_bytes), params.threads);
+    const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
     parallel_for(bundles.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
       BackwardScratch<Real, Operand> scratch(w, op.D, op.Dv, bundles.size);
       op.tiles_backward(bundles.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);

@@ -4,6 +4,10 @@
 
 #include "common/params.h"
 
+// A macro's value as text: the name of HK_LEVEL.
+#define HK_STRING_(x) #x
+#define HK_STRING(x) HK_STRING_(x)
+
 namespace hk {
 
 struct Kernels {

@@ -5,9 +5,6 @@
 #include "cpu/gated_attention.h"
 #include "cpu/kernels.h"
 
-#define HK_STRING_(x) #x
-#define HK_STRING(x) HK_STRING_(x)
-
 namespace hk::HK_LEVEL {
 namespace {
 
