@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
 import itertools
-import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from masks import B, H, S, T, all_real, from_tensor, in_a_call, longs
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from heads_kernels.mask import UNBOUNDED, Intervals, Mask, as_mask
 
@@ -300,7 +294,6 @@ def test_visible_pairs_are_those_of_the_dense_mask_at_size() -> None:
 
 
 # ---------------------------------------------------------------------- bool tensors
-B, H, T, S = 2, 3, 4, 5
 
 
 @pytest.mark.parametrize("rank", range(5))
@@ -347,22 +340,6 @@ def test_as_mask_of_none_and_of_a_mask() -> None:
 
 
 # ---------------------------------------------------------------------- refusals
-def _long(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def _real(*shape: int, device: str = "cpu") -> Tensor:
-    return torch.ones(shape, dtype=torch.bool, device=device)
-
-
-def _call(mask: Mask, device: str = "cpu") -> Intervals:
-    return mask.intervals(B, H, T, S, device)
-
-
-def _attn(mask: Any) -> Mask:
-    return as_mask(mask, (B, H, T, S))
-
-
 REFUSALS: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     # what an argument is
     (lambda: Mask(causal="left"), ValueError, ("causal is 'left'", "lower_right")),  # type: ignore[arg-type]
@@ -378,121 +355,129 @@ REFUSALS: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = 
         TypeError,
         ("key_lengths has dtype torch.float32", "integer tensor [B]"),
     ),
-    (lambda: Mask(key_lengths=_real(2)), TypeError, ("key_lengths has dtype torch.bool",)),
+    (lambda: Mask(key_lengths=all_real(2)), TypeError, ("key_lengths has dtype torch.bool",)),
     (lambda: Mask(key_lengths=3), TypeError, ("key_lengths is a int", "list of B ints")),  # type: ignore[arg-type]
     (lambda: Mask(query_lengths=[1.5]), TypeError, ("query_lengths is [1.5]",)),  # type: ignore[list-item]
-    (lambda: Mask(query_lengths=_long(1)[None]), ValueError, ("query_lengths has shape [1, 1]",)),
+    (lambda: Mask(query_lengths=longs(1)[None]), ValueError, ("query_lengths has shape [1, 1]",)),
     (
-        lambda: Mask(key_mask=_long(1, 0)[None]),
+        lambda: Mask(key_mask=longs(1, 0)[None]),
         TypeError,
         ("key_mask has dtype torch.int64", "bool tensor [B, S], True = real key"),
     ),
-    (lambda: Mask(key_mask=_real(5)), ValueError, ("key_mask has shape [5]", "[B, S]")),
+    (lambda: Mask(key_mask=all_real(5)), ValueError, ("key_mask has shape [5]", "[B, S]")),
     (lambda: Mask(key_mask=[[True]]), TypeError, ("key_mask is a list", "[B, S]")),  # type: ignore[arg-type]
-    (lambda: Mask(query_mask=_real(1, 1, 4)), ValueError, ("query_mask has shape [1, 1, 4]",)),
+    (lambda: Mask(query_mask=all_real(1, 1, 4)), ValueError, ("query_mask has shape [1, 1, 4]",)),
     (lambda: Mask(query_mask=torch.ones(1, 4)), TypeError, ("query_mask has dtype", "[B, T]")),
     (
         lambda: Mask(document_ids=torch.ones(4)),
         TypeError,
         ("document_ids has dtype torch.float32",),
     ),
-    (lambda: Mask(document_ids=_long(1)[None, None]), ValueError, ("document_ids has shape",)),
-    (lambda: Mask(document_ids=(_long(1),)), ValueError, ("document_ids has 1 parts", "a pair")),  # type: ignore[arg-type]
+    (lambda: Mask(document_ids=longs(1)[None, None]), ValueError, ("document_ids has shape",)),
+    (lambda: Mask(document_ids=(longs(1),)), ValueError, ("document_ids has 1 parts", "a pair")),  # type: ignore[arg-type]
     (lambda: Mask(document_ids=3), TypeError, ("document_ids is a int", "a pair")),  # type: ignore[arg-type]
     (
-        lambda: Mask(document_ids=_long(0, 2, 1)),
+        lambda: Mask(document_ids=longs(0, 2, 1)),
         ValueError,
         ("document_ids does not ascend", "in the order"),
     ),
     (
-        lambda: Mask(document_ids=(_long(0, 1), _long(2, 1))),
+        lambda: Mask(document_ids=(longs(0, 1), longs(2, 1))),
         ValueError,
         ("document_ids does not ascend",),
     ),
     (lambda: Mask.from_cu_seqlens([0, 4], 4), TypeError, ("cu_seqlens is a list",)),  # type: ignore[arg-type]
     (lambda: Mask.from_cu_seqlens(torch.ones(2), 4), TypeError, ("cu_seqlens has dtype",)),
-    (lambda: Mask.from_cu_seqlens(_long(0)[None], 4), ValueError, ("cu_seqlens has shape [1, 1]",)),
-    (lambda: Mask.from_cu_seqlens(_long(0, 4), 4.0), TypeError, ("total is a float", "an int")),  # type: ignore[arg-type]
-    (lambda: Mask.from_cu_seqlens(_long(1, 4), 4), ValueError, ("cu_seqlens is [1, 4]",)),
-    (lambda: Mask.from_cu_seqlens(_long(0, 3, 2), 4), ValueError, ("cu_seqlens is [0, 3, 2]",)),
-    (lambda: Mask.from_cu_seqlens(_long(0, 5), 4), ValueError, ("[0, 5]", "at most total = 4")),
-    (lambda: Mask.from_cu_seqlens(_long(), 4), ValueError, ("cu_seqlens is []",)),
+    (lambda: Mask.from_cu_seqlens(longs(0)[None], 4), ValueError, ("cu_seqlens has shape [1, 1]",)),
+    (lambda: Mask.from_cu_seqlens(longs(0, 4), 4.0), TypeError, ("total is a float", "an int")),  # type: ignore[arg-type]
+    (lambda: Mask.from_cu_seqlens(longs(1, 4), 4), ValueError, ("cu_seqlens is [1, 4]",)),
+    (lambda: Mask.from_cu_seqlens(longs(0, 3, 2), 4), ValueError, ("cu_seqlens is [0, 3, 2]",)),
+    (lambda: Mask.from_cu_seqlens(longs(0, 5), 4), ValueError, ("[0, 5]", "at most total = 4")),
+    (lambda: Mask.from_cu_seqlens(longs(), 4), ValueError, ("cu_seqlens is []",)),
     # how it fits a call of B 2, T 4, S 5
-    (lambda: _call(Mask(key_lengths=[1, 2, 3])), ValueError, ("key_lengths holds 3", "B is 2")),
-    (lambda: _call(Mask(key_lengths=_long(1, 2, 3))), ValueError, ("key_lengths holds 3",)),
-    (lambda: _call(Mask(key_lengths=[1, 6])), ValueError, ("key_lengths is [1, 6]", "S = 5")),
-    (lambda: _call(Mask(key_lengths=_long(-1, 2))), ValueError, ("key_lengths is [-1, 2]",)),
-    (lambda: _call(Mask(query_lengths=_long(5))), ValueError, ("query_lengths is [5]", "T = 4")),
+    (lambda: in_a_call(Mask(key_lengths=[1, 2, 3])), ValueError, ("key_lengths holds 3", "B is 2")),
+    (lambda: in_a_call(Mask(key_lengths=longs(1, 2, 3))), ValueError, ("key_lengths holds 3",)),
+    (lambda: in_a_call(Mask(key_lengths=[1, 6])), ValueError, ("key_lengths is [1, 6]", "S = 5")),
+    (lambda: in_a_call(Mask(key_lengths=longs(-1, 2))), ValueError, ("key_lengths is [-1, 2]",)),
     (
-        lambda: _call(Mask(causal=True, prefix_lengths=_long(6))),
+        lambda: in_a_call(Mask(query_lengths=longs(5))),
+        ValueError,
+        ("query_lengths is [5]", "T = 4"),
+    ),
+    (
+        lambda: in_a_call(Mask(causal=True, prefix_lengths=longs(6))),
         ValueError,
         ("prefix_lengths is [6]", "S = 5"),
     ),
     (
-        lambda: _call(Mask(key_mask=_real(2, 4))),
+        lambda: in_a_call(Mask(key_mask=all_real(2, 4))),
         ValueError,
         ("key_mask has shape [2, 4]", "B is 2 and S is 5", "[2 or 1, 5]"),
     ),
-    (lambda: _call(Mask(key_mask=_real(3, 5))), ValueError, ("key_mask has shape [3, 5]",)),
-    (lambda: _call(Mask(query_mask=_real(2, 5))), ValueError, ("query_mask", "T is 4")),
+    (lambda: in_a_call(Mask(key_mask=all_real(3, 5))), ValueError, ("key_mask has shape [3, 5]",)),
+    (lambda: in_a_call(Mask(query_mask=all_real(2, 5))), ValueError, ("query_mask", "T is 4")),
     (
-        lambda: _call(Mask(document_ids=_long(0, 0, 1, 1))),
+        lambda: in_a_call(Mask(document_ids=longs(0, 0, 1, 1))),
         ValueError,
         ("document_ids", "T is 4 and S is 5", "pair (query_ids, key_ids)"),
     ),
     (
-        lambda: _call(Mask(document_ids=(_long(0, 0), _long(0, 0, 1, 1, 1)))),
+        lambda: in_a_call(Mask(document_ids=(longs(0, 0), longs(0, 0, 1, 1, 1)))),
         ValueError,
         ("document_ids has shape [1, 2]", "T is 4"),
     ),
     (
-        lambda: _call(Mask(document_ids=(_long(0, 0, 0, 0), _long(0, 0)))),
+        lambda: in_a_call(Mask(document_ids=(longs(0, 0, 0, 0), longs(0, 0)))),
         ValueError,
         ("document_ids has shape [1, 2]", "S is 5"),
     ),
     # devices
     *(
         (
-            lambda mask=mask: _call(mask),  # type: ignore[misc]
+            lambda mask=mask: in_a_call(mask),  # type: ignore[misc]
             ValueError,
             (f"{name} is on meta", "query is on cpu", "move it there"),
         )
         for name, mask in {
-            "key_lengths": Mask(key_lengths=_long(1).to("meta")),
-            "query_lengths": Mask(query_lengths=_long(1).to("meta")),
-            "prefix_lengths": Mask(causal=True, prefix_lengths=_long(1).to("meta")),
-            "key_mask": Mask(key_mask=_real(2, 5, device="meta")),
-            "query_mask": Mask(query_mask=_real(2, 4, device="meta")),
-            "document_ids": Mask(document_ids=(_long(0, 0, 0, 0), _long(*range(5)).to("meta"))),
-            "attn_mask": _attn(_real(4, 5, device="meta")),
+            "key_lengths": Mask(key_lengths=longs(1).to("meta")),
+            "query_lengths": Mask(query_lengths=longs(1).to("meta")),
+            "prefix_lengths": Mask(causal=True, prefix_lengths=longs(1).to("meta")),
+            "key_mask": Mask(key_mask=all_real(2, 5, device="meta")),
+            "query_mask": Mask(query_mask=all_real(2, 4, device="meta")),
+            "document_ids": Mask(document_ids=(longs(0, 0, 0, 0), longs(*range(5)).to("meta"))),
+            "attn_mask": from_tensor(all_real(4, 5, device="meta")),
         }.items()
     ),
     (
-        lambda: _call(_attn(_real(5)), "cuda:1"),
+        lambda: in_a_call(from_tensor(all_real(5)), "cuda:1"),
         ValueError,
         ("attn_mask is on cpu", "query is on cuda:1"),
     ),
     # attn_mask
-    (lambda: _attn([True]), TypeError, ("attn_mask is a list", "hk.Mask", "bool tensor")),
+    (lambda: from_tensor([True]), TypeError, ("attn_mask is a list", "hk.Mask", "bool tensor")),
     (
-        lambda: _attn(torch.zeros(4, 5)),
+        lambda: from_tensor(torch.zeros(4, 5)),
         TypeError,
         ("attn_mask has dtype torch.float32", "True = may attend", "additive masks are not served"),
     ),
     (
-        lambda: _attn(torch.zeros(4, 5, requires_grad=True)),
+        lambda: from_tensor(torch.zeros(4, 5, requires_grad=True)),
         TypeError,
         ("attn_mask has dtype torch.float32", "get no gradient", "content_bias"),
     ),
-    (lambda: _attn(_long(1)), TypeError, ("attn_mask has dtype torch.int64", "bool tensor")),
-    (lambda: _attn(_real(1, 1, 1, 4, 5)), ValueError, ("attn_mask has shape [1, 1, 1, 4, 5]",)),
+    (lambda: from_tensor(longs(1)), TypeError, ("attn_mask has dtype torch.int64", "bool tensor")),
     (
-        lambda: _attn(_real(2, 2, 4, 5)),
+        lambda: from_tensor(all_real(1, 1, 1, 4, 5)),
+        ValueError,
+        ("attn_mask has shape [1, 1, 1, 4, 5]",),
+    ),
+    (
+        lambda: from_tensor(all_real(2, 2, 4, 5)),
         ValueError,
         ("attn_mask has shape [2, 2, 4, 5]", "[2, 3, 4, 5]"),
     ),
     (
-        lambda: _attn(_real(2, 5)),
+        lambda: from_tensor(all_real(2, 5)),
         ValueError,
         ("attn_mask has shape [2, 5]", "[2, 3, 4, 5]", "2-D is [T, S]", "hk.Mask(key_mask=...)"),
     ),
@@ -513,328 +498,3 @@ def test_refusals(
 def test_and_with_anything_else_is_a_type_error() -> None:
     with pytest.raises(TypeError):
         Mask(causal=True) & True  # type: ignore[operator]
-
-
-# ---------------------------------------------------------------------- an object of its own
-def test_mask_is_immutable_and_keeps_tensors_by_reference() -> None:
-    real = _real(2, 5)
-    mask = Mask(causal=True, key_mask=real)
-    with pytest.raises(FrozenInstanceError):
-        mask.terms = ()  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError):
-        mask.terms[0].align = "lower_right"  # type: ignore[attr-defined]
-    assert mask.terms[1].real is real  # type: ignore[attr-defined]
-    before = mask.terms
-    assert (mask & Mask(window=(1, 1))).terms[:2] == before == mask.terms
-
-
-def test_repr() -> None:
-    ids = _long(0, 1)
-    assert repr(Mask()) == "Mask()"
-    assert repr(Mask(causal=True, window=(4, 0))) == "Mask(causal=True, window=(4, 0))"
-    assert repr(Mask(causal="lower_right", window=(4, -1), key_lengths=[3, 5])) == (
-        "Mask(causal='lower_right', window=(4, -1) lower_right, key_lengths=(3, 5))"
-    )
-    assert repr(
-        Mask(causal=True, prefix_lengths=_long(1), key_mask=_real(2, 5, device="meta"))
-    ) == ("Mask(causal=True, prefix_lengths=int64[1], key_mask=bool[2, 5] on meta)")
-    assert repr(Mask(document_ids=ids) & Mask(document_ids=(ids, ids + 1))) == (
-        "Mask(document_ids=int64[2], document_ids=(int64[2], int64[2]))"
-    )
-    assert repr(_attn(_real(4, 5))) == "Mask(attn_mask=bool[1, 1, 4, 5])"
-
-
-def every_kind() -> Mask:
-    """One mask with a term of every kind that a kernel serves, for B 2, T = S = 5."""
-    return Mask(
-        causal="lower_right",
-        window=(3, 0),
-        key_lengths=_long(4, 5),
-        query_lengths=[5, 3],
-        key_mask=torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 1, 1]]).bool(),
-        query_mask=torch.tensor([[1, 1, 1, 1, 0]]).bool(),
-        document_ids=_long(0, 0, 0, 1, 1),
-    ) & Mask(causal=True, prefix_lengths=_long(2, 3))
-
-
-def test_copies_show_the_same() -> None:
-    mask = every_kind() & as_mask(torch.rand(2, 3, 5, 5) > 0.2, (2, 3, 5, 5))
-    expected = mask.to_dense(2, 3, 5, 5)
-    assert 0 < int(expected.sum()) < expected.numel()
-    stored = io.BytesIO()
-    torch.save(mask, stored)
-    stored.seek(0)
-    leaves, spec = pytree.tree_flatten(mask)
-    assert all(isinstance(leaf, Tensor) for leaf in leaves)
-    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
-    for twin in (
-        copy.deepcopy(mask),
-        pickle.loads(pickle.dumps(mask)),
-        torch.load(stored, weights_only=True),
-        pytree.tree_unflatten(leaves, spec),
-    ):
-        assert repr(twin) == repr(mask)
-        assert torch.equal(twin.to_dense(2, 3, 5, 5), expected)
-
-
-def test_a_mask_as_pytree_maps_its_tensors() -> None:
-    moved = pytree.tree_map(lambda tensor: tensor.to("meta"), every_kind())
-    assert moved.intervals(2, 1, 5, 5).k_lo.device.type == "meta"
-    assert pytree.tree_flatten(pytree.tree_map(lambda _: 7, every_kind()))[0] == [7] * 6
-
-
-# ---------------------------------------------------------------------- worked out once
-def test_intervals_are_kept_for_the_same_call() -> None:
-    mask = every_kind()
-    first = mask.intervals(2, 1, 5, 5, torch.device("cpu"))
-    assert mask.intervals(2, 1, 5, 5, torch.device("cpu")) is first
-    assert copy.copy(mask).intervals(2, 1, 5, 5, torch.device("cpu")) is not first
-    wide = Mask(key_lengths=_long(4))
-    assert [wide.intervals(1, 1, T, 4).k_hi.shape[1] for T in (2, 3, 2)] == [2, 3, 2]  # type: ignore[union-attr]
-
-
-def test_intervals_of_lists_are_kept() -> None:
-    mask = Mask(causal=True, key_lengths=[4, 5])
-    first = mask.intervals(2, 1, 5, 5)
-    assert mask.intervals(2, 1, 5, 5, torch.device("cpu")) is first
-    assert mask.intervals(2, 1, 5, 5, "meta").k_hi.device.type == "meta"  # type: ignore[union-attr]
-
-
-def test_intervals_are_equal_to_themselves_alone() -> None:
-    """Comparing tensors gives tensors, which are neither true nor false."""
-    mask = Mask(key_lengths=_long(4, 5))
-    one, other = (mask.work_out(2, 1, 5, 5, "cpu") for _ in range(2))
-    assert one == one
-    assert one != other
-    assert len({one, other}) == 2
-
-
-def test_a_tensor_of_another_shape_or_dtype_is_read_again() -> None:
-    """Its bytes may be the same."""
-    real = torch.tensor([[True, False]])
-    mask = Mask(key_mask=real)
-    before = mask.intervals(2, 1, 2, 2)
-    real.resize_(2, 1)
-    with pytest.raises(ValueError, match="key_mask"):
-        mask.intervals(2, 1, 2, 2)
-    real.resize_(1, 2)
-    assert mask.intervals(2, 1, 2, 2) is before
-    lengths = torch.tensor([1, 0], dtype=torch.int32)
-    mask = Mask(key_lengths=lengths)
-    assert mask.intervals(2, 1, 2, 2).k_hi.tolist() == [[1, 1], [0, 0]]  # type: ignore[union-attr]
-    lengths.data = torch.tensor([1])
-    assert mask.intervals(2, 1, 2, 2).k_hi.tolist() == [[1, 1]]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("write", ["torch", "numpy", "data"])
-@pytest.mark.parametrize("argument", ["key_lengths", "key_mask"])
-def test_tensors_written_in_place_are_read_again(argument: str, write: str) -> None:
-    tensor = _long(3, 4) if argument == "key_lengths" else torch.ones(2, 4, dtype=torch.bool)
-    mask = Mask(**{argument: tensor})
-    before = mask.to_dense(2, 1, 4, 4)
-    if write == "torch":
-        tensor[1] = 0
-    elif write == "numpy":
-        tensor.numpy()[1] = 0
-    else:
-        tensor.data[1] = 0
-    after = mask.to_dense(2, 1, 4, 4)
-    assert torch.equal(after[0], before[0])
-    assert before[1].any()
-    assert not after[1].any()
-
-
-def test_intervals_kept_in_inference_mode_are_not_those_of_training() -> None:
-    """A tensor made in inference mode can not be saved for a backward pass."""
-    mask = Mask(key_lengths=_long(3, 4))
-    for inference in (True, False, True):
-        with torch.inference_mode(inference):
-            k_hi = mask.intervals(2, 1, 4, 4).k_hi
-        assert k_hi is not None
-        assert k_hi.is_inference() == inference
-
-
-def test_intervals_of_fake_tensors_are_not_kept() -> None:
-    mask = Mask(key_lengths=_long(3, 4))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        mask.intervals(2, 1, 4, 4)
-    assert type(mask.intervals(2, 1, 4, 4).k_hi) is Tensor
-
-
-def test_kept_intervals_do_not_compile_again() -> None:
-    torch.compiler.reset()
-    mask, query = every_kind(), torch.zeros(2, 1, 5, 4)
-    compiled = torch.compile(lambda q: _seen(q, mask, 5), fullgraph=True, backend="eager")
-    for stance in ("default", "fail_on_recompile"):
-        with torch.compiler.set_stance(stance):
-            got = compiled(query)
-        for a, b in zip(got, _seen(query, mask, 5), strict=True):
-            assert torch.equal(a, b)
-
-
-# ---------------------------------------------------------------------- no waiting for a device
-def _every_tensor(device: str) -> Mask:
-    def made(*sizes: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device=device)
-
-    mask = Mask(
-        causal="lower_right",
-        window=(3, 0),
-        key_lengths=made(2),
-        query_lengths=made(2, dtype=torch.int32),
-        key_mask=made(2, 5, dtype=torch.bool),
-        query_mask=made(1, 5, dtype=torch.bool),
-        document_ids=made(2, 5),
-    )
-    mask = mask & Mask.from_cu_seqlens(made(3, dtype=torch.int32), 5)
-    return mask & Mask(causal=True, prefix_lengths=made(1))
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_nothing_waits_for_the_device(device: str) -> None:
-    """Tensors without values raise where one would be read; fake CPU tensors have none either."""
-    with FakeTensorMode() if device == "cpu" else contextlib.nullcontext():
-        mask = _every_tensor(device)
-        intervals = mask.intervals(2, 1, 5, 5, torch.device(device))
-        assert {vector.device.type for vector in (intervals.k_lo, intervals.k_hi)} == {device}  # type: ignore[union-attr]
-        assert intervals.visible_pairs(2, 5, 5).device.type == device
-        assert mask.to_dense(2, 1, 5, 5).device.type == device
-        with pytest.raises(RuntimeError):
-            intervals.visible_pairs(2, 5, 5).tolist()  # as a read would
-
-
-def test_a_device_without_index_is_any_of_its_type() -> None:
-    with FakeTensorMode():
-        mask = Mask(query_mask=torch.empty(2, 4, dtype=torch.bool, device="cuda:1"))
-        for device in ("cuda", "cuda:1"):
-            assert _call(mask, device).k_hi.device == torch.device("cuda:1")  # type: ignore[union-attr]
-        with pytest.raises(ValueError, match="query_mask is on cuda:1, but query is on cuda:0"):
-            _call(mask, "cuda:0")
-
-
-# ---------------------------------------------------------------------- compiled and exported
-def _seen(query: Tensor, mask: Mask, S: int) -> tuple[Tensor, Tensor]:
-    B, H, T, _ = query.shape
-    intervals = mask.intervals(B, H, T, S, query.device)
-    return intervals.to_dense(T, S).expand(B, -1, T, S), intervals.visible_pairs(B, T, S)
-
-
-def _built_inside(
-    query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, borders: Tensor
-) -> tuple[Tensor, ...]:
-    S = key_mask.shape[1]
-    mask = Mask(causal="lower_right", window=(3, 0), key_lengths=lengths, key_mask=key_mask)
-    mask = mask & Mask(query_lengths=lengths, query_mask=key_mask[:1], document_ids=ids)
-    mask = mask & Mask(causal=True, prefix_lengths=lengths) & Mask.from_cu_seqlens(borders, S)
-    return (
-        *_seen(query, mask, S),
-        *_seen(query, as_mask(key_mask[:, None, None], (2, 1, S, S)), S),
-        *_seen(query, as_mask(key_mask[:, None, :, None], (2, 1, S, S)), S),
-        *_seen(query, as_mask(key_mask[0, None] & key_mask[0, :, None], (2, 1, S, S)), S),
-        *_seen(query, as_mask(None, (2, 1, S, S)) & Mask(key_lengths=[2, 3]), S),
-    )
-
-
-def _inputs(S: int) -> tuple[Tensor, ...]:
-    key_mask = torch.rand(2, S) > 0.3
-    ids = torch.arange(S) // 3
-    return torch.zeros(2, 1, S, 4), _long(S - 1, S), key_mask, ids, _long(0, 2, S)
-
-
-def test_masks_built_inside_a_compiled_function() -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(_built_inside, fullgraph=True, backend="aot_eager", dynamic=False)
-    inputs = _inputs(5)
-    for got, expected in zip(compiled(*inputs), _built_inside(*inputs), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_one_compiled_graph_serves_every_size() -> None:
-    torch.compiler.reset()
-    graphs = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(_built_inside, fullgraph=True, backend=graphs, dynamic=True)
-    for S in (5, 8, 11):
-        inputs = _inputs(S)
-        for got, expected in zip(compiled(*inputs), _built_inside(*inputs), strict=True):
-            assert torch.equal(got, expected)
-    assert graphs.frame_count == 1
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_masks_passed_into_a_compiled_function(dynamic: bool) -> None:
-    torch.compiler.reset()
-    closed_over = every_kind()
-
-    def call(query: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        return _seen(query, mask & closed_over, 5)
-
-    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
-    query = torch.zeros(2, 1, 5, 4)
-    for mask in (Mask(), Mask(causal=True, key_lengths=_long(3, 4)), every_kind()):
-        for got, expected in zip(compiled(query, mask), call(query, mask), strict=True):
-            assert torch.equal(got, expected)
-
-
-def _built_from(lengths: Tensor) -> Mask:
-    return Mask(key_lengths=lengths)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_one_compiled_graph_serves_every_length(inside: bool) -> None:
-    """Lengths are data: new values make no new graph, and inside it they are clamped, unread."""
-    torch.compiler.reset()
-    graphs = torch._dynamo.testing.CompileCounter()
-
-    def call(given: Tensor | Mask) -> Tensor | None:
-        mask = given if isinstance(given, Mask) else _built_from(given)
-        return mask.intervals(2, 1, 2, 5).k_hi
-
-    compiled = torch.compile(call, fullgraph=True, backend=graphs)
-    for lengths, k_hi in (
-        ((1, 2), [[1, 1], [2, 2]]),
-        ((0, 1), [[0, 0], [1, 1]]),
-        ((-1, 99), [[0, 0], [5, 5]]),
-    ):
-        given = _long(*lengths) if inside else _built_from(_long(*lengths))
-        assert compiled(given).tolist() == k_hi
-    assert graphs.frame_count == 1
-
-
-class _Attends(torch.nn.Module):
-    def forward(self, query: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        return _seen(query, mask & Mask(causal="lower_right", window=(2, 0)), 5)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_takes_a_mask_as_input(strict: bool) -> None:
-    query = torch.zeros(2, 1, 5, 4)
-    program = torch.export.export(_Attends(), (query, every_kind()), strict=strict)
-    stored = io.BytesIO()
-    torch.export.save(program, stored)
-    stored.seek(0)
-    loaded = torch.export.load(stored).module()
-    other = pytree.tree_map(
-        lambda leaf: leaf.flip(-1) if leaf.dtype == torch.bool else leaf, every_kind()
-    )
-    for mask in (every_kind(), other):
-        for got, expected in zip(loaded(query, mask), _Attends()(query, mask), strict=True):
-            assert torch.equal(got, expected)
-
-
-def test_export_with_a_dynamic_length() -> None:
-    class Padded(torch.nn.Module):
-        def forward(self, query: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-            mask = Mask(causal="lower_right", window=(2, 0), key_mask=real) & Mask(causal=True)
-            return _seen(query, mask, real.shape[1])
-
-    T, S = torch.export.Dim("T", min=2, max=64), torch.export.Dim("S", min=2, max=64)
-    program = torch.export.export(
-        Padded(),
-        (torch.zeros(2, 1, 4, 3), _real(2, 7)),
-        dynamic_shapes={"query": {2: T}, "real": {1: S}},
-        strict=False,
-    ).module()
-    for t, s in ((3, 9), (9, 3), (2, 2)):
-        query, real = torch.zeros(2, 1, t, 3), torch.rand(2, s) > 0.3
-        for got, expected in zip(program(query, real), Padded()(query, real), strict=True):
-            assert torch.equal(got, expected)
