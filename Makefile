@@ -1,4 +1,4 @@
-# make bench | test | lint | format | selftest | test-aarch64 | clean
+# make bench | test | lint | format | selftest | selftest-cuda | test-aarch64 | clean
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 
@@ -7,20 +7,23 @@ INSTALL := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 OLDEST := .venv/triton-3.6.0
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
-CPP = $(shell find csrc -name '*.cpp' -o -name '*.h')
+CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: bench test lint format selftest test-aarch64 clean
+.PHONY: bench test lint format selftest selftest-cuda test-aarch64 clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
 bench: .venv/stamp-bench .venv/stamp-built
 	$(PY) -m benchmarks
 
-# Everything but Triton's kernels, and these compiled for GPUs that are not there; these in Triton's interpreter; both once
-# more on the oldest Triton that is supported.
-test: .venv/stamp-test .venv/stamp-built .venv/stamp-triton-3.6.0
+# Everything but the kernels for GPUs, and Triton's compiled for GPUs that are not there; those of CUDA in the emulator, the
+# cases of bfloat16 in a second order of threads; Triton's in its interpreter; both once more on the oldest Triton that is
+# supported.
+test: .venv/stamp-test .venv/stamp-built .venv/stamp-emulator .venv/stamp-triton-3.6.0
 	$(PY) -m pytest -n 2 tests
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 tests -m "cuda and not slow"
+	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/test_cases.py -m "cuda and not slow" -k bfloat16
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests -m "triton and not slow"
 	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/test_cases.py tests/test_statistics.py -m "triton and not slow"
 	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/test_ahead_of_time.py
@@ -43,6 +46,13 @@ selftest: .venv/stamp-base
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --into build/selftest-sanitized
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-sanitized/selftest
 
+# The emulator of CUDA without Python, then once more under the sanitizers.
+selftest-cuda: .venv/stamp-base
+	$(PY) setup.py -q selftest --emulator --into build/selftest-emulator
+	build/selftest-emulator/selftest
+	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --emulator --into build/selftest-emulator-sanitized
+	ASAN_OPTIONS=detect_leaks=0 build/selftest-emulator-sanitized/selftest
+
 test-aarch64: .venv/stamp-base
 	@if command -v $(CROSS) && command -v $(QEMU); then \
 	  CXX=$(CROSS) CXXFLAGS=-static $(PY) setup.py -q selftest --into build/selftest-aarch64 && \
@@ -50,7 +60,7 @@ test-aarch64: .venv/stamp-base
 	else echo "test-aarch64 skipped: needs $(CROSS) and $(QEMU)"; fi
 
 clean:
-	rm -rf build dist *.egg-info heads_kernels/*.so .venv/stamp-built .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 # A stamp is made by the last command of its recipe, so an interrupted install leaves none.
 .venv/stamp-base: constraints.txt
@@ -78,6 +88,11 @@ clean:
 	$(INSTALL) --no-build-isolation -e ".[bench,test,dev]"
 	touch $@
 
-.venv/stamp-built: .venv/stamp-base setup.py pyproject.toml $(CPP)
+.venv/stamp-built: .venv/stamp-base setup.py csrc/build.py pyproject.toml $(CPP)
 	$(INSTALL) --no-build-isolation --no-deps -q -e .
+	touch $@
+
+# The CUDA kernels for the emulator, in place.
+.venv/stamp-emulator: .venv/stamp-base setup.py csrc/build.py $(CPP)
+	$(PY) setup.py -q emulator
 	touch $@

@@ -1,137 +1,126 @@
-"""Builds `heads_kernels._cpu` from csrc/ with ninja; the rest of the package is in pyproject.toml.
+"""Builds `heads_kernels._cpu`, and `heads_kernels._cuda` where there is nvcc, from csrc/ by csrc/build.py.
 
-csrc/cpu/level.cpp and pair_level.cpp are compiled once per instruction-set level of the target;
-dispatch.cpp picks one at run time. Needs a C++17 compiler with OpenMP (`CXX`, else g++; `CXXFLAGS`
-are added to the flags below), and no torch, git, network or GPU.
+HEADS_KERNELS_CUDA=0 leaves the CUDA kernels out, 1 fails without nvcc. What was built stands in
+heads_kernels/build.json. The rest of the package is in pyproject.toml.
 """
 
+import json
 import os
-import shlex
 import shutil
-import subprocess
 import sys
-import sysconfig
 from glob import glob
 from pathlib import Path
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, PlatformError
 
-FLAGS = shlex.split(
-    "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp -fPIC "
-    "-fvisibility=hidden -Wall -Wextra -Icsrc "
-    # Scheduling before registers are given out (g++'s default on aarch64) spills the inner product.
-    "-fno-schedule-insns"
-)
-AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width=512"
-# Per machine, the plainest level first: of an inline function that several objects hold, the linker
-# keeps the first copy, and that one must run everywhere.
-LEVELS = {
-    "x86_64": {"baseline": "", "avx2": "-mavx2 -mfma", "avx512": AVX512},
-}
-# Levels with products of bfloat16; all else is that of the level HK_PLAIN.
-PAIR_LEVELS = {
-    "x86_64": {
-        "avx512bf16": f"{AVX512} -mavx512bf16 -DHK_PLAIN=avx512",
-        "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-bf16 -DHK_PLAIN=avx512",
-    }
-}
-# The same in plain C++, for the self test: it runs where the instructions do not.
-EMULATED = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
-KERNELS = sorted(glob("csrc/cpu/*.cpp"))
-# libgomp is torch's own copy (by soname where torch is imported first), so that one pool of threads
-# serves both and torch.set_num_threads holds.
-LINK_MODULE = ["-shared", "-Wl,-rpath,$ORIGIN/../torch/lib"]
+ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT))
+
+from csrc import build  # noqa: E402
+
+PACKAGE = "heads_kernels"
 
 
-def build(
-    folder: Path,
-    output: str,
-    main: str,
-    main_flags: list[str],
-    link: list[str],
-    more_levels: dict[str, str],
-) -> Path:
-    """Compile `main` (with its own flags) and the kernels in `folder`; link them to `output` there.
+class BuildModules(build_ext):
+    """Both modules, and build.json beside them."""
 
-    `more_levels` are of pair_level.cpp, with their flags. Only what changed is compiled again, so
-    `folder` is kept between builds.
-    """
-    cxx = shlex.split(os.environ.get("CXX", "g++"))
-    if shutil.which(cxx[0]) is None:
-        raise PlatformError(f"no C++ compiler {cxx[0]!r}: install g++, or set CXX to another")
-    target = subprocess.run([*cxx, "-dumpmachine"], capture_output=True, text=True).stdout
-    machine = target.partition("-")[0]
-    levels = {
-        "level": LEVELS.get(machine, {"baseline": ""}),
-        "pair_level": PAIR_LEVELS.get(machine, {}) | more_levels,
-    }
-    flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+    def run(self) -> None:
+        self.nvcc, self.cuda = build.find_nvcc()
+        if self.nvcc is None:
+            print(f"{PACKAGE} without its CUDA kernels: {self.cuda}", file=sys.stderr)
+            (left_out,) = (ext for ext in self.extensions if ext.name == f"{PACKAGE}._cuda")
+            self.extensions.remove(left_out)
+            if self.inplace:  # none of an earlier build
+                Path(self.get_ext_fullpath(left_out.name)).unlink(missing_ok=True)
+        super().run()
+        package = self.get_finalized_command("build_py").get_package_dir(PACKAGE)
+        folder = Path(package) if self.inplace else Path(self.build_lib, PACKAGE)
+        (folder / "build.json").write_text(json.dumps(self.information(), indent=1) + "\n")
 
-    units = [(Path(main).stem, main, main_flags)]  # (object, source, flags of its own)
-    for source in KERNELS:
-        stem = Path(source).stem
-        if stem not in levels:
-            units.append((stem, source, []))
-        for level, simd in levels.get(stem, {}).items():
-            units.append((f"level_{level}", source, [f"-DHK_LEVEL={level}", *simd.split()]))
-
-    def shell(*words: str) -> str:
-        return shlex.join(words).replace("$", "$$")
-
-    objects = " ".join(f"{folder}/{name}.o" for name, _, _ in units)
-    lines = [
-        f"builddir = {folder}",
-        "rule compile",
-        f"  command = {shell(*cxx, *FLAGS, *flags)} $own -MMD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "  description = compile $in $level",
-        "rule link",
-        f"  command = {shell(*cxx, *flags)} $in -o $out {shell('-fopenmp', *link)}",
-        "  description = link $out",
-        *(
-            f"build {folder}/{name}.o: compile {source}\n  own = {shell(*own)}\n  level = {name}"
-            for name, source, own in units
-        ),
-        f"build {folder}/{output}: link {objects}",
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
-    ninja = [sys.executable, "-m", "ninja", "-f", f"{folder}/build.ninja"]
-    if subprocess.run(ninja).returncode != 0:
-        raise CompileError("the C++ kernels did not compile; the compiler's message is above")
-    return folder / output
-
-
-class BuildModule(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        import pybind11
-
-        includes = ["-I", sysconfig.get_path("include"), "-I", pybind11.get_include()]
         folder = Path("build", f"{ext.name}-{sys.implementation.cache_tag}-{self.plat_name}")
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(build(folder, "_cpu.so", ext.sources[0], includes, LINK_MODULE, {}), target)
+        of_cuda = ext.name == f"{PACKAGE}._cuda"
+        module = build.cuda_module(folder, self.nvcc) if of_cuda else build.cpu_module(folder)
+        install(module, Path(self.get_ext_fullpath(ext.name)))
+
+    def information(self) -> dict[str, object]:
+        """What `heads_kernels.build_info` returns."""
+        cuda = {"nvcc": self.cuda, "architectures": build.architectures()}
+        return {
+            "version": self.distribution.get_version(),
+            "commit": commit(),
+            "cpu": {
+                "compiler": build.output_of(*build.cxx(), "--version").partition("\n")[0],
+                "levels": [name for flags in build.levels({}).values() for name in flags],
+            },
+            "cuda": cuda if self.nvcc else {"missing": self.cuda},
+        }
+
+
+def install(module: Path, target: Path) -> None:
+    """Put the module in its place at once: a process that runs the old one keeps it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_suffix(".new")
+    shutil.copy2(module, new)
+    new.replace(target)
+
+
+def commit() -> str | None:
+    """HEADS_KERNELS_COMMIT, or the one that git says is checked out here; None where there is none."""
+    if given := os.environ.get("HEADS_KERNELS_COMMIT"):
+        return given
+    try:
+        top, head = build.output_of(
+            "git", "-C", ROOT, "rev-parse", "--show-toplevel", "HEAD"
+        ).split()
+    except (OSError, ValueError):  # no git, or no checkout
+        return None
+    return head if Path(top) == ROOT else None
 
 
 class SelfTest(Command):
-    """`setup.py selftest --into FOLDER`: csrc/selftest.cpp and the kernels, without Python."""
+    """`setup.py selftest --into FOLDER`: the CPU kernels without Python; with `--emulator` the emulator."""
 
-    description = "build csrc/selftest.cpp with the kernels"
-    user_options = [("into=", None, "folder of the program")]  # noqa: RUF012 (setuptools' own form)
+    description = "build a program that tests without Python"
+    user_options = [  # noqa: RUF012 (setuptools' own form)
+        ("into=", None, "folder of the program"),
+        ("emulator", None, "of the emulator of CUDA, not of the CPU kernels"),
+    ]
 
     def initialize_options(self) -> None:
         self.into = "build/selftest"
+        self.emulator = False
 
     def finalize_options(self) -> None:
         pass
 
     def run(self) -> None:
-        build(Path(self.into), "selftest", "csrc/selftest.cpp", [], [], EMULATED)
+        (build.emulator_selftest if self.emulator else build.cpu_selftest)(Path(self.into))
+
+
+class Emulator(Command):
+    """`setup.py emulator`: `heads_kernels._cuda_emulated` in place, for tests without a GPU."""
+
+    description = "build the CUDA kernels for the emulator"
+    user_options = []  # noqa: RUF012
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        name = self.get_finalized_command("build_ext").get_ext_filename("_cuda_emulated")
+        install(build.emulated_module(Path("build/emulator")), Path(PACKAGE, name))
 
 
 headers = sorted(glob("csrc/**/*.h", recursive=True))
-module = Extension("heads_kernels._cpu", ["csrc/bindings.cpp", *KERNELS], depends=headers)
-setup(ext_modules=[module], cmdclass={"build_ext": BuildModule, "selftest": SelfTest})
+setup(
+    ext_modules=[
+        Extension(f"{PACKAGE}._cpu", sorted(glob("csrc/cpu/*.cpp")), depends=headers),
+        Extension(f"{PACKAGE}._cuda", sorted(glob("csrc/cuda/*.cu")), depends=headers),
+    ],
+    cmdclass={"build_ext": BuildModules, "selftest": SelfTest, "emulator": Emulator},
+)

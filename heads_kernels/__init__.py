@@ -1,6 +1,7 @@
 """Fused attention kernels for heads that can be gated, shut, shared and read."""
 
 from heads_kernels import testing
+from heads_kernels.build_info import build_info
 from heads_kernels.dispatch import Choice
 from heads_kernels.functional import (
     attention_statistics,
@@ -20,6 +21,7 @@ __all__ = [
     "Mask",
     "Problem",
     "attention_statistics",
+    "build_info",
     "collaborative_attention",
     "explain",
     "gated_attention",

@@ -1,7 +1,9 @@
 """What every test starts from: threads, seeds, hypothesis, and where `gpu` tests run.
 
-What a test asks of the Triton backend runs where the process was started with TRITON_INTERPRET=1:
-there Triton's interpreter, mended, runs the kernels on CPU tensors. Such tests bear the mark `triton`.
+What a test asks of a GPU backend runs on CPU tensors, where the process was started for it: with
+TRITON_INTERPRET=1 Triton's interpreter, mended, runs the kernels of `triton`, with
+HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in the order HK_SCHEDULE. Such tests bear the
+backend's name as a mark.
 """
 
 from __future__ import annotations
@@ -14,13 +16,18 @@ import hypothesis
 import pytest
 import torch
 
-from heads_kernels.ops.support import TRITON_INTERPRETED
+from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
 from heads_kernels.testing import Case
 
 if TRITON_INTERPRETED:
     import interpreter
 
     interpreter.mend()
+
+if CUDA_EMULATED:
+    from heads_kernels import _cuda_emulated
+
+    _cuda_emulated.use_schedule(os.environ.get("HK_SCHEDULE", "round_robin"))
 
 # Under xdist the workers share the cores: one thread each, or they wait for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -38,8 +45,14 @@ def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
-#: Tests that launch too much for the interpreter, which takes about 10 ms a tile: long sequences, and
-#: checks of the op that every backend shares, which run it many times over.
+#: Of backends that serve CPU tensors only in processes that were started for it: whether this one was, and how.
+STARTED_FOR = {
+    "triton": (TRITON_INTERPRETED, "TRITON_INTERPRET=1"),
+    "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1"),
+}
+
+#: Tests that launch too much for both, which take about 10 ms a tile: long sequences, and checks of the
+#: op that every backend shares, which run it many times over.
 LONG = {
     "test_compile_dynamic",
     "test_decoding_with_grouped_heads",
@@ -55,21 +68,21 @@ LONG = {
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
-    no_interpreter = pytest.mark.skip(
-        reason="the triton backend serves CPU tensors in processes with TRITON_INTERPRET=1"
-    )
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         arguments: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
-        if arguments.get("backend") != "triton":
+        backend = arguments.get("backend")
+        if backend not in STARTED_FOR:
             continue
-        item.add_marker("triton")
-        if not TRITON_INTERPRETED:
-            item.add_marker(no_interpreter)
+        item.add_marker(backend)
+        started, how = STARTED_FOR[backend]
+        if not started:
+            reason = f"the {backend} backend serves CPU tensors in processes with {how}"
+            item.add_marker(pytest.mark.skip(reason=reason))
         elif (
             getattr(item, "originalname", "") in LONG
-            or item.path.stem == "test_properties"  # 25 calls each
+            or (backend == "triton" and item.path.stem == "test_properties")  # 25 calls each
             or is_long(**arguments)
         ):
             item.add_marker("slow")

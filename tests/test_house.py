@@ -20,7 +20,7 @@ PACKAGE = ROOT / "heads_kernels"
 
 # A part imports itself and the parts below it; those of the top layer may also import each other.
 LAYERS = (
-    {"errors", "flops"},
+    {"errors", "flops", "build_info"},
     {"mask", "checks"},
     {"problem"},
     {"dispatch"},
@@ -45,7 +45,8 @@ def module_name(path: Path) -> str:
 
 
 SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-EXTENSION = "heads_kernels._cpu"
+#: By the one kind of module that imports it.
+EXTENSIONS = {"_cpu": "native", "_cuda": "cuda", "_cuda_emulated": "cuda"}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -59,7 +60,7 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: line {node.lineno} is a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            modules = {*SOURCES, EXTENSION}
+            modules = {*SOURCES, *(f"heads_kernels.{name}" for name in EXTENSIONS)}
             yield from (name if name in modules else str(node.module) for name in names)
 
 
@@ -80,9 +81,9 @@ def test_imports_point_one_way(module: str) -> None:
         if imported.split(".")[0] != "heads_kernels" or part(imported) == own:
             continue
         other = part(imported)
-        if other == "_cpu":
-            assert module.endswith(".native"), (
-                f"{module} imports the extension; only native backends do"
+        if other in EXTENSIONS:
+            assert module.endswith(f".{EXTENSIONS[other]}"), (
+                f"{module} imports {imported}; only {EXTENSIONS[other]} backends do"
             )
         elif not other:
             assert LAYER[own] == TOP, f"{module} imports the package, which imports it"
@@ -187,7 +188,9 @@ def test_everything_public_is_there() -> None:
 
 def test_no_address_of_an_index_or_machine() -> None:
     """Where packages come from is the business of the machine that installs them."""
-    for name in ("pyproject.toml", "constraints.txt", "Makefile", "setup.py", ".ci/run"):
+    for name in (
+        "pyproject.toml", "constraints.txt", "Makefile", "setup.py", "csrc/build.py", ".ci/run",
+    ):  # fmt: skip
         text = (ROOT / name).read_text()
         assert "://" not in text, name
         assert "index-url" not in text, name
@@ -195,7 +198,7 @@ def test_no_address_of_an_index_or_machine() -> None:
 
 # ---------------------------------------------------------------------- csrc
 def test_only_bindings_know_python() -> None:
-    """The kernels are plain C++: no libtorch anywhere, Python in bindings.cpp alone."""
+    """The kernels are plain C++: no libtorch anywhere, Python in bindings/ alone."""
     files = [
         path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".cpp", ".h", ".cu", ".cuh"}
     ]
@@ -206,5 +209,5 @@ def test_only_bindings_know_python() -> None:
         )
         roots = {name.split("/")[0] for name in included}
         assert not roots & {"torch", "ATen", "c10"}, path
-        if path.name != "bindings.cpp":
+        if path.parent.name != "bindings":
             assert not roots & {"pybind11", "Python.h"}, path

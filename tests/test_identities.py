@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -314,12 +315,16 @@ def test_growing_the_padding_changes_no_valid_bit(
             assert not t.narrow(axis[name], size, more).any(), f"{name} in the padding"
         else:
             got[name] = t
-    if backend == "eager":
-        close = CLOSE[torch.float32] if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-        for name, tensor in want.items():
-            torch.testing.assert_close(got[name], tensor, **close)
-    else:
-        exactly(got, want)
+    close = CLOSE[torch.float32] if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    loose: Iterable[str] = want if backend == "eager" else ()
+    if operator == "collaborative_attention" and backend in ("cuda", "triton"):
+        loose = (
+            "query",
+            "key",
+        )  # the blocks of a GPU share the heads of these sums by the number of tiles
+    for name in loose:
+        torch.testing.assert_close(got.pop(name), want.pop(name), **close)
+    exactly(got, want)
 
 
 # ---------------------------------------------------------------------- symmetries

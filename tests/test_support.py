@@ -1,22 +1,32 @@
-"""What the Triton backend says that it can not serve; refusals of the other backends are in test_bad_input."""
+"""What the GPU backends say that they can not serve; refusals of the other backends are in test_bad_input."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from calls import tensors
+from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from heads_kernels import Problem
 from heads_kernels.ops import support
 
+Unsupported = Callable[[Problem], list[str]]
+
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both backends are there and serve CPU tensors."""
     monkeypatch.setattr(support, "TRITON_INTERPRETED", True)
     monkeypatch.setattr(support, "_TRITON", True)
+    monkeypatch.setattr(support, "CUDA_EMULATED", True)
+    monkeypatch.setattr(support, "_CUDA_MISSING", "")
+
+
+BACKENDS = {"triton": support.triton, "cuda": support.cuda}
 
 
 def gated(**changes: Any) -> Problem:
@@ -50,28 +60,45 @@ REFUSED = {
         lambda: Problem.collaborative(**tensors("collaborative_attention", D=1025).copy()),
         "query and key are 1025 wide; it serves widths up to 1024",
     ),
-    "device": (
-        lambda: gated(**{name: t.to("meta") for name, t in tensors("gated_attention").items()}),
-        "tensors are on meta; it serves CUDA tensors",
-    ),
 }
+
+
+def on_gpu(index: int) -> dict[str, torch.Tensor]:
+    """Arguments that are there by name only; in a FakeTensorMode."""
+    given = tensors("gated_attention", dtype=torch.float32)
+    return {name: torch.empty(t.shape, device=f"cuda:{index}") for name, t in given.items()}
+
+
+def on_meta() -> Problem:
+    return gated(**{name: t.to("meta") for name, t in tensors("gated_attention").items()})
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", REFUSED)
-def test_triton_refuses(case: str) -> None:
+@pytest.mark.parametrize("unsupported", BACKENDS.values(), ids=BACKENDS)
+def test_refusals(unsupported: Unsupported, case: str) -> None:
     make, reason = REFUSED[case]
-    assert reason in support.triton(make())
+    assert reason in unsupported(make())
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_triton_serves() -> None:
-    assert support.triton(wide(256, 256)) == []
+@pytest.mark.parametrize("unsupported", BACKENDS.values(), ids=BACKENDS)
+def test_what_is_served(unsupported: Unsupported) -> None:
+    assert unsupported(wide(256, 256)) == []
     shared = tensors("collaborative_attention", D=1024, Dv=256, dtype=torch.float16)
-    assert support.triton(Problem.collaborative(**shared)) == []
+    assert unsupported(Problem.collaborative(**shared)) == []
     query, key = torch.randn(2, 1, 2, 5, 256)
-    assert support.triton(Problem.statistics(query, key)) == []
-    assert support.triton(gated(attn_mask=hk.Mask(window=(3, 0), key_lengths=[2, 7]))) == []
+    assert unsupported(Problem.statistics(query, key)) == []
+    assert unsupported(gated(attn_mask=hk.Mask(window=(3, 0), key_lengths=[2, 7]))) == []
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tensors are on meta; it serves CUDA tensors" in support.triton(on_meta())
+    assert "tensors are on meta; emulated it serves CPU tensors" in support.cuda(on_meta())
+    monkeypatch.setattr(support, "CUDA_EMULATED", False)
+    assert "tensors are on meta; it serves CUDA tensors" in support.cuda(on_meta())
+    assert support.cuda(gated()) == ["tensors are on cpu; it serves CUDA tensors"]
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +115,45 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_TRITON", False)
     reason = support.triton(gated())[0]
     assert reason == "Triton is not installed (pip install 'heads_kernels[triton]')"
+
+
+def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extension is asked once a device, and a choice traces."""
+    asked = []
+
+    def words(index: int) -> str:
+        asked.append(index)
+        return "GPU 0 is too old" if index == 0 else ""
+
+    monkeypatch.setattr(support, "CUDA_EMULATED", False)
+    monkeypatch.setattr(support, "_CUDA_MISSING", "")
+    monkeypatch.setattr(support, "_device_words", words)
+    with FakeTensorMode():
+        old, new = (gated(**on_gpu(index)) for index in (0, 1))
+        assert support.cuda(old) == ["GPU 0 is too old"]
+        assert support.cuda(new) == []
+    assert asked == [0, 1]
+
+
+def test_a_choice_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_device_words", lambda index: f"GPU {index} is too old")
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def refused(query: torch.Tensor) -> torch.Tensor:
+        return query + len(support._unsupported_device(7))
+
+    assert refused(torch.zeros(1)).item() == len("GPU 7 is too old")
+
+
+def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the build wrote down is the reason, for CPU and CUDA tensors alike."""
+    monkeypatch.setattr(support, "CUDA_EMULATED", False)
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    missing = {"cuda": {"missing": "there was no nvcc"}}
+    monkeypatch.setattr(support, "build_info", lambda: missing)
+    assert support._cuda_missing() == (
+        "the extension heads_kernels._cuda was not built: there was no nvcc"
+    )
+    monkeypatch.setattr(support, "_CUDA_MISSING", support._cuda_missing())
+    with FakeTensorMode():
+        assert support.cuda(gated(**on_gpu(0))) == [support._cuda_missing()]

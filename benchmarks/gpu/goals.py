@@ -13,6 +13,14 @@ from benchmarks.results import Outcome
 #: Of the time of cuDNN, and TFLOP/s of collaborative attention.
 _OF_CUDNN: Final[dict[Direction, float]] = {"forward": 0.75, "backward": 0.6}
 _TFLOPS: Final[dict[Direction, float]] = {"forward": 250.0, "backward": 120.0}
+#: TFLOP/s of the `cuda` backend, of dense calls; by D of gated attention, by Ds of collaborative.
+_OF_CUDA: Final[dict[str, dict[Direction, dict[int, float]]]] = {
+    "gated_attention": {"forward": {64: 280.0, 128: 320.0}, "backward": {64: 220.0, 128: 220.0}},
+    "collaborative_attention": {
+        "forward": {256: 250.0, 512: 250.0},
+        "backward": {256: 150.0, 512: 150.0},
+    },
+}
 #: Lengths that the goals of gated attention speak of.
 _LENGTHS: Final = (4096, 8192, 16384)
 NOT_MEASURED: Final = "not measured"
@@ -44,7 +52,13 @@ def tflops(row: Row, direction: Direction, name: str) -> float | None:
 
 def goals(timing: list[Row], memory: list[Row]) -> list[Outcome]:
     timed = [row for row in timing if row.get("dtype") == "bfloat16"]
-    return [*_against_cudnn(timed), *_skipping(timed), *_shared(timed), *_linear(memory)]
+    return [
+        *_against_cudnn(timed),
+        *_skipping(timed),
+        *_shared(timed),
+        *_of_cuda(timed),
+        *_linear(memory),
+    ]
 
 
 def _against_cudnn(rows: list[Row]) -> Iterator[Outcome]:
@@ -94,6 +108,17 @@ def _shared(rows: list[Row]) -> Iterator[Outcome]:
                 _ratio(best(row, direction, (*SDPA, "eager")), ours(row, direction)) for row in some
             ]
             yield _lowest(text, "best baseline", 3.0, ratios)
+
+
+def _of_cuda(rows: list[Row]) -> Iterator[Outcome]:
+    for operator, directions in _OF_CUDA.items():
+        size = "D" if operator == "gated_attention" else "Ds"
+        for direction, wanted in directions.items():
+            for width, rate in wanted.items():
+                some = _pick(rows, operator, "dense", **{size: width})
+                rates = [tflops(row, direction, "cuda") for row in some if row["T"] >= _LENGTHS[0]]
+                text = f"{operator} {direction} {size}{width} on cuda, T 4k and up"
+                yield _lowest(text, "", rate, rates, " TFLOP/s")
 
 
 def _linear(rows: list[Row]) -> Iterator[Outcome]:

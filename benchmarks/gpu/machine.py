@@ -46,7 +46,12 @@ def device_name(settings: Settings) -> str:
 
 
 def _describe(settings: Settings) -> Row:
-    row: Row = {"device": device_name(settings), "cores": os.cpu_count(), "versions": versions()}
+    row: Row = {
+        "device": device_name(settings),
+        "cores": os.cpu_count(),
+        "versions": versions(),
+        "build": hk.build_info(),
+    }
     if settings.on_gpu:
         properties = torch.cuda.get_device_properties(0)
         row["capability"] = list(torch.cuda.get_device_capability())

@@ -25,6 +25,7 @@ class Stage:
 #: core: `accuracy` has about 400 of those and takes two runs whole, the second one from Triton's cache.
 STAGES: Final[dict[str, Stage]] = {
     "machine": Stage("benchmarks.gpu.machine", 0.0, 60, parallel=False),
+    "wrappers": Stage("benchmarks.gpu.wrappers", 0.02, 120),
     "determinism": Stage("benchmarks.gpu.determinism", 0.08, 120),
     "graphs": Stage("benchmarks.gpu.graphs", 0.05, 120),
     "poison": Stage("benchmarks.gpu.poison", 0.05, 120),

@@ -20,6 +20,7 @@ BEGIN: Final = "<!-- gpu-support:begin -->"
 END: Final = "<!-- gpu-support:end -->"
 #: What is known of a backend that no kept run has shown on a GPU.
 _UNVERIFIED: Final = {
+    "cuda": "not verified on a GPU so far: emulated on the CPU and compiled ahead of time only",
     "triton": "not verified on a GPU so far: interpreted on the CPU and compiled ahead of time only",
 }
 

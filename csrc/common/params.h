@@ -24,7 +24,7 @@ struct Tensor {
   int64_t size[kMaxRank] = {0, 0, 0, 0};
   int64_t stride[kMaxRank] = {0, 0, 0, 0};
 
-  explicit operator bool() const { return rank > 0; }
+  constexpr explicit operator bool() const { return rank > 0; }
 };
 
 // The mask as data: query row i of batch b sees key j where j is in the band [i + band_lo, i +
@@ -43,7 +43,7 @@ struct MaskParams {
 // Dropout of probabilities; keep where the Philox word of (b, h, i, j) is at least `threshold`.
 struct DropoutParams {
   bool active = false;
-  uint64_t seed = 0;
+  const int64_t* seed = nullptr;  // in the memory of the tensors
   uint32_t threshold = 0;
   double keep_scale = 1.0;  // 1 / (1 - p)
 };

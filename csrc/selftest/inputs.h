@@ -74,7 +74,7 @@ struct Inputs {
     if (!rows.empty()) p.mask.k_lo = k_lo.data(), p.mask.k_hi = k_hi.data();
     if (!keys.empty()) p.mask.key_visible = key_visible.data();
     p.mask.interval_stride = shared_mask ? 0 : T, p.mask.visible_stride = shared_mask ? 0 : S;
-    p.dropout = {dropout_p > 0, kSeed, threshold(), 1 / (1 - dropout_p)};
+    p.dropout = {dropout_p > 0, &kSeed, threshold(), 1 / (1 - dropout_p)};
     p.scale = scale, p.activation = activation, p.threads = threads;
     return p;
   }
@@ -114,7 +114,7 @@ struct Inputs {
   }
 
  private:
-  static constexpr uint64_t kSeed = 0xfedcba9876543210u;
+  static constexpr int64_t kSeed = -0x0123456789abcdf0;
   std::mt19937_64 generator_{1};
 
   uint32_t threshold() const { return static_cast<uint32_t>(dropout_p * 4294967296.0); }

@@ -38,6 +38,15 @@ def is_elementwise(gate: Tensor) -> bool:
     return gate.dim() == 4 and gate.shape[3] != 1
 
 
+def can_close(gate: Tensor, activation: str) -> bool:
+    """Whether a head can be closed: by an identity gate with one value for all its rows."""
+    return (
+        activation == "identity"
+        and not is_elementwise(gate)
+        and (gate.dim() < 3 or gate.shape[2] == 1)
+    )
+
+
 def empty_rows(
     gate: Tensor | None, needed: bool, query: Tensor, B: int, H: int, T: int, Dv: int
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""How outputs lie in memory: one rule for the kernels and for the fakes that stand in for them while tracing."""
+"""How tensors lie in memory: one rule for the kernels and for the fakes that stand in for them while tracing."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
 def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
     """Room for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for."""
     return torch.empty_like(tensor) if needed else tensor.new_empty(0)
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor, copied only where its rows are not contiguous (a gradient that was expanded, say)."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,16 +5,36 @@ torch only, so that the choice of a backend traces under `torch.compile`; the ba
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from importlib.util import find_spec
 from typing import Final
 
 import torch
 
+from heads_kernels.build_info import build_info
 from heads_kernels.problem import Problem
 
 _CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
 _TRITON: Final = find_spec("triton") is not None
+
+#: Whether the CUDA kernels run in the emulator, on CPU tensors; decided once for a process.
+CUDA_EMULATED: Final = os.environ.get("HEADS_KERNELS_EMULATE_CUDA") == "1"
+
+
+def _cuda_missing() -> str:
+    """Why the extension of the CUDA kernels is not there; empty where it is."""
+    name = "_cuda_emulated" if CUDA_EMULATED else "_cuda"
+    if find_spec(f"heads_kernels.{name}") is not None:
+        return ""
+    if CUDA_EMULATED:
+        return "the emulated kernels are not built (python setup.py emulator)"
+    why = build_info().get("cuda", {}).get("missing", "nothing was (pip install)")
+    return f"the extension heads_kernels._cuda was not built: {why}"
+
+
+_CUDA_MISSING: Final = _cuda_missing()
 
 #: Whether kernels are interpreted, in the words that Triton understands. Triton decides it for every kernel where the
 #: kernel is defined, so that a later change of the variable means nothing.
@@ -73,6 +93,34 @@ def triton(problem: Problem) -> list[str]:
         + _dense_mask(problem)
         + _rows_apart(problem)
     )
+
+
+def cuda(problem: Problem) -> list[str]:
+    """The CUDA kernels read tensors in GPU memory (emulated: in CPU memory), rows contiguous, masks as intervals."""
+    reasons = [_CUDA_MISSING] if _CUDA_MISSING else []
+    device = problem.query.device
+    if CUDA_EMULATED:
+        if device.type != "cpu":
+            reasons.append(f"tensors are on {device}; emulated it serves CPU tensors")
+    elif device.type != "cuda":
+        reasons.append(f"tensors are on {device}; it serves CUDA tensors")
+    elif not reasons and (words := _unsupported_device(device.index)):
+        reasons.append(words)
+    if problem.query.dtype == torch.float64:
+        reasons.append("tensors are float64; it computes in float32, use the eager backend")
+    return reasons + _too_wide(problem) + _dense_mask(problem) + _rows_apart(problem)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unsupported_device(index: int) -> str:
+    """Why the CUDA kernels can not run on a GPU; empty where they can."""
+    return _device_words(index)
+
+
+@functools.cache
+def _device_words(index: int) -> str:
+    words: str = importlib.import_module("heads_kernels._cuda").unsupported_device(index)
+    return words
 
 
 def _far_rows(problem: Problem) -> list[str]:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from heads_kernels import _cpu
 from heads_kernels.mask import Intervals
+from heads_kernels.ops.arguments import mask_of
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics, allocate
-from heads_kernels.ops.native import mask_of
 
 
 def forward(

@@ -7,5 +7,7 @@ from heads_kernels.ops import support
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.collaborative_attention.native", support.cpu),
     Backend("triton", "heads_kernels.ops.collaborative_attention.triton", support.triton),
+    # Behind Triton until a kept run on a GPU shows the order: neither has run on one.
+    Backend("cuda", "heads_kernels.ops.collaborative_attention.cuda", support.cuda),
     Backend("eager", "heads_kernels.ops.collaborative_attention.eager", support.eager),
 )

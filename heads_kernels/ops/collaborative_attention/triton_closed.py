@@ -8,13 +8,13 @@ from torch import Tensor
 
 from heads_kernels.ops.collaborative_attention.op import Call
 from heads_kernels.ops.collaborative_attention.triton_attend import attend
+from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import (
     bias_of,
     dropout_of,
-    gate_kind,
     gate_of,
     mixing_of,
     rows_of,
@@ -53,7 +53,7 @@ def _closed_kernel(
 
 def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
-    if gate_kind(call.gate) != "heads" or call.gate_activation != "identity":
+    if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
     scale, query, content_bias = upright(call.scale, call.query, call.content_bias)

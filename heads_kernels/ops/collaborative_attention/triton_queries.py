@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.ops.collaborative_attention.op import Call
+from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, load_mixing, mixed
 from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch, split_parts, splits_of, sum_parts
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     bias_of,

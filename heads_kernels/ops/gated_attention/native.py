@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from heads_kernels.ops import native
+from heads_kernels.ops.arguments import Options, Scores
 from heads_kernels.ops.gated_attention.op import Call, allocate, allocate_gradients
 
 
@@ -29,9 +30,9 @@ def backward(
     return gradients
 
 
-def _scores(call: Call) -> native.Scores:
+def _scores(call: Call) -> Scores:
     return call.query, call.key, None, None, call.scale
 
 
-def _options(call: Call) -> native.Options:
+def _options(call: Call) -> Options:
     return call.gate, call.gate_activation, call.seed, call.dropout_p

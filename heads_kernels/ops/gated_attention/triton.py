@@ -9,7 +9,7 @@ from heads_kernels.ops.gated_attention.triton_closed import closed_pass
 from heads_kernels.ops.gated_attention.triton_forward import forward_pass
 from heads_kernels.ops.gated_attention.triton_keys import keys_pass
 from heads_kernels.ops.gated_attention.triton_queries import queries_pass
-from heads_kernels.ops.triton.operands import contiguous_rows
+from heads_kernels.ops.layout import contiguous_rows
 from heads_kernels.ops.triton.rows import first_pass
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.gated_attention.op import Call
 from heads_kernels.ops.gated_attention.triton_attend import attend
 from heads_kernels.ops.triton.gate import open_rows
@@ -13,7 +14,6 @@ from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
-    gate_kind,
     gate_of,
     rows_of,
     upright,
@@ -49,7 +49,7 @@ def _closed_kernel(
 
 def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
-    if gate_kind(call.gate) != "heads" or call.gate_activation != "identity":
+    if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
     scale, query = upright(call.scale, call.query)

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.ops.gated_attention.op import Call
+from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch, split_parts, splits_of, sum_parts
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
 from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, visible_of
 from heads_kernels.ops.triton.product import product

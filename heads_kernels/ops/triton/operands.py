@@ -86,11 +86,6 @@ def bias_of(content_bias: Tensor | None) -> Bias | None:
     return None if content_bias is None else Bias(content_bias, *content_bias.stride())
 
 
-def contiguous_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied only where its rows are not contiguous (a gradient that was expanded, say)."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def upright(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
     """The same scores with a scale that is not negative, as the online softmax asks: `factors` change sign with it."""
     if scale >= 0.0:

@@ -1,0 +1,141 @@
+"""`python -m benchmarks.cuda_resources [MODULE]`: what the built CUDA kernels take of a GPU.
+
+Reads the machine code in `heads_kernels/_cuda*.so` with cuobjdump (of Triton's wheel, else of the
+CUDA toolkit): registers and stack of every kernel for every part that it was compiled for. The
+kernels keep no arrays on the stack, so what stands there was spilled from registers. Needs no GPU.
+
+Exit status: 0; 1 where a bound is broken; 2 where there is no module or no cuobjdump.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+#: What a thread can have.
+MOST_REGISTERS: Final = 255
+#: Bytes that a kernel may spill a thread: few enough to be what a loop keeps but does not use. float
+#: kernels hold every operand twice, as its high and its low part.
+MOST_STACK: Final = {"bf16": 64, "fp16": 64, "float": 192}
+
+_SECTION: Final = re.compile(
+    r"^arch = (sm_\w+)$|^ Function (\S+):$|^\s+REG:(\d+) STACK:(\d+)", re.M
+)
+#: entry<Kernel<dtype, numbers...>> as the compiler mangles it.
+_ENTRY: Final = re.compile(
+    r"entryINS0_\d+(?P<kernel>[A-Za-z]+)I(NS0_4(?P<half>\w{4})E|f)(?P<rest>.*?)EEv"
+)
+_NUMBERS: Final = re.compile(r"L(?:i|NS0_\d+\w+?E)(\d+)E")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel for one part; `numbers` are its width, then what else it is compiled for."""
+
+    name: str
+    dtype: str
+    numbers: tuple[int, ...]
+    part: str
+    registers: int
+    stack: int
+
+    def broken(self) -> list[str]:
+        """The bounds that it breaks."""
+        reasons = []
+        if self.registers > MOST_REGISTERS:
+            reasons.append(f"{self.registers} registers, of {MOST_REGISTERS}")
+        if self.stack > MOST_STACK[self.dtype]:
+            reasons.append(f"{self.stack} bytes of stack, of {MOST_STACK[self.dtype]}")
+        return reasons
+
+    def __str__(self) -> str:
+        numbers = ", ".join(map(str, self.numbers))
+        return f"{self.name}<{self.dtype}{', ' * bool(numbers)}{numbers}> on {self.part}"
+
+
+def module() -> Path | None:
+    """The built extension, where there is one."""
+    spec = find_spec("heads_kernels._cuda")
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def cuobjdump() -> str | None:
+    """Triton brings one along."""
+    triton = find_spec("triton")
+    if triton is not None and triton.origin:
+        tool = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        if tool.is_file():
+            return str(tool)
+    return shutil.which("cuobjdump")
+
+
+def read(path: Path, tool: str) -> list[Kernel]:
+    """Every kernel in a module; those that only check the wrappers are left out."""
+    command = [tool, "--dump-resource-usage", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return list(_parse(text))
+
+
+def _parse(text: str) -> Iterator[Kernel]:
+    part, entry = "", None
+    for match in _SECTION.finditer(text):
+        if match[1]:
+            part = match[1]
+        elif match[2]:
+            entry = _ENTRY.search(match[2])
+        elif entry is not None:
+            numbers = tuple(int(number) for number in _NUMBERS.findall(entry["rest"] + "E"))
+            yield Kernel(
+                entry["kernel"],
+                entry["half"] or "float",
+                numbers,
+                part,
+                int(match[3]),
+                int(match[4]),
+            )
+
+
+def table(kernels: Sequence[Kernel]) -> list[str]:
+    """A line a kernel and dtype: registers, and bytes of stack where there are any, by part."""
+    parts = sorted({kernel.part for kernel in kernels}, key=lambda part: int(part[3:].rstrip("a")))
+    rows: dict[tuple[str, str, tuple[int, ...]], dict[str, str]] = {}
+    for kernel in sorted(kernels, key=lambda k: (k.name, k.dtype, k.numbers)):
+        cells = rows.setdefault((kernel.name, kernel.dtype, kernel.numbers), {})
+        cells[kernel.part] = f"{kernel.registers}" + f" +{kernel.stack} B" * bool(kernel.stack)
+    lines = [f"{'kernel':52}" + "".join(f"{part:>12}" for part in parts)]
+    for (name, dtype, numbers), cells in rows.items():
+        label = f"{name} {dtype} {' '.join(map(str, numbers))}"
+        lines.append(f"{label:52}" + "".join(f"{cells.get(part, ''):>12}" for part in parts))
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    path, tool = Path(words[0]) if words else module(), cuobjdump()
+    if path is None or not path.is_file():
+        print("no module heads_kernels._cuda: build the package where nvcc is, or name a file")
+        return 2
+    if tool is None:
+        print("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
+        return 2
+    kernels = read(path, tool)
+    print(*table(kernels), sep="\n")
+    counts = Counter(kernel.part for kernel in kernels)
+    parts = ", ".join(f"{n} for {part}" for part, n in counts.items())
+    print(f"{path.name}, {path.stat().st_size / 2**20:.1f} MiB: kernels {parts}")
+    broken = [f"{kernel}: {'; '.join(kernel.broken())}" for kernel in kernels if kernel.broken()]
+    print(*broken, sep="\n")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

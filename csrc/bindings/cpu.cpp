@@ -1,0 +1,101 @@
+// The module heads_kernels._cpu.
+#include "bindings/tensors.h"
+#include "cpu/kernels.h"
+
+namespace {
+
+using namespace hk::bindings;
+
+// Gated where scores hold no mixing, else collaborative.
+void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                       const py::tuple& options, const py::sequence& outputs, int threads) {
+  hk::ForwardParams params;
+  const Sizes n = set_call(params, scores, value, mask, options);
+  set_outputs(params, n, outputs);
+  params.threads = threads;
+  const hk::Kernels& k = hk::kernels();
+  launch(scores[2].is_none() ? k.gated_attention_forward : k.collaborative_attention_forward,
+         params);
+}
+
+// `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias,
+// dgate), None is not computed.
+void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                        const py::tuple& options, bool closed_grad, const py::tuple& saved,
+                        const py::sequence& gradients, int threads) {
+  hk::BackwardParams params;
+  const Sizes n = set_call(params, scores, value, mask, options);
+  const int64_t Dv = params.value.size[3];
+  params.closed_grad = closed_grad;
+  params.dout = floating(saved[0]);
+  params.attended = floating(saved[1]);
+  params.lse = floating(saved[2]);
+  params.dquery = floating(gradients[0]);
+  params.dkey = floating(gradients[1]);
+  params.dvalue = floating(gradients[2]);
+  params.dmixing = floating(gradients[3]);
+  params.dcontent_bias = floating(gradients[4]);
+  params.dgate = floating(gradients[5]);
+  require(is(params.dout, {n.B, n.H, n.T, Dv}) && is(params.attended, {n.B, n.H, n.T, Dv}), "dout");
+  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_like(params.dquery, params.query, "dquery");
+  check_like(params.dkey, params.key, "dkey");
+  check_like(params.dvalue, params.value, "dvalue");
+  check_rows(params.query.dtype, params.dmixing, {n.B, n.H, n.D}, "dmixing");
+  check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
+  if (is_elementwise(params.gate))
+    check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T, Dv}, "dgate");
+  else
+    check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
+  params.threads = threads;
+  const hk::Kernels& k = hk::kernels();
+  launch(scores[2].is_none() ? k.gated_attention_backward : k.collaborative_attention_backward,
+         params);
+}
+
+// `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask,
+                          const py::sequence& outputs, int threads) {
+  const Torch& torch = Torch::get();
+  hk::StatisticsParams params;
+  set_scores(params, scores);
+  const Sizes n(params);
+  params.excluded = batched<uint8_t>(excluded, torch.boolean, n.B, n.S, &params.excluded_stride);
+  params.mask = mask_of(mask, n);
+  params.lse = floating(outputs[0]);
+  params.max_prob = floating(outputs[1]);
+  params.entropy = floating(outputs[3]);
+  for (const hk::Tensor* t : {&params.lse, &params.max_prob, &params.entropy})
+    check_rows(params.query.dtype, *t, {n.B, n.H, n.T}, "a statistic");
+  const hk::Tensor argmax = shape_of(outputs[2]);
+  require(is(argmax, {n.B, n.H, n.T}) && is_dense(argmax), "argmax");
+  params.argmax = static_cast<int64_t*>(argmax.data);
+  params.threads = threads;
+  launch(hk::kernels().attention_statistics, params);
+}
+
+py::list available_levels() {
+  py::list names;
+  for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level)
+    names.append((*level)->name);
+  return names;
+}
+
+void use_level(const std::string& name) {
+  if (!hk::use_level(name.c_str()))
+    throw std::invalid_argument("level is '" + name + "'; this processor runs one of " +
+                                std::string(py::str(available_levels())));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
+  m.doc() = "C++ attention kernels for the CPU; called by the `native` backends, not by users.";
+  m.def("attention_forward", &attention_forward);
+  m.def("attention_backward", &attention_backward);
+  m.def("attention_statistics", &attention_statistics);
+  m.def("available_levels", &available_levels,
+        "Instruction-set levels this processor can run, best first.");
+  m.def("level", [] { return hk::kernels().name; }, "The level in use.");
+  m.def("use_level", &use_level, "Use a level from now on (for tests and measurements).");
+}

@@ -1,0 +1,224 @@
+// The module heads_kernels._cuda; with HK_EMULATED heads_kernels._cuda_emulated, the same kernels
+// run by the emulator on tensors in CPU memory.
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings/tensors.h"
+#include "cuda/device.h"
+#include "cuda/kernels.h"
+#include "cuda/wrapper_checks.h"
+
+#ifdef HK_EMULATED
+#include "emulator/schedule.h"
+#define HK_MODULE _cuda_emulated
+#else
+#define HK_MODULE _cuda
+#endif
+
+namespace {
+
+using namespace hk::bindings;
+namespace cuda = hk::cuda;
+
+// (index of the device, its stream as an integer).
+cuda::Where where_of(const py::tuple& where) {
+  cuda::Where result;
+  result.device = py::cast<int>(where[0]);
+  result.stream = PyLong_AsVoidPtr(where[1].ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return result;
+}
+
+// The kernels have no double.
+void check_single(std::initializer_list<const hk::Tensor*> tensors) {
+  for (const hk::Tensor* t : tensors) require(t->dtype != hk::DType::kFloat64, "float64");
+}
+
+Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::handle value,
+                      const py::tuple& mask, const py::tuple& options) {
+  const Sizes n = set_call(params, scores, value, mask, options);
+  check_single({&params.query, &params.gate, &params.mixing, &params.content_bias});
+  return n;
+}
+
+// A gradient, or its parts: rows of the operands' dtype, or of float; where there are `splits` to
+// be summed they are float, one under the other.
+void check_gradient(const hk::AttentionParams& p, const hk::Tensor& t, int splits,
+                    std::initializer_list<int64_t> sizes, const char* name) {
+  const bool single = t.dtype == hk::DType::kFloat32;
+  require(
+      !t || (is(t, sizes) && has_rows(t) && (single || (splits == 1 && t.dtype == p.query.dtype))),
+      name);
+}
+
+void check_dout(const hk::AttentionParams& p, const Sizes& n, const hk::Tensor& t) {
+  require(is(t, {n.B, n.H, n.T, p.value.size[3]}) && has_rows(t) && t.dtype == p.query.dtype,
+          "dout");
+}
+
+// Gated where scores hold no mixing, else collaborative.
+template <typename Params>
+void launch_either(void (*gated)(const Params&, const cuda::Where&),
+                   void (*collaborative)(const Params&, const cuda::Where&), const Params& params,
+                   const py::tuple& where) {
+  launch(params.mixing ? collaborative : gated, params, where_of(where));
+}
+
+void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                       const py::tuple& options, const py::sequence& outputs,
+                       const py::tuple& where) {
+  cuda::AttendParams params;
+  const Sizes n = set_single_call(params, scores, value, mask, options);
+  set_outputs(params, n, outputs);
+  require(params.out && has_rows(params.out), "out");
+  require(!params.attended || has_rows(params.attended), "attended");
+  launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
+                where);
+}
+
+// Rows of the gate's gradient of closed heads, into `dgate` [B, H, T].
+void attention_closed(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                      const py::tuple& options, py::handle dout, py::handle dgate,
+                      const py::tuple& where) {
+  cuda::AttendParams params;
+  const Sizes n = set_single_call(params, scores, value, mask, options);
+  params.dout = floating(dout);
+  params.dgate = floating(dgate);
+  check_dout(params, n, params.dout);
+  require(params.gate && params.dgate, "gate");
+  for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
+  check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
+  launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
+                where);
+}
+
+// (gate, activation); (dout, attended, lse); (delta, dgate, dattended), of which dgate is None
+// where it is not asked for, and dattended unless the gate is elementwise.
+void attention_rows(const py::tuple& gated, const py::tuple& read, const py::tuple& written,
+                    const py::tuple& where) {
+  cuda::RowsParams params;
+  params.gate = floating(gated[0]);
+  params.activation = activation_of(py::cast<std::string>(gated[1]));
+  params.dout = floating(read[0]);
+  params.attended = floating(read[1]);
+  params.lse = floating(read[2]);
+  params.delta = floating(written[0]);
+  params.dgate = floating(written[1]);
+  params.dattended = floating(written[2]);
+  check_single({&params.dout, &params.gate});
+  const hk::Tensor& dout = params.dout;
+  require(dout.rank == 4 && has_rows(dout), "dout");
+  const int64_t B = dout.size[0], H = dout.size[1], T = dout.size[2], Dv = dout.size[3];
+  require(params.attended && has_rows(params.attended), "attended");
+  check_like(params.attended, dout, "attended");
+  require(params.lse && params.delta, "lse or delta");
+  check_rows(dout.dtype, params.lse, {B, H, T}, "lse");
+  check_rows(dout.dtype, params.delta, {B, H, T}, "delta");
+  check_gate(params.gate, {B, H, T, Dv});
+  require(is_elementwise(params.gate) == static_cast<bool>(params.dattended), "dattended");
+  if (params.dattended) {
+    require(has_rows(params.dattended), "dattended");
+    check_like(params.dattended, dout, "dattended");
+    check_rows(dout.dtype, params.dgate, {B, H, T, Dv}, "dgate");
+  } else {
+    check_rows(dout.dtype, params.dgate, {B, H, T}, "dgate");
+  }
+  launch(cuda::attention_rows, params, where_of(where));
+}
+
+// What the last passes of the backward read: a call, (dattended, lse, delta) and splits.
+Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, py::handle value,
+                        const py::tuple& mask, const py::tuple& options, const py::tuple& read,
+                        int splits) {
+  const Sizes n = set_single_call(params, scores, value, mask, options);
+  params.dattended = floating(read[0]);
+  params.lse = floating(read[1]);
+  params.delta = floating(read[2]);
+  params.splits = splits;
+  check_dout(params, n, params.dattended);
+  require(params.lse && params.delta && splits >= 1, "lse, delta or splits");
+  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(params.query.dtype, params.delta, {n.B, n.H, n.T}, "delta");
+  return n;
+}
+
+// `gradients` is (dkey, dvalue, dcontent_bias), None is not computed.
+void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                    const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
+                    int splits, const py::tuple& where) {
+  cuda::KeysParams params;
+  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits);
+  params.dkey = floating(gradients[0]);
+  params.dvalue = floating(gradients[1]);
+  params.dcontent_bias = floating(gradients[2]);
+  const int64_t parts = n.B * splits, Hk = params.value.size[1], Dv = params.value.size[3];
+  if (params.mixing) {
+    check_gradient(params, params.dkey, splits, {parts, n.S, n.D}, "dkey");
+    check_gradient(params, params.dvalue, 1, {n.B, n.H, n.S, Dv}, "dvalue");
+  } else {
+    check_gradient(params, params.dkey, splits, {parts, Hk, n.S, n.D}, "dkey");
+    check_gradient(params, params.dvalue, splits, {parts, Hk, n.S, Dv}, "dvalue");
+  }
+  check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
+  launch_either(cuda::gated_attention_keys, cuda::collaborative_attention_keys, params, where);
+}
+
+// `gradients` is (dquery, dmixing), None is not computed.
+void attention_queries(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                       const py::tuple& options, const py::tuple& read,
+                       const py::sequence& gradients, int splits, bool closed_grad,
+                       const py::tuple& where) {
+  cuda::QueriesParams params;
+  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits);
+  params.closed_grad = closed_grad;
+  params.dquery = floating(gradients[0]);
+  params.dmixing = floating(gradients[1]);
+  if (params.mixing) {
+    const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
+                                       params.value.size[3])
+                            .block_m;
+    const int64_t tiles = (n.T + block_m - 1) / block_m;
+    check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
+    require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery");
+    check_rows(params.query.dtype, params.dmixing, {n.B, tiles, n.H, n.D}, "dmixing");
+  } else {
+    require(splits == 1 && !params.dmixing, "splits or dmixing");
+    check_gradient(params, params.dquery, 1, {n.B, n.H, n.T, n.D}, "dquery");
+  }
+  launch_either(cuda::gated_attention_queries, cuda::collaborative_attention_queries, params,
+                where);
+}
+
+// (query rows, keys, features of a slice) of one block of threads.
+py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv) {
+  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv);
+  return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
+}
+
+void check_wrapper(const std::string& name, const py::sequence& tensors, const py::tuple& where) {
+  std::vector<hk::Tensor> words;
+  for (const py::handle tensor : tensors) words.push_back(floating(tensor));
+  cuda::check_wrapper(name, words, where_of(where));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
+  m.doc() = "CUDA attention kernels; called by the `cuda` backends, not by users.";
+  m.def("attention_forward", &attention_forward);
+  m.def("attention_closed", &attention_closed);
+  m.def("attention_rows", &attention_rows);
+  m.def("attention_keys", &attention_keys);
+  m.def("attention_queries", &attention_queries);
+  m.def("tiles_of", &tiles_of);
+  m.def("unsupported_device", &cuda::unsupported_device,
+        "Why the kernels can not run on a device; empty where they can.");
+  m.def("wrapper_names", &cuda::wrapper_names);
+  m.def("check_wrapper", &check_wrapper, "Run the kernel of one wrapper (for tests).");
+#ifdef HK_EMULATED
+  m.def("schedule_names", &hk::emulator::schedule_names);
+  m.def("use_schedule", &hk::emulator::use_schedule, "For all launches from now on (for tests).");
+#endif
+}

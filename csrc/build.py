@@ -1,0 +1,261 @@
+"""Compiles the C++ and CUDA sources with ninja: which files, with which flags, for which machines.
+
+Needs a C++17 compiler with OpenMP (`CXX`, else g++; `CXXFLAGS` are added to the flags below); nvcc
+for the CUDA kernels; no torch, git, network or GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from glob import glob
+from pathlib import Path
+from typing import NamedTuple
+
+from setuptools.errors import CompileError, PlatformError
+
+COMMON = shlex.split("-std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc")
+CPU = shlex.split(
+    "-O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp "
+    # Scheduling before registers are given out (g++'s default on aarch64) spills the inner product.
+    "-fno-schedule-insns"
+)
+AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width=512"
+# Per machine, the plainest level first: of an inline function that several objects hold, the linker
+# keeps the first copy, and that one must run everywhere.
+LEVELS = {
+    "x86_64": {"baseline": "", "avx2": "-mavx2 -mfma", "avx512": AVX512},
+}
+# Levels with products of bfloat16; all else is that of the level HK_PLAIN.
+PAIR_LEVELS = {
+    "x86_64": {
+        "avx512bf16": f"{AVX512} -mavx512bf16 -DHK_PLAIN=avx512",
+        "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-bf16 -DHK_PLAIN=avx512",
+    }
+}
+# The same in plain C++, for the self test: it runs where the instructions do not.
+EMULATED_LEVELS = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
+# libgomp is torch's own copy (by soname where torch is imported first), so that one pool of threads
+# serves both and torch.set_num_threads holds.
+LINK_CPU = ["-shared", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
+
+# The parts that get machine code of their own. All others from compute capability 8.0 on compile the
+# PTX; it is what the machine code is made of too, for no kernel uses more than it has.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+PTX = "compute_80"
+OLDEST_NVCC = (12, 8)  # knows sm_100 and -compress-mode
+NVCC = shlex.split(
+    "-std=c++17 -O3 -Icsrc --expt-relaxed-constexpr -compress-mode=size "
+    "-Xcompiler -fPIC,-fvisibility=hidden,-Wall"
+)
+# The driver is asked for when a kernel is launched: the module loads where there is none.
+LINK_CUDA = shlex.split("-shared -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
+# The kernels of csrc/cuda/*attention*.cu are compiled once for each.
+DTYPES = ("bf16", "fp16", "float")
+
+
+class Unit(NamedTuple):
+    """An object: `name`.o of `source`, by a compiler and its flags."""
+
+    name: str
+    source: str
+    compiler: list[str]
+
+
+def cxx() -> list[str]:
+    words = shlex.split(os.environ.get("CXX", "g++"))
+    if shutil.which(words[0]) is None:
+        raise PlatformError(f"no C++ compiler {words[0]!r}: install g++, or set CXX to another")
+    return words
+
+
+def cxx_flags() -> list[str]:
+    return shlex.split(os.environ.get("CXXFLAGS", ""))
+
+
+def python_includes() -> list[str]:
+    import pybind11
+
+    return ["-I", sysconfig.get_path("include"), "-I", pybind11.get_include()]
+
+
+def output_of(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def build(folder: Path, output: str, units: list[Unit], link: list[str]) -> Path:
+    """Compile `units` in `folder` and link them to `output` there.
+
+    Only what changed is compiled again, so `folder` is kept between builds.
+    """
+
+    def shell(words: list[str]) -> str:
+        return shlex.join(words).replace("$", "$$")
+
+    objects = " ".join(f"{folder}/{unit.name}.o" for unit in units)
+    lines = [
+        f"builddir = {folder}",
+        "rule compile",
+        "  command = $compiler -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = compile $in: $out",
+        "rule link",
+        f"  command = {shell([*cxx(), *cxx_flags()])} $in -o $out {shell(link)}",
+        "  description = link $out",
+        *(
+            f"build {folder}/{unit.name}.o: compile {unit.source}\n"
+            f"  compiler = {shell(unit.compiler)}"
+            for unit in units
+        ),
+        f"build {folder}/{output}: link {objects}",
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    ninja = [sys.executable, "-m", "ninja", "-f", f"{folder}/build.ninja"]
+    if subprocess.run(ninja).returncode != 0:
+        raise CompileError("the kernels did not compile; the compiler's message is above")
+    return folder / output
+
+
+# ---------------------------------------------------------------------- CPU
+def levels(pair_levels: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Flags by level, of level.cpp and of pair_level.cpp, for the compiler's target."""
+    machine = output_of(*cxx(), "-dumpmachine").partition("-")[0]
+    return {
+        "level": LEVELS.get(machine, {"baseline": ""}),
+        "pair_level": PAIR_LEVELS.get(machine, {}) | pair_levels,
+    }
+
+
+def cpu_kernels(pair_levels: dict[str, str]) -> list[Unit]:
+    """csrc/cpu/, of which level.cpp and pair_level.cpp are compiled once per instruction-set level."""
+    compiler = [*cxx(), *COMMON, *CPU, *cxx_flags()]
+    of_levels = levels(pair_levels)
+    units = []
+    for source in sorted(glob("csrc/cpu/*.cpp")):
+        stem = Path(source).stem
+        if stem not in of_levels:
+            units.append(Unit(stem, source, compiler))
+        for level, simd in of_levels.get(stem, {}).items():
+            own = [f"-DHK_LEVEL={level}", *simd.split()]
+            units.append(Unit(f"level_{level}", source, [*compiler, *own]))
+    return units
+
+
+def cpu_module(folder: Path) -> Path:
+    """`heads_kernels._cpu`."""
+    compiler = [*cxx(), *COMMON, *CPU, *cxx_flags(), *python_includes()]
+    bindings = Unit("bindings", "csrc/bindings/cpu.cpp", compiler)
+    return build(folder, "_cpu.so", [bindings, *cpu_kernels({})], LINK_CPU)
+
+
+def cpu_selftest(folder: Path) -> Path:
+    """The program csrc/selftest.cpp: the kernels without Python."""
+    compiler = [*cxx(), *COMMON, *CPU, *cxx_flags()]
+    main = Unit("selftest", "csrc/selftest.cpp", compiler)
+    return build(folder, "selftest", [main, *cpu_kernels(EMULATED_LEVELS)], ["-fopenmp"])
+
+
+# ---------------------------------------------------------------------- CUDA
+def cuda_kernels(compiler: list[str]) -> list[Unit]:
+    """csrc/cuda/, of which the kernels of attention are compiled once per dtype."""
+    units = []
+    for source in sorted(glob("csrc/cuda/*.cu")):
+        stem = Path(source).stem
+        variants = {"": []}
+        if "attention" in stem:
+            variants = {f"_{dtype}": [f"-DHK_DTYPE={dtype}"] for dtype in DTYPES}
+        units += [Unit(stem + name, source, [*compiler, *own]) for name, own in variants.items()]
+    return units
+
+
+def cuda_module(folder: Path, nvcc: Path) -> Path:
+    """`heads_kernels._cuda`."""
+    target = ["-ccbin", cxx()[0], f"-gencode=arch={PTX},code=[{','.join(architectures())}]"]
+    compiler = [*cxx(), *COMMON, "-O2", *cxx_flags(), *python_includes()]
+    units = [
+        Unit("bindings", "csrc/bindings/cuda.cpp", compiler),
+        *cuda_kernels([str(nvcc), *NVCC, *target]),
+    ]
+    return build(folder, "_cuda.so", units, [f"-L{runtime_of(nvcc)}", *LINK_CUDA])
+
+
+def emulator() -> tuple[list[str], list[Unit]]:
+    """The compiler of what is emulated, and csrc/emulator/."""
+    compiler = [*cxx(), *COMMON, "-O2", "-DHK_EMULATED", *cxx_flags()]
+    sources = sorted(glob("csrc/emulator/*.cpp"))
+    return compiler, [Unit(Path(source).stem, source, compiler) for source in sources]
+
+
+def emulated_module(folder: Path) -> Path:
+    """`heads_kernels._cuda_emulated`: the CUDA kernels in plain C++, run by csrc/emulator/."""
+    compiler, units = emulator()
+    bindings = Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *python_includes()])
+    units += [bindings, *cuda_kernels([*compiler, "-x", "c++"])]
+    return build(folder, "_cuda_emulated.so", units, ["-shared"])
+
+
+def emulator_selftest(folder: Path) -> Path:
+    """The program csrc/selftest/emulator.cpp: the emulator without Python."""
+    compiler, units = emulator()
+    main = Unit("selftest", "csrc/selftest/emulator.cpp", compiler)
+    return build(folder, "selftest", [main, *units], [])
+
+
+def architectures() -> list[str]:
+    """HEADS_KERNELS_CUDA_ARCHITECTURES ("sm_90 sm_100") narrows them, for developers."""
+    parts = os.environ.get("HEADS_KERNELS_CUDA_ARCHITECTURES", "").split() or ARCHITECTURES
+    return [*parts, PTX]
+
+
+def find_nvcc() -> tuple[Path | None, str]:
+    """nvcc and its version, or None and why the CUDA kernels are not built.
+
+    HEADS_KERNELS_CUDA is 0 to leave them out, 1 to have them or fail.
+    """
+    wanted = os.environ.get("HEADS_KERNELS_CUDA")
+    if wanted == "0":
+        return None, "HEADS_KERNELS_CUDA=0 left it out"
+    nvcc = _first_nvcc()
+    told = output_of(nvcc, "--version") if nvcc else ""
+    version = re.search(r"release (\d+)\.(\d+), V([\d.]+)", told)
+    if version is None:
+        missing = (
+            "neither CUDA_HOME nor PATH has nvcc, and PyPI's nvidia-cuda-nvcc is not installed"
+        )
+    elif (int(version[1]), int(version[2])) < OLDEST_NVCC:
+        missing = f"{nvcc} is {version[3]}, older than {'.'.join(map(str, OLDEST_NVCC))}"
+    else:
+        return nvcc, version[3]
+    if wanted == "1":
+        raise PlatformError(f"HEADS_KERNELS_CUDA=1 asks for the CUDA kernels, but {missing}")
+    return None, missing
+
+
+def _first_nvcc() -> Path | None:
+    """CUDA_HOME first, then PATH, then PyPI's packages beside this Python."""
+    home = os.environ.get("CUDA_HOME")
+    folders = [f"{home}/bin"] if home else []
+    folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
+    folders += [f"{site}/nvidia/cu13/bin" for site in sys.path]
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+def runtime_of(nvcc: Path) -> Path:
+    """The folder of libcudart_static.a."""
+    run = subprocess.run([nvcc, "-dryrun", "-x", "cu", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+)$", run.stderr, re.MULTILINE)
+    for pattern in ("lib64", "lib", "targets/*/lib"):
+        for folder in sorted(Path(top[1]).glob(pattern)) if top else []:
+            if (folder / "libcudart_static.a").exists():
+                return folder
+    raise PlatformError(
+        f"no libcudart_static.a belongs to {nvcc}: install the CUDA runtime's headers and libraries"
+    )

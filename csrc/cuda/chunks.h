@@ -1,0 +1,246 @@
+// The features of a head of collaborative attention: those of its mixing vector that count, and
+// their way from the rows that all heads share into tiles.
+//
+// A mixing vector is made of chunks of kChunk features. Chunks that are all zero are left out; the
+// others are taken in steps of up to four, in the order of their numbers, so that a ragged head
+// costs what it uses. The mixed query never lies in global memory: a thread multiplies what it has
+// copied itself, before the barrier that shows it to the others.
+#pragma once
+
+#include <cstring>
+
+#include "cuda/gate.h"
+#include "cuda/tensor_core.h"
+
+namespace hk::cuda {
+
+constexpr int kChunk = 16;  // MIXING_CHUNK of problem.py
+constexpr int kStepChunks = 4, kStepWidth = kStepChunks * kChunk;
+
+// One step over one tile of a list. The tiles of a list follow each other without a break; the
+// copies of a step are under way while the one before it is computed, on two stages in turn.
+struct Step {
+  int tile = 0, place = 0, stage = 0;
+
+  HK_DEVICE Step next(int steps) const {
+    return place + 1 < steps ? Step{tile, place + 1, stage ^ 1} : Step{tile + 1, 0, stage ^ 1};
+  }
+};
+
+// Where the features of a tile's columns stand in a row, by chunks: the next ones of a list.
+struct Gathered {
+  const int* numbers;
+  int count;
+
+  HK_DEVICE int feature(int column) const {
+    return column / kChunk < count ? numbers[column / kChunk] * kChunk + column % kChunk : -1;
+  }
+};
+
+// Or those from `first` on, of which only the `used` chunks are asked for, a bit each.
+struct Slice {
+  int first;
+  uint32_t used;
+
+  HK_DEVICE bool has(int column) const { return used >> (column / kChunk) & 1; }
+  HK_DEVICE int feature(int column) const { return has(column) ? first + column : -1; }
+};
+
+// The features of one head after another.
+class Features {
+ public:
+  static constexpr int bytes(int64_t width) {
+    const int chunks = chunks_of(static_cast<int>(width));
+    return 2 * padded(chunks * 4) + chunks * kChunk * 4;
+  }
+
+  HK_DEVICE Features(SharedMemory& memory, const Tensor& mixing)
+      : mixing_(mixing), width_(static_cast<int>(mixing.size[1])), count_(0) {
+    const int chunks = chunks_of(width_);
+    factors_ = memory.take<float>(chunks * kChunk);
+    used_ = memory.take<int>(chunks);
+    numbers_ = memory.take<int>(chunks);
+  }
+
+  // All threads of the block come here; barriers stand before the first write and after the last.
+  template <int kThreads>
+  HK_DEVICE void set(int64_t h) {
+    const int chunks = chunks_of(width_);
+    sync_block();
+    for (int d = thread_index(); d < chunks * kChunk; d += kThreads) {
+      const int64_t index = h * mixing_.stride[0] + d * mixing_.stride[1];
+      factors_[d] = d < width_ ? load_number(mixing_.data, mixing_.dtype, index) : 0.0f;
+    }
+    sync_block();
+    for (int chunk = thread_index(); chunk < chunks; chunk += kThreads) {
+      bool used = false;
+      for (int d = 0; d < kChunk; ++d) used |= factors_[chunk * kChunk + d] != 0.0f;
+      used_[chunk] = used;
+    }
+    sync_block();
+    count_ = 0;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      if (!used_[chunk]) continue;
+      if (thread_index() == 0) numbers_[count_] = chunk;
+      ++count_;
+    }
+    sync_block();
+  }
+
+  // At least one: a head without features has its content bias for scores.
+  HK_DEVICE int steps() const { return count_ ? ceil_div(count_, kStepChunks) : 1; }
+  HK_DEVICE bool ends(const Step& step) const { return step.place + 1 == steps(); }
+  HK_DEVICE int chunks(const Step& step) const {
+    const int left = count_ - step.place * kStepChunks;
+    return left < kStepChunks ? left : kStepChunks;
+  }
+  HK_DEVICE Gathered at(const Step& step) const {
+    return {numbers_ + step.place * kStepChunks, chunks(step)};
+  }
+  // Features `first` and on, kWidth of them; `all` those that the mixing vector has, else those
+  // that the head uses.
+  template <int kWidth>
+  HK_DEVICE Slice slice(int first, bool all) const {
+    static_assert(kWidth <= 32 * kChunk);
+    uint32_t used = 0;
+    for (int i = 0; i < kWidth / kChunk; ++i) {
+      const int chunk = first / kChunk + i;
+      if (chunk < chunks_of(width_) && (all || used_[chunk])) used |= 1u << i;
+    }
+    return {first, used};
+  }
+
+  HK_DEVICE const float* factors() const { return factors_; }
+
+ private:
+  static constexpr int chunks_of(int width) { return ceil_div(width, kChunk); }
+  static constexpr int padded(int bytes) { return ceil_div(bytes, 16) * 16; }
+
+  const Tensor& mixing_;
+  int width_, count_;
+  float* factors_;  // of all features, 0 beyond them
+  int *used_, *numbers_;
+};
+
+// The units of 16 bytes that are this thread's of a tile: all in one column.
+template <int kThreads, typename AnyTile>
+struct OwnUnits {
+  using T = typename AnyTile::Element;
+  static constexpr int kUnit = 16 / sizeof(T), kUnits = AnyTile::kColumns / kUnit;
+  static constexpr int kRowStep = kThreads / kUnits;
+  static_assert(kThreads % kUnits == 0 && kChunk % kUnit == 0);
+
+  HK_DEVICE static int column() { return thread_index() % kUnits * kUnit; }
+  HK_DEVICE static int first_row() { return thread_index() / kUnits; }
+};
+
+// Starts to copy the features of rows `first` and on into a tile, with all threads of the block;
+// columns for which `source` has none are left as they are.
+template <int kThreads, typename AnyTile, typename Source>
+HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element>& rows,
+                             int first, const Source& source) {
+  using Own = OwnUnits<kThreads, AnyTile>;
+  using T = typename AnyTile::Element;
+  const int feature = source.feature(Own::column());
+  if (feature < 0) return;
+  const int left = rows.width - feature;
+  const int count = left < 0 ? 0 : left < Own::kUnit ? left : Own::kUnit;
+  const T* from = rows.row(first + Own::first_row()) + feature;
+  if (rows.aligned) {
+    HK_UNROLL
+    for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
+      const int bytes = first + row < rows.length ? count * static_cast<int>(sizeof(T)) : 0;
+      copy_async(tile.at(row, Own::column()), from, bytes);
+      from += Own::kRowStep * rows.stride;
+    }
+  } else {
+    HK_UNROLL_BY(1)
+    for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
+      for (int i = 0; i < Own::kUnit; ++i)
+        tile.at(row, Own::column())[i] = i < count && first + row < rows.length ? from[i] : T{};
+      from += Own::kRowStep * rows.stride;
+    }
+  }
+}
+
+// Multiplies what this thread has copied into the tile by the features' factors, rounded to T.
+template <int kThreads, typename AnyTile, typename Source>
+HK_DEVICE void mix_features(const AnyTile& tile, const float* factors, const Source& source) {
+  using Own = OwnUnits<kThreads, AnyTile>;
+  using T = typename AnyTile::Element;
+  struct alignas(16) Unit {
+    uint32_t words[4];
+  };
+  const int feature = source.feature(Own::column());
+  if (feature < 0) return;
+  float factor[Own::kUnit];
+  HK_UNROLL
+  for (int i = 0; i < Own::kUnit; ++i) factor[i] = factors[feature + i];
+  HK_UNROLL_BY(4)
+  for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
+    Unit* const at = reinterpret_cast<Unit*>(tile.at(row, Own::column()));
+    Unit unit;
+    std::memcpy(&unit, at, sizeof(Unit));
+    HK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t& word = unit.words[i];
+      if constexpr (sizeof(T) == 4) {
+        word = float_bits(bits_float(word) * factor[i]);
+      } else {
+        const Pair pair = unpack<T>(word);
+        word = pack<T>(pair.low * factor[2 * i], pair.high * factor[2 * i + 1]);
+      }
+    }
+    std::memcpy(at, &unit, sizeof(Unit));
+  }
+}
+
+// acc += left [rows from `row`, chunks] * right [kColumns, chunks]^T
+template <int kGroups, int kColumns, typename T, int kLeftRows>
+HK_DEVICE void multiply_chunks(Accumulator<kGroups, kColumns>& acc,
+                               const Tile<T, kLeftRows, kStepWidth>& left, int row,
+                               const Tile<T, kColumns, kStepWidth>& right, int chunks) {
+  HK_UNROLL_BY(sizeof(T) == 4 ? 2 : 4)
+  for (int k = 0; k < chunks * kChunk; k += TensorCore<T>::kDepth) {
+    LeftOperands<T, kGroups> a;
+    HK_UNROLL
+    for (int m = 0; m < kGroups; ++m) {
+      Left loaded;
+      load(loaded, left, row + 16 * m, k);
+      a[m] = TensorCore<T>::operand(loaded.a);
+    }
+    HK_UNROLL
+    for (int n = 0; n < kColumns; n += 16) {
+      Right b;
+      load(b, right, n, k);
+      multiply_depth<T>(acc, n, a, b);
+    }
+  }
+}
+
+// acc += weights [.., kDepth] * right [kDepth, the columns of a slice], the weights rounded to T.
+template <int kGroups, int kColumns, int kDepth, typename T>
+HK_DEVICE void multiply_slice(Accumulator<kGroups, kColumns>& acc,
+                              const Accumulator<kGroups, kDepth>& weights,
+                              const Tile<T, kDepth, kColumns>& right, const Slice& slice) {
+  using Core = TensorCore<T>;
+  HK_UNROLL
+  for (int k = 0; k < kDepth; k += Core::kDepth) {
+    LeftOperands<T, kGroups> a;
+    HK_UNROLL
+    for (int m = 0; m < kGroups; ++m) {
+      Left taken;
+      Core::take(taken, weights.c[m], k / Core::kDepth);
+      a[m] = Core::operand(taken.a);
+    }
+    HK_UNROLL
+    for (int n = 0; n < kColumns; n += kChunk) {
+      if (!slice.has(n)) continue;
+      Right b;
+      Core::load_transposed(b, right, k, n);
+      multiply_depth<T>(acc, n, a, b);
+    }
+  }
+}
+
+}  // namespace hk::cuda

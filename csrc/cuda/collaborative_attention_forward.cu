@@ -1,0 +1,190 @@
+// Collaborative attention forward: out_h = act(gate_h) * attended_h, where
+//
+//   attended_h = softmax(scale * ((query * mixing_h) key^T + content_bias_h) under the mask)
+//   value_h
+#include <algorithm>
+
+#include "cuda/chunks.h"
+#include "cuda/collaborative_tiles.h"
+#include "cuda/content_bias.h"
+#include "cuda/head_output.h"
+#include "cuda/launch.h"
+#include "cuda/pairs.h"
+#include "cuda/passes.h"
+#include "cuda/visible.h"
+
+namespace hk::cuda {
+
+// A block of threads computes kBlockM rows of one head. Heads of one tile of rows follow each
+// other, for they read the same query and key; the last rows (the longest of a causal mask) come
+// first. A closed head writes its zeros and is done. On chip stay the mixed query (where there is
+// room: else it is copied anew with every tile of keys), scores and the accumulator, two steps of
+// keys and two tiles of values.
+template <typename T, int kWidth>
+struct CollaborativeForward {
+  struct Params : AttendParams {
+    bool keeps_query;
+  };
+  using Sizes = CollaborativeForwardSizes<T, kWidth>;
+  static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kBlockN;
+  static constexpr int kThreads = Sizes::kWarps * kWarp;
+  static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
+  static constexpr int kMinBlocks = Sizes::kMinBlocks;
+  using QueryTile = Tile<T, kBlockM, kStepWidth>;
+  using KeyTile = Tile<T, kBlockN, kStepWidth>;
+  using ValueTile = Tile<T, kBlockN, kWidth>;
+  using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth>;
+
+  // What tiles are copied from; in shared memory, for registers are short.
+  struct Sources {
+    Rows<T> query, key, value;
+  };
+
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
+    const int loop = owned_tiles(Ds, keeps_query) * QueryTile::kBytes + 2 * KeyTile::kBytes +
+                     2 * ValueTile::kBytes + Features::bytes(Ds) +
+                     kBlockM * static_cast<int>(sizeof(Range)) + kBlockN * 4 + Sizes::kWarps * 16 +
+                     kBlockN + static_cast<int>(sizeof(Sources) + sizeof(At)) + 16;
+    return std::max(loop, Output::kSharedBytes);
+  }
+
+  // What a block works on.
+  struct At {
+    int b, h, first_row;
+
+    HK_DEVICE explicit At(const Params& p) {
+      const int tiles = ceil_div(static_cast<int>(p.query.size[1]), kBlockM);
+      const int64_t H = p.mixing.size[0];
+      h = static_cast<int>(block_index() % H);
+      b = static_cast<int>(block_index() / H / tiles);
+      first_row = (tiles - 1 - static_cast<int>(block_index() / H % tiles)) * kBlockM;
+    }
+  };
+
+  HK_DEVICE static void run(const Params& p) {
+    SharedMemory memory;
+    const auto key = memory.ring<KeyTile>(2);
+    const auto value = memory.ring<ValueTile>(2);
+    Range* const ranges = memory.take<Range>(kBlockM);
+    float* const bias = memory.take<float>(kBlockN);
+    int* const scratch = memory.take<int>(Sizes::kWarps * 4);
+    bool* const bad = memory.take<bool>(kBlockN);
+    Sources& rows = *memory.take<Sources>(1);
+    At& at = *memory.take<At>(1);
+    Features features(memory, p.mixing);
+    // Of each step, or of a stage.
+    const auto query = memory.ring<QueryTile>(owned_tiles(p.query.size[2], p.keeps_query));
+
+    if (thread_index() == 0) {
+      at = At(p);
+      rows = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
+              rows_of<T>(p.value, at.b, at.h)};
+    }
+    sync_block();
+    const bool closed = Gate(p.gate, p.activation).closes(at.b, at.h);
+    if (p.dgate.rank > 0 && !closed) return;
+    const auto visible = [&] {
+      const int T_rows = static_cast<int>(p.query.size[1]);
+      return Visible(p.mask, at.b, rows_taking_part(p, closed, T_rows),
+                     static_cast<int>(p.key.size[1]));
+    };
+    for (int i = thread_index(); i < kBlockM; i += kThreads)
+      ranges[i] = visible().range(at.first_row + i);
+    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, scratch);
+    if (list.count()) features.set<kThreads>(at.h);
+    const float scale = static_cast<float>(p.scale);
+    const float steepness = fmaxf(fabsf(scale) * kLog2e, kSmallest);
+    const int warp_row = warp() * kGroups * 16;
+    const int steps = features.steps();
+
+    const auto query_at = [&](const Step& step) {
+      return query[p.keeps_query ? step.place : step.stage];
+    };
+    const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == 0; };
+    const auto copy = [&](const Step& step) {
+      const int first_key = list[step.tile] * kBlockN;
+      if (copies_query(step))
+        copy_features<kThreads>(query_at(step), rows.query, at.first_row, features.at(step));
+      copy_features<kThreads>(key[step.stage], rows.key, first_key, features.at(step));
+      if (features.ends(step)) copy_rows<kThreads>(value[step.tile % 2], rows.value, first_key);
+    };
+    const auto bias_of = [&](const Step& step) {
+      return ContentBias(p.content_bias, at.b, at.h).at(list[step.tile] * kBlockN + thread_index());
+    };
+
+    Accumulator<kGroups, kWidth> attended;
+    Accumulator<kGroups, kBlockN> scores;
+    attended.clear();
+    scores.clear();
+    OnlineSoftmax<kGroups> softmax;
+    if (list.count()) {
+      copy({});
+      if (thread_index() < kBlockN) bias[thread_index()] = bias_of({});
+    }
+    commit_copies();
+    for (Step step; step.tile < list.count();) {
+      const Step next = step.next(steps);
+      const bool sets_bias =
+          next.tile < list.count() && features.ends(next) && thread_index() < kBlockN;
+      float next_bias = 0.0f;  // on its way while this step is computed
+      if (next.tile < list.count()) copy(next);
+      if (sets_bias) next_bias = bias_of(next);
+      commit_copies();
+      wait_copies<1>();
+      if (copies_query(step))
+        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
+      sync_block();
+      multiply_chunks(scores, query_at(step), warp_row, key[step.stage], features.chunks(step));
+      if (features.ends(step)) {
+        const int first_key = list[step.tile] * kBlockN;
+        const ValueTile tile_value = value[step.tile % 2];
+        if (p.content_bias.rank > 0) {
+          scores.each([&](float& score, int, int n, int e) { score += bias[column_of(n, e)]; });
+        }
+        if (scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
+        if (!list.is_full(step.tile)) {
+          Pairs<kGroups, kBlockN> hidden;
+          add_hidden<Lie::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
+          scores.each([&](float& score, int m, int n, int e) {
+            if (hidden.holds(m, n, e)) score = -kInfinity;
+          });
+          if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
+        }
+        softmax.step(scores, attended, steepness);
+        if (p.dropout.active) {
+          Pairs<kGroups, kBlockN> dropped;
+          add_dropped<Lie::kRowsFirst>(dropped, p.dropout, at.b, at.h, at.first_row + warp_row,
+                                       first_key);
+          scores.each([&](float& probability, int m, int n, int e) {
+            if (dropped.holds(m, n, e)) probability = 0.0f;
+          });
+        }
+        multiply_weights(attended, scores, tile_value);
+        scores.clear();
+      }
+      sync_block();  // no thread reads this step's tiles, nor the bias
+      if (sets_bias) bias[thread_index()] = next_bias;
+      step = next;
+    }
+    softmax.finish(attended, steepness, static_cast<float>(p.dropout.keep_scale));
+    const At block = at;  // what follows writes over it
+    Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended,
+                  softmax.top);
+  }
+};
+
+template <typename T>
+void collaborative_forward(const AttendParams& p, const Where& where) {
+  with_value_width<T>(p.value.size[3], [&](auto width) {
+    using Kernel = CollaborativeForward<T, width>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
+    const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
+    launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM),
+                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+  });
+}
+
+template void collaborative_forward<HK_DTYPE>(const AttendParams&, const Where&);
+
+}  // namespace hk::cuda

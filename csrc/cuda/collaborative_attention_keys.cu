@@ -1,0 +1,285 @@
+// Collaborative attention backward by tiles of keys: dkey, dvalue and dcontent_bias.
+//
+//   p = exp(scores - lse)        dp = dattended value^T        dscores = scale * p * (dp - delta)
+//   dvalue_h = p^T dattended     dcontent_bias_h = colsum(dscores)     dattended = g * dout
+//   dkey = sum over h of dscores_h^T (query * mixing_h)
+//
+// Dropout multiplies p in dvalue, and dp, by what it keeps.
+#include "cuda/chunks.h"
+#include "cuda/collaborative_tiles.h"
+#include "cuda/content_bias.h"
+#include "cuda/head_gradient.h"
+#include "cuda/launch.h"
+#include "cuda/pairs.h"
+#include "cuda/passes.h"
+#include "cuda/row_terms.h"
+
+namespace hk::cuda {
+
+// A block of threads owns a slice of the features of kBlockN keys and sums dkey over the heads (a
+// splits-th of them) in registers. The block of the first slice also stores what is a head's own,
+// dvalue and dcontent_bias; where a slice is narrower than Ds, scores are computed again for every
+// one. On chip stay a head's features of the keys (where there is room), its values and all sums.
+// Scores lie transposed, [keys, query rows], so that probabilities and dscores are left operands as
+// they stand in registers.
+template <typename T, int kWidth>
+struct CollaborativeKeys {
+  struct Params : KeysParams {
+    bool keeps_key;
+  };
+  using Sizes = CollaborativeKeysSizes<T, kWidth>;
+  static constexpr int kGroups = Sizes::kGroups, kBlockM = Sizes::kOther, kSlice = Sizes::kSlice;
+  static constexpr int kThreads = Sizes::kWarps * kWarp;
+  static constexpr int kBlockN = Sizes::kWarps * kGroups * 16;
+  static constexpr int kMinBlocks = Sizes::kMinBlocks;
+  using KeyTile = Tile<T, kBlockN, kStepWidth>;
+  using QueryTile = Tile<T, kBlockM, kStepWidth>;
+  using SliceTile = Tile<T, kBlockM, kSlice>;
+  using ValueTile = Tile<T, kBlockN, kWidth>;
+  using DoutTile = Tile<T, kBlockM, kWidth>;
+  using Scores = Accumulator<kGroups, kBlockM>;
+
+  // What a block works on.
+  struct At {
+    int b, first_head, last_head, first_key, column, part;
+
+    HK_DEVICE explicit At(const Params& p) {
+      const int B = static_cast<int>(p.query.size[0]), H = static_cast<int>(p.mixing.size[0]);
+      const int tiles = ceil_div(static_cast<int>(p.key.size[1]), kBlockN), slices = slices_of(p);
+      const int64_t rest = block_index() / tiles / slices;  // batches, then splits
+      const int split = static_cast<int>(rest / B), heads = ceil_div(H, p.splits);
+      b = static_cast<int>(rest % B);
+      first_head = split * heads;
+      last_head = Visible::min_of(first_head + heads, H);
+      first_key = static_cast<int>(block_index() % tiles) * kBlockN;
+      column = static_cast<int>(block_index() / tiles % slices) * kSlice;
+      part = split * B + b;
+    }
+
+    // Its block stores what is a head's own.
+    HK_DEVICE bool is_first_slice() const { return column == 0; }
+  };
+
+  // What tiles are copied from; in shared memory, for registers are short.
+  struct Sources {
+    Rows<T> query, key, dout;
+    Gate gate;
+  };
+
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_key) {
+    return owned_tiles(Ds, keeps_key) * KeyTile::kBytes + ValueTile::kBytes +
+           2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + Features::bytes(Ds) +
+           static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
+           static_cast<int>(sizeof(Sources) + sizeof(At)) + 32 + Sizes::kWarps * 16;
+  }
+
+  struct Memory {
+    SharedMemory memory;
+    Ring<QueryTile> query = memory.ring<QueryTile>(2);
+    Ring<SliceTile> slice = memory.ring<SliceTile>(2);
+    Ring<DoutTile> dout = memory.ring<DoutTile>(2);
+    ValueTile value = memory.tile<ValueTile>();
+    RowTerms<kBlockM>* terms = memory.take<RowTerms<kBlockM>>(1);
+    int* scratch = memory.take<int>(Sizes::kWarps * 4);
+    Sources* sources = memory.take<Sources>(1);
+    At* at = memory.take<At>(1);
+    Features features;
+    Ring<KeyTile> key;  // of each step, or of a stage
+
+    HK_DEVICE explicit Memory(const Params& p)
+        : features(memory, p.mixing),
+          key(memory.ring<KeyTile>(owned_tiles(p.key.size[2], p.keeps_key))) {}
+  };
+
+  struct Sums {
+    Accumulator<kGroups, kSlice> dkey;
+    Accumulator<kGroups, kWidth> dvalue;
+    float dbias[kGroups][2];  // this lane's part of a key's sum
+  };
+
+  HK_DEVICE static void run(const Params& p) {
+    Memory on_chip(p);
+    if (thread_index() == 0) *on_chip.at = At(p);
+    sync_block();
+    const At& at = *on_chip.at;
+    const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible_of(p, at),
+                                                                     at.first_key, on_chip.scratch);
+    const int warp_row = warp() * kGroups * 16;
+    Sums sums;
+    sums.dkey.clear();
+    for (int h = at.first_head; h < at.last_head; ++h) {
+      sums.dvalue.clear();
+      for (auto& of_group : sums.dbias) of_group[0] = of_group[1] = 0.0f;
+      add_head(p, list, on_chip, at, h, sums);
+      if (!at.is_first_slice()) continue;
+      if (p.dvalue)
+        store_gradient<T>(p.dvalue, at.b, h, at.first_key + warp_row, 0, sums.dvalue, 1.0f);
+      if (p.dcontent_bias) store_bias(p, at, h, sums.dbias);
+    }
+    if (p.dkey) {
+      store_gradient<T>(p.dkey, at.part, 0, at.first_key + warp_row, at.column, sums.dkey,
+                        static_cast<float>(p.scale));
+    }
+  }
+
+  HK_DEVICE static int slices_of(const KeysParams& p) {
+    return p.dkey.rank > 0 ? ceil_div(static_cast<int>(p.key.size[2]), kSlice) : 1;
+  }
+
+ private:
+  HK_DEVICE static Visible visible_of(const Params& p, const At& at) {
+    return {p.mask, at.b, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+  }
+
+  // All tiles of query rows of a head; none of a closed one, nor of one that does not use the slice
+  // unless it is the first.
+  HK_DEVICE static void add_head(const Params& p, const TileList& list, Memory& on_chip,
+                                 const At& at, int h, Sums& sums) {
+    if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) return;
+    Features& features = on_chip.features;
+    features.set<kThreads>(h);
+    Slice slice = features.slice<kSlice>(at.column, false);
+    if (!at.is_first_slice() && !slice.used) return;
+    if (!p.dkey) slice.used = 0;
+    const int H = static_cast<int>(p.mixing.size[0]), steps = features.steps();
+    const Sources& rows = *on_chip.sources;
+    if (thread_index() == 0) {
+      *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
+                          rows_of<T>(p.dattended, at.b, h), Gate(p.gate, p.activation)};
+    }
+    sync_block();
+
+    const auto key_at = [&](const Step& step) {
+      return on_chip.key[p.keeps_key ? step.place : step.stage];
+    };
+    const auto copy = [&](const Step& step) {
+      const int first_row = list[step.tile] * kBlockM;
+      if (!p.keeps_key || step.tile == 0)
+        copy_features<kThreads>(key_at(step), rows.key, at.first_key, features.at(step));
+      copy_features<kThreads>(on_chip.query[step.stage], rows.query, first_row, features.at(step));
+      if (!features.ends(step)) return;
+      copy_features<kThreads>(on_chip.slice[step.tile % 2], rows.query, first_row, slice);
+      copy_rows<kThreads>(on_chip.dout[step.tile % 2], rows.dout, first_row);
+    };
+    const auto sets_term = [&](const Step& step) {
+      return step.tile < list.count() && features.ends(step) && thread_index() < kBlockM;
+    };
+    const auto term_of = [&](const Step& step) {
+      const int row = list[step.tile] * kBlockM + thread_index();
+      return RowTerm(p, rows.gate, visible_of(p, at), at.b, h, H, row);
+    };
+
+    copy_rows<kThreads>(on_chip.value, rows_of<T>(p.value, at.b, h), at.first_key);
+    copy({});
+    if (sets_term({})) on_chip.terms->set(thread_index(), term_of({}));
+    commit_copies();
+    const float* const factors = features.factors();
+    Scores scores;
+    scores.clear();
+    for (Step step; step.tile < list.count();) {
+      const Step next = step.next(steps);
+      RowTerm term;  // on its way while this step is computed
+      if (next.tile < list.count()) copy(next);
+      if (sets_term(next)) term = term_of(next);
+      commit_copies();
+      wait_copies<1>();
+      mix_features<kThreads>(on_chip.query[step.stage], factors, features.at(step));
+      if (features.ends(step)) mix_features<kThreads>(on_chip.slice[step.tile % 2], factors, slice);
+      sync_block();
+      multiply_chunks(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage],
+                      features.chunks(step));
+      if (features.ends(step)) {
+        add_tile(p, list, on_chip, slice, at, h, step.tile, scores, sums);
+        scores.clear();
+      }
+      sync_block();  // no thread reads this step's tiles, nor the terms
+      if (sets_term(next)) on_chip.terms->set(thread_index(), term);
+      step = next;
+    }
+  }
+
+  // What one tile of query rows gives, by its scores that still lack the content bias.
+  HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
+                                 const Slice& slice, const At& at, int h, int tile,
+                                 Scores& probabilities, Sums& sums) {
+    const SliceTile query = on_chip.slice[tile % 2];
+    const DoutTile dout = on_chip.dout[tile % 2];
+    const RowTerms<kBlockM>& terms = *on_chip.terms;
+    const int warp_row = warp() * kGroups * 16, first_key = at.first_key + warp_row;
+    const int first_row = list[tile] * kBlockM;
+    const bool partial = !list.is_full(tile);
+    if (partial) leave_out_unsound<kThreads>(terms, query, dout);
+
+    const float steepness = static_cast<float>(p.scale) * kLog2e;
+    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
+    const ContentBias content_bias(p.content_bias, at.b, h);
+    float bias[kGroups][2];
+    for (int m = 0; m < kGroups; ++m)
+      for (int half = 0; half < 2; ++half)
+        bias[m][half] = content_bias.at(first_key + row_of(m, 2 * half));
+    probabilities.each([&](float& value, int m, int n, int e) {
+      value = terms.probability(value + bias[m][e / 2], steepness, column_of(n, e));
+    });
+    Pairs<kGroups, kBlockM> hidden, dropped;
+    if (partial) {
+      add_hidden<Lie::kKeysFirst>(hidden, visible_of(p, at), terms.range, first_key);
+      probabilities.each([&](float& probability, int m, int n, int e) {
+        if (hidden.holds(m, n, e)) probability = 0.0f;
+      });
+    }
+    if (p.dropout.active)
+      add_dropped<Lie::kKeysFirst>(dropped, p.dropout, at.b, h, first_row, first_key);
+    // What dropout and the gate make of a number of an element.
+    const auto weighted = [&](float number, int m, int n, int e) {
+      const float factor = terms.gate[column_of(n, e)] * keep_scale;
+      return dropped.holds(m, n, e) ? 0.0f : number * factor;
+    };
+    if (p.dvalue.rank > 0 && at.is_first_slice()) {
+      Scores weights = probabilities;
+      weights.each([&](float& weight, int m, int n, int e) { weight = weighted(weight, m, n, e); });
+      multiply_weights(sums.dvalue, weights, dout);
+    }
+    if (p.dkey.rank > 0 || p.dcontent_bias.rank > 0) {
+      Scores dscores;
+      dscores.clear();
+      multiply_rows<kWidth>(dscores, on_chip.value, warp_row, dout);
+      dscores.each([&](float& dp, int m, int n, int e) {
+        const float difference = weighted(dp, m, n, e) - terms.delta[column_of(n, e)];
+        dp = hidden.holds(m, n, e) ? 0.0f : probabilities.c[m][n][e] * difference;
+        sums.dbias[m][e / 2] += dp;
+      });
+      multiply_slice(sums.dkey, dscores, query, slice);
+    }
+  }
+
+  HK_DEVICE static void store_bias(const Params& p, const At& at, int h,
+                                   const float (&dbias)[kGroups][2]) {
+    const int S = static_cast<int>(p.key.size[1]);
+    float* const of_head =
+        static_cast<float*>(p.dcontent_bias.data) + (at.b * p.mixing.size[0] + h) * S;
+    for (int m = 0; m < kGroups; ++m) {
+      for (int half = 0; half < 2; ++half) {
+        const int key = at.first_key + warp() * kGroups * 16 + row_of(m, 2 * half);
+        const float sum = sum_of_row(dbias[m][half]);
+        if (key < S && lane() % 4 == 0) of_head[key] = sum * static_cast<float>(p.scale);
+      }
+    }
+  }
+};
+
+template <typename T>
+void collaborative_keys(const KeysParams& p, const Where& where) {
+  with_value_width<T>(p.value.size[3], [&](auto width) {
+    using Kernel = CollaborativeKeys<T, width>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
+    const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
+    const bool keeps_key = keeps_rows<Kernel>(Ds, where.device);
+    launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key),
+                   {p, keeps_key}, where);
+  });
+}
+
+template void collaborative_keys<HK_DTYPE>(const KeysParams&, const Where&);
+
+}  // namespace hk::cuda

@@ -1,0 +1,299 @@
+// Collaborative attention backward by tiles of query rows: dquery and dmixing.
+//
+//   dmixed_h = dscores_h key
+//   dquery = sum over h of mixing_h * dmixed_h        dmixing_h = colsum(query * dmixed_h)
+//
+// The other formulas stand in collaborative_attention_keys.cu.
+#include "cuda/chunks.h"
+#include "cuda/collaborative_tiles.h"
+#include "cuda/content_bias.h"
+#include "cuda/launch.h"
+#include "cuda/pairs.h"
+#include "cuda/passes.h"
+#include "cuda/row_terms.h"
+
+namespace hk::cuda {
+
+// A block of threads owns a slice of the features of kBlockM query rows and goes through the heads
+// (a splits-th of them). What a head adds to dquery is added in memory, in float, once a head:
+// dmixing asks for the sum of the head alone, and registers have no room for both. With closed_grad
+// false, or no dmixing, chunks that a head does not use are left out.
+template <typename T, int kWidth>
+struct CollaborativeQueries {
+  struct Params : QueriesParams {
+    bool keeps_query;
+  };
+  using Sizes = CollaborativeQueriesSizes<T, kWidth>;
+  static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kOther, kSlice = Sizes::kSlice;
+  static constexpr int kThreads = Sizes::kWarps * kWarp;
+  static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
+  static constexpr int kMinBlocks = Sizes::kMinBlocks;
+  using QueryTile = Tile<T, kBlockM, kStepWidth>;
+  using KeyTile = Tile<T, kBlockN, kStepWidth>;
+  using SliceTile = Tile<T, kBlockN, kSlice>;
+  using DoutTile = Tile<T, kBlockM, kWidth>;
+  using ValueTile = Tile<T, kBlockN, kWidth>;
+  using Scores = Accumulator<kGroups, kBlockN>;
+  using Sum = Accumulator<kGroups, kSlice>;
+
+  // What a block works on.
+  struct At {
+    int b, first_head, last_head, tile, column, part;
+
+    HK_DEVICE explicit At(const Params& p) {
+      const int B = static_cast<int>(p.query.size[0]), H = static_cast<int>(p.mixing.size[0]);
+      const int slices = ceil_div(static_cast<int>(p.query.size[2]), kSlice), tiles = tiles_of(p);
+      const int64_t rest = block_index() / slices / tiles;  // batches, then splits
+      const int split = static_cast<int>(rest / B), heads = ceil_div(H, p.splits);
+      b = static_cast<int>(rest % B);
+      first_head = split * heads;
+      last_head = Visible::min_of(first_head + heads, H);
+      tile = tiles - 1 - static_cast<int>(block_index() / slices % tiles);
+      column = static_cast<int>(block_index() % slices) * kSlice;
+      part = split * B + b;
+    }
+
+    HK_DEVICE int first_row() const { return tile * kBlockM; }
+  };
+
+  // What tiles are copied from; in shared memory, for registers are short.
+  struct Sources {
+    Rows<T> query, key, value;
+  };
+
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
+    return owned_tiles(Ds, keeps_query) * QueryTile::kBytes + DoutTile::kBytes +
+           2 * (KeyTile::kBytes + SliceTile::kBytes + ValueTile::kBytes) + Features::bytes(Ds) +
+           static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
+           static_cast<int>(sizeof(Sources) + sizeof(At)) + 32 + Sizes::kWarps * kSlice * 4 +
+           kBlockN * 4 + Sizes::kWarps * 16 + kBlockN;
+  }
+
+  struct Memory {
+    SharedMemory memory;
+    Ring<KeyTile> key = memory.ring<KeyTile>(2);
+    Ring<SliceTile> slice = memory.ring<SliceTile>(2);
+    Ring<ValueTile> value = memory.ring<ValueTile>(2);
+    DoutTile dout = memory.tile<DoutTile>();
+    RowTerms<kBlockM>* terms = memory.take<RowTerms<kBlockM>>(1);
+    float* sums = memory.take<float>(Sizes::kWarps * kSlice);
+    float* bias = memory.take<float>(kBlockN);
+    int* scratch = memory.take<int>(Sizes::kWarps * 4);
+    bool* bad = memory.take<bool>(kBlockN);
+    Sources* sources = memory.take<Sources>(1);
+    At* at = memory.take<At>(1);
+    Features features;
+    Ring<QueryTile> query;  // of each step, or of a stage
+
+    HK_DEVICE explicit Memory(const Params& p)
+        : features(memory, p.mixing),
+          query(memory.ring<QueryTile>(owned_tiles(p.query.size[2], p.keeps_query))) {}
+  };
+
+  HK_DEVICE static void run(const Params& p) {
+    Memory on_chip(p);
+    if (thread_index() == 0) *on_chip.at = At(p);
+    sync_block();
+    const At& at = *on_chip.at;
+    const TileList list =
+        tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at), at.first_row(), on_chip.scratch);
+    Features& features = on_chip.features;
+    for (int h = at.first_head; h < at.last_head; ++h) {
+      features.set<kThreads>(h);
+      Slice slice = features.slice<kSlice>(at.column, p.dmixing.rank > 0 && p.closed_grad);
+      if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) slice.used = 0;
+      Sum dmixed;
+      dmixed.clear();
+      if (slice.used) add_tiles(p, list, on_chip, slice, at, h, dmixed);
+      if (p.dquery && (slice.used || h == at.first_head))
+        add_dquery(p, features.factors(), at, h == at.first_head, dmixed);
+      if (p.dmixing) store_dmixing(p, on_chip, slice, at, h, dmixed);
+    }
+  }
+
+ private:
+  HK_DEVICE static int tiles_of(const Params& p) {
+    return ceil_div(static_cast<int>(p.query.size[1]), kBlockM);
+  }
+  HK_DEVICE static Visible visible_of(const Params& p, const At& at) {
+    return {p.mask, at.b, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+  }
+
+  // dmixed of a head: all tiles of keys.
+  HK_DEVICE static void add_tiles(const Params& p, const TileList& list, const Memory& on_chip,
+                                  const Slice& slice, const At& at, int h, Sum& dmixed) {
+    const Features& features = on_chip.features;
+    const int H = static_cast<int>(p.mixing.size[0]), steps = features.steps();
+    const Sources& rows = *on_chip.sources;
+    if (thread_index() == 0) {
+      *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
+                          rows_of<T>(p.value, at.b, h)};
+    }
+    sync_block();
+    const ContentBias content_bias(p.content_bias, at.b, h);
+
+    const auto query_at = [&](const Step& step) {
+      return on_chip.query[p.keeps_query ? step.place : step.stage];
+    };
+    const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == 0; };
+    const auto copy = [&](const Step& step) {
+      const int first_key = list[step.tile] * kBlockN;
+      if (copies_query(step))
+        copy_features<kThreads>(query_at(step), rows.query, at.first_row(), features.at(step));
+      copy_features<kThreads>(on_chip.key[step.stage], rows.key, first_key, features.at(step));
+      if (!features.ends(step)) return;
+      copy_features<kThreads>(on_chip.slice[step.tile % 2], rows.key, first_key, slice);
+      copy_rows<kThreads>(on_chip.value[step.tile % 2], rows.value, first_key);
+    };
+    const auto sets_bias = [&](const Step& step) {
+      return step.tile < list.count() && features.ends(step) && thread_index() < kBlockN;
+    };
+    const auto bias_of = [&](const Step& step) {
+      return content_bias.at(list[step.tile] * kBlockN + thread_index());
+    };
+
+    for (int i = thread_index(); i < kBlockM; i += kThreads) {
+      const Gate gate(p.gate, p.activation);
+      on_chip.terms->set(i, RowTerm(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
+    }
+    copy_rows<kThreads>(on_chip.dout, rows_of<T>(p.dattended, at.b, h), at.first_row());
+    copy({});
+    if (sets_bias({})) on_chip.bias[thread_index()] = bias_of({});
+    commit_copies();
+    Scores scores;
+    scores.clear();
+    for (Step step; step.tile < list.count();) {
+      const Step next = step.next(steps);
+      float next_bias = 0.0f;  // on its way while this step is computed
+      if (next.tile < list.count()) copy(next);
+      if (sets_bias(next)) next_bias = bias_of(next);
+      commit_copies();
+      wait_copies<1>();
+      if (copies_query(step))
+        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
+      sync_block();
+      multiply_chunks(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage],
+                      features.chunks(step));
+      if (features.ends(step)) {
+        add_tile(p, list, on_chip, slice, at, h, step.tile, scores, dmixed);
+        scores.clear();
+      }
+      sync_block();  // no thread reads this step's tiles, nor the bias
+      if (sets_bias(next)) on_chip.bias[thread_index()] = next_bias;
+      step = next;
+    }
+    // Rows that see nothing take part in no sum, whatever stands in the keys beside them.
+    dmixed.each([&](float& sum, int m, int, int e) {
+      if (is_blind(on_chip, row_of(m, e))) sum = 0.0f;
+    });
+  }
+
+  HK_DEVICE static bool is_blind(const Memory& on_chip, int warp_row) {
+    return on_chip.terms->lse[warp() * kGroups * 16 + warp_row] == kInfinity;
+  }
+
+  // What one tile of keys gives, by its scores that still lack the content bias.
+  HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
+                                 const Slice& slice, const At& at, int h, int tile,
+                                 const Scores& scores, Sum& dmixed) {
+    const SliceTile key = on_chip.slice[tile % 2];
+    const RowTerms<kBlockM>& terms = *on_chip.terms;
+    const int warp_row = warp() * kGroups * 16, first_key = list[tile] * kBlockN;
+    const float steepness = static_cast<float>(p.scale) * kLog2e;
+    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
+    const bool partial = !list.is_full(tile);
+    // Whoever sees a key that is not finite has lse nan already.
+    if (partial) clean<kThreads>(key, on_chip.bad);
+    Scores dscores;
+    dscores.clear();
+    multiply_rows<kWidth>(dscores, on_chip.dout, warp_row, on_chip.value[tile % 2]);
+    Pairs<kGroups, kBlockN> hidden, dropped;
+    if (partial)
+      add_hidden<Lie::kRowsFirst>(hidden, visible_of(p, at), terms.range + warp_row, first_key);
+    if (p.dropout.active)
+      add_dropped<Lie::kRowsFirst>(dropped, p.dropout, at.b, h, at.first_row() + warp_row,
+                                   first_key);
+    dscores.each([&](float& dp, int m, int n, int e) {
+      const int row = warp_row + row_of(m, e);
+      const float score = scores.c[m][n][e] + on_chip.bias[column_of(n, e)];
+      const float kept = dropped.holds(m, n, e) ? 0.0f : dp * keep_scale;
+      dp = hidden.holds(m, n, e) ? 0.0f
+                                 : terms.probability(score, steepness, row) *
+                                       (kept * terms.gate[row] - terms.delta[row]);
+    });
+    multiply_slice(dmixed, dscores, key, slice);
+  }
+
+  // Stores what the first head gives, adds what the others do: to elements of this thread alone.
+  HK_DEVICE static void add_dquery(const Params& p, const float* factors, const At& at,
+                                   bool is_first, const Sum& dmixed) {
+    const Rows<float> dquery = rows_of<float>(p.dquery, at.part, 0);
+    HK_UNROLL
+    for (int m = 0; m < kGroups; ++m) {
+      HK_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const int row = at.first_row() + warp() * kGroups * 16 + row_of(m, e);
+        if (row >= dquery.length) continue;
+        float* const sums = dquery.row(row);
+        HK_UNROLL
+        for (int n = 0; n < kSlice / 8; ++n) {
+          const int feature = at.column + column_of(n, e);
+          if (feature >= dquery.width) continue;
+          const float term = factors[feature] * dmixed.c[m][n][e] * static_cast<float>(p.scale);
+          sums[feature] = is_first ? term : sums[feature] + term;
+        }
+      }
+    }
+  }
+
+  // The rows of a warp are added up in registers, the warps in their order.
+  HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const Slice& slice,
+                                      const At& at, int h, const Sum& dmixed) {
+    const Rows<T> queries = rows_of<T>(p.query, at.b, 0);
+    const int first_row = at.first_row() + warp() * kGroups * 16;
+    HK_UNROLL
+    for (int n = 0; n < kSlice / 8; ++n) {
+      HK_UNROLL
+      for (int side = 0; side < 2; ++side) {
+        const int feature = at.column + column_of(n, side);
+        float sum = 0.0f;
+        HK_UNROLL
+        for (int m = 0; m < kGroups; ++m) {
+          HK_UNROLL
+          for (int e = side; e < 4; e += 2) {
+            const int row = row_of(m, e);
+            if (slice.has(8 * n) && feature < queries.width && !is_blind(on_chip, row))
+              sum += to_float(queries.row(first_row + row)[feature]) * dmixed.c[m][n][e];
+          }
+        }
+        for (int mask = 4; mask < kWarp; mask *= 2) sum += shuffle_xor(sum, mask);
+        if (lane() < 4) on_chip.sums[warp() * kSlice + column_of(n, side)] = sum;
+      }
+    }
+    sync_block();
+    float* const of_head =
+        static_cast<float*>(p.dmixing.data) +
+        ((int64_t{at.b} * tiles_of(p) + at.tile) * p.mixing.size[0] + h) * queries.width;
+    for (int d = thread_index(); d < kSlice && at.column + d < queries.width; d += kThreads) {
+      float sum = 0.0f;
+      for (int w = 0; w < Sizes::kWarps; ++w) sum += on_chip.sums[w * kSlice + d];
+      of_head[at.column + d] = sum * static_cast<float>(p.scale);
+    }
+  }
+};
+
+template <typename T>
+void collaborative_queries(const QueriesParams& p, const Where& where) {
+  with_value_width<T>(p.value.size[3], [&](auto width) {
+    using Kernel = CollaborativeQueries<T, width>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
+    const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
+    launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
+                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+  });
+}
+
+template void collaborative_queries<HK_DTYPE>(const QueriesParams&, const Where&);
+
+}  // namespace hk::cuda

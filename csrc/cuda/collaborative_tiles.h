@@ -1,0 +1,96 @@
+// The sizes of a block of threads of the collaborative kernels, as tiles.h has them of the gated
+// ones; the shared width is a number of the call, read in steps of kStepWidth features.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+#include "cuda/chunks.h"
+#include "cuda/device.h"
+#include "cuda/kernels.h"
+#include "cuda/tiles.h"
+
+namespace hk::cuda {
+
+template <typename T, int kWidth>
+struct CollaborativeForwardSizes {
+  static constexpr int kRowBytes = sizeof(T) * kWidth;
+  static constexpr int kWarps = 4;
+  static constexpr int kGroups = sizeof(T) == 4 || kRowBytes > 256 ? 1 : 2;
+  static constexpr int kBlockN = kRowBytes > 512 ? 16 : sizeof(T) == 4 || kRowBytes > 128 ? 32 : 64;
+  static constexpr int kMinBlocks = 1;
+};
+
+// Owns keys; tiles of kOther query rows. The sums of a slice of dkey and of dvalue stay in
+// registers.
+template <typename T, int kWidth>
+struct CollaborativeKeysSizes {
+  static constexpr int kRowBytes = sizeof(T) * kWidth;
+  static constexpr int kWarps = kRowBytes > 512 ? 1 : sizeof(T) == 4 && kWidth > 64 ? 2 : 4;
+  static constexpr int kGroups = 1;
+  static constexpr int kOther = sizeof(T) == 4 || kWidth > 128 ? 16 : 32;
+  static constexpr int kSlice = kRowBytes > 512                 ? 32
+                                : kWidth > 128                  ? 64
+                                : sizeof(T) == 4 || kWidth > 64 ? 128
+                                                                : 256;
+  static constexpr int kMinBlocks = 1;
+};
+
+// Owns query rows; tiles of kOther keys. The sum of a slice of a head's dmixed stays in registers.
+template <typename T, int kWidth>
+struct CollaborativeQueriesSizes {
+  static constexpr int kRowBytes = sizeof(T) * kWidth;
+  static constexpr int kWarps = kRowBytes > 512 ? 1 : sizeof(T) == 4 && kWidth > 64 ? 2 : 4;
+  static constexpr int kGroups = sizeof(T) == 4 || kWidth > 64 ? 1 : 2;
+  static constexpr int kOther = sizeof(T) == 4 || kWidth > 128 ? 16 : 32;
+  static constexpr int kSlice = 128;
+  static constexpr int kMinBlocks = 1;
+};
+
+// f of the narrowest width that a kernel is compiled for and that Dv fits into.
+template <typename T, typename F>
+void with_value_width(int64_t Dv, F&& f) {
+  if constexpr (sizeof(T) == 2) {
+    if (Dv <= 32) return f(std::integral_constant<int, 32>{});
+  }
+  if (Dv <= 64) return f(std::integral_constant<int, 64>{});
+  if (Dv <= 128) return f(std::integral_constant<int, 128>{});
+  return f(std::integral_constant<int, 256>{});
+}
+
+// Of "keys" or "queries".
+template <typename T>
+Tiles collaborative_tiles(const std::string& pass, int64_t Dv) {
+  Tiles tiles{};
+  with_value_width<T>(Dv, [&](auto width) {
+    using Keys = CollaborativeKeysSizes<T, width>;
+    using Queries = CollaborativeQueriesSizes<T, width>;
+    if (pass == "keys") tiles = {Keys::kOther, Keys::kWarps * Keys::kGroups * 16, Keys::kSlice};
+    if (pass == "queries")
+      tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};
+  });
+  return tiles;
+}
+
+// Features that rows may have in any case: with copied rows, whatever part it is.
+constexpr int64_t kWidestShared = 1024;
+
+// How many tiles hold the features of the rows that a block owns: one a step where they are kept
+// for all tiles of the other side, else one a stage.
+constexpr int owned_tiles(int64_t width, bool kept) {
+  return kept ? ceil_div(static_cast<int>(width), kStepWidth) : 2;
+}
+
+// Whether blocks keep the features of the rows that they own for all tiles of the other side, or
+// copy them anew for every tile: kept where two blocks fit into a multiprocessor all the same, and
+// where only one fits in either way.
+template <typename Kernel>
+bool keeps_rows(int64_t width, int device) {
+  constexpr int kOfBlock = 1 << 10;  // what CUDA takes of each
+  const SharedMemoryLimits limits = shared_memory_limits(device);
+  const int kept = Kernel::shared_bytes(width, true), copied = Kernel::shared_bytes(width, false);
+  if (2 * (kept + kOfBlock) <= limits.per_multiprocessor) return true;
+  return kept <= limits.per_block && 2 * (copied + kOfBlock) > limits.per_multiprocessor;
+}
+
+}  // namespace hk::cuda

@@ -1,0 +1,28 @@
+// The content bias of collaborative attention: a number a key, added to its scores inside the
+// scale.
+#pragma once
+
+#include "cuda/gate.h"
+
+namespace hk::cuda {
+
+// Of one head.
+class ContentBias {
+ public:
+  HK_DEVICE ContentBias(const Tensor& t, int64_t b, int64_t h)
+      : t_(t), offset_(b * t.stride[0] + h * t.stride[1]) {}
+
+  HK_DEVICE bool there() const { return t_.rank > 0; }
+
+  // 0 where there is none.
+  HK_DEVICE float at(int key) const {
+    if (t_.rank == 0 || key >= t_.size[2]) return 0.0f;
+    return load_number(t_.data, t_.dtype, offset_ + key * t_.stride[2]);
+  }
+
+ private:
+  const Tensor& t_;
+  int64_t offset_;
+};
+
+}  // namespace hk::cuda

@@ -1,0 +1,18 @@
+// What the machine can run. No CUDA header is needed to include it.
+#pragma once
+
+#include <string>
+
+namespace hk::cuda {
+
+// Why this build's kernels can not run on the device, in words; empty where they can.
+std::string unsupported_device(int device);
+
+// Bytes of shared memory that one block can have, and those that all blocks of a multiprocessor
+// have together.
+struct SharedMemoryLimits {
+  int per_block, per_multiprocessor;
+};
+SharedMemoryLimits shared_memory_limits(int device);
+
+}  // namespace hk::cuda

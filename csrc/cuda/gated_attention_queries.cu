@@ -1,0 +1,114 @@
+// Gated attention backward by tiles of query rows: dquery = scale * dscores key. The other formulas
+// stand in gated_attention_keys.h.
+#include "cuda/grid.h"
+#include "cuda/head_gradient.h"
+#include "cuda/launch.h"
+#include "cuda/pairs.h"
+#include "cuda/passes.h"
+#include "cuda/row_terms.h"
+#include "cuda/tiles.h"
+
+namespace hk::cuda {
+
+// A block of threads owns kBlockM query rows of a head, in the order of the forward kernel. The
+// rows of query and dout and the sum stay on chip; tiles of keys and values come two at a time. A
+// closed head writes its zeros and is done.
+template <typename T, int kWidth>
+struct GatedQueries {
+  using Params = QueriesParams;
+  using Sizes = BackwardSizes<T, kWidth>;
+  static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kOther;
+  static constexpr int kThreads = Sizes::kWarps * kWarp;
+  static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
+  static constexpr int kMinBlocks = Sizes::kMinBlocks;
+  using RowTile = Tile<T, kBlockM, kWidth>;
+  using KeyTile = Tile<T, kBlockN, kWidth>;
+  using Scores = Accumulator<kGroups, kBlockN>;
+  static constexpr int kSharedBytes = 2 * RowTile::kBytes + 4 * KeyTile::kBytes +
+                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 + kBlockN;
+  static_assert(kSharedBytes <= kLeastShared);
+
+  HK_DEVICE static void run(const Params& p) {
+    const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
+    const HeadTile at(p.query.size[1], ceil_div(T_rows, kBlockM));
+    const int b = at.b, h = at.h, hk = h / (at.H / static_cast<int>(p.key.size[1]));
+    const int first_row = at.tile * kBlockM;
+    const Gate gate(p.gate, p.activation);
+    const Visible visible(p.mask, b, gate.closes(b, h) ? 0 : T_rows, S);
+
+    SharedMemory memory;
+    const auto query = memory.tile<RowTile>(), dout = memory.tile<RowTile>();
+    const Ring<KeyTile> key = memory.ring<KeyTile>(2);
+    const Ring<KeyTile> value = memory.ring<KeyTile>(2);
+    RowTerms<kBlockM>& terms = *memory.take<RowTerms<kBlockM>>(1);
+    int* const scratch = memory.take<int>(Sizes::kWarps * 4);
+    bool* const bad = memory.take<bool>(kBlockN);
+
+    HK_ROLLED
+    for (int i = thread_index(); i < kBlockM; i += kThreads)
+      terms.set(i, RowTerm(p, gate, visible, b, h, at.H, first_row + i));
+    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, scratch);
+    const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
+    const auto copy = [&](int index, int stage) {
+      copy_rows<kThreads>(key[stage], keys, list[index] * kBlockN);
+      copy_rows<kThreads>(value[stage], values, list[index] * kBlockN);
+    };
+    if (list.count()) {
+      copy_rows<kThreads>(query, rows_of<T>(p.query, b, h), first_row);
+      copy_rows<kThreads>(dout, rows_of<T>(p.dattended, b, h), first_row);
+      copy(0, 0);
+    }
+    commit_copies();
+    const int warp_row = warp() * kGroups * 16;
+    const float scale = static_cast<float>(p.scale);
+    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
+    Accumulator<kGroups, kWidth> dquery;
+    dquery.clear();
+    for (int i = 0; i < list.count(); ++i) {
+      const int stage = i % 2, first_key = list[i] * kBlockN;
+      if (i + 1 < list.count()) copy(i + 1, stage ^ 1);
+      commit_copies();
+      wait_copies<1>();
+      sync_block();
+      const bool partial = !list.is_full(i);
+      // Whoever sees a key that is not finite has lse nan already.
+      if (partial) clean<kThreads>(key[stage], bad);
+      Scores probabilities, dscores;
+      probabilities.clear();
+      dscores.clear();
+      multiply_rows<kWidth>(probabilities, query, warp_row, key[stage]);
+      multiply_rows<kWidth>(dscores, dout, warp_row, value[stage]);
+      Pairs<kGroups, kBlockN> hidden, dropped;
+      if (partial) add_hidden<Lie::kRowsFirst>(hidden, visible, terms.range + warp_row, first_key);
+      if (p.dropout.active)
+        add_dropped<Lie::kRowsFirst>(dropped, p.dropout, b, h, first_row + warp_row, first_key);
+      dscores.each([&](float& dp, int m, int n, int e) {
+        const int row = warp_row + row_of(m, e);
+        const float probability = terms.probability(probabilities.c[m][n][e], scale * kLog2e, row);
+        const float kept = dropped.holds(m, n, e) ? 0.0f : dp * keep_scale;
+        dp = hidden.holds(m, n, e) ? 0.0f
+                                   : probability * (kept * terms.gate[row] - terms.delta[row]);
+      });
+      multiply_weights(dquery, dscores, key[stage]);
+      sync_block();
+    }
+    // Rows that see nothing are 0, whatever stands in the keys beside them.
+    dquery.each([&](float& sum, int m, int, int e) {
+      if (terms.lse[warp_row + row_of(m, e)] == kInfinity) sum = 0.0f;
+    });
+    store_gradient<T>(p.dquery, b, h, first_row + warp_row, 0, dquery, scale);
+  }
+};
+
+template <typename T>
+void gated_queries(const QueriesParams& p, const Where& where) {
+  with_width<T>(p.query.size[3], p.value.size[3], [&](auto width) {
+    using Kernel = GatedQueries<T, width>;
+    const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
+    launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, where);
+  });
+}
+
+template void gated_queries<HK_DTYPE>(const QueriesParams&, const Where&);
+
+}  // namespace hk::cuda

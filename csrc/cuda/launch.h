@@ -1,0 +1,90 @@
+// Launches of kernels.
+//
+// A kernel is a struct: `using Params`, a plain struct that goes to the device as it is; `static
+// constexpr int kThreads, kMinBlocks`, threads of a block and blocks that registers are to leave
+// room for on a multiprocessor; `HK_DEVICE static void run(const Params&)`, what one thread does.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "cuda/hardware.h"
+#include "cuda/kernels.h"
+
+namespace hk::cuda {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+constexpr int64_t kMaxBlocks = 0x7fffffff;
+constexpr int kMaxSharedBytes = 227 << 10;  // of a block, where a part has the most: sm_90, sm_100
+
+inline void check_grid(int64_t blocks, int shared_bytes) {
+  if (blocks > kMaxBlocks)
+    throw Error("the call needs " + std::to_string(blocks) +
+                " blocks of threads, but a launch takes " + std::to_string(kMaxBlocks) +
+                ": call with fewer rows or heads");
+  if (shared_bytes > kMaxSharedBytes)
+    throw Error("the kernel needs " + std::to_string(shared_bytes) +
+                " bytes of shared memory, but no GPU has more than " +
+                std::to_string(kMaxSharedBytes));
+}
+
+#if defined(__CUDACC__)
+
+// Makes `device` the current one while it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard();
+
+ private:
+  int previous_;
+  bool changed_;
+};
+
+// Lets `entry` take that much dynamic shared memory on the device, which is the current one.
+void allow_shared_memory(const void* entry, int device, int bytes);
+
+// Throws an Error where there is one, in words.
+void check_error(cudaError_t error, int device);
+
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kMinBlocks)
+    entry(const __grid_constant__ typename Kernel::Params params) {
+  Kernel::run(params);
+}
+
+#endif
+
+// Starts `blocks` blocks, each with `shared_bytes` of shared memory. Does not wait for them, and
+// may be captured in a CUDA graph.
+template <typename Kernel>
+void launch(int64_t blocks, int shared_bytes, const typename Kernel::Params& params,
+            [[maybe_unused]] const Where& where) {
+  using Params = typename Kernel::Params;
+  static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) <= 4096,
+                "parameters of a kernel are 4 KB of plain data");
+  static_assert(Kernel::kThreads % kWarp == 0 && Kernel::kThreads <= 1024);
+  if (blocks == 0) return;
+  check_grid(blocks, shared_bytes);
+#if defined(__CUDACC__)
+  const DeviceGuard guard(where.device);
+  const auto function = reinterpret_cast<const void*>(&entry<Kernel>);
+  allow_shared_memory(function, where.device, shared_bytes);
+  void* arguments[] = {const_cast<Params*>(&params)};
+  check_error(cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)),
+                               dim3(Kernel::kThreads), arguments, static_cast<size_t>(shared_bytes),
+                               static_cast<cudaStream_t>(where.stream)),
+              where.device);
+#else
+  emulator::run_grid(blocks, Kernel::kThreads, shared_bytes, [&params] { Kernel::run(params); });
+#endif
+}
+
+}  // namespace hk::cuda

@@ -1,0 +1,24 @@
+// The launchers of the kernels, one a pass, compiled once for each dtype of the operands.
+#pragma once
+
+#include "cuda/kernels.h"
+
+namespace hk::cuda {
+
+// T: bf16, fp16, float.
+template <typename T>
+void gated_forward(const AttendParams&, const Where&);
+template <typename T>
+void gated_keys(const KeysParams&, const Where&);
+template <typename T>
+void gated_queries(const QueriesParams&, const Where&);
+template <typename T>
+void collaborative_forward(const AttendParams&, const Where&);
+template <typename T>
+void collaborative_keys(const KeysParams&, const Where&);
+template <typename T>
+void collaborative_queries(const QueriesParams&, const Where&);
+template <typename T>
+void rows_pass(const RowsParams&, const Where&);
+
+}  // namespace hk::cuda

@@ -1,0 +1,68 @@
+// What the backward passes read of a tile of query rows beside query and dout: lse, delta, the gate
+// and the range of visible keys, a number a row in shared memory.
+#pragma once
+
+#include "cuda/gate.h"
+#include "cuda/kernels.h"
+#include "cuda/softmax.h"
+#include "cuda/visible.h"
+
+namespace hk::cuda {
+
+// Of one row as it lies in global memory: lse -inf where the row is not there or sees nothing.
+struct RowTerm {
+  float lse = -kInfinity, delta = 0.0f, gate = 1.0f;
+  Range range = {0, 0};
+
+  HK_DEVICE RowTerm() {}
+  HK_DEVICE RowTerm(const GradientParams& p, const Gate& row_gate, const Visible& visible, int b,
+                    int h, int64_t H, int row) {
+    if (row >= visible.T()) return;
+    const int64_t index = (int64_t{b} * H + h) * visible.T() + row;
+    lse = static_cast<const float*>(p.lse.data)[index];
+    delta = static_cast<const float*>(p.delta.data)[index];
+    gate = row_gate.at(b, h, row);
+    range = visible.range(row);
+  }
+};
+
+// A row is sound if it sees something and its numbers are finite. One that sees something and is
+// not sound has lse nan, and so has p wherever it sees a key: with its query and dout left out,
+// what it poisons are the keys that it sees and no others.
+template <int kRows>
+struct RowTerms {
+  float lse[kRows];  // in base 2; +inf for rows that see nothing: p is 0 there
+  float delta[kRows], gate[kRows];
+  Range range[kRows];
+  bool sound[kRows];
+
+  HK_DEVICE void set(int i, const RowTerm& term) {
+    const bool is_sound = is_finite(term.lse) && is_finite(term.delta);
+    sound[i] = is_sound;
+    lse[i] = term.lse == -kInfinity ? kInfinity : term.lse * kLog2e + term.delta * 0.0f;
+    delta[i] = is_sound ? term.delta : 0.0f;
+    gate[i] = is_sound ? term.gate : 0.0f;
+    range[i] = term.range;
+  }
+
+  // p of a score of row i.
+  HK_DEVICE float probability(float score, float steepness, int i) const {
+    return exp2_approx(score * steepness - lse[i]);
+  }
+};
+
+// Leaves out rows of `query` and `dout` that are not sound, where there are any. All threads of the
+// block come here, after both tiles have landed.
+template <int kThreads, int kRows, typename QueryTile, typename DoutTile>
+HK_DEVICE void leave_out_unsound(const RowTerms<kRows>& terms, const QueryTile& query,
+                                 const DoutTile& dout) {
+  bool unsound = false;
+  HK_ROLLED
+  for (int i = thread_index(); i < kRows; i += kThreads) unsound |= !terms.sound[i];
+  if (!any_in_block(unsound)) return;
+  keep_rows<kThreads>(query, terms.sound);
+  keep_rows<kThreads>(dout, terms.sound);
+  sync_block();
+}
+
+}  // namespace hk::cuda

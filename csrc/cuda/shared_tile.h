@@ -1,0 +1,161 @@
+// Tiles of rows in shared memory, and their way there from global memory.
+//
+// A row is padded by 16 bytes, so that the 8 rows of a matrix lie in 8 different groups of banks.
+// What is not there, rows and columns, is 0 in a tile.
+#pragma once
+
+#include "common/params.h"
+#include "cuda/hardware.h"
+
+#ifdef __CUDACC__
+#define HK_PRAGMA(x) _Pragma(#x)
+#define HK_UNROLL HK_PRAGMA(unroll)
+#define HK_UNROLL_BY(n) HK_PRAGMA(unroll n)
+#else
+#define HK_UNROLL
+#define HK_UNROLL_BY(n)
+#endif
+// A loop that is short as code: outside of what runs for every tile.
+#define HK_ROLLED HK_UNROLL_BY(1)
+
+namespace hk::cuda {
+
+HK_DEVICE int lane() { return thread_index() % kWarp; }
+HK_DEVICE int warp() { return thread_index() / kWarp; }
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+HK_DEVICE bool is_finite(float value) { return value - value == 0.0f; }
+
+template <typename T, int kRowCount, int kColumnCount>
+struct Tile {
+  using Element = T;
+  static constexpr int kRows = kRowCount, kColumns = kColumnCount;
+  static constexpr int kStride = kColumns + 16 / static_cast<int>(sizeof(T));
+  static constexpr int kBytes = kRows * kStride * static_cast<int>(sizeof(T));
+  T* data;
+
+  HK_DEVICE T* at(int row, int column) const { return data + row * kStride + column; }
+};
+
+// Tiles one behind the other: of which one is computed with while the next one's rows arrive.
+template <typename AnyTile>
+struct Ring {
+  AnyTile first;
+
+  HK_DEVICE AnyTile operator[](int index) const {
+    return {first.data + index * AnyTile::kRows * AnyTile::kStride};
+  }
+};
+
+// Gives out the block's shared memory piece by piece; a kernel states the sum of them.
+class SharedMemory {
+ public:
+  HK_DEVICE SharedMemory() : next_(shared_memory()) {}
+
+  template <typename AnyTile>
+  HK_DEVICE AnyTile tile() {
+    return ring<AnyTile>(1).first;
+  }
+
+  template <typename AnyTile>
+  HK_DEVICE Ring<AnyTile> ring(int count) {
+    return {{take<typename AnyTile::Element>(count * AnyTile::kRows * AnyTile::kStride)}};
+  }
+
+  template <typename T>
+  HK_DEVICE T* take(int count) {
+    T* result = reinterpret_cast<T*>(next_);
+    next_ += (count * sizeof(T) + 15) / 16 * 16;
+    return result;
+  }
+
+ private:
+  char* next_;
+};
+
+// The rows of a head, or those that all heads share, in global memory.
+template <typename T>
+struct Rows {
+  T* first;
+  int64_t stride;
+  int length, width;
+  bool aligned;  // every row starts at a multiple of 16 bytes
+
+  HK_DEVICE T* row(int64_t index) const { return first + index * stride; }
+};
+
+// `t` is [B, heads, length, width], or [B, length, width] (then `head` is not read).
+template <typename T>
+HK_DEVICE Rows<T> rows_of(const Tensor& t, int b, int head) {
+  const int last = t.rank - 1;
+  int64_t offset = b * t.stride[0];
+  if (t.rank == 4) offset += head * t.stride[1];
+  T* first = static_cast<T*>(t.data) + offset;
+  const int64_t stride = t.stride[last - 1];
+  const bool aligned = (reinterpret_cast<uintptr_t>(first) | stride * sizeof(T)) % 16 == 0;
+  return {first, stride, static_cast<int>(t.size[last - 1]), static_cast<int>(t.size[last]),
+          aligned};
+}
+
+// Copies 16 bytes of a row from `column` on; they land at the wait for this thread's copies.
+template <typename T>
+HK_DEVICE void copy_unit(T* to, const Rows<T>& rows, int row, int column) {
+  constexpr int kUnit = 16 / sizeof(T);
+  const int there = row < rows.length ? rows.width - column : 0;
+  const int count = there < 0 ? 0 : there > kUnit ? kUnit : there;
+  const T* from = count ? rows.row(row) + column : rows.first;
+  if (rows.aligned) {
+    copy_async(to, from, count * static_cast<int>(sizeof(T)));
+  } else {
+    HK_UNROLL
+    for (int i = 0; i < kUnit; ++i) to[i] = i < count ? from[i] : T{};
+  }
+}
+
+// Starts to copy rows `first` and on into a tile, with all threads of the block.
+template <int kThreads, typename T, int kRows, int kColumns>
+HK_DEVICE void copy_rows(const Tile<T, kRows, kColumns>& tile, const Rows<T>& rows, int first) {
+  constexpr int kUnit = 16 / sizeof(T), kUnits = kColumns / kUnit;
+  HK_ROLLED
+  for (int i = thread_index(); i < kRows * kUnits; i += kThreads) {
+    const int row = i / kUnits, column = i % kUnits * kUnit;
+    copy_unit(tile.at(row, column), rows, first + row, column);
+  }
+}
+
+// Puts 0 for what is not finite in a tile and flags the rows that held it; false, and no flag is
+// written, where all is finite. Of a product with weights of 0 for what is hidden, 0 * nan would
+// reach every row. All threads of the block come here after the tile has landed.
+template <int kThreads, typename T, int kRows, int kColumns>
+HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags) {
+  bool found = false;
+  HK_ROLLED
+  for (int i = thread_index(); i < kRows * kColumns; i += kThreads)
+    found |= !is_finite(to_float(*tile.at(i / kColumns, i % kColumns)));
+  if (!any_in_block(found)) return false;
+  HK_ROLLED
+  for (int row = warp(); row < kRows; row += kThreads / kWarp) {
+    bool bad = false;
+    HK_ROLLED
+    for (int column = lane(); column < kColumns; column += kWarp) {
+      if (is_finite(to_float(*tile.at(row, column)))) continue;
+      *tile.at(row, column) = T{};
+      bad = true;
+    }
+    bad = any_in_warp(bad);
+    if (lane() == 0) flags[row] = bad;
+  }
+  sync_block();
+  return true;
+}
+
+// Puts 0 into the rows of a tile that are not `kept`.
+template <int kThreads, typename T, int kRows, int kColumns>
+HK_DEVICE void keep_rows(const Tile<T, kRows, kColumns>& tile, const bool* kept) {
+  HK_ROLLED
+  for (int i = thread_index(); i < kRows * kColumns; i += kThreads)
+    if (!kept[i / kColumns]) *tile.at(i / kColumns, i % kColumns) = T{};
+}
+
+}  // namespace hk::cuda

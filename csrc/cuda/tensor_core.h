@@ -1,0 +1,241 @@
+// Products of tiles on tensor cores: what a warp holds of a tile, and how it multiplies.
+//
+// A warp owns rows of an accumulator in groups of 16. Its left operand comes from a tile of rows in
+// shared memory or from an accumulator (in registers, without a way through memory); its right
+// operand from a tile of rows, as [columns, depth] or as [depth, columns]. bfloat16 and float16
+// take one product; float takes three in tf32, of the parts of x = high + low, which leaves an
+// error of 2^-22 of each product.
+#pragma once
+
+#include "cuda/shared_tile.h"
+
+namespace hk::cuda {
+
+// Element e of group [m][n] of a lane stands in row 16 m + lane / 4 + 8 (e / 2) and in column
+// 8 n + 2 (lane % 4) + e % 2 of the warp's tile.
+template <int kGroups, int kColumns>
+struct Accumulator {
+  static constexpr int kTiles = kColumns / 8;
+  float c[kGroups][kTiles][4];
+
+  HK_DEVICE void clear() {
+    each([](float& value, int, int, int) { value = 0.0f; });
+  }
+
+  // f(value, m, n, e) for every element of this lane.
+  template <typename F>
+  HK_DEVICE void each(F&& f) {
+    HK_UNROLL
+    for (int m = 0; m < kGroups; ++m) {
+      HK_UNROLL
+      for (int n = 0; n < kTiles; ++n) {
+        HK_UNROLL
+        for (int e = 0; e < 4; ++e) f(c[m][n][e], m, n, e);
+      }
+    }
+  }
+};
+
+// Of element [m][n][e]: its row in the warp's tile, and its column.
+HK_DEVICE int row_of(int m, int e) { return 16 * m + lane() / 4 + 8 * (e / 2); }
+HK_DEVICE int column_of(int n, int e) { return 8 * n + 2 * (lane() % 4) + e % 2; }
+
+// What a lane holds of 16 rows times a depth, and of a depth times 16 columns: columns 0 to 7 in
+// b[0] and b[1].
+struct Left {
+  uint32_t a[4];
+};
+struct Right {
+  uint32_t b[4];
+};
+
+// How operands of T lie in registers. 16 bits an element: m16n8k16.
+template <typename T>
+struct TensorCore {
+  static constexpr int kDepth = 16;
+
+  // Columns `kDepth * k` and on of an accumulator, rounded to T.
+  template <int kTiles>
+  HK_DEVICE static void take(Left& left, const float (&c)[kTiles][4], int k) {
+    HK_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      left.a[2 * half] = pack<T>(c[2 * k + half][0], c[2 * k + half][1]);
+      left.a[2 * half + 1] = pack<T>(c[2 * k + half][2], c[2 * k + half][3]);
+    }
+  }
+
+  // Of rows [kDepth from k, 16 columns from n].
+  template <typename Tile>
+  HK_DEVICE static void load_transposed(Right& right, const Tile& tile, int k, int n) {
+    load_matrices_transposed(right.b,
+                             tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
+  }
+
+  // Register times the factors of its two features; `half` says which eight of a step they are of.
+  HK_DEVICE static uint32_t mixed(uint32_t bits, const float* factors, int half) {
+    const float* factor = factors + 2 * (lane() % 4) + 8 * half;
+    const Pair value = unpack<T>(bits);
+    return pack<T>(value.low * factor[0], value.high * factor[1]);
+  }
+
+  // Registers as the products take them.
+  struct Operand {
+    uint32_t bits[4];
+  };
+
+  HK_DEVICE static Operand operand(const uint32_t (&bits)[4]) {
+    return {{bits[0], bits[1], bits[2], bits[3]}};
+  }
+
+  HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left,
+                                 const Operand& right) {
+    multiply_add<T>(c0, left.bits, right.bits[0], right.bits[1]);
+    multiply_add<T>(c1, left.bits, right.bits[2], right.bits[3]);
+  }
+};
+
+// float: m16n8k8, three times.
+template <>
+struct TensorCore<float> {
+  static constexpr int kDepth = 8;
+
+  template <int kTiles>
+  HK_DEVICE static void take(Left& left, const float (&c)[kTiles][4], int k) {
+    const int order[4] = {0, 2, 1, 3};  // elements of an accumulator as a left operand has them
+    HK_UNROLL
+    for (int i = 0; i < 4; ++i) left.a[i] = float_bits(c[k][order[i]]);
+  }
+
+  // Row 2 i of the depth is i of the product and row 2 i + 1 is i + 4, as `take` has them.
+  template <typename Tile>
+  HK_DEVICE static void load_transposed(Right& right, const Tile& tile, int k, int n) {
+    HK_UNROLL
+    for (int i = 0; i < 4; ++i)
+      right.b[i] = float_bits(*tile.at(k + 2 * (lane() % 4) + i % 2, n + lane() / 4 + i / 2 * 8));
+  }
+
+  HK_DEVICE static uint32_t mixed(uint32_t bits, const float* factors, int half) {
+    return float_bits(bits_float(bits) * factors[lane() % 4 + 4 * half]);
+  }
+
+  struct Operand {
+    uint32_t high[4], low[4];
+  };
+
+  // What is not finite stands in the low part alone, for there it meets one part of the other
+  // factor and not both, whose signs may differ.
+  HK_DEVICE static Operand operand(const uint32_t (&bits)[4]) {
+    Operand result;
+    HK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float value = bits_float(bits[i]);
+      result.high[i] = is_finite(value) ? to_tf32(value) : 0;
+      result.low[i] = to_tf32(value - bits_float(result.high[i]));
+    }
+    return result;
+  }
+
+  // Small products first.
+  HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left,
+                                 const Operand& right) {
+    multiply_add<tf32>(c0, left.low, right.high[0], right.high[1]);
+    multiply_add<tf32>(c1, left.low, right.high[2], right.high[3]);
+    multiply_add<tf32>(c0, left.high, right.low[0], right.low[1]);
+    multiply_add<tf32>(c1, left.high, right.low[2], right.low[3]);
+    multiply_add<tf32>(c0, left.high, right.high[0], right.high[1]);
+    multiply_add<tf32>(c1, left.high, right.high[2], right.high[3]);
+  }
+};
+
+// 16 rows from `row`, a depth of features from `k`. A matrix has 8 rows of 16 bytes, half a depth.
+template <typename T, int kRows, int kColumns>
+HK_DEVICE void load(Left& left, const Tile<T, kRows, kColumns>& tile, int row, int k) {
+  constexpr int kHalf = TensorCore<T>::kDepth / 2;
+  load_matrices(left.a, tile.at(row + lane() % 16, k + lane() / 16 * kHalf));
+}
+
+// 16 columns from n, each a row of the tile, a depth of features from k.
+template <typename T, int kRows, int kColumns>
+HK_DEVICE void load(Right& right, const Tile<T, kRows, kColumns>& tile, int n, int k) {
+  constexpr int kHalf = TensorCore<T>::kDepth / 2;
+  load_matrices(right.b, tile.at(n + lane() % 8 + lane() / 16 * 8, k + lane() / 8 % 2 * kHalf));
+}
+
+// Every feature times its factor, rounded to T. A left operand has the second half of its features
+// in a[2] and a[3], a right one in b[1] and b[3].
+template <typename T>
+HK_DEVICE void mix(Left& left, const float* factors) {
+  HK_UNROLL
+  for (int i = 0; i < 4; ++i) left.a[i] = TensorCore<T>::mixed(left.a[i], factors, i / 2);
+}
+
+template <typename T>
+HK_DEVICE void mix(Right& right, const float* factors) {
+  HK_UNROLL
+  for (int i = 0; i < 4; ++i) right.b[i] = TensorCore<T>::mixed(right.b[i], factors, i % 2);
+}
+
+// Left operands of one depth, a group of 16 rows each.
+template <typename T, int kGroups>
+using LeftOperands = typename TensorCore<T>::Operand[kGroups];
+
+// acc [.., 16 columns from n] += left * right, of one depth.
+template <typename T, int kGroups, int kColumns>
+HK_DEVICE void multiply_depth(Accumulator<kGroups, kColumns>& acc, int n,
+                              const LeftOperands<T, kGroups>& left, const Right& right) {
+  using Core = TensorCore<T>;
+  const typename Core::Operand b = Core::operand(right.b);
+  HK_UNROLL
+  for (int m = 0; m < kGroups; ++m)
+    Core::multiply(acc.c[m][n / 8], acc.c[m][n / 8 + 1], left[m], b);
+}
+
+// acc += left [rows from `row`, kWidth] * right [kColumns, kWidth]^T
+template <int kWidth, int kGroups, int kColumns, typename T, int kLeftRows, int kLeftColumns,
+          int kRightRows, int kRightColumns>
+HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
+                             const Tile<T, kLeftRows, kLeftColumns>& left, int row,
+                             const Tile<T, kRightRows, kRightColumns>& right) {
+  HK_UNROLL_BY(sizeof(T) == 4 ? 2 : 8)
+  for (int k = 0; k < kWidth; k += TensorCore<T>::kDepth) {
+    LeftOperands<T, kGroups> a;
+    HK_UNROLL
+    for (int m = 0; m < kGroups; ++m) {
+      Left loaded;
+      load(loaded, left, row + 16 * m, k);
+      a[m] = TensorCore<T>::operand(loaded.a);
+    }
+    HK_UNROLL
+    for (int n = 0; n < kColumns; n += 16) {
+      Right b;
+      load(b, right, n, k);
+      multiply_depth<T>(acc, n, a, b);
+    }
+  }
+}
+
+// acc += weights [.., kDepth] * right [kDepth, kColumns], the weights rounded to T.
+template <int kGroups, int kColumns, int kDepth, typename T, int kRightColumns>
+HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
+                                const Accumulator<kGroups, kDepth>& weights,
+                                const Tile<T, kDepth, kRightColumns>& right) {
+  using Core = TensorCore<T>;
+  HK_UNROLL
+  for (int k = 0; k < kDepth; k += Core::kDepth) {
+    LeftOperands<T, kGroups> a;
+    HK_UNROLL
+    for (int m = 0; m < kGroups; ++m) {
+      Left taken;
+      Core::take(taken, weights.c[m], k / Core::kDepth);
+      a[m] = Core::operand(taken.a);
+    }
+    HK_UNROLL
+    for (int n = 0; n < kColumns; n += 16) {
+      Right b;
+      Core::load_transposed(b, right, k, n);
+      multiply_depth<T>(acc, n, a, b);
+    }
+  }
+}
+
+}  // namespace hk::cuda

@@ -1,0 +1,196 @@
+// Which keys a tile of query rows sees, and which query rows see a tile of keys.
+//
+// A query row sees the keys of one half-open range, less those that `key_visible` hides. Tiles
+// outside of every range are never visited; tiles inside of the ranges of all their rows take no
+// mask arithmetic. A kernel goes through the full tiles first and through the partial ones then,
+// which it masks pair by pair.
+#pragma once
+
+#include <climits>
+
+#include "cuda/shared_tile.h"
+
+namespace hk::cuda {
+
+struct Range {
+  int lo, hi;
+
+  HK_DEVICE bool empty() const { return lo >= hi; }
+  HK_DEVICE bool holds(int key) const { return key >= lo && key < hi; }
+};
+
+// The mask of one batch.
+class Visible {
+ public:
+  // A head whose rows take no part has T 0.
+  HK_DEVICE Visible(const MaskParams& mask, int b, int T, int S)
+      : mask_(mask), T_(T), S_(S), k_lo_(nullptr), k_hi_(nullptr), keys_(nullptr) {
+    if (mask.k_lo) {
+      k_lo_ = mask.k_lo + b * mask.interval_stride;
+      k_hi_ = mask.k_hi + b * mask.interval_stride;
+    }
+    if (mask.key_visible) keys_ = mask.key_visible + b * mask.visible_stride;
+  }
+
+  HK_DEVICE int T() const { return T_; }
+  HK_DEVICE int S() const { return S_; }
+  HK_DEVICE bool by_data() const { return k_lo_ != nullptr; }
+  HK_DEVICE bool hides_keys() const { return keys_ != nullptr; }
+
+  // {0, 0} where the row sees nothing or is not there.
+  HK_DEVICE Range range(int row) const {
+    if (row >= T_) return {0, 0};
+    int lo = clamp(row + mask_.band_lo, S_), hi = clamp(row + mask_.band_hi, S_);
+    if (k_lo_) {
+      lo = max_of(lo, k_lo_[row]);
+      hi = min_of(hi, k_hi_[row]);
+    }
+    return lo < hi ? Range{lo, hi} : Range{0, 0};
+  }
+
+  HK_DEVICE bool key(int index) const { return !keys_ || (index < S_ && keys_[index] != 0); }
+
+  // First and last row that the band lets see one of the keys [first, last), or all of them.
+  HK_DEVICE Range rows_of_any(int first, int last) const {
+    return {clamp(first - mask_.band_hi + 1, T_), clamp(last - mask_.band_lo, T_)};
+  }
+  HK_DEVICE Range rows_of_all(int first, int last) const {
+    return {clamp(last - mask_.band_hi, T_), clamp(first - mask_.band_lo + 1, T_)};
+  }
+
+  HK_DEVICE static int min_of(int a, int b) { return a < b ? a : b; }
+  HK_DEVICE static int max_of(int a, int b) { return a > b ? a : b; }
+
+ private:
+  HK_DEVICE static int clamp(int64_t value, int most) {
+    return static_cast<int>(value < 0 ? 0 : value > most ? most : value);
+  }
+
+  const MaskParams& mask_;
+  int T_, S_;
+  const int32_t *k_lo_, *k_hi_;
+  const uint8_t* keys_;
+};
+
+// The least of each of four numbers over the block; `scratch` has four ints a warp. All threads
+// come here; a barrier stands before the first write and after the last read.
+template <int kThreads>
+HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
+  constexpr int kWarps = kThreads / kWarp;
+  HK_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    HK_UNROLL
+    for (int step = kWarp / 2; step; step /= 2)
+      values[i] = Visible::min_of(values[i], shuffle_xor(values[i], step));
+  }
+  sync_block();
+  if (lane() < 4) {
+    int mine = values[0];
+    HK_UNROLL
+    for (int i = 1; i < 4; ++i) mine = lane() == i ? values[i] : mine;
+    scratch[warp() * 4 + lane()] = mine;
+  }
+  sync_block();
+  HK_UNROLL
+  for (int i = 0; i < 4; ++i)
+    for (int w = 0; w < kWarps; ++w) values[i] = Visible::min_of(values[i], scratch[w * 4 + i]);
+  sync_block();
+}
+
+// Tiles [full_start, full_end) are full, those of [start, full_start) and [full_end, end) partial.
+class TileList {
+ public:
+  HK_DEVICE TileList(int start, int full_start, int full_end, int end)
+      : start_(Visible::min_of(start, end)),
+        full_start_(Visible::min_of(Visible::max_of(full_start, start_), end)),
+        full_end_(Visible::max_of(Visible::min_of(full_end, end), full_start_)),
+        end_(end) {}
+
+  HK_DEVICE int count() const { return end_ - start_; }
+  HK_DEVICE bool is_full(int index) const { return index < full_end_ - full_start_; }
+  HK_DEVICE int operator[](int index) const {
+    const int full = full_end_ - full_start_, before = full_start_ - start_;
+    if (index < full) return full_start_ + index;
+    return index - full < before ? start_ + index - full : full_end_ + index - full - before;
+  }
+
+ private:
+  int start_, full_start_, full_end_, end_;
+};
+
+// The tiles of `kBlockN` keys that rows `first_row` to `first_row + kBlockM - 1` see. Rows that are
+// not there are not stored: they need no mask.
+template <int kThreads, int kBlockM, int kBlockN>
+HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratch) {
+  // least lo and -hi of rows that see, -lo and hi of rows that are there
+  int least[4] = {INT_MAX, 0, 0, INT_MAX};
+  HK_ROLLED
+  for (int i = thread_index(); i < kBlockM && first_row + i < visible.T(); i += kThreads) {
+    const Range range = visible.range(first_row + i);
+    if (!range.empty()) least[0] = Visible::min_of(least[0], range.lo);
+    least[1] = Visible::min_of(least[1], -range.hi);
+    least[2] = Visible::min_of(least[2], -range.lo);
+    least[3] = Visible::min_of(least[3], range.hi);
+  }
+  least_of_block<kThreads>(least, scratch);
+  const int start = least[0] / kBlockN, end = ceil_div(-least[1], kBlockN);
+  const int full_start = ceil_div(-least[2], kBlockN);
+  int full_end = least[3] / kBlockN;
+  if (visible.hides_keys()) {  // full tiles end at the first hidden key
+    int hole[4] = {Visible::min_of(full_end, end) * kBlockN, 0, 0, 0};
+    HK_ROLLED
+    for (int key = full_start * kBlockN + thread_index(); key < hole[0]; key += kThreads)
+      if (!visible.key(key)) hole[0] = key;
+    least_of_block<kThreads>(hole, scratch);
+    full_end = hole[0] / kBlockN;
+  }
+  return {start, full_start, full_end, end};
+}
+
+// The tiles of `kBlockM` query rows that see keys `first_key` to `first_key + kBlockN - 1`. Where
+// data decides, rows between the first and the last that see every key have to see every key too,
+// else all tiles are partial.
+template <int kThreads, int kBlockM, int kBlockN>
+HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* scratch) {
+  const int last_key = Visible::min_of(first_key + kBlockN, visible.S());
+  Range any = visible.rows_of_any(first_key, last_key);
+  Range all = visible.rows_of_all(first_key, last_key);
+  bool whole = true;
+  if (visible.by_data()) {
+    int least[4] = {INT_MAX, 0, INT_MAX, 0}, count = 0;
+    HK_ROLLED
+    for (int row = thread_index(); row < visible.T(); row += kThreads) {
+      const Range range = visible.range(row);
+      if (range.lo < last_key && range.hi > first_key) {
+        least[0] = Visible::min_of(least[0], row);
+        least[1] = Visible::min_of(least[1], -row - 1);
+      }
+      if (range.lo <= first_key && range.hi >= last_key) {
+        least[2] = Visible::min_of(least[2], row);
+        least[3] = Visible::min_of(least[3], -row - 1);
+        ++count;
+      }
+    }
+    least_of_block<kThreads>(least, scratch);
+    any = {least[0], -least[1]};
+    all = {least[2], -least[3]};
+    // A gap between full rows shows as a thread's own rows that are fewer than there should be.
+    int expected = 0;
+    HK_ROLLED
+    for (int row = thread_index(); row < all.hi; row += kThreads) expected += row >= all.lo;
+    whole = !any_in_block(count != expected);
+  }
+  if (visible.hides_keys()) {
+    bool hidden = false;
+    HK_ROLLED
+    for (int key = first_key + thread_index(); key < last_key; key += kThreads)
+      hidden |= !visible.key(key);
+    whole = !any_in_block(hidden) && whole;
+  }
+  const int end = any.empty() ? 0 : ceil_div(any.hi, kBlockM);
+  const int full_end = whole && !all.empty() ? all.hi / kBlockM : 0;
+  const int full_start = all.empty() ? 0 : ceil_div(all.lo, kBlockM);
+  return {any.empty() ? 0 : any.lo / kBlockM, full_start, full_end, end};
+}
+
+}  // namespace hk::cuda

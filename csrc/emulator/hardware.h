@@ -1,0 +1,226 @@
+// The software half of cuda/hardware.h, which says what everything here does.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "emulator/block.h"
+#include "emulator/numbers.h"
+
+namespace hk::cuda {
+
+static_assert(kWarp == emulator::kLanes);
+
+inline int thread_index() { return emulator::thread_index(); }
+inline int64_t block_index() { return emulator::block_index(); }
+inline char* shared_memory() { return emulator::shared_memory(); }
+
+inline void sync_block() {
+  static constexpr emulator::Operation kOperation{"sync_block", true, nullptr};
+  emulator::take_part(kOperation, nullptr);
+}
+inline void sync_warp() {
+  static constexpr emulator::Operation kOperation{"sync_warp", false, nullptr};
+  emulator::take_part(kOperation, nullptr);
+}
+
+namespace software {
+
+// Arguments are the votes, and the answer in their place.
+inline void any(void* const* votes, int count) {
+  bool answer = false;
+  for (int i = 0; i < count; ++i) answer |= *static_cast<bool*>(votes[i]);
+  for (int i = 0; i < count; ++i) *static_cast<bool*>(votes[i]) = answer;
+}
+
+struct Shuffled {
+  uint32_t value;
+  int source;
+};
+
+inline void shuffle(void* const* arguments, int) {
+  uint32_t values[kWarp];
+  for (int i = 0; i < kWarp; ++i) values[i] = static_cast<Shuffled*>(arguments[i])->value;
+  for (int i = 0; i < kWarp; ++i) {
+    auto& lane = *static_cast<Shuffled*>(arguments[i]);
+    lane.value = values[lane.source % kWarp];
+  }
+}
+
+template <typename V>
+V shuffle_from(V value, int source, const emulator::Operation& operation) {
+  static_assert(sizeof(V) == sizeof(uint32_t));
+  Shuffled lane{0, source & (kWarp - 1)};
+  std::memcpy(&lane.value, &value, sizeof value);
+  emulator::take_part(operation, &lane);
+  std::memcpy(&value, &lane.value, sizeof value);
+  return value;
+}
+
+struct Matrices {
+  uint32_t* result;
+  const char* row;
+};
+
+template <bool kTransposed>
+void load_matrices(void* const* arguments, int) {
+  uint16_t elements[4][8][8];
+  for (int i = 0; i < kWarp; ++i)
+    std::memcpy(elements[i / 8][i % 8], static_cast<Matrices*>(arguments[i])->row, 16);
+  for (int i = 0; i < kWarp; ++i) {
+    const int row = i / 4, column = 2 * (i % 4);
+    for (int m = 0; m < 4; ++m) {
+      const auto& e = elements[m];
+      const uint32_t low = kTransposed ? e[column][row] : e[row][column];
+      const uint32_t high = kTransposed ? e[column + 1][row] : e[row][column + 1];
+      static_cast<Matrices*>(arguments[i])->result[m] = low | high << 16;
+    }
+  }
+}
+
+struct Product {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+template <typename T>
+double operand(uint32_t bits) {
+  if constexpr (std::is_same_v<T, tf32>) {
+    const float x = emulator::bits_float(bits);
+    if (x == x && bits & emulator::kBelowTf32)
+      throw emulator::Fault("an operand of multiply_add<tf32> did not go through to_tf32");
+    return x;
+  } else {
+    return std::is_same_v<T, bf16> ? emulator::widen_bf16(bits) : emulator::widen_fp16(bits);
+  }
+}
+
+// Products and their sum in double, rounded once.
+template <typename T>
+void multiply_add(void* const* arguments, int) {
+  constexpr int kNumbers = std::is_same_v<T, tf32> ? 1 : 2;  // of a word
+  constexpr int kHalf = 4 * kNumbers, kDepth = 2 * kHalf;
+  double a[16][kDepth], b[kDepth][8], sum[16][8] = {};
+  for (int i = 0; i < kWarp; ++i) {
+    const Product& lane = *static_cast<Product*>(arguments[i]);
+    const int row = i / 4;
+    for (int half = 0; half < 2; ++half) {
+      for (int e = 0; e < kNumbers; ++e) {
+        const int k = half * kHalf + kNumbers * (i % 4) + e;
+        const auto number = [e](uint32_t word) {
+          return operand<T>(kNumbers == 1 ? word : word >> 16 * e & 0xffffu);
+        };
+        a[row][k] = number(lane.a[2 * half]);
+        a[row + 8][k] = number(lane.a[2 * half + 1]);
+        b[k][row] = number(lane.b[half]);
+      }
+    }
+  }
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < kDepth; ++k)
+      for (int column = 0; column < 8; ++column) sum[row][column] += a[row][k] * b[k][column];
+  for (int i = 0; i < kWarp; ++i) {
+    float* const c = static_cast<Product*>(arguments[i])->c;
+    for (int e = 0; e < 4; ++e)
+      c[e] = static_cast<float>(c[e] + sum[i / 4 + 8 * (e / 2)][2 * (i % 4) + e % 2]);
+  }
+}
+
+// Subnormal numbers are zeros of their sign.
+inline float flush(float x) {
+  return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
+}
+
+}  // namespace software
+
+inline bool any_in_block(bool vote) {
+  static constexpr emulator::Operation kOperation{"any_in_block", true, software::any};
+  emulator::take_part(kOperation, &vote);
+  return vote;
+}
+inline bool any_in_warp(bool vote) {
+  static constexpr emulator::Operation kOperation{"any_in_warp", false, software::any};
+  emulator::take_part(kOperation, &vote);
+  return vote;
+}
+
+template <typename V>
+inline V shuffle_xor(V value, int mask) {
+  static constexpr emulator::Operation kOperation{"shuffle_xor", false, software::shuffle};
+  return software::shuffle_from(value, thread_index() ^ mask, kOperation);
+}
+template <typename V>
+inline V shuffle(V value, int source) {
+  static constexpr emulator::Operation kOperation{"shuffle", false, software::shuffle};
+  return software::shuffle_from(value, source, kOperation);
+}
+
+inline void load_matrices(uint32_t (&matrices)[4], const void* row) {
+  static constexpr emulator::Operation kOperation{"load_matrices", false,
+                                                  software::load_matrices<false>};
+  emulator::check_shared(row, "loads a row of a matrix from");
+  software::Matrices lane{matrices, static_cast<const char*>(row)};
+  emulator::take_part(kOperation, &lane);
+}
+inline void load_matrices_transposed(uint32_t (&matrices)[4], const void* row) {
+  static constexpr emulator::Operation kOperation{"load_matrices_transposed", false,
+                                                  software::load_matrices<true>};
+  emulator::check_shared(row, "loads a row of a matrix from");
+  software::Matrices lane{matrices, static_cast<const char*>(row)};
+  emulator::take_part(kOperation, &lane);
+}
+
+template <typename T>
+inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static constexpr emulator::Operation kOperation{"multiply_add", false, software::multiply_add<T>};
+  software::Product lane{c, a, {b0, b1}};
+  emulator::take_part(kOperation, &lane);
+}
+
+inline void copy_async(void* shared, const void* global, int bytes) {
+  emulator::copy_async(shared, global, bytes);
+}
+inline void commit_copies() { emulator::commit_copies(); }
+template <int kPending>
+inline void wait_copies() {
+  emulator::wait_copies(kPending);
+}
+
+inline float exp2_approx(float x) { return software::flush(std::exp2(software::flush(x))); }
+inline float log2_approx(float x) { return std::log2(software::flush(x)); }
+
+inline uint32_t float_bits(float x) { return emulator::float_bits(x); }
+inline float bits_float(uint32_t bits) { return emulator::bits_float(bits); }
+
+template <typename T>
+inline float to_float(T x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    return std::is_same_v<T, bf16> ? emulator::widen_bf16(x.bits) : emulator::widen_fp16(x.bits);
+  }
+}
+template <typename T>
+inline T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    return {std::is_same_v<T, bf16> ? emulator::narrow_bf16(x) : emulator::narrow_fp16(x)};
+  }
+}
+template <typename T>
+inline uint32_t pack(float low, float high) {
+  return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+}
+template <typename T>
+inline Pair unpack(uint32_t word) {
+  return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
+}
+inline uint32_t to_tf32(float x) { return emulator::round_tf32(x); }
+
+inline uint32_t multiply_high(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+
+}  // namespace hk::cuda

@@ -1,0 +1,64 @@
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, int, int]
+_Options = tuple[Tensor | None, str, Tensor | None, float]
+_Read = tuple[Tensor, Tensor, Tensor]
+_Where = tuple[int, int]
+
+def attention_forward(
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    outputs: Sequence[Tensor | None],
+    where: _Where,
+    /,
+) -> None: ...
+def attention_closed(
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    dout: Tensor,
+    dgate: Tensor,
+    where: _Where,
+    /,
+) -> None: ...
+def attention_rows(
+    gated: tuple[Tensor | None, str],
+    read: _Read,
+    written: tuple[Tensor, Tensor | None, Tensor | None],
+    where: _Where,
+    /,
+) -> None: ...
+def attention_keys(
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    read: _Read,
+    gradients: Sequence[Tensor | None],
+    splits: int,
+    where: _Where,
+    /,
+) -> None: ...
+def attention_queries(
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    read: _Read,
+    gradients: Sequence[Tensor | None],
+    splits: int,
+    closed_grad: bool,
+    where: _Where,
+    /,
+) -> None: ...
+def tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int, /) -> tuple[int, int, int]: ...
+def unsupported_device(index: int, /) -> str: ...
+def wrapper_names() -> list[str]: ...
+def check_wrapper(name: str, tensors: Sequence[Tensor], where: _Where, /) -> None: ...

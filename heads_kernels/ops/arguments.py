@@ -1,0 +1,29 @@
+"""What both compiled extensions are told of a call.
+
+Tensors go in as they are (the extensions read pointer, dtype, sizes and strides); None stands for what is absent or not
+asked for.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from heads_kernels.mask import Intervals
+
+#: query, key, mixing, content_bias (None for gated attention), scale
+Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+#: k_lo, k_hi, key_visible, band_lo, band_hi
+MaskParts = tuple[Tensor | None, Tensor | None, Tensor | None, int, int]
+#: gate, gate_activation, seed, dropout_p
+Options = tuple[Tensor | None, str, Tensor | None, float]
+
+
+def mask_of(intervals: Intervals) -> MaskParts:
+    """The parts of the mask that kernels read."""
+    i = intervals
+    return i.k_lo, i.k_hi, i.key_visible, i.band_lo, i.band_hi
+
+
+def asked_for(tensor: Tensor | None) -> Tensor | None:
+    """An output to be filled: an empty one is not asked for."""
+    return tensor if tensor is not None and tensor.numel() else None

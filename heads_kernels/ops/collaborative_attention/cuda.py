@@ -1,0 +1,88 @@
+"""Collaborative attention on the `cuda` backend: the order of the kernels in `csrc/cuda/`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads_kernels.ops import cuda
+from heads_kernels.ops.arguments import mask_of
+from heads_kernels.ops.collaborative_attention.op import Call, allocate, allocate_gradients
+from heads_kernels.ops.layout import contiguous_rows
+from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
+
+
+def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, and `attended` and `lse` where `save` asks for them (see `allocate`)."""
+    outputs = allocate(call.query, call.value, call.gate, save)
+    cuda.attention_forward(_told(call, call.gate), outputs)
+    return outputs
+
+
+def backward(
+    call: Call, dout: Tensor, attended: Tensor, lse: Tensor, closed_grad: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`dquery`, `dkey`, `dvalue`, the rows of `dmixing`, `dcontent_bias` and the rows of the gate's gradient."""
+    gradients = allocate_gradients(
+        call.query, call.key, call.value, call.content_bias, call.gate, needs
+    )
+    dquery, dkey, dvalue, dmixing_rows, dcontent_bias, dgate_rows = gradients
+    told, dout = _told(call, call.gate), contiguous_rows(dout)
+    delta, dattended, gate = cuda.attention_rows(told, dout, attended, lse, dgate_rows)
+    if closed_grad:
+        cuda.attention_closed(told, dout, dgate_rows)
+    told, read = _told(call, gate), (dattended, lse, delta)
+    _keys_pass(told, read, dkey, dvalue, dcontent_bias)
+    _queries_pass(told, read, dquery, dmixing_rows, closed_grad)
+    return gradients
+
+
+def _keys_pass(
+    told: cuda.Call,
+    read: tuple[Tensor, Tensor, Tensor],
+    dkey: Tensor,
+    dvalue: Tensor,
+    dcontent_bias: Tensor,
+) -> None:
+    """Fill `dkey`, `dvalue` and `dcontent_bias`; an empty one is not computed."""
+    if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
+        return
+    (_, key, *_), value, *_ = told
+    (B, S, Ds), H, Dv = key.shape, value.shape[1], value.shape[3]
+    tiles = cuda.tiles_of("collaborative_attention.keys", key.dtype, Ds, Dv)
+    slices = -(-Ds // tiles.slice) if dkey.numel() else 1
+    splits = splits_of(H, B * -(-S // tiles.block_n) * slices, key)
+    parts = split_parts(dkey, splits)
+    cuda.attention_keys(told, read, (parts, dvalue, dcontent_bias), splits)
+    sum_parts(parts, dkey, splits)
+
+
+def _queries_pass(
+    told: cuda.Call,
+    read: tuple[Tensor, Tensor, Tensor],
+    dquery: Tensor,
+    dmixing_rows: Tensor,
+    closed_grad: bool,
+) -> None:
+    """Fill `dquery` and `dmixing_rows`; an empty one is not computed."""
+    if not (dquery.numel() or dmixing_rows.numel()):
+        return
+    (query, *_), value, *_ = told
+    (B, T, Ds), H, Dv = query.shape, value.shape[1], value.shape[3]
+    tiles = cuda.tiles_of("collaborative_attention.queries", query.dtype, Ds, Dv)
+    row_tiles = -(-T // tiles.block_m)
+    splits = splits_of(H, B * row_tiles * -(-Ds // tiles.slice), query)
+    parts = split_parts(dquery, splits, torch.float32)
+    of_mixing = dmixing_rows.new_empty((B, row_tiles, H, Ds)) if dmixing_rows.numel() else None
+    cuda.attention_queries(told, read, (parts, of_mixing), splits, closed_grad)
+    sum_parts(parts, dquery, splits)
+    if of_mixing is not None:
+        torch.sum(of_mixing, 1, out=dmixing_rows)
+
+
+def _told(call: Call, gate: Tensor | None) -> cuda.Call:
+    """What every pass is told; `gate` as far as it is still to be applied."""
+    mixing, bias = cuda.single(call.mixing), cuda.single(call.content_bias)
+    scores = call.query, call.key, mixing, bias, call.scale
+    options = cuda.single(gate), call.gate_activation, call.seed, call.dropout_p
+    return scores, call.value, mask_of(call.intervals), options

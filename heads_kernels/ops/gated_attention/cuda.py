@@ -1,0 +1,58 @@
+"""Gated attention on the `cuda` backend: the order of the kernels in `csrc/cuda/`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from heads_kernels.ops import cuda
+from heads_kernels.ops.arguments import mask_of
+from heads_kernels.ops.gated_attention.op import Call, allocate, allocate_gradients
+from heads_kernels.ops.layout import contiguous_rows
+from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
+
+
+def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, and `attended` and `lse` where `save` asks for them (see `allocate`)."""
+    outputs = allocate(call.query, call.value, call.gate, save)
+    cuda.attention_forward(_told(call, call.gate), outputs)
+    return outputs
+
+
+def backward(
+    call: Call, dout: Tensor, attended: Tensor, lse: Tensor, closed_grad: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`dquery`, `dkey`, `dvalue` and the rows of the gate's gradient, those that `needs` asks for."""
+    gradients = allocate_gradients(call.query, call.key, call.value, call.gate, needs)
+    dquery, dkey, dvalue, dgate_rows = gradients
+    told, dout = _told(call, call.gate), contiguous_rows(dout)
+    delta, dattended, gate = cuda.attention_rows(told, dout, attended, lse, dgate_rows)
+    if closed_grad:
+        cuda.attention_closed(told, dout, dgate_rows)
+    told, read = _told(call, gate), (dattended, lse, delta)
+    _keys_pass(told, read, dkey, dvalue)
+    if dquery.numel():
+        cuda.attention_queries(told, read, (dquery, None), 1, closed_grad)
+    return gradients
+
+
+def _keys_pass(
+    told: cuda.Call, read: tuple[Tensor, Tensor, Tensor], dkey: Tensor, dvalue: Tensor
+) -> None:
+    """Fill `dkey` and `dvalue`; an empty one is not computed."""
+    if not (dkey.numel() or dvalue.numel()):
+        return
+    (query, key, *_), value, *_ = told
+    (B, Hk, S, D), Dv, group = key.shape, value.shape[3], query.shape[1] // key.shape[1]
+    tiles = cuda.tiles_of("gated_attention.keys", query.dtype, D, Dv)
+    splits = splits_of(group, B * Hk * -(-S // tiles.block_n), query)
+    dkey_parts, dvalue_parts = split_parts(dkey, splits), split_parts(dvalue, splits)
+    cuda.attention_keys(told, read, (dkey_parts, dvalue_parts, None), splits)
+    sum_parts(dkey_parts, dkey, splits)
+    sum_parts(dvalue_parts, dvalue, splits)
+
+
+def _told(call: Call, gate: Tensor | None) -> cuda.Call:
+    """What every pass is told; `gate` as far as it is still to be applied."""
+    scores = call.query, call.key, None, None, call.scale
+    options = cuda.single(gate), call.gate_activation, call.seed, call.dropout_p
+    return scores, call.value, mask_of(call.intervals), options
