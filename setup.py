@@ -103,17 +103,18 @@ class Emulator(Command):
     """`setup.py emulator`: `heads_kernels._cuda_emulated` in place, for tests without a GPU."""
 
     description = "build the CUDA kernels for the emulator"
-    user_options = []  # noqa: RUF012
+    user_options = [("into=", None, "folder of the module, in place of the package's")]  # noqa: RUF012
 
     def initialize_options(self) -> None:
-        pass
+        self.into = ""
 
     def finalize_options(self) -> None:
         pass
 
     def run(self) -> None:
         name = self.get_finalized_command("build_ext").get_ext_filename("_cuda_emulated")
-        install(build.emulated_module(Path("build/emulator")), Path(PACKAGE, name))
+        module = build.emulated_module(Path(self.into or "build/emulator"))
+        install(module, Path(self.into or PACKAGE, name))
 
 
 headers = sorted(glob("csrc/**/*.h", recursive=True))

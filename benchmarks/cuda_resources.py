@@ -81,10 +81,11 @@ def read(path: Path, tool: str) -> list[Kernel]:
     """Every kernel in a module; those that only check the wrappers are left out."""
     command = [tool, "--dump-resource-usage", str(path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return list(_parse(text))
+    return list(parse(text))
 
 
-def _parse(text: str) -> Iterator[Kernel]:
+def parse(text: str) -> Iterator[Kernel]:
+    """The kernels in what cuobjdump prints."""
     part, entry = "", None
     for match in _SECTION.finditer(text):
         if match[1]:

@@ -2,15 +2,18 @@
 
 What a test asks of a GPU backend runs on CPU tensors, where the process was started for it: with
 TRITON_INTERPRET=1 Triton's interpreter, mended, runs the kernels of `triton`, with
-HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in the order HK_SCHEDULE. Such tests bear the
-backend's name as a mark.
+HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in the order HK_SCHEDULE (the module in the
+folder HK_EMULATED, where that is set). Such tests bear the backend's name as a mark.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import sys
 import zlib
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -25,6 +28,14 @@ if TRITON_INTERPRETED:
     interpreter.mend()
 
 if CUDA_EMULATED:
+    if folder := os.environ.get("HK_EMULATED"):  # before anything imports the package's own
+        name = "heads_kernels._cuda_emulated"
+        (found,) = Path(folder).glob("_cuda_emulated.*.so")
+        spec = importlib.util.spec_from_file_location(name, found)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
     from heads_kernels import _cuda_emulated
 
     _cuda_emulated.use_schedule(os.environ.get("HK_SCHEDULE", "round_robin"))
@@ -51,16 +62,23 @@ STARTED_FOR = {
     "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1"),
 }
 
-#: Tests that launch too much for both, which take about 10 ms a tile: long sequences, and checks of the
-#: op that every backend shares, which run it many times over.
+#: Tests that launch too much for both: long sequences, and checks of the op that every backend shares, which
+#: run it many times over.
 LONG = {
     "test_compile_dynamic",
     "test_decoding_with_grouped_heads",
     "test_long_rows_are_streamed",
     "test_memory_is_linear_in_length",
-    "test_nothing_beside_an_input_is_read",
     "test_opcheck",
     "test_opcheck_statistics",
+}
+#: And for Triton's interpreter, which takes about 10 ms a tile, five times what the emulator takes: properties,
+#: and every case once more.
+LONG_INTERPRETED = {
+    "test_any_call_is_accurate",
+    "test_any_gradients_that_are_asked_for",
+    "test_any_strides",
+    "test_nothing_beside_an_input_is_read",
     "test_the_same_bits_from_dirty_memory",
 }
 
@@ -80,12 +98,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not started:
             reason = f"the {backend} backend serves CPU tensors in processes with {how}"
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif (
-            getattr(item, "originalname", "") in LONG
-            or (backend == "triton" and item.path.stem == "test_properties")  # 25 calls each
-            or is_long(**arguments)
-        ):
-            item.add_marker("slow")
+        else:
+            long = LONG | LONG_INTERPRETED if backend == "triton" else LONG
+            if getattr(item, "originalname", "") in long or is_long(**arguments):
+                item.add_marker("slow")
 
 
 def is_long(

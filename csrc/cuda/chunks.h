@@ -130,8 +130,11 @@ struct OwnUnits {
   static constexpr int kRowStep = kThreads / kUnits;
   static_assert(kThreads % kUnits == 0 && kChunk % kUnit == 0);
 
-  HK_DEVICE static int column() { return thread_index() % kUnits * kUnit; }
-  HK_DEVICE static int first_row() { return thread_index() / kUnits; }
+  HK_DEVICE static int column() { return index() % kUnits * kUnit; }
+  HK_DEVICE static int first_row() { return index() / kUnits; }
+
+ private:
+  HK_DEVICE static unsigned index() { return static_cast<unsigned>(thread_index()); }
 };
 
 // Starts to copy the features of rows `first` and on into a tile, with all threads of the block;

@@ -35,7 +35,8 @@ struct CollaborativeForward {
   using ValueTile = Tile<T, kBlockN, kWidth>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth>;
 
-  // What tiles are copied from; in shared memory, for registers are short.
+  // What tiles are copied from. It lies in shared memory, as At does: there it takes no registers
+  // between its uses.
   struct Sources {
     Rows<T> query, key, value;
   };

@@ -60,7 +60,8 @@ struct CollaborativeKeys {
     HK_DEVICE bool is_first_slice() const { return column == 0; }
   };
 
-  // What tiles are copied from; in shared memory, for registers are short.
+  // What tiles are copied from. It lies in shared memory, as At and the list of tiles do: there it
+  // takes no registers between its uses.
   struct Sources {
     Rows<T> query, key, dout;
     Gate gate;
@@ -70,7 +71,8 @@ struct CollaborativeKeys {
     return owned_tiles(Ds, keeps_key) * KeyTile::kBytes + ValueTile::kBytes +
            2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + Features::bytes(Ds) +
            static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
-           static_cast<int>(sizeof(Sources) + sizeof(At)) + 32 + Sizes::kWarps * 16;
+           static_cast<int>(sizeof(Sources) + sizeof(At) + sizeof(TileList)) + 48 +
+           Sizes::kWarps * 16;
   }
 
   struct Memory {
@@ -83,6 +85,7 @@ struct CollaborativeKeys {
     int* scratch = memory.take<int>(Sizes::kWarps * 4);
     Sources* sources = memory.take<Sources>(1);
     At* at = memory.take<At>(1);
+    TileList* list = memory.take<TileList>(1);
     Features features;
     Ring<KeyTile> key;  // of each step, or of a stage
 
@@ -102,8 +105,11 @@ struct CollaborativeKeys {
     if (thread_index() == 0) *on_chip.at = At(p);
     sync_block();
     const At& at = *on_chip.at;
-    const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible_of(p, at),
-                                                                     at.first_key, on_chip.scratch);
+    const TileList seen_by = tiles_that_see<kThreads, kBlockM, kBlockN>(
+        visible_of(p, at), at.first_key, on_chip.scratch);
+    if (thread_index() == 0) *on_chip.list = seen_by;
+    sync_block();
+    const TileList& list = *on_chip.list;
     const int warp_row = warp() * kGroups * 16;
     Sums sums;
     sums.dkey.clear();

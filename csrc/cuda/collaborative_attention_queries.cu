@@ -56,7 +56,8 @@ struct CollaborativeQueries {
     HK_DEVICE int first_row() const { return tile * kBlockM; }
   };
 
-  // What tiles are copied from; in shared memory, for registers are short.
+  // What tiles are copied from. It lies in shared memory, as At does: there it takes no registers
+  // between its uses.
   struct Sources {
     Rows<T> query, key, value;
   };

@@ -12,8 +12,6 @@ class ContentBias {
   HK_DEVICE ContentBias(const Tensor& t, int64_t b, int64_t h)
       : t_(t), offset_(b * t.stride[0] + h * t.stride[1]) {}
 
-  HK_DEVICE bool there() const { return t_.rank > 0; }
-
   // 0 where there is none.
   HK_DEVICE float at(int key) const {
     if (t_.rank == 0 || key >= t_.size[2]) return 0.0f;

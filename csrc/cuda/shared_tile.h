@@ -108,7 +108,7 @@ HK_DEVICE void copy_unit(T* to, const Rows<T>& rows, int row, int column) {
   if (rows.aligned) {
     copy_async(to, from, count * static_cast<int>(sizeof(T)));
   } else {
-    HK_UNROLL
+    HK_ROLLED
     for (int i = 0; i < kUnit; ++i) to[i] = i < count ? from[i] : T{};
   }
 }

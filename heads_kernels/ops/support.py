@@ -119,6 +119,7 @@ def _unsupported_device(index: int) -> str:
 
 @functools.cache
 def _device_words(index: int) -> str:
+    """The extension's own answer, which a device never changes."""
     words: str = importlib.import_module("heads_kernels._cuda").unsupported_device(index)
     return words
 

@@ -1,0 +1,86 @@
+"""The build: which nvcc is taken, what is said where there is none, and what is written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from setuptools.errors import PlatformError
+
+import heads_kernels as hk
+from csrc import build
+
+
+def compiler(folder: Path, version: str) -> Path:
+    """A compiler that tells its version and can do nothing else."""
+    folder.mkdir(parents=True)
+    program = folder / "nvcc"
+    release = ".".join(version.split(".")[:2])
+    program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{version}'\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No nvcc is found but those that a test makes."""
+    for name in ("CUDA_HOME", "HEADS_KERNELS_CUDA", "HEADS_KERNELS_CUDA_ARCHITECTURES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(build.sys, "path", [str(tmp_path / "site")])
+
+
+def test_the_order_in_which_nvcc_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = compiler(tmp_path / "site" / "nvidia" / "cu13" / "bin", "13.2.1")
+    assert build.find_nvcc() == (package, "13.2.1")
+    on_path = compiler(tmp_path / "path", "13.1.0")
+    assert build.find_nvcc() == (on_path, "13.1.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert build.find_nvcc() == (on_path, "13.1.0")  # it has none
+    at_home = compiler(tmp_path / "home" / "bin", "12.8.93")
+    assert build.find_nvcc() == (at_home, "12.8.93")
+
+
+def test_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc, missing = build.find_nvcc()
+    assert nvcc is None
+    assert "nvidia-cuda-nvcc is not installed" in missing
+    monkeypatch.setenv("HEADS_KERNELS_CUDA", "1")
+    with pytest.raises(PlatformError, match="HEADS_KERNELS_CUDA=1 asks for the CUDA kernels, but"):
+        build.find_nvcc()
+    old = compiler(tmp_path / "path", "12.6.77")
+    with pytest.raises(PlatformError, match=r"is 12\.6\.77, older than 12\.8"):
+        build.find_nvcc()
+    monkeypatch.delenv("HEADS_KERNELS_CUDA")
+    assert build.find_nvcc() == (None, f"{old} is 12.6.77, older than 12.8")
+
+
+def test_left_out_on_purpose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler(tmp_path / "path", "13.0.88")
+    monkeypatch.setenv("HEADS_KERNELS_CUDA", "0")
+    assert build.find_nvcc() == (None, "HEADS_KERNELS_CUDA=0 left it out")
+
+
+def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.architectures() == [*build.ARCHITECTURES, "compute_80"]
+    monkeypatch.setenv("HEADS_KERNELS_CUDA_ARCHITECTURES", "sm_90")
+    assert build.architectures() == ["sm_90", "compute_80"]
+
+
+def test_kernels_are_compiled_for_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(build.__file__).parent.parent)
+    units = {unit.name: unit for unit in build.cuda_kernels(["nvcc"])}
+    for dtype in ("bf16", "fp16", "float"):
+        assert units[f"gated_attention_keys_{dtype}"].compiler == ["nvcc", f"-DHK_DTYPE={dtype}"]
+    assert units["launch"].compiler == ["nvcc"]
+
+
+def test_what_was_built_is_told() -> None:
+    told = hk.build_info()
+    assert told["version"] == hk.__version__
+    assert "baseline" in told["cpu"]["levels"]
+    assert told["cuda"].keys() in ({"nvcc", "architectures"}, {"missing"})
+    told.clear()
+    assert hk.build_info()
