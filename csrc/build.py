@@ -54,7 +54,7 @@ NVCC = shlex.split(
     "-Xcompiler -fPIC,-fvisibility=hidden,-Wall"
 )
 # The driver is asked for when a kernel is launched: the module loads where there is none.
-LINK_CUDA = shlex.split("-shared -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
+LINK_CUDA = shlex.split("-shared -s -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
 # The kernels of csrc/cuda/*attention*.cu are compiled once for each.
 DTYPES = ("bf16", "fp16", "float")
 

@@ -107,6 +107,9 @@ def openmp() -> set[Path]:
 
 def shares_the_pool() -> str:
     """torch's OpenMP is the only one, and `torch.set_num_threads` holds: no call starts threads of its own."""
+    place = Path(torch.__file__).parent / "lib"
+    if not any(place.glob("libgomp*")):  # PyTorch before 2.10 on aarch64
+        return "torch hides its OpenMP; that of the system is used"
     torch.set_num_threads(5)
     torch.zeros(1 << 20).exp()
     started = threads()
@@ -114,7 +117,7 @@ def shares_the_pool() -> str:
     hk.gated_attention(query, query, query, backend="cpu")
     assert threads() == started >= 5, f"{started} threads, then {threads()}"
     (library,) = openmp()
-    assert library.parent == Path(torch.__file__).parent / "lib", library
+    assert library.parent == place, library
     return f"{started} threads, {library}"
 
 
@@ -122,13 +125,8 @@ def main() -> None:
     (wheel,) = map(Path, sys.argv[1:])
     print(holds_the_package(wheel))
     print(is_what_runs(wheel))
-    for check in (
-        is_accurate,
-        serves_cpu_tensors,
-        answers_cuda_tensors,
-        shares_the_pool,
-    ):
-        print(check(), flush=True)
+    for check in (is_accurate, serves_cpu_tensors, answers_cuda_tensors, shares_the_pool):
+        print(check())
 
 
 if __name__ == "__main__":

@@ -184,6 +184,38 @@ def test_an_infinite_key_meets_no_row_that_is_not_there(backend: str, T: int) ->
     assert dvalue.isfinite().all()
 
 
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["collaborative_attention"]])
+def test_the_mixing_vector_of_a_closed_head_is_not_read(backend: str, bad: float) -> None:
+    """Nor of an open head for rows that see nothing."""
+    inputs = make(find("collaborative_attention", "closed_all"), backend)
+    poisoned = {**inputs.tensors, "mixing": torch.full_like(inputs.tensors["mixing"], bad)}
+    out, grads = replace(inputs, tensors=poisoned).backward(backend)
+    assert not out.any()
+    for name in ("query", "key", "value", "mixing"):
+        assert not grads[name].any(), name
+    query, key, mixing = torch.randn(2, 5, 16), torch.randn(2, 6, 16), torch.full((3, 16), bad)
+    leaves = [t.requires_grad_() for t in (query, key, mixing)]
+    mask = hk.Mask(key_lengths=[0, 0])
+    out = hk.collaborative_attention(
+        *leaves[:2], torch.randn(2, 3, 6, 8), mixing, attn_mask=mask, backend=backend
+    )
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["collaborative_attention"]])
+def test_without_heads_gradients_are_zero(backend: str) -> None:
+    query, key = torch.randn(2, 5, 16), torch.randn(2, 6, 16)
+    leaves = [t.requires_grad_() for t in (query, key)]
+    out = hk.collaborative_attention(
+        *leaves, torch.randn(2, 0, 6, 8), torch.randn(0, 16), backend=backend
+    )
+    dirty_allocator(query)
+    for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)):
+        assert not grad.any()
+
+
 def test_a_true_byte_may_be_any_but_zero() -> None:
     query, key, value = torch.randn(3, 1, 2, 130, 8)
     odd = torch.full((1, 130), 255, dtype=torch.uint8).view(torch.bool)

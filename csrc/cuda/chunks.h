@@ -94,6 +94,7 @@ class Features {
     const int left = count_ - step.place * kStepChunks;
     return left < kStepChunks ? left : kStepChunks;
   }
+  HK_DEVICE int width(const Step& step) const { return chunks(step) * kChunk; }
   HK_DEVICE Gathered at(const Step& step) const {
     return {numbers_ + step.place * kStepChunks, chunks(step)};
   }
@@ -126,7 +127,7 @@ class Features {
 template <int kThreads, typename AnyTile>
 struct OwnUnits {
   using T = typename AnyTile::Element;
-  static constexpr int kUnit = 16 / sizeof(T), kUnits = AnyTile::kColumns / kUnit;
+  static constexpr int kUnit = Unit<T>::kCount, kUnits = AnyTile::kColumns / kUnit;
   static constexpr int kRowStep = kThreads / kUnits;
   static_assert(kThreads % kUnits == 0 && kChunk % kUnit == 0);
 
@@ -140,29 +141,17 @@ struct OwnUnits {
 // Starts to copy the features of rows `first` and on into a tile, with all threads of the block;
 // columns for which `source` has none are left as they are.
 template <int kThreads, typename AnyTile, typename Source>
-HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element>& rows,
+HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element> rows,
                              int first, const Source& source) {
   using Own = OwnUnits<kThreads, AnyTile>;
-  using T = typename AnyTile::Element;
   const int feature = source.feature(Own::column());
   if (feature < 0) return;
-  const int left = rows.width - feature;
-  const int count = left < 0 ? 0 : left < Own::kUnit ? left : Own::kUnit;
-  const T* from = rows.row(first + Own::first_row()) + feature;
-  if (rows.aligned) {
-    HK_UNROLL
-    for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
-      const int bytes = first + row < rows.length ? count * static_cast<int>(sizeof(T)) : 0;
-      copy_async(tile.at(row, Own::column()), from, bytes);
-      from += Own::kRowStep * rows.stride;
-    }
-  } else {
-    HK_UNROLL_BY(1)
-    for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
-      for (int i = 0; i < Own::kUnit; ++i)
-        tile.at(row, Own::column())[i] = i < count && first + row < rows.length ? from[i] : T{};
-      from += Own::kRowStep * rows.stride;
-    }
+  const auto* from = rows.row(first + Own::first_row()) + feature;
+  HK_UNROLL
+  for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
+    const int left = first + row < rows.length ? rows.width - feature : 0;
+    copy_unit(tile.at(row, Own::column()), from, left, rows.aligned);
+    from += Own::kRowStep * rows.stride;
   }
 }
 
@@ -171,9 +160,6 @@ template <int kThreads, typename AnyTile, typename Source>
 HK_DEVICE void mix_features(const AnyTile& tile, const float* factors, const Source& source) {
   using Own = OwnUnits<kThreads, AnyTile>;
   using T = typename AnyTile::Element;
-  struct alignas(16) Unit {
-    uint32_t words[4];
-  };
   const int feature = source.feature(Own::column());
   if (feature < 0) return;
   float factor[Own::kUnit];
@@ -181,12 +167,13 @@ HK_DEVICE void mix_features(const AnyTile& tile, const float* factors, const Sou
   for (int i = 0; i < Own::kUnit; ++i) factor[i] = factors[feature + i];
   HK_UNROLL_BY(4)
   for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
-    Unit* const at = reinterpret_cast<Unit*>(tile.at(row, Own::column()));
-    Unit unit;
-    std::memcpy(&unit, at, sizeof(Unit));
+    auto* const at = reinterpret_cast<Unit<T>*>(tile.at(row, Own::column()));
+    Unit<T> unit = *at;
+    uint32_t words[4];
+    std::memcpy(words, &unit, sizeof(unit));
     HK_UNROLL
     for (int i = 0; i < 4; ++i) {
-      uint32_t& word = unit.words[i];
+      uint32_t& word = words[i];
       if constexpr (sizeof(T) == 4) {
         word = float_bits(bits_float(word) * factor[i]);
       } else {
@@ -194,55 +181,8 @@ HK_DEVICE void mix_features(const AnyTile& tile, const float* factors, const Sou
         word = pack<T>(pair.low * factor[2 * i], pair.high * factor[2 * i + 1]);
       }
     }
-    std::memcpy(at, &unit, sizeof(Unit));
-  }
-}
-
-// acc += left [rows from `row`, chunks] * right [kColumns, chunks]^T
-template <int kGroups, int kColumns, typename T, int kLeftRows>
-HK_DEVICE void multiply_chunks(Accumulator<kGroups, kColumns>& acc,
-                               const Tile<T, kLeftRows, kStepWidth>& left, int row,
-                               const Tile<T, kColumns, kStepWidth>& right, int chunks) {
-  HK_UNROLL_BY(sizeof(T) == 4 ? 2 : 4)
-  for (int k = 0; k < chunks * kChunk; k += TensorCore<T>::kDepth) {
-    LeftOperands<T, kGroups> a;
-    HK_UNROLL
-    for (int m = 0; m < kGroups; ++m) {
-      Left loaded;
-      load(loaded, left, row + 16 * m, k);
-      a[m] = TensorCore<T>::operand(loaded.a);
-    }
-    HK_UNROLL
-    for (int n = 0; n < kColumns; n += 16) {
-      Right b;
-      load(b, right, n, k);
-      multiply_depth<T>(acc, n, a, b);
-    }
-  }
-}
-
-// acc += weights [.., kDepth] * right [kDepth, the columns of a slice], the weights rounded to T.
-template <int kGroups, int kColumns, int kDepth, typename T>
-HK_DEVICE void multiply_slice(Accumulator<kGroups, kColumns>& acc,
-                              const Accumulator<kGroups, kDepth>& weights,
-                              const Tile<T, kDepth, kColumns>& right, const Slice& slice) {
-  using Core = TensorCore<T>;
-  HK_UNROLL
-  for (int k = 0; k < kDepth; k += Core::kDepth) {
-    LeftOperands<T, kGroups> a;
-    HK_UNROLL
-    for (int m = 0; m < kGroups; ++m) {
-      Left taken;
-      Core::take(taken, weights.c[m], k / Core::kDepth);
-      a[m] = Core::operand(taken.a);
-    }
-    HK_UNROLL
-    for (int n = 0; n < kColumns; n += kChunk) {
-      if (!slice.has(n)) continue;
-      Right b;
-      Core::load_transposed(b, right, k, n);
-      multiply_depth<T>(acc, n, a, b);
-    }
+    std::memcpy(&unit, words, sizeof(unit));
+    *at = unit;
   }
 }
 

@@ -135,7 +135,7 @@ struct CollaborativeForward {
       if (copies_query(step))
         mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
       sync_block();
-      multiply_chunks(scores, query_at(step), warp_row, key[step.stage], features.chunks(step));
+      multiply_rows(scores, query_at(step), warp_row, key[step.stage], features.width(step));
       if (features.ends(step)) {
         const int first_key = list[step.tile] * kBlockN;
         const ValueTile tile_value = value[step.tile % 2];
@@ -146,9 +146,7 @@ struct CollaborativeForward {
         if (!list.is_full(step.tile)) {
           Pairs<kGroups, kBlockN> hidden;
           add_hidden<Lie::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
-          scores.each([&](float& score, int m, int n, int e) {
-            if (hidden.holds(m, n, e)) score = -kInfinity;
-          });
+          fill(scores, hidden, -kInfinity);
           if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
         }
         softmax.step(scores, attended, steepness);
@@ -156,9 +154,7 @@ struct CollaborativeForward {
           Pairs<kGroups, kBlockN> dropped;
           add_dropped<Lie::kRowsFirst>(dropped, p.dropout, at.b, at.h, at.first_row + warp_row,
                                        first_key);
-          scores.each([&](float& probability, int m, int n, int e) {
-            if (dropped.holds(m, n, e)) probability = 0.0f;
-          });
+          fill(scores, dropped, 0.0f);
         }
         multiply_weights(attended, scores, tile_value);
         scores.clear();

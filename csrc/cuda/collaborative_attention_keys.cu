@@ -1,18 +1,16 @@
 // Collaborative attention backward by tiles of keys: dkey, dvalue and dcontent_bias.
 //
-//   p = exp(scores - lse)        dp = dattended value^T        dscores = scale * p * (dp - delta)
-//   dvalue_h = p^T dattended     dcontent_bias_h = colsum(dscores)     dattended = g * dout
-//   dkey = sum over h of dscores_h^T (query * mixing_h)
+//   dvalue_h = p^T dattended     dcontent_bias_h = scale * colsum(dscores)
+//   dkey = scale * sum over h of dscores_h^T (query * mixing_h)
 //
-// Dropout multiplies p in dvalue, and dp, by what it keeps.
+// The other formulas stand in tile_gradient.h.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
 #include "cuda/content_bias.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
-#include "cuda/pairs.h"
 #include "cuda/passes.h"
-#include "cuda/row_terms.h"
+#include "cuda/tile_gradient.h"
 
 namespace hk::cuda {
 
@@ -93,6 +91,10 @@ struct CollaborativeKeys {
         : features(memory, p.mixing),
           key(memory.ring<KeyTile>(owned_tiles(p.key.size[2], p.keeps_key))) {}
   };
+
+  // What store_gradient overwrites between heads lies in tiles.
+  static_assert(Sizes::kWarps * GradientPart<kGroups, kSlice>::kBytes <=
+                2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + ValueTile::kBytes);
 
   struct Sums {
     Accumulator<kGroups, kSlice> dkey;
@@ -192,8 +194,8 @@ struct CollaborativeKeys {
       mix_features<kThreads>(on_chip.query[step.stage], factors, features.at(step));
       if (features.ends(step)) mix_features<kThreads>(on_chip.slice[step.tile % 2], factors, slice);
       sync_block();
-      multiply_chunks(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage],
-                      features.chunks(step));
+      multiply_rows(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage],
+                    features.width(step));
       if (features.ends(step)) {
         add_tile(p, list, on_chip, slice, at, h, step.tile, scores, sums);
         scores.clear();
@@ -218,43 +220,30 @@ struct CollaborativeKeys {
 
     const float steepness = static_cast<float>(p.scale) * kLog2e;
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
+    constexpr Lie kLie = Lie::kKeysFirst;
+    const TileTerms<kLie, kBlockM> row = {terms, 0};
     const ContentBias content_bias(p.content_bias, at.b, h);
     float bias[kGroups][2];
     for (int m = 0; m < kGroups; ++m)
       for (int half = 0; half < 2; ++half)
         bias[m][half] = content_bias.at(first_key + row_of(m, 2 * half));
-    probabilities.each([&](float& value, int m, int n, int e) {
-      value = terms.probability(value + bias[m][e / 2], steepness, column_of(n, e));
-    });
-    Pairs<kGroups, kBlockM> hidden, dropped;
-    if (partial) {
-      add_hidden<Lie::kKeysFirst>(hidden, visible_of(p, at), terms.range, first_key);
-      probabilities.each([&](float& probability, int m, int n, int e) {
-        if (hidden.holds(m, n, e)) probability = 0.0f;
-      });
-    }
-    if (p.dropout.active)
-      add_dropped<Lie::kKeysFirst>(dropped, p.dropout, at.b, h, first_row, first_key);
-    // What dropout and the gate make of a number of an element.
-    const auto weighted = [&](float number, int m, int n, int e) {
-      const float factor = terms.gate[column_of(n, e)] * keep_scale;
-      return dropped.holds(m, n, e) ? 0.0f : number * factor;
-    };
+    probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
+    to_probabilities(probabilities, row, steepness);
+    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial, at.b,
+                                                   h, first_row, first_key);
+    left_out.hide(probabilities, 0.0f);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
       Scores weights = probabilities;
-      weights.each([&](float& weight, int m, int n, int e) { weight = weighted(weight, m, n, e); });
+      weigh(weights, row, left_out, keep_scale);
       multiply_weights(sums.dvalue, weights, dout);
     }
     if (p.dkey.rank > 0 || p.dcontent_bias.rank > 0) {
       Scores dscores;
       dscores.clear();
-      multiply_rows<kWidth>(dscores, on_chip.value, warp_row, dout);
-      dscores.each([&](float& dp, int m, int n, int e) {
-        const float difference = weighted(dp, m, n, e) - terms.delta[column_of(n, e)];
-        dp = hidden.holds(m, n, e) ? 0.0f : probabilities.c[m][n][e] * difference;
-        sums.dbias[m][e / 2] += dp;
-      });
-      multiply_slice(sums.dkey, dscores, query, slice);
+      multiply_rows(dscores, on_chip.value, warp_row, dout);
+      to_dscores(dscores, probabilities, row, left_out, keep_scale);
+      dscores.each([&](float& value, int m, int, int e) { sums.dbias[m][e / 2] += value; });
+      multiply_weights(sums.dkey, dscores, query, [&](int n) { return slice.has(n); });
     }
   }
 

@@ -3,14 +3,13 @@
 //   dmixed_h = dscores_h key
 //   dquery = sum over h of mixing_h * dmixed_h        dmixing_h = colsum(query * dmixed_h)
 //
-// The other formulas stand in collaborative_attention_keys.cu.
+// The other formulas stand in tile_gradient.h.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
 #include "cuda/content_bias.h"
 #include "cuda/launch.h"
-#include "cuda/pairs.h"
 #include "cuda/passes.h"
-#include "cuda/row_terms.h"
+#include "cuda/tile_gradient.h"
 
 namespace hk::cuda {
 
@@ -108,7 +107,7 @@ struct CollaborativeQueries {
       if (slice.used) add_tiles(p, list, on_chip, slice, at, h, dmixed);
       if (p.dquery && (slice.used || h == at.first_head))
         add_dquery(p, features.factors(), at, h == at.first_head, dmixed);
-      if (p.dmixing) store_dmixing(p, on_chip, slice, at, h, dmixed);
+      if (p.dmixing) store_dmixing(p, on_chip, at, h, dmixed);
     }
   }
 
@@ -173,8 +172,8 @@ struct CollaborativeQueries {
       if (copies_query(step))
         mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
       sync_block();
-      multiply_chunks(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage],
-                      features.chunks(step));
+      multiply_rows(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage],
+                    features.width(step));
       if (features.ends(step)) {
         add_tile(p, list, on_chip, slice, at, h, step.tile, scores, dmixed);
         scores.clear();
@@ -196,39 +195,40 @@ struct CollaborativeQueries {
   // What one tile of keys gives, by its scores that still lack the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
                                  const Slice& slice, const At& at, int h, int tile,
-                                 const Scores& scores, Sum& dmixed) {
+                                 Scores& probabilities, Sum& dmixed) {
     const SliceTile key = on_chip.slice[tile % 2];
     const RowTerms<kBlockM>& terms = *on_chip.terms;
     const int warp_row = warp() * kGroups * 16, first_key = list[tile] * kBlockN;
     const float steepness = static_cast<float>(p.scale) * kLog2e;
-    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
+    constexpr Lie kLie = Lie::kRowsFirst;
+    const TileTerms<kLie, kBlockM> row = {terms, warp_row};
     const bool partial = !list.is_full(tile);
     // Whoever sees a key that is not finite has lse nan already.
     if (partial) clean<kThreads>(key, on_chip.bad);
     Scores dscores;
     dscores.clear();
-    multiply_rows<kWidth>(dscores, on_chip.dout, warp_row, on_chip.value[tile % 2]);
-    Pairs<kGroups, kBlockN> hidden, dropped;
-    if (partial)
-      add_hidden<Lie::kRowsFirst>(hidden, visible_of(p, at), terms.range + warp_row, first_key);
-    if (p.dropout.active)
-      add_dropped<Lie::kRowsFirst>(dropped, p.dropout, at.b, h, at.first_row() + warp_row,
-                                   first_key);
-    dscores.each([&](float& dp, int m, int n, int e) {
-      const int row = warp_row + row_of(m, e);
-      const float score = scores.c[m][n][e] + on_chip.bias[column_of(n, e)];
-      const float kept = dropped.holds(m, n, e) ? 0.0f : dp * keep_scale;
-      dp = hidden.holds(m, n, e) ? 0.0f
-                                 : terms.probability(score, steepness, row) *
-                                       (kept * terms.gate[row] - terms.delta[row]);
-    });
-    multiply_slice(dmixed, dscores, key, slice);
+    multiply_rows(dscores, on_chip.dout, warp_row, on_chip.value[tile % 2]);
+    const LeftOut<kLie, kGroups, kBlockN> left_out(p, visible_of(p, at), terms.range + warp_row,
+                                                   partial, at.b, h, at.first_row() + warp_row,
+                                                   first_key);
+    probabilities.each(
+        [&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
+    to_probabilities(probabilities, row, steepness);
+    to_dscores(dscores, probabilities, row, left_out, static_cast<float>(p.dropout.keep_scale));
+    multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
+  }
+
+  // What a sum of scores' gradients gives with a factor: 0 of what takes no part, whatever stands
+  // in the factor.
+  HK_DEVICE static float times(float factor, float sum) {
+    return sum == 0.0f ? 0.0f : factor * sum;
   }
 
   // Stores what the first head gives, adds what the others do: to elements of this thread alone.
   HK_DEVICE static void add_dquery(const Params& p, const float* factors, const At& at,
                                    bool is_first, const Sum& dmixed) {
     const Rows<float> dquery = rows_of<float>(p.dquery, at.part, 0);
+    const float scale = static_cast<float>(p.scale);
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
@@ -240,7 +240,7 @@ struct CollaborativeQueries {
         for (int n = 0; n < kSlice / 8; ++n) {
           const int feature = at.column + column_of(n, e);
           if (feature >= dquery.width) continue;
-          const float term = factors[feature] * dmixed.c[m][n][e] * static_cast<float>(p.scale);
+          const float term = times(factors[feature] * scale, dmixed.c[m][n][e]);
           sums[feature] = is_first ? term : sums[feature] + term;
         }
       }
@@ -248,27 +248,27 @@ struct CollaborativeQueries {
   }
 
   // The rows of a warp are added up in registers, the warps in their order.
-  HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const Slice& slice,
-                                      const At& at, int h, const Sum& dmixed) {
+  HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const At& at, int h,
+                                      const Sum& dmixed) {
     const Rows<T> queries = rows_of<T>(p.query, at.b, 0);
-    const int first_row = at.first_row() + warp() * kGroups * 16;
+    const int width = queries.width - at.column;
+    const T* rows[kGroups][2];  // of this lane; where there is none, another
+    each_row<kGroups>([&](int m, int half, int row) {
+      const int of_warp = at.first_row() + warp() * kGroups * 16;
+      rows[m][half] = queries.row(Visible::min_of(of_warp + row, queries.length - 1)) + at.column;
+    });
     HK_UNROLL
     for (int n = 0; n < kSlice / 8; ++n) {
       HK_UNROLL
       for (int side = 0; side < 2; ++side) {
-        const int feature = at.column + column_of(n, side);
+        const int column = column_of(n, side);
         float sum = 0.0f;
-        HK_UNROLL
-        for (int m = 0; m < kGroups; ++m) {
-          HK_UNROLL
-          for (int e = side; e < 4; e += 2) {
-            const int row = row_of(m, e);
-            if (slice.has(8 * n) && feature < queries.width && !is_blind(on_chip, row))
-              sum += to_float(queries.row(first_row + row)[feature]) * dmixed.c[m][n][e];
-          }
-        }
+        each_row<kGroups>([&](int m, int half, int) {
+          const float query = column < width ? to_float(rows[m][half][column]) : 0.0f;
+          sum += times(query, dmixed.c[m][n][2 * half + side]);
+        });
         for (int mask = 4; mask < kWarp; mask *= 2) sum += shuffle_xor(sum, mask);
-        if (lane() < 4) on_chip.sums[warp() * kSlice + column_of(n, side)] = sum;
+        if (lane() < 4) on_chip.sums[warp() * kSlice + column] = sum;
       }
     }
     sync_block();

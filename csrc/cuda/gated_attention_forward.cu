@@ -74,7 +74,7 @@ struct GatedForward {
       commit_copies();
       Accumulator<kGroups, kBlockN> scores;
       scores.clear();
-      multiply_rows<kWidth>(scores, query, warp_row, key);
+      multiply_rows(scores, query, warp_row, key);
       if (scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();
       sync_block();  // the values have landed, and no thread reads these keys
@@ -83,18 +83,14 @@ struct GatedForward {
       if (!list.is_full(i)) {
         Pairs<kGroups, kBlockN> hidden;
         add_hidden<Lie::kRowsFirst>(hidden, visible, ranges + warp_row, first_key);
-        scores.each([&](float& score, int m, int n, int e) {
-          if (hidden.holds(m, n, e)) score = -kInfinity;
-        });
+        fill(scores, hidden, -kInfinity);
         if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
       }
       softmax.step(scores, attended, steepness);
       if (p.dropout.active) {
         Pairs<kGroups, kBlockN> dropped;
         add_dropped<Lie::kRowsFirst>(dropped, p.dropout, b, h, first_row + warp_row, first_key);
-        scores.each([&](float& probability, int m, int n, int e) {
-          if (dropped.holds(m, n, e)) probability = 0.0f;
-        });
+        fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, value);
     }

@@ -1,15 +1,13 @@
 // Gated attention backward by tiles of keys: dkey and dvalue.
 //
-//   p = exp(scores - lse)        dp = dattended value^T        dscores = p * (dp - delta)
-//   dvalue = p^T dattended       dkey = scale * dscores^T query        dattended = g * dout
+//   dvalue = p^T dattended        dkey = scale * dscores^T query        dattended = g * dout
 //
-// Dropout multiplies p in dvalue, and dp, by what it keeps.
+// The other formulas stand in tile_gradient.h.
 #include "cuda/grid.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
-#include "cuda/pairs.h"
 #include "cuda/passes.h"
-#include "cuda/row_terms.h"
+#include "cuda/tile_gradient.h"
 #include "cuda/tiles.h"
 
 namespace hk::cuda {
@@ -36,6 +34,7 @@ struct GatedKeys {
   static constexpr int kSharedBytes = 2 * KeyTile::kBytes + 4 * RowTile::kBytes +
                                       2 * sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16;
   static_assert(kSharedBytes <= kLeastShared);
+  static_assert(Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes <= kSharedBytes);
 
   // A tile of query rows: `index` in the list of tiles, of head h.
   struct Step {
@@ -123,39 +122,25 @@ struct GatedKeys {
     const int warp_row = warp() * kGroups * 16;
     const float steepness = static_cast<float>(p.scale) * kLog2e;
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
+    constexpr Lie kLie = Lie::kKeysFirst;
+    const TileTerms<kLie, kBlockM> row = {terms, 0};
     Scores probabilities;
     probabilities.clear();
-    multiply_rows<kWidth>(probabilities, key, warp_row, query);
-    probabilities.each([&](float& value, int, int n, int e) {
-      value = terms.probability(value, steepness, column_of(n, e));
-    });
-    Pairs<kGroups, kBlockM> hidden, dropped;
-    if (partial) {
-      add_hidden<Lie::kKeysFirst>(hidden, visible, terms.range, first_key + warp_row);
-      probabilities.each([&](float& probability, int m, int n, int e) {
-        if (hidden.holds(m, n, e)) probability = 0.0f;
-      });
-    }
-    if (p.dropout.active)
-      add_dropped<Lie::kKeysFirst>(dropped, p.dropout, b, h, first_row, first_key + warp_row);
-    // What dropout and the gate make of a number of an element.
-    const auto weighted = [&](float number, int m, int n, int e) {
-      const float factor = terms.gate[column_of(n, e)] * keep_scale;
-      return dropped.holds(m, n, e) ? 0.0f : number * factor;
-    };
-    if (kSums != Sums::kKey && p.dvalue.rank > 0) {
+    multiply_rows(probabilities, key, warp_row, query);
+    to_probabilities(probabilities, row, steepness);
+    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible, terms.range, partial, b, h,
+                                                   first_row, first_key + warp_row);
+    left_out.hide(probabilities, 0.0f);
+    if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
-      weights.each([&](float& weight, int m, int n, int e) { weight = weighted(weight, m, n, e); });
+      weigh(weights, row, left_out, keep_scale);
       multiply_weights(dvalue, weights, dout);
     }
-    if (kSums != Sums::kValue && p.dkey.rank > 0) {
+    if (kSums != Sums::kValue && p.dkey) {
       Scores dscores;
       dscores.clear();
-      multiply_rows<kWidth>(dscores, value, warp_row, dout);
-      dscores.each([&](float& dp, int m, int n, int e) {
-        const float difference = weighted(dp, m, n, e) - terms.delta[column_of(n, e)];
-        dp = hidden.holds(m, n, e) ? 0.0f : probabilities.c[m][n][e] * difference;
-      });
+      multiply_rows(dscores, value, warp_row, dout);
+      to_dscores(dscores, probabilities, row, left_out, keep_scale);
       multiply_weights(dkey, dscores, query);
     }
   }

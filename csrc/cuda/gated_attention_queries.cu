@@ -1,11 +1,10 @@
 // Gated attention backward by tiles of query rows: dquery = scale * dscores key. The other formulas
-// stand in gated_attention_keys.h.
+// stand in tile_gradient.h.
 #include "cuda/grid.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
-#include "cuda/pairs.h"
 #include "cuda/passes.h"
-#include "cuda/row_terms.h"
+#include "cuda/tile_gradient.h"
 #include "cuda/tiles.h"
 
 namespace hk::cuda {
@@ -25,8 +24,9 @@ struct GatedQueries {
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
   static constexpr int kSharedBytes = 2 * RowTile::kBytes + 4 * KeyTile::kBytes +
-                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 + kBlockN;
+                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16;
   static_assert(kSharedBytes <= kLeastShared);
+  static_assert(Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes <= kSharedBytes);
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -42,7 +42,6 @@ struct GatedQueries {
     const Ring<KeyTile> value = memory.ring<KeyTile>(2);
     RowTerms<kBlockM>& terms = *memory.take<RowTerms<kBlockM>>(1);
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
-    bool* const bad = memory.take<bool>(kBlockN);
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
@@ -62,6 +61,8 @@ struct GatedQueries {
     const int warp_row = warp() * kGroups * 16;
     const float scale = static_cast<float>(p.scale);
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
+    constexpr Lie kLie = Lie::kRowsFirst;
+    const TileTerms<kLie, kBlockM> row = {terms, warp_row};
     Accumulator<kGroups, kWidth> dquery;
     dquery.clear();
     for (int i = 0; i < list.count(); ++i) {
@@ -71,24 +72,17 @@ struct GatedQueries {
       wait_copies<1>();
       sync_block();
       const bool partial = !list.is_full(i);
-      // Whoever sees a key that is not finite has lse nan already.
-      if (partial) clean<kThreads>(key[stage], bad);
       Scores probabilities, dscores;
       probabilities.clear();
       dscores.clear();
-      multiply_rows<kWidth>(probabilities, query, warp_row, key[stage]);
-      multiply_rows<kWidth>(dscores, dout, warp_row, value[stage]);
-      Pairs<kGroups, kBlockN> hidden, dropped;
-      if (partial) add_hidden<Lie::kRowsFirst>(hidden, visible, terms.range + warp_row, first_key);
-      if (p.dropout.active)
-        add_dropped<Lie::kRowsFirst>(dropped, p.dropout, b, h, first_row + warp_row, first_key);
-      dscores.each([&](float& dp, int m, int n, int e) {
-        const int row = warp_row + row_of(m, e);
-        const float probability = terms.probability(probabilities.c[m][n][e], scale * kLog2e, row);
-        const float kept = dropped.holds(m, n, e) ? 0.0f : dp * keep_scale;
-        dp = hidden.holds(m, n, e) ? 0.0f
-                                   : probability * (kept * terms.gate[row] - terms.delta[row]);
-      });
+      multiply_rows(probabilities, query, warp_row, key[stage]);
+      multiply_rows(dscores, dout, warp_row, value[stage]);
+      // 0 * nan: what a row does not see must not reach its sum.
+      if (partial) clean<kThreads>(key[stage]);
+      const LeftOut<kLie, kGroups, kBlockN> left_out(p, visible, terms.range + warp_row, partial, b,
+                                                     h, first_row + warp_row, first_key);
+      to_probabilities(probabilities, row, scale * kLog2e);
+      to_dscores(dscores, probabilities, row, left_out, keep_scale);
       multiply_weights(dquery, dscores, key[stage]);
       sync_block();
     }

@@ -55,11 +55,9 @@ HK_DEVICE void sync_warp();
 HK_DEVICE bool any_in_block(bool vote);
 HK_DEVICE bool any_in_warp(bool vote);
 
-// The value of lane `lane ^ mask`, or of lane `source`, modulo 32. V: int, uint32_t, float.
+// The value of lane `lane ^ mask`, modulo 32. V: int, uint32_t, float.
 template <typename V>
 HK_DEVICE V shuffle_xor(V value, int mask);
-template <typename V>
-HK_DEVICE V shuffle(V value, int source);
 
 // Four matrices [8][8] of 16 bits from shared memory. `row` is the address of a row, 16 bytes,
 // aligned: that of lane i is row i % 8 of matrix i / 8. A lane receives of each matrix
@@ -80,9 +78,8 @@ HK_DEVICE void commit_copies();
 template <int kPending>
 HK_DEVICE void wait_copies();
 
-// To about 2^-22, relative to the power and to 1 + |logarithm|; subnormal numbers count as 0.
+// To about 2^-22 of the power; subnormal numbers count as 0.
 HK_DEVICE float exp2_approx(float x);
-HK_DEVICE float log2_approx(float x);
 
 // T: bf16, fp16, float. To nearest, ties to even.
 template <typename T>
@@ -99,8 +96,6 @@ HK_DEVICE uint32_t to_tf32(float x);
 
 HK_DEVICE uint32_t float_bits(float x);
 HK_DEVICE float bits_float(uint32_t bits);
-// The upper half of the product.
-HK_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b);
 
 }  // namespace hk::cuda
 
@@ -110,7 +105,11 @@ HK_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b);
 
 namespace hk::cuda {
 
-HK_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+HK_DEVICE int thread_index() {
+  const unsigned index = threadIdx.x;
+  __builtin_assume(index < 1024);  // saves registers: what is divided has no sign
+  return static_cast<int>(index);
+}
 HK_DEVICE int64_t block_index() { return blockIdx.x; }
 
 HK_DEVICE char* shared_memory() {
@@ -132,10 +131,6 @@ HK_DEVICE bool any_in_warp(bool vote) { return __any_sync(kAllLanes, vote) != 0;
 template <typename V>
 HK_DEVICE V shuffle_xor(V value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
-}
-template <typename V>
-HK_DEVICE V shuffle(V value, int source) {
-  return __shfl_sync(kAllLanes, value, source);
 }
 
 // What all lanes have to reach is volatile: it stays in its order with barriers, and no branch
@@ -186,11 +181,6 @@ HK_DEVICE float exp2_approx(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   return power;
-}
-HK_DEVICE float log2_approx(float x) {
-  float logarithm;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(x));
-  return logarithm;
 }
 
 HK_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
@@ -244,8 +234,6 @@ HK_DEVICE uint32_t to_tf32(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
   return bits;
 }
-
-HK_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
 }  // namespace hk::cuda
 

@@ -6,26 +6,22 @@
 
 namespace hk::cuda {
 
-// Columns that go through shared memory at a time.
-constexpr int kPartColumns = 32;
+// A warp's part of a gradient on its way through shared memory: whole rows are written, some
+// columns at a time.
+template <int kGroups, int kColumns>
+using GradientPart = Tile<float, kGroups * 16, kColumns % 64 == 0 ? 64 : 32>;
 
-// A warp's part of a gradient on its way: whole rows are written, and in a loop that is short.
-template <int kGroups>
-using GradientPart = Tile<float, kGroups * 16, kPartColumns>;
-
-template <typename T, int kGroups>
-HK_DEVICE void store_part(const GradientPart<kGroups>& part, const Tensor& grad, int b, int head,
-                          int first_row, int column) {
-  const Rows<T> rows = rows_of<T>(grad, b, head);
-  const bool single = grad.dtype == DType::kFloat32;
-  if (column >= rows.width) return;
+template <typename T, typename Part>
+HK_DEVICE void store_part(const Part& part, const Rows<T>& rows, int first_row, int first_column) {
+  constexpr int kCount = Unit<T>::kCount, kUnits = Part::kColumns / kCount;
   HK_ROLLED
-  for (int row = 0; row < kGroups * 16 && first_row + row < rows.length; ++row) {
-    const float value = *part.at(row, lane());
-    if (single)
-      rows_of<float>(grad, b, head).row(first_row + row)[column] = value;
-    else
-      rows.row(first_row + row)[column] = from_float<T>(value);
+  for (int i = lane(); i < Part::kRows * kUnits; i += kWarp) {
+    const int row = i / kUnits, column = i % kUnits * kCount;
+    if (first_row + row >= rows.length) return;
+    Unit<T> unit;
+    HK_UNROLL
+    for (int j = 0; j < kCount; ++j) unit.values[j] = from_float<T>(*part.at(row, column + j));
+    store_unit(rows, first_row + row, first_column + column, unit);
   }
 }
 
@@ -34,24 +30,28 @@ HK_DEVICE void store_part(const GradientPart<kGroups>& part, const Tensor& grad,
 template <typename T, int kGroups, int kColumns>
 HK_DEVICE void store_gradient(const Tensor& grad, int b, int head, int first_row, int first_column,
                               const Accumulator<kGroups, kColumns>& values, float factor) {
-  static_assert(kColumns % kPartColumns == 0);
-  using Part = GradientPart<kGroups>;
+  using Part = GradientPart<kGroups, kColumns>;
+  static_assert(kColumns % Part::kColumns == 0);
   const Part part = {reinterpret_cast<float*>(shared_memory()) +
                      warp() * Part::kRows * Part::kStride};
   sync_block();
   HK_UNROLL
-  for (int first = 0; first < kColumns; first += kPartColumns) {
+  for (int first = 0; first < kColumns; first += Part::kColumns) {
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
-      for (int n = 0; n < kPartColumns / 8; ++n) {
+      for (int n = 0; n < Part::kColumns / 8; ++n) {
         HK_UNROLL
         for (int e = 0; e < 4; ++e)
           *part.at(row_of(m, e), column_of(n, e)) = values.c[m][first / 8 + n][e] * factor;
       }
     }
     sync_warp();
-    store_part<T, kGroups>(part, grad, b, head, first_row, first_column + first + lane());
+    const int column = first_column + first;
+    if (grad.dtype == DType::kFloat32)
+      store_part<float>(part, rows_of<float>(grad, b, head), first_row, column);
+    else
+      store_part<T>(part, rows_of<T>(grad, b, head), first_row, column);
     sync_warp();
   }
   sync_block();

@@ -19,77 +19,109 @@ HK_DEVICE int rows_taking_part(const AttendParams& p, bool closed, int T) {
 template <typename T, int kWarps, int kGroups, int kWidth>
 class HeadOutput {
  public:
-  static constexpr int kRows = kWarps * kGroups * 16;
-  using AttendedTile = Tile<float, kRows, kWidth>;
-  static constexpr int kSharedBytes = AttendedTile::kBytes + kRows * sizeof(float);
+  static constexpr int kWarpRows = kGroups * 16, kRows = kWarps * kWarpRows;
+  using AttendedTile = Tile<float, kWarpRows, kWidth>;
+  static constexpr int kSharedBytes = kWarps * AttendedTile::kBytes + kRows * 8;
 
   // `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is `first_row`.
   HK_DEVICE static void store(const AttendParams& p, const Gate& gate, int b, int h, int first_row,
                               const Accumulator<kGroups, kWidth>& attended,
                               const float (&lse)[kGroups][2]) {
     SharedMemory memory;
-    const auto tile = memory.tile<AttendedTile>();
-    float* const row_lse = memory.take<float>(kRows);
-    const int warp_row = warp() * kGroups * 16;
+    const AttendedTile tile = memory.ring<AttendedTile>(kWarps)[warp()];
+    float* const row_lse = memory.take<float>(kRows) + warp() * kWarpRows;
+    float* const factors = memory.take<float>(kRows) + warp() * kWarpRows;
     sync_block();
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
       for (int e = 0; e < 4; ++e) {
-        const int row = warp_row + row_of(m, e);
+        const int row = row_of(m, e);
         row_lse[row] = lse[m][e / 2];
         HK_UNROLL
         for (int n = 0; n < kWidth / 8; ++n) *tile.at(row, column_of(n, e)) = attended.c[m][n][e];
       }
     }
     sync_warp();
-    const int length = static_cast<int>((p.dgate ? p.dout : p.out).size[2]);
-    HK_ROLLED
-    for (int row = warp_row; row < warp_row + kGroups * 16 && first_row + row < length; ++row) {
-      if (p.dgate)
-        store_products(p, b, h, first_row + row, tile.at(row, 0), row_lse[row]);
-      else
-        store_row(p, gate, b, h, first_row + row, tile.at(row, 0), row_lse[row]);
-    }
+    const At at = {b, h, first_row + warp() * kWarpRows};
+    if (p.dgate)
+      store_products(p, at, tile, row_lse);
+    else
+      store_rows(p, gate, at, tile, row_lse, factors);
   }
 
  private:
-  HK_DEVICE static int64_t index_of(const Tensor& out, int b, int h, int row) {
-    return (b * out.size[1] + h) * out.size[2] + row;
+  struct At {
+    int b, h, first_row;
+
+    HK_DEVICE int64_t index(const Tensor& out, int row) const {
+      return (b * out.size[1] + h) * out.size[2] + first_row + row;
+    }
+    HK_DEVICE int count(int length) const {
+      return length - first_row < kWarpRows ? length - first_row : kWarpRows;
+    }
+  };
+
+  HK_DEVICE static void store_rows(const AttendParams& p, const Gate& gate, const At& at,
+                                   const AttendedTile& tile, const float* row_lse, float* factors) {
+    const Rows<T> out = rows_of<T>(p.out, at.b, at.h);
+    const int count = at.count(out.length);
+    HK_ROLLED
+    for (int row = lane(); row < count; row += kWarp) {
+      if (p.lse) static_cast<float*>(p.lse.data)[at.index(p.out, row)] = row_lse[row];
+      // Rows that see nothing are 0, whatever their gate.
+      const bool plain = gate.elementwise() || row_lse[row] == -kInfinity;
+      factors[row] = plain ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
+    }
+    sync_warp();
+    if (p.attended) {
+      store_tile(rows_of<T>(p.attended, at.b, at.h), at.first_row, count, tile,
+                 [](int) { return 1.0f; });
+    }
+    if (gate.elementwise()) {
+      sync_warp();
+      HK_ROLLED
+      for (int i = lane(); i < count * kWidth; i += kWarp) {
+        const int row = i / kWidth, column = i % kWidth;
+        if (column < out.width && row_lse[row] != -kInfinity)
+          *tile.at(row, column) *= gate.at(at.b, at.h, at.first_row + row, column);
+      }
+      sync_warp();
+    }
+    store_tile(out, at.first_row, count, tile, [&](int row) { return factors[row]; });
   }
 
-  // Rows that see nothing are 0, whatever their gate.
-  HK_DEVICE static void store_row(const AttendParams& p, const Gate& gate, int b, int h, int row,
-                                  const float* attended, float lse) {
-    const Rows<T> out = rows_of<T>(p.out, b, h);
-    const bool sees = lse != -kInfinity;
-    const float row_gate = gate.elementwise() ? 1.0f : gate.at(b, h, row);
+  // `count` rows of a tile, each times its factor.
+  template <typename F>
+  HK_DEVICE static void store_tile(const Rows<T>& rows, int first_row, int count,
+                                   const AttendedTile& tile, F&& factor) {
+    constexpr int kCount = Unit<T>::kCount, kUnits = kWidth / kCount;
     HK_ROLLED
-    for (int column = lane(); column < out.width; column += kWarp) {
-      const float g = gate.elementwise() ? gate.at(b, h, row, column) : row_gate;
-      out.row(row)[column] = from_float<T>(sees ? attended[column] * g : 0.0f);
+    for (int i = lane(); i < count * kUnits; i += kWarp) {
+      const int row = i / kUnits, column = i % kUnits * kCount;
+      Unit<T> unit;
+      HK_UNROLL
+      for (int j = 0; j < kCount; ++j)
+        unit.values[j] = from_float<T>(*tile.at(row, column + j) * factor(row));
+      store_unit(rows, first_row + row, column, unit);
     }
-    if (p.attended) {
-      T* const kept = rows_of<T>(p.attended, b, h).row(row);
-      HK_ROLLED
-      for (int column = lane(); column < out.width; column += kWarp)
-        kept[column] = from_float<T>(attended[column]);
-    }
-    if (p.lse && lane() == 0) static_cast<float*>(p.lse.data)[index_of(p.out, b, h, row)] = lse;
   }
 
   // rowsum(dout * attended).
-  HK_DEVICE static void store_products(const AttendParams& p, int b, int h, int row,
-                                       const float* attended, float lse) {
-    const Rows<T> dout = rows_of<T>(p.dout, b, h);
-    float total = 0.0f;
+  HK_DEVICE static void store_products(const AttendParams& p, const At& at,
+                                       const AttendedTile& tile, const float* row_lse) {
+    const Rows<T> dout = rows_of<T>(p.dout, at.b, at.h);
     HK_ROLLED
-    for (int column = lane(); column < dout.width; column += kWarp)
-      total += attended[column] * to_float(dout.row(row)[column]);
-    for (int step = kWarp / 2; step; step /= 2) total += shuffle_xor(total, step);
-    if (lane() == 0) {
-      static_cast<float*>(p.dgate.data)[index_of(p.dout, b, h, row)] =
-          lse == -kInfinity ? 0.0f : total;
+    for (int row = 0; row < at.count(dout.length); ++row) {
+      float total = 0.0f;
+      HK_ROLLED
+      for (int column = lane(); column < dout.width; column += kWarp)
+        total += *tile.at(row, column) * to_float(dout.row(at.first_row + row)[column]);
+      for (int step = kWarp / 2; step; step /= 2) total += shuffle_xor(total, step);
+      if (lane() == 0) {
+        static_cast<float*>(p.dgate.data)[at.index(p.dout, row)] =
+            row_lse[row] == -kInfinity ? 0.0f : total;
+      }
     }
   }
 };

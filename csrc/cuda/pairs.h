@@ -2,67 +2,143 @@
 // drops.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/dropout.h"
-#include "cuda/tensor_core.h"
+#include "cuda/softmax.h"
 #include "cuda/visible.h"
 
 namespace hk::cuda {
 
-// A set of the elements that a lane holds of an Accumulator<kGroups, kColumns>, a bit each. It is
-// made in a loop that is not unrolled: code that few tiles run shall not take the others'
-// registers.
+// Tiles of scores lie as [query rows, keys], or in the pass by keys as [keys, query rows].
+enum class Lie { kRowsFirst, kKeysFirst };
+
+// A set of the elements that a lane holds of an Accumulator<kGroups, kColumns>: a word a row, and
+// in it bit 8 n + e % 2. Sets are made in loops that are not unrolled: code that few tiles run
+// shall not take the others' registers.
 template <int kGroups, int kColumns>
 class Pairs {
  public:
-  static_assert(kGroups * kColumns / 2 <= 64);
+  static_assert(kColumns <= 64);
+  using Word = std::conditional_t<kColumns <= 32, uint32_t, uint64_t>;
 
-  // Those of which is_in(row, column) holds; both count in the warp's tile.
-  template <typename F>
-  HK_DEVICE void add(F&& is_in) {
-    HK_ROLLED
-    for (int i = 0; i < kGroups * kColumns / 2; ++i) {
-      const int m = i / (kColumns / 2), n = i / 4 % (kColumns / 8), e = i % 4;
-      if (is_in(row_of(m, e), column_of(n, e))) bits_ |= uint64_t{1} << i;
-    }
+  HK_DEVICE Word& word(int m, int half) { return words_[m][half]; }
+  HK_DEVICE bool holds(int m, int n, int e) const {
+    return words_[m][e / 2] >> (8 * n + e % 2) & 1;
   }
 
-  HK_DEVICE bool holds(int m, int n, int e) const {
-    return bits_ >> ((m * (kColumns / 8) + n) * 4 + e) & 1;
+  // Bits [0, end).
+  HK_DEVICE static Word below(int end) {
+    constexpr int kBits = 8 * sizeof(Word);
+    return end <= 0 ? 0 : end >= kBits ? ~Word{0} : (Word{1} << end) - 1;
   }
 
  private:
-  uint64_t bits_ = 0;
+  Word words_[kGroups][2] = {};
 };
 
-// Tiles of scores lie as [query rows, keys], or in the pass by keys as [keys, query rows].
-enum class Lie { kRowsFirst, kKeysFirst };
+// f(bit, column) for every column that a lane holds of a tile.
+template <int kColumns, typename F>
+HK_DEVICE void each_column(F&& f) {
+  HK_ROLLED
+  for (int i = 0; i < kColumns / 4; ++i) f(i / 2 * 8 + i % 2, column_of(i / 2, i % 2));
+}
+
+// f(m, half, row) for every row that a lane holds of a tile.
+template <int kGroups, typename F>
+HK_DEVICE void each_row(F&& f) {
+  HK_UNROLL
+  for (int m = 0; m < kGroups; ++m) {
+    HK_UNROLL
+    for (int half = 0; half < 2; ++half) f(m, half, row_of(m, 2 * half));
+  }
+}
 
 // Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first
 // key.
 template <Lie kLie, int kGroups, int kColumns>
 HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible,
                           const Range* ranges, int first_key) {
-  pairs.add([&](int row, int column) {
-    const int query = kLie == Lie::kRowsFirst ? row : column;
-    const int key = first_key + (kLie == Lie::kRowsFirst ? column : row);
-    return !ranges[query].holds(key) || !visible.key(key);
-  });
+  using Set = Pairs<kGroups, kColumns>;
+  using Word = typename Set::Word;
+  if constexpr (kLie == Lie::kRowsFirst) {
+    Word shown = ~Word{0};
+    if (visible.hides_keys()) {
+      shown = 0;
+      each_column<kColumns>([&](int bit, int column) {
+        if (visible.key(first_key + column)) shown |= Word{1} << bit;
+      });
+    }
+    const int first = first_key + column_of(0, 0);  // of the lane's columns
+    each_row<kGroups>([&](int m, int half, int row) {
+      const Range range = ranges[row];
+      const Word seen = Set::below(range.hi - first) & ~Set::below(range.lo - first) & shown;
+      pairs.word(m, half) |= ~seen;
+    });
+  } else {
+    each_column<kColumns>([&](int bit, int column) {
+      const Range range = ranges[column];
+      each_row<kGroups>([&](int m, int half, int row) {
+        if (!range.holds(first_key + row)) pairs.word(m, half) |= Word{1} << bit;
+      });
+    });
+    each_row<kGroups>([&](int m, int half, int row) {
+      if (!visible.key(first_key + row)) pairs.word(m, half) = ~Word{0};
+    });
+  }
 }
 
 // Adds pairs that dropout drops of head (b, h).
 template <Lie kLie, int kGroups, int kColumns>
 HK_DEVICE void add_dropped(Pairs<kGroups, kColumns>& pairs, const DropoutParams& params, int b,
                            int h, int first_row, int first_key) {
+  using Word = typename Pairs<kGroups, kColumns>::Word;
   const Dropout dropout(params);
-  pairs.add([&](int row, int column) {
-    const int query = first_row + (kLie == Lie::kRowsFirst ? row : column);
-    const int key = first_key + (kLie == Lie::kRowsFirst ? column : row);
-    return !dropout.keeps(b, h, query, key);
+  each_row<kGroups>([&](int m, int half, int row) {
+    each_column<kColumns>([&](int bit, int column) {
+      const int query = first_row + (kLie == Lie::kRowsFirst ? row : column);
+      const int key = first_key + (kLie == Lie::kRowsFirst ? column : row);
+      if (!dropout.keeps(b, h, query, key)) pairs.word(m, half) |= Word{1} << bit;
+    });
   });
 }
 
+// Elements of a set become `value`.
+template <int kGroups, int kColumns>
+HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Pairs<kGroups, kColumns>& pairs,
+                    float value) {
+  tile.each([&](float& element, int m, int n, int e) {
+    if (pairs.holds(m, n, e)) element = value;
+  });
+}
+
+// What a tile of the backward leaves out: of a full tile nothing is hidden, and without dropout
+// nothing is dropped.
+template <Lie kLie, int kGroups, int kColumns>
+class LeftOut {
+ public:
+  // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones.
+  HK_DEVICE LeftOut(const AttentionParams& p, const Visible& visible, const Range* ranges,
+                    bool partial, int b, int h, int first_row, int first_key)
+      : partial_(partial), drops_(p.dropout.active) {
+    if (partial_) add_hidden<kLie>(hidden_, visible, ranges, first_key);
+    if (drops_) add_dropped<kLie>(dropped_, p.dropout, b, h, first_row, first_key);
+  }
+
+  HK_DEVICE void hide(Accumulator<kGroups, kColumns>& tile, float value) const {
+    if (partial_) fill(tile, hidden_, value);
+  }
+  HK_DEVICE void drop(Accumulator<kGroups, kColumns>& tile) const {
+    if (drops_) fill(tile, dropped_, 0.0f);
+  }
+
+ private:
+  bool partial_, drops_;
+  Pairs<kGroups, kColumns> hidden_, dropped_;
+};
+
 // Rows that see a key whose value is flagged `bad` (its numbers are gone from the tile) become nan,
-// as they would by the product.
+// in every column.
 template <int kGroups, int kColumns, int kWidth>
 HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended,
                       const Pairs<kGroups, kColumns>& hidden, const bool* bad) {
@@ -76,10 +152,7 @@ HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended,
         if (!hidden.holds(m, n, e) && bad[column_of(n, e)]) addend[m][e / 2] = NAN;
     }
     HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      addend[m][half] += shuffle_xor(addend[m][half], 1);
-      addend[m][half] += shuffle_xor(addend[m][half], 2);
-    }
+    for (int half = 0; half < 2; ++half) addend[m][half] = sum_of_row(addend[m][half]);
   }
   attended.each([&](float& value, int m, int, int e) { value += addend[m][e / 2]; });
 }

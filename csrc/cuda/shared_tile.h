@@ -98,41 +98,82 @@ HK_DEVICE Rows<T> rows_of(const Tensor& t, int b, int head) {
           aligned};
 }
 
-// Copies 16 bytes of a row from `column` on; they land at the wait for this thread's copies.
+// 16 bytes, moved as one.
 template <typename T>
-HK_DEVICE void copy_unit(T* to, const Rows<T>& rows, int row, int column) {
-  constexpr int kUnit = 16 / sizeof(T);
-  const int there = row < rows.length ? rows.width - column : 0;
-  const int count = there < 0 ? 0 : there > kUnit ? kUnit : there;
-  const T* from = count ? rows.row(row) + column : rows.first;
-  if (rows.aligned) {
+struct alignas(16) Unit {
+  static constexpr int kCount = 16 / sizeof(T);
+  T values[kCount];
+};
+
+// Copies the first `left` elements of a unit, and 0 behind them. It lands at the wait for this
+// thread's copies.
+template <typename T>
+HK_DEVICE void copy_unit(T* to, const T* from, int left, bool aligned) {
+  constexpr int kCount = Unit<T>::kCount;
+  const int count = left < 0 ? 0 : left < kCount ? left : kCount;
+  if (aligned) {
     copy_async(to, from, count * static_cast<int>(sizeof(T)));
   } else {
-    HK_ROLLED
-    for (int i = 0; i < kUnit; ++i) to[i] = i < count ? from[i] : T{};
+    Unit<T> unit;
+    HK_UNROLL
+    for (int i = 0; i < kCount; ++i) unit.values[i] = i < count ? from[i] : T{};
+    *reinterpret_cast<Unit<T>*>(to) = unit;
   }
+}
+
+// Stores a unit from `column` on of a row, as far as the row goes.
+template <typename T>
+HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, const Unit<T>& unit) {
+  T* const to = rows.row(row) + column;
+  if (rows.aligned && column + Unit<T>::kCount <= rows.width) {
+    *reinterpret_cast<Unit<T>*>(to) = unit;
+    return;
+  }
+  HK_UNROLL
+  for (int i = 0; i < Unit<T>::kCount; ++i)
+    if (column + i < rows.width) to[i] = unit.values[i];
 }
 
 // Starts to copy rows `first` and on into a tile, with all threads of the block.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE void copy_rows(const Tile<T, kRows, kColumns>& tile, const Rows<T>& rows, int first) {
-  constexpr int kUnit = 16 / sizeof(T), kUnits = kColumns / kUnit;
+  constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;
+  constexpr int kRowStep = kThreads / kUnits, kUnitStep = kThreads % kUnits;
+  int row = thread_index() / kUnits, unit = thread_index() % kUnits;
+  const T* from = rows.row(first + row) + unit * kCount;
   HK_ROLLED
-  for (int i = thread_index(); i < kRows * kUnits; i += kThreads) {
-    const int row = i / kUnits, column = i % kUnits * kUnit;
-    copy_unit(tile.at(row, column), rows, first + row, column);
+  while (row < kRows) {
+    const int left = first + row < rows.length ? rows.width - unit * kCount : 0;
+    copy_unit(tile.at(row, unit * kCount), from, left, rows.aligned);
+    row += kRowStep;
+    from += kRowStep * rows.stride;
+    if constexpr (kUnitStep != 0) {
+      unit += kUnitStep;
+      from += kUnitStep * kCount;
+      if (unit >= kUnits) {
+        ++row;
+        unit -= kUnits;
+        from += rows.stride - kColumns;
+      }
+    }
   }
 }
 
-// Puts 0 for what is not finite in a tile and flags the rows that held it; false, and no flag is
-// written, where all is finite. Of a product with weights of 0 for what is hidden, 0 * nan would
-// reach every row. All threads of the block come here after the tile has landed.
+// Puts 0 for what is not finite in a tile; false where all is finite. `flags`, where it is given,
+// tells of every row whether it held such, but is not written where all is finite. Of a product
+// with weights of 0 for what is hidden, 0 * nan would reach every row. All threads of the block
+// come here after the tile has landed.
 template <int kThreads, typename T, int kRows, int kColumns>
-HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags) {
+HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags = nullptr) {
+  constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;
   bool found = false;
   HK_ROLLED
-  for (int i = thread_index(); i < kRows * kColumns; i += kThreads)
-    found |= !is_finite(to_float(*tile.at(i / kColumns, i % kColumns)));
+  for (int i = thread_index(); i < kRows * kUnits; i += kThreads) {
+    const Unit<T> unit =
+        *reinterpret_cast<const Unit<T>*>(tile.at(i / kUnits, i % kUnits * kCount));
+    HK_UNROLL
+    for (int j = 0; j < kCount; ++j) found |= !is_finite(to_float(unit.values[j]));
+  }
   if (!any_in_block(found)) return false;
   HK_ROLLED
   for (int row = warp(); row < kRows; row += kThreads / kWarp) {
@@ -144,7 +185,7 @@ HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags) {
       bad = true;
     }
     bad = any_in_warp(bad);
-    if (lane() == 0) flags[row] = bad;
+    if (flags && lane() == 0) flags[row] = bad;
   }
   sync_block();
   return true;

@@ -71,13 +71,6 @@ struct TensorCore {
                              tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
   }
 
-  // Register times the factors of its two features; `half` says which eight of a step they are of.
-  HK_DEVICE static uint32_t mixed(uint32_t bits, const float* factors, int half) {
-    const float* factor = factors + 2 * (lane() % 4) + 8 * half;
-    const Pair value = unpack<T>(bits);
-    return pack<T>(value.low * factor[0], value.high * factor[1]);
-  }
-
   // Registers as the products take them.
   struct Operand {
     uint32_t bits[4];
@@ -112,10 +105,6 @@ struct TensorCore<float> {
     HK_UNROLL
     for (int i = 0; i < 4; ++i)
       right.b[i] = float_bits(*tile.at(k + 2 * (lane() % 4) + i % 2, n + lane() / 4 + i / 2 * 8));
-  }
-
-  HK_DEVICE static uint32_t mixed(uint32_t bits, const float* factors, int half) {
-    return float_bits(bits_float(bits) * factors[lane() % 4 + 4 * half]);
   }
 
   struct Operand {
@@ -161,20 +150,6 @@ HK_DEVICE void load(Right& right, const Tile<T, kRows, kColumns>& tile, int n, i
   load_matrices(right.b, tile.at(n + lane() % 8 + lane() / 16 * 8, k + lane() / 8 % 2 * kHalf));
 }
 
-// Every feature times its factor, rounded to T. A left operand has the second half of its features
-// in a[2] and a[3], a right one in b[1] and b[3].
-template <typename T>
-HK_DEVICE void mix(Left& left, const float* factors) {
-  HK_UNROLL
-  for (int i = 0; i < 4; ++i) left.a[i] = TensorCore<T>::mixed(left.a[i], factors, i / 2);
-}
-
-template <typename T>
-HK_DEVICE void mix(Right& right, const float* factors) {
-  HK_UNROLL
-  for (int i = 0; i < 4; ++i) right.b[i] = TensorCore<T>::mixed(right.b[i], factors, i % 2);
-}
-
 // Left operands of one depth, a group of 16 rows each.
 template <typename T, int kGroups>
 using LeftOperands = typename TensorCore<T>::Operand[kGroups];
@@ -190,14 +165,14 @@ HK_DEVICE void multiply_depth(Accumulator<kGroups, kColumns>& acc, int n,
     Core::multiply(acc.c[m][n / 8], acc.c[m][n / 8 + 1], left[m], b);
 }
 
-// acc += left [rows from `row`, kWidth] * right [kColumns, kWidth]^T
-template <int kWidth, int kGroups, int kColumns, typename T, int kLeftRows, int kLeftColumns,
-          int kRightRows, int kRightColumns>
+// acc += left [rows from `row`, width] * right [kColumns, width]^T
+template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
 HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
-                             const Tile<T, kLeftRows, kLeftColumns>& left, int row,
-                             const Tile<T, kRightRows, kRightColumns>& right) {
+                             const Tile<T, kLeftRows, kTileColumns>& left, int row,
+                             const Tile<T, kColumns, kTileColumns>& right,
+                             int width = kTileColumns) {
   HK_UNROLL_BY(sizeof(T) == 4 ? 2 : 8)
-  for (int k = 0; k < kWidth; k += TensorCore<T>::kDepth) {
+  for (int k = 0; k < width; k += TensorCore<T>::kDepth) {
     LeftOperands<T, kGroups> a;
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
@@ -214,11 +189,12 @@ HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
   }
 }
 
-// acc += weights [.., kDepth] * right [kDepth, kColumns], the weights rounded to T.
-template <int kGroups, int kColumns, int kDepth, typename T, int kRightColumns>
+// acc += weights [.., kDepth] * right [kDepth, kColumns], the weights rounded to T; of the 16
+// columns from n on only where used(n), which is one answer for the whole warp.
+template <int kGroups, int kColumns, int kDepth, typename T, typename Used>
 HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
                                 const Accumulator<kGroups, kDepth>& weights,
-                                const Tile<T, kDepth, kRightColumns>& right) {
+                                const Tile<T, kDepth, kColumns>& right, Used&& used) {
   using Core = TensorCore<T>;
   HK_UNROLL
   for (int k = 0; k < kDepth; k += Core::kDepth) {
@@ -231,11 +207,19 @@ HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
     }
     HK_UNROLL
     for (int n = 0; n < kColumns; n += 16) {
+      if (!used(n)) continue;
       Right b;
       Core::load_transposed(b, right, k, n);
       multiply_depth<T>(acc, n, a, b);
     }
   }
+}
+
+template <int kGroups, int kColumns, int kDepth, typename T>
+HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
+                                const Accumulator<kGroups, kDepth>& weights,
+                                const Tile<T, kDepth, kColumns>& right) {
+  multiply_weights(acc, weights, right, [](int) { return true; });
 }
 
 }  // namespace hk::cuda

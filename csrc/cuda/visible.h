@@ -84,11 +84,9 @@ HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
       values[i] = Visible::min_of(values[i], shuffle_xor(values[i], step));
   }
   sync_block();
-  if (lane() < 4) {
-    int mine = values[0];
+  if (lane() == 0) {
     HK_UNROLL
-    for (int i = 1; i < 4; ++i) mine = lane() == i ? values[i] : mine;
-    scratch[warp() * 4 + lane()] = mine;
+    for (int i = 0; i < 4; ++i) scratch[warp() * 4 + i] = values[i];
   }
   sync_block();
   HK_UNROLL
@@ -138,9 +136,10 @@ HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratc
   int full_end = least[3] / kBlockN;
   if (visible.hides_keys()) {  // full tiles end at the first hidden key
     int hole[4] = {Visible::min_of(full_end, end) * kBlockN, 0, 0, 0};
-    HK_ROLLED
-    for (int key = full_start * kBlockN + thread_index(); key < hole[0]; key += kThreads)
-      if (!visible.key(key)) hole[0] = key;
+    const int stop = hole[0];
+    HK_UNROLL_BY(4)
+    for (int key = full_start * kBlockN + thread_index(); key < stop; key += kThreads)
+      if (!visible.key(key)) hole[0] = Visible::min_of(hole[0], key);
     least_of_block<kThreads>(hole, scratch);
     full_end = hole[0] / kBlockN;
   }
@@ -158,7 +157,7 @@ HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* sc
   bool whole = true;
   if (visible.by_data()) {
     int least[4] = {INT_MAX, 0, INT_MAX, 0}, count = 0;
-    HK_ROLLED
+    HK_UNROLL_BY(4)
     for (int row = thread_index(); row < visible.T(); row += kThreads) {
       const Range range = visible.range(row);
       if (range.lo < last_key && range.hi > first_key) {

@@ -85,13 +85,12 @@ HK_DEVICE uint32_t word_of(V value) {
   }
 }
 
-// In: value, mask or source.
-template <typename V, bool kXor>
+// In: value, mask.
+template <typename V>
 struct Shuffle : Shape<1, 1, 1> {
   HK_DEVICE static void run(const Words& w) {
     const V value = value_of<V>(w.in[0][0]);
-    const int lane = static_cast<int>(w.in[1][0]);
-    w.out[0] = word_of(kXor ? shuffle_xor(value, lane) : shuffle(value, lane));
+    w.out[0] = word_of(shuffle_xor(value, static_cast<int>(w.in[1][0])));
   }
 };
 
@@ -157,12 +156,6 @@ struct Exp2 : Shape<1, 1> {
     w.out[0] = float_bits(exp2_approx(bits_float(w.in[0][0])));
   }
 };
-struct Log2 : Shape<1, 1> {
-  HK_DEVICE static void run(const Words& w) {
-    w.out[0] = float_bits(log2_approx(bits_float(w.in[0][0])));
-  }
-};
-
 // In the low half of a word, of a number of 16 bits.
 template <typename T>
 struct ToFloat : Shape<1, 1> {
@@ -192,10 +185,6 @@ struct Unpack : Shape<2, 1> {
 };
 struct ToTf32 : Shape<1, 1> {
   HK_DEVICE static void run(const Words& w) { w.out[0] = to_tf32(bits_float(w.in[0][0])); }
-};
-
-struct MultiplyHigh : Shape<1, 1, 1> {
-  HK_DEVICE static void run(const Words& w) { w.out[0] = multiply_high(w.in[0][0], w.in[1][0]); }
 };
 
 int64_t words_of(const Tensor& t) {
@@ -238,12 +227,9 @@ constexpr struct {
     {"sync_warp", check<Mirror<false>>},
     {"any_in_block", check<Any<true>>},
     {"any_in_warp", check<Any<false>>},
-    {"shuffle_xor<int>", check<Shuffle<int, true>>},
-    {"shuffle_xor<uint32_t>", check<Shuffle<uint32_t, true>>},
-    {"shuffle_xor<float>", check<Shuffle<float, true>>},
-    {"shuffle<int>", check<Shuffle<int, false>>},
-    {"shuffle<uint32_t>", check<Shuffle<uint32_t, false>>},
-    {"shuffle<float>", check<Shuffle<float, false>>},
+    {"shuffle_xor<int>", check<Shuffle<int>>},
+    {"shuffle_xor<uint32_t>", check<Shuffle<uint32_t>>},
+    {"shuffle_xor<float>", check<Shuffle<float>>},
     {"load_matrices", check<LoadMatrices<false>>},
     {"load_matrices_transposed", check<LoadMatrices<true>>},
     {"multiply_add<bf16>", check<MultiplyAdd<bf16>>},
@@ -252,7 +238,6 @@ constexpr struct {
     {"copy_async", check<CopyAsync>},
     {"wait_copies", check<CopyGroups>},
     {"exp2_approx", check<Exp2>},
-    {"log2_approx", check<Log2>},
     {"to_float<bf16>", check<ToFloat<bf16>>},
     {"to_float<fp16>", check<ToFloat<fp16>>},
     {"from_float<bf16>", check<FromFloat<bf16>>},
@@ -262,7 +247,6 @@ constexpr struct {
     {"unpack<bf16>", check<Unpack<bf16>>},
     {"unpack<fp16>", check<Unpack<fp16>>},
     {"to_tf32", check<ToTf32>},
-    {"multiply_high", check<MultiplyHigh>},
 };
 
 }  // namespace

@@ -150,11 +150,6 @@ inline V shuffle_xor(V value, int mask) {
   static constexpr emulator::Operation kOperation{"shuffle_xor", false, software::shuffle};
   return software::shuffle_from(value, thread_index() ^ mask, kOperation);
 }
-template <typename V>
-inline V shuffle(V value, int source) {
-  static constexpr emulator::Operation kOperation{"shuffle", false, software::shuffle};
-  return software::shuffle_from(value, source, kOperation);
-}
 
 inline void load_matrices(uint32_t (&matrices)[4], const void* row) {
   static constexpr emulator::Operation kOperation{"load_matrices", false,
@@ -188,7 +183,6 @@ inline void wait_copies() {
 }
 
 inline float exp2_approx(float x) { return software::flush(std::exp2(software::flush(x))); }
-inline float log2_approx(float x) { return std::log2(software::flush(x)); }
 
 inline uint32_t float_bits(float x) { return emulator::float_bits(x); }
 inline float bits_float(uint32_t bits) { return emulator::bits_float(bits); }
@@ -218,9 +212,5 @@ inline Pair unpack(uint32_t word) {
   return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
 }
 inline uint32_t to_tf32(float x) { return emulator::round_tf32(x); }
-
-inline uint32_t multiply_high(uint32_t a, uint32_t b) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
-}
 
 }  // namespace hk::cuda

@@ -203,7 +203,7 @@ void mistakes() {
     if (lane() % 2) {
       sync_block();
     } else {
-      shuffle(lane(), 3);
+      shuffle_xor(lane(), 3);
     }
   });
   faults("returns with copies that it has not waited for",
