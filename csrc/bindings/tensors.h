@@ -109,9 +109,10 @@ inline bool is_dense(const Tensor& t) {
   return true;
 }
 
-// Elements of the last dimension lie side by side.
+// Elements of the last dimension lie side by side, where there are any.
 inline bool has_rows(const Tensor& t) {
-  return t.size[t.rank - 1] <= 1 || t.stride[t.rank - 1] == 1;
+  const int last = t.rank - 1;
+  return t.size[last] <= 1 || t.stride[last] == 1 || std::count(t.size, t.size + t.rank, 0);
 }
 
 // A dense [B or 1, length] tensor of whole numbers; `stride` becomes the step between batches.

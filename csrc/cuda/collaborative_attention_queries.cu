@@ -66,7 +66,7 @@ struct CollaborativeQueries {
            2 * (KeyTile::kBytes + SliceTile::kBytes + ValueTile::kBytes) + Features::bytes(Ds) +
            static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
            static_cast<int>(sizeof(Sources) + sizeof(At)) + 32 + Sizes::kWarps * kSlice * 4 +
-           kBlockN * 4 + Sizes::kWarps * 16 + kBlockN;
+           kBlockN * 4 + Sizes::kWarps * 16;
   }
 
   struct Memory {
@@ -79,7 +79,6 @@ struct CollaborativeQueries {
     float* sums = memory.take<float>(Sizes::kWarps * kSlice);
     float* bias = memory.take<float>(kBlockN);
     int* scratch = memory.take<int>(Sizes::kWarps * 4);
-    bool* bad = memory.take<bool>(kBlockN);
     Sources* sources = memory.take<Sources>(1);
     At* at = memory.take<At>(1);
     Features features;
@@ -203,8 +202,8 @@ struct CollaborativeQueries {
     constexpr Lie kLie = Lie::kRowsFirst;
     const TileTerms<kLie, kBlockM> row = {terms, warp_row};
     const bool partial = !list.is_full(tile);
-    // Whoever sees a key that is not finite has lse nan already.
-    if (partial) clean<kThreads>(key, on_chip.bad);
+    // 0 * nan: what a row does not see must not reach its sum.
+    if (partial) clean<kThreads>(key);
     Scores dscores;
     dscores.clear();
     multiply_rows(dscores, on_chip.dout, warp_row, on_chip.value[tile % 2]);
