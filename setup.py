@@ -31,8 +31,8 @@ class BuildModules(build_ext):
             print(f"{PACKAGE} without its CUDA kernels: {self.cuda}", file=sys.stderr)
             (left_out,) = (ext for ext in self.extensions if ext.name == f"{PACKAGE}._cuda")
             self.extensions.remove(left_out)
-            if self.inplace:  # none of an earlier build
-                Path(self.get_ext_fullpath(left_out.name)).unlink(missing_ok=True)
+            # None of an earlier build is left behind.
+            Path(self.get_ext_fullpath(left_out.name)).unlink(missing_ok=True)
         super().run()
         package = self.get_finalized_command("build_py").get_package_dir(PACKAGE)
         folder = Path(package) if self.inplace else Path(self.build_lib, PACKAGE)

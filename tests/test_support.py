@@ -21,7 +21,7 @@ Unsupported = Callable[[Problem], list[str]]
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both backends are there and serve CPU tensors."""
     monkeypatch.setattr(support, "TRITON_INTERPRETED", True)
-    monkeypatch.setattr(support, "_TRITON", True)
+    monkeypatch.setattr(support, "_TRITON_MISSING", "")
     monkeypatch.setattr(support, "CUDA_EMULATED", True)
     monkeypatch.setattr(support, "_CUDA_MISSING", "")
 
@@ -103,7 +103,7 @@ def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "TRITON_INTERPRETED", False)
-    monkeypatch.setattr(support, "_TRITON", True)
+    monkeypatch.setattr(support, "_TRITON_MISSING", "")
     (reason,) = support.triton(gated())
     assert reason.startswith(
         "tensors are on cpu; it serves CUDA tensors, and CPU tensors in Triton"
@@ -112,9 +112,11 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_TRITON", False)
-    reason = support.triton(gated())[0]
-    assert reason == "Triton is not installed (pip install 'heads_kernels[triton]')"
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    words = support._triton_missing()
+    assert words == "Triton is not installed (pip install 'heads_kernels[triton]')"
+    monkeypatch.setattr(support, "_TRITON_MISSING", words)
+    assert support.triton(gated())[0] == words
 
 
 def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,3 +159,14 @@ def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_CUDA_MISSING", support._cuda_missing())
     with FakeTensorMode():
         assert support.cuda(gated(**on_gpu(0))) == [support._cuda_missing()]
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("3.5.1", "Triton is 3.5.1"), ("3.6.0", ""), ("3.10.0+git1", "")]
+)
+def test_the_oldest_triton(monkeypatch: pytest.MonkeyPatch, version: str, words: str) -> None:
+    monkeypatch.setattr(support, "find_spec", lambda name: object())
+    monkeypatch.setattr(support.metadata, "version", lambda name: version)
+    said = support._triton_missing()
+    assert said.startswith(words)
+    assert bool(said) == bool(words)

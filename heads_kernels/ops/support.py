@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Final
 
@@ -17,7 +18,24 @@ from heads_kernels.build_info import build_info
 from heads_kernels.problem import Problem
 
 _CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
-_TRITON: Final = find_spec("triton") is not None
+_OLDEST_TRITON: Final = (3, 6)
+
+
+def _triton_missing() -> str:
+    """Why Triton can not be used; empty where it can."""
+    get = "pip install 'heads_kernels[triton]'"
+    if find_spec("triton") is None:
+        return f"Triton is not installed ({get})"
+    try:
+        found = metadata.version("triton")
+    except metadata.PackageNotFoundError:  # of a build by another name
+        return ""
+    if tuple(map(int, found.split(".")[:2])) < _OLDEST_TRITON:
+        return f"Triton is {found}; it serves 3.6 and newer ({get})"
+    return ""
+
+
+_TRITON_MISSING: Final = _triton_missing()
 
 #: Whether the CUDA kernels run in the emulator, on CPU tensors; decided once for a process.
 CUDA_EMULATED: Final = os.environ.get("HEADS_KERNELS_EMULATE_CUDA") == "1"
@@ -74,8 +92,8 @@ def cpu(problem: Problem) -> list[str]:
 def triton(problem: Problem) -> list[str]:
     """The Triton kernels read tensors in GPU memory (interpreted: in any), rows contiguous, masks as intervals."""
     reasons = []
-    if not _TRITON:
-        reasons.append("Triton is not installed (pip install 'heads_kernels[triton]')")
+    if _TRITON_MISSING:
+        reasons.append(_TRITON_MISSING)
     device = problem.query.device
     if device.type == "cpu" and not TRITON_INTERPRETED:
         reasons.append(
