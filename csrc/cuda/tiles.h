@@ -1,8 +1,8 @@
 // The sizes of a block of threads, by kernel, size of an element and width of a head.
 //
-// Each is the largest whose sums stay in registers (255 a thread, no spills; tests hold them to it)
-// and whose tiles fit into 99 KiB of shared memory, the least that a part of sm_80 and up gives to
-// a block (sm_86, sm_89, sm_120). Nothing here was measured on a GPU: heuristic.
+// Each is the largest whose sums stay in registers (255 a thread; tests hold what is spilled to
+// words) and whose tiles fit into 99 KiB of shared memory, the least that a part of sm_80 and up
+// gives to a block (sm_86, sm_89, sm_120). Nothing here was measured on a GPU: heuristic.
 //
 // kGroups is the number of 16-row groups a warp owns: with two, what is loaded of the other operand
 // serves twice. kMinBlocks asks the compiler for so many blocks of registers a multiprocessor.
