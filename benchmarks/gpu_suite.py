@@ -27,6 +27,7 @@ from typing import Final
 
 import torch
 
+import heads_kernels as hk
 from benchmarks import results
 from benchmarks.gpu import support
 from benchmarks.gpu.plots import draw
@@ -110,7 +111,7 @@ class _Suite:
         self.workers = options.workers or (
             2 if options.tiny else min(MOST_WORKERS, os.cpu_count() or 1)
         )
-        commit = options.commit or results.commit() or "unknown"
+        commit = options.commit or results.commit() or hk.build_info().get("commit") or "unknown"
         self.record = Record(
             "tiny" if options.tiny else "full", options.device, commit, options.minutes
         )

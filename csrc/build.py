@@ -44,10 +44,12 @@ EMULATED_LEVELS = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
 # serves both and torch.set_num_threads holds.
 LINK_CPU = ["-shared", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
 
-# The parts that get machine code of their own. All others from compute capability 8.0 on compile the
-# PTX; it is what the machine code is made of too, for no kernel uses more than it has.
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
+# The parts that get machine code of their own. sm_89 runs that of sm_86, which is the same but for its
+# name; a fifth would take a wheel over 10 MB. All others from compute capability 8.0 on compile the PTX;
+# it is what the machine code is made of too, for no kernel uses more than it has.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100")
 PTX = "compute_80"
+TOOLKIT = "/usr/local/cuda"  # where its installer puts it
 OLDEST_NVCC = (12, 8)  # knows sm_100 and -compress-mode
 NVCC = shlex.split(
     "-std=c++17 -O3 -Icsrc --expt-relaxed-constexpr -compress-mode=size "
@@ -227,7 +229,8 @@ def find_nvcc() -> tuple[Path | None, str]:
     version = re.search(r"release (\d+)\.(\d+), V([\d.]+)", told)
     if version is None:
         missing = (
-            "neither CUDA_HOME nor PATH has nvcc, and PyPI's nvidia-cuda-nvcc is not installed"
+            f"no nvcc in CUDA_HOME, PATH, {TOOLKIT} or PyPI's nvidia-cuda-nvcc "
+            "(which a build in isolation does not see)"
         )
     elif (int(version[1]), int(version[2])) < OLDEST_NVCC:
         missing = f"{nvcc} is {version[3]}, older than {'.'.join(map(str, OLDEST_NVCC))}"
@@ -239,11 +242,11 @@ def find_nvcc() -> tuple[Path | None, str]:
 
 
 def _first_nvcc() -> Path | None:
-    """CUDA_HOME first, then PATH, then PyPI's packages beside this Python."""
+    """CUDA_HOME first, then PATH, then the toolkit's own place, then PyPI's packages beside this Python."""
     home = os.environ.get("CUDA_HOME")
     folders = [f"{home}/bin"] if home else []
     folders += os.environ.get("PATH", os.defpath).split(os.pathsep)
-    folders += [f"{site}/nvidia/cu13/bin" for site in sys.path]
+    folders += [f"{TOOLKIT}/bin", *(f"{site}/nvidia/cu13/bin" for site in sys.path)]
     found = shutil.which("nvcc", path=os.pathsep.join(folders))
     return Path(found) if found else None
 

@@ -27,6 +27,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("CUDA_HOME", "HEADS_KERNELS_CUDA", "HEADS_KERNELS_CUDA_ARCHITECTURES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(build, "TOOLKIT", str(tmp_path / "toolkit"))
     monkeypatch.setattr(build.sys, "path", [str(tmp_path / "site")])
 
 
@@ -35,6 +36,8 @@ def test_the_order_in_which_nvcc_is_looked_for(
 ) -> None:
     package = compiler(tmp_path / "site" / "nvidia" / "cu13" / "bin", "13.2.1")
     assert build.find_nvcc() == (package, "13.2.1")
+    installed = compiler(tmp_path / "toolkit" / "bin", "13.0.88")
+    assert build.find_nvcc() == (installed, "13.0.88")
     on_path = compiler(tmp_path / "path", "13.1.0")
     assert build.find_nvcc() == (on_path, "13.1.0")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
@@ -46,7 +49,7 @@ def test_the_order_in_which_nvcc_is_looked_for(
 def test_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nvcc, missing = build.find_nvcc()
     assert nvcc is None
-    assert "nvidia-cuda-nvcc is not installed" in missing
+    assert missing.startswith("no nvcc in CUDA_HOME, PATH, ")
     monkeypatch.setenv("HEADS_KERNELS_CUDA", "1")
     with pytest.raises(PlatformError, match="HEADS_KERNELS_CUDA=1 asks for the CUDA kernels, but"):
         build.find_nvcc()

@@ -31,7 +31,7 @@ def test_reads_what_cuobjdump_prints() -> None:
     keys, rows = cuda_resources.parse(TEXT)
     assert keys == Kernel("GatedKeys", "bf16", (256, 2), "sm_80", 255, 72)
     assert rows == Kernel("AttentionRows", "float", (), "sm_80", 52, 0)
-    assert keys.broken() == ["72 bytes of stack, of 64"]
+    assert keys.broken() == ["72 bytes of stack, of 48"]
     assert rows.broken() == []
     assert str(keys) == "GatedKeys<bf16, 256, 2> on sm_80"
     last = cuda_resources.table([keys, rows])[-1].split()

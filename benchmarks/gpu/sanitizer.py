@@ -14,7 +14,16 @@ from typing import Final
 
 from benchmarks.gpu import determinism
 from benchmarks.gpu.pool import ROOT
-from benchmarks.gpu.settings import FAILED, PASSED, REFUSED, Items, Row, Settings, Skipped
+from benchmarks.gpu.settings import (
+    DIFFERENTIABLE,
+    FAILED,
+    PASSED,
+    REFUSED,
+    Items,
+    Row,
+    Settings,
+    Skipped,
+)
 
 #: memcheck finds what lies outside of memory, racecheck missing barriers (its cost is larger).
 _TOOLS: Final = {"memcheck": 170, "racecheck": 170}  # seconds
@@ -23,20 +32,26 @@ _UNSUPPORTED: Final = ("not supported", "Unable to", "Failed to initialize")
 
 
 def items(settings: Settings) -> Items:
-    return {tool: partial(_run, settings, tool) for tool in _TOOLS}
+    backends = sorted({name for operator in DIFFERENTIABLE for name in settings.backends(operator)})
+    return {
+        f"{tool}/{backend}": partial(_run, settings, tool, backend)
+        for tool in _TOOLS
+        for backend in backends
+    }
 
 
-def _run(settings: Settings, tool: str) -> Row:
+def _run(settings: Settings, tool: str, backend: str) -> Row:
     if not settings.on_gpu:
         raise Skipped("compute-sanitizer needs a CUDA device")
     if shutil.which("compute-sanitizer") is None:
         raise Skipped("compute-sanitizer is not on PATH")
-    return _run_under(settings, tool)
+    return _run_under(settings, tool, backend)
 
 
-def _run_under(settings: Settings, tool: str) -> Row:
+def _run_under(settings: Settings, tool: str, backend: str) -> Row:
     """Items of `determinism` in a worker under the tool, every tensor in an allocation of its own."""
-    names = [name for name in determinism.items(settings) if name.split("/")[1] in _CASES]
+    found = {name: name.split("/") for name in determinism.items(settings)}
+    names = [name for name, parts in found.items() if parts[1] in _CASES and parts[-1] == backend]
     asked = "".join(json.dumps({"stage": "determinism", "name": name}) + "\n" for name in names)
     command = [
         "compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--target-processes", "all",

@@ -15,6 +15,7 @@ from typing import Final
 from benchmarks.gpu.pool import ROOT
 from benchmarks.gpu.settings import FAILED, PASSED, Items, Row, Settings, Skipped
 
+_SECONDS: Final = 100  # less than the stage gives an item
 _TESTS: Final = ROOT / "tests" / "test_cuda_wrappers.py"
 
 
@@ -30,7 +31,10 @@ def _run(settings: Settings) -> Row:
     # tests/conftest.py asks for packages that this machine may lack.
     chosen = ["-m", "gpu"] if settings.on_gpu else ["-k", "round_robin"]
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", str(_TESTS), *chosen]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"verdict": FAILED, "detail": f"not finished in {_SECONDS} s"}
     lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     detail = "; ".join([lines[-1], *failed])[:1500]

@@ -90,6 +90,7 @@ void use_level(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
+  Torch::get();  // not at the first call, which may be two at once
   m.doc() = "C++ attention kernels for the CPU; called by the `native` backends, not by users.";
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);

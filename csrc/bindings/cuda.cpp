@@ -206,6 +206,7 @@ void check_wrapper(const std::string& name, const py::sequence& tensors, const p
 }  // namespace
 
 PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
+  Torch::get();  // not at the first call, which may be two at once
   m.doc() = "CUDA attention kernels; called by the `cuda` backends, not by users.";
   m.def("attention_forward", &attention_forward);
   m.def("attention_closed", &attention_closed);

@@ -102,8 +102,10 @@ def attention_queries(
 
 def _where(tensor: Tensor) -> tuple[int, int]:
     """The device of a tensor and its current stream."""
-    if not tensor.is_cuda:
+    if CUDA_EMULATED:
         return 0, 0
+    if not tensor.is_cuda:
+        raise ValueError(f"tensors are on {tensor.device}; the CUDA kernels serve CUDA tensors")
     index = tensor.device.index
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     return index, stream

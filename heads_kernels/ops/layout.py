@@ -18,8 +18,14 @@ def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
 
 
 def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
-    """Room for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for."""
-    return torch.empty_like(tensor) if needed else tensor.new_empty(0)
+    """Room for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for.
+
+    Rows are contiguous also where the order is not told by the strides (those of a view whose rows overlap).
+    """
+    if not needed:
+        return tensor.new_empty(0)
+    like = torch.empty_like(tensor)
+    return like if like.stride(-1) == 1 else tensor.new_empty(tensor.shape)
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ torch only, so that the choice of a backend traces under `torch.compile`; the ba
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
+import re
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Final
@@ -30,7 +30,8 @@ def _triton_missing() -> str:
         found = metadata.version("triton")
     except metadata.PackageNotFoundError:  # of a build by another name
         return ""
-    if tuple(map(int, found.split(".")[:2])) < _OLDEST_TRITON:
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TRITON:
         return f"Triton is {found}; it serves 3.6 and newer ({get})"
     return ""
 
@@ -135,10 +136,21 @@ def _unsupported_device(index: int) -> str:
     return _device_words(index)
 
 
-@functools.cache
+#: Devices that can: an answer that stays. What a device lacks may be lacking for a moment (memory).
+_CAPABLE: Final[set[int]] = set()
+
+
 def _device_words(index: int) -> str:
-    """The extension's own answer, which a device never changes."""
-    words: str = importlib.import_module("heads_kernels._cuda").unsupported_device(index)
+    """The extension's own answer, or why it can not be asked."""
+    if index in _CAPABLE:
+        return ""
+    try:
+        extension = importlib.import_module("heads_kernels._cuda")
+    except ImportError as error:
+        return f"heads_kernels._cuda does not load: {error}"
+    words: str = extension.unsupported_device(index)
+    if not words:
+        _CAPABLE.add(index)
     return words
 
 
