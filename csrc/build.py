@@ -44,9 +44,10 @@ EMULATED_LEVELS = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
 # serves both and torch.set_num_threads holds.
 LINK_CPU = ["-shared", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
 
-# The parts that get machine code of their own. sm_89 runs that of sm_86, which is the same but for its
-# name; a fifth would take a wheel over 10 MB. All others from compute capability 8.0 on compile the PTX;
-# it is what the machine code is made of too, for no kernel uses more than it has.
+# The parts that get machine code of their own. sm_89 runs that of sm_86: its own differs in the
+# spelling of one conversion, and would take a wheel over 10 MB. All others from compute capability
+# 8.0 on compile the PTX; it is what the machine code is made of too, for no kernel uses more than it
+# has.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100")
 PTX = "compute_80"
 TOOLKIT = "/usr/local/cuda"  # where its installer puts it
