@@ -129,7 +129,8 @@ def _queries_kernel(
         blind = (row_lse == float("inf"))[:, None]
         dmixed = tl.where(blind, 0.0, dmixed)
         if dquery_out is not None:
-            term = slice_mixing[None, :] * dmixed * scale
+            # 0 of what takes no part, whatever stands in the mixing vector.
+            term = tl.where(dmixed == 0.0, 0.0, slice_mixing[None, :] * dmixed * scale)
             begun = tl.where(index > 0, T, 0)
             add_columns(
                 dquery_out, split * B + b, first_row, T, begun, column, term, DS, BLOCK_M, SLICE
@@ -140,7 +141,8 @@ def _queries_kernel(
             )  # [BLOCK_M, SLICE]
             columns = column + tl.arange(0, SLICE)
             part = ((b * tiles + tile_of_rows) * H + h).to(tl.int64) * DS
-            products = tl.sum(q_slice.to(tl.float32) * dmixed, 0) * scale
+            products = tl.where(dmixed == 0.0, 0.0, q_slice.to(tl.float32) * dmixed)
+            products = tl.sum(products, 0) * scale
             tl.store(dmixing_out + part + columns, products, mask=columns < DS)
 
 
@@ -152,6 +154,9 @@ def queries_pass(
     if not (dquery.numel() or dmixing_rows.numel()):
         return
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
+    if H == 0:
+        dquery.zero_()  # no head writes it
+        return
     tiles = tiles_for("collaborative_attention.queries", call.query, Ds, Dv)
     width = tiles.block_slice
     row_tiles = -(-T // tiles.block_m)
