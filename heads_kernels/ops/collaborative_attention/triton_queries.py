@@ -129,8 +129,9 @@ def _queries_kernel(
         blind = (row_lse == float("inf"))[:, None]
         dmixed = tl.where(blind, 0.0, dmixed)
         if dquery_out is not None:
-            # 0 of what takes no part, whatever stands in the mixing vector.
-            term = tl.where(dmixed == 0.0, 0.0, slice_mixing[None, :] * dmixed * scale)
+            # Of a head that takes no part nothing, whatever stands in its mixing vector.
+            factors = tl.where(taking_part > 0, slice_mixing, 0.0)
+            term = factors[None, :] * dmixed * scale
             begun = tl.where(index > 0, T, 0)
             add_columns(
                 dquery_out, split * B + b, first_row, T, begun, column, term, DS, BLOCK_M, SLICE
@@ -141,8 +142,7 @@ def _queries_kernel(
             )  # [BLOCK_M, SLICE]
             columns = column + tl.arange(0, SLICE)
             part = ((b * tiles + tile_of_rows) * H + h).to(tl.int64) * DS
-            products = tl.where(dmixed == 0.0, 0.0, q_slice.to(tl.float32) * dmixed)
-            products = tl.sum(products, 0) * scale
+            products = tl.sum(q_slice.to(tl.float32) * dmixed, 0) * scale
             tl.store(dmixing_out + part + columns, products, mask=columns < DS)
 
 
