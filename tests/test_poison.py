@@ -195,12 +195,8 @@ def test_the_mixing_vector_of_a_closed_head_is_not_read(backend: str, bad: float
         assert not grads[name].any(), name
 
 
-#: Triton's kernel multiplies by it all the same: a select there does not fit into registers.
-READS_NOTHING = [row.name for row in TABLES["collaborative_attention"] if row.name != "triton"]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("backend", READS_NOTHING)
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["collaborative_attention"]])
 def test_rows_that_see_nothing_do_not_read_the_mixing_vector(backend: str, bad: float) -> None:
     query, key, mixing = torch.randn(2, 5, 16), torch.randn(2, 6, 16), torch.full((3, 16), bad)
     leaves = [t.requires_grad_() for t in (query, key, mixing)]

@@ -17,7 +17,7 @@ namespace hk::cuda {
 template <typename T>
 struct AttentionRows {
   using Params = RowsParams;
-  static constexpr int kThreads = 256, kRows = kThreads / kWarp, kMinBlocks = 1;
+  static constexpr int kThreads = 256, kRows = kThreads / kWarp;
 
   HK_DEVICE static void run(const Params& p) {
     const int64_t H = p.dout.size[1], length = p.dout.size[2], width = p.dout.size[3];

@@ -29,7 +29,6 @@ struct CollaborativeForward {
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kBlockN;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
-  static constexpr int kMinBlocks = Sizes::kMinBlocks;
   using QueryTile = Tile<T, kBlockM, kStepWidth>;
   using KeyTile = Tile<T, kBlockN, kStepWidth>;
   using ValueTile = Tile<T, kBlockN, kWidth>;

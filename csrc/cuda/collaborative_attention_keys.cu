@@ -29,7 +29,6 @@ struct CollaborativeKeys {
   static constexpr int kGroups = Sizes::kGroups, kBlockM = Sizes::kOther, kSlice = Sizes::kSlice;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockN = Sizes::kWarps * kGroups * 16;
-  static constexpr int kMinBlocks = Sizes::kMinBlocks;
   using KeyTile = Tile<T, kBlockN, kStepWidth>;
   using QueryTile = Tile<T, kBlockM, kStepWidth>;
   using SliceTile = Tile<T, kBlockM, kSlice>;
@@ -48,7 +47,7 @@ struct CollaborativeKeys {
       const int split = static_cast<int>(rest / B), heads = ceil_div(H, p.splits);
       b = static_cast<int>(rest % B);
       first_head = split * heads;
-      last_head = Visible::min_of(first_head + heads, H);
+      last_head = min_of(first_head + heads, H);
       first_key = static_cast<int>(block_index() % tiles) * kBlockN;
       column = static_cast<int>(block_index() / tiles % slices) * kSlice;
       part = split * B + b;
@@ -231,7 +230,7 @@ struct CollaborativeKeys {
     to_probabilities(probabilities, row, steepness);
     const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial, at.b,
                                                    h, first_row, first_key);
-    left_out.hide(probabilities, 0.0f);
+    left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
       Scores weights = probabilities;
       weigh(weights, row, left_out, keep_scale);

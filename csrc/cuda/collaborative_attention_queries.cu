@@ -26,7 +26,6 @@ struct CollaborativeQueries {
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kOther, kSlice = Sizes::kSlice;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
-  static constexpr int kMinBlocks = Sizes::kMinBlocks;
   using QueryTile = Tile<T, kBlockM, kStepWidth>;
   using KeyTile = Tile<T, kBlockN, kStepWidth>;
   using SliceTile = Tile<T, kBlockN, kSlice>;
@@ -46,7 +45,7 @@ struct CollaborativeQueries {
       const int split = static_cast<int>(rest / B), heads = ceil_div(H, p.splits);
       b = static_cast<int>(rest % B);
       first_head = split * heads;
-      last_head = Visible::min_of(first_head + heads, H);
+      last_head = min_of(first_head + heads, H);
       tile = tiles - 1 - static_cast<int>(block_index() / slices % tiles);
       column = static_cast<int>(block_index() % slices) * kSlice;
       part = split * B + b;
@@ -254,7 +253,7 @@ struct CollaborativeQueries {
     const T* rows[kGroups][2];  // of this lane; where there is none, another
     each_row<kGroups>([&](int m, int half, int row) {
       const int of_warp = at.first_row() + warp() * kGroups * 16;
-      rows[m][half] = queries.row(Visible::min_of(of_warp + row, queries.length - 1)) + at.column;
+      rows[m][half] = queries.row(min_of(of_warp + row, queries.length - 1)) + at.column;
     });
     HK_UNROLL
     for (int n = 0; n < kSlice / 8; ++n) {

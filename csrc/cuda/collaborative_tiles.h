@@ -3,11 +3,9 @@
 #pragma once
 
 #include <string>
-#include <type_traits>
 
 #include "cuda/chunks.h"
 #include "cuda/device.h"
-#include "cuda/kernels.h"
 #include "cuda/tiles.h"
 
 namespace hk::cuda {
@@ -18,7 +16,6 @@ struct CollaborativeForwardSizes {
   static constexpr int kWarps = 4;
   static constexpr int kGroups = sizeof(T) == 4 || kRowBytes > 256 ? 1 : 2;
   static constexpr int kBlockN = kRowBytes > 512 ? 16 : sizeof(T) == 4 || kRowBytes > 128 ? 32 : 64;
-  static constexpr int kMinBlocks = 1;
 };
 
 // Owns keys; tiles of kOther query rows. The sums of a slice of dkey and of dvalue stay in
@@ -33,7 +30,6 @@ struct CollaborativeKeysSizes {
                                 : kWidth > 128                  ? 64
                                 : sizeof(T) == 4 || kWidth > 64 ? 128
                                                                 : 256;
-  static constexpr int kMinBlocks = 1;
 };
 
 // Owns query rows; tiles of kOther keys. The sum of a slice of a head's dmixed stays in registers.
@@ -44,18 +40,15 @@ struct CollaborativeQueriesSizes {
   static constexpr int kGroups = sizeof(T) == 4 || kWidth > 64 ? 1 : 2;
   static constexpr int kOther = sizeof(T) == 4 || kWidth > 128 ? 16 : 32;
   static constexpr int kSlice = 128;
-  static constexpr int kMinBlocks = 1;
 };
 
-// f of the narrowest width that a kernel is compiled for and that Dv fits into.
+// The widths of Dv.
 template <typename T, typename F>
 void with_value_width(int64_t Dv, F&& f) {
-  if constexpr (sizeof(T) == 2) {
-    if (Dv <= 32) return f(std::integral_constant<int, 32>{});
-  }
-  if (Dv <= 64) return f(std::integral_constant<int, 64>{});
-  if (Dv <= 128) return f(std::integral_constant<int, 128>{});
-  return f(std::integral_constant<int, 256>{});
+  if constexpr (sizeof(T) == 2)
+    with_narrowest<32, 64, 128, 256>(Dv, f);
+  else
+    with_narrowest<64, 128, 256>(Dv, f);
 }
 
 // Of "keys" or "queries".

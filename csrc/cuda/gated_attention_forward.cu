@@ -22,7 +22,6 @@ struct GatedForward {
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kBlockN;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
-  static constexpr int kMinBlocks = Sizes::kMinBlocks;
   using QueryTile = Tile<T, kBlockM, kWidth>;
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth>;

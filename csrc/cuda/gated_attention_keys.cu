@@ -26,7 +26,6 @@ struct GatedKeys {
   static constexpr int kGroups = Sizes::kGroups, kBlockM = Sizes::kOther;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockN = Sizes::kWarps * kGroups * 16;
-  static constexpr int kMinBlocks = Sizes::kMinBlocks;
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using RowTile = Tile<T, kBlockM, kWidth>;
   using Scores = Accumulator<kGroups, kBlockM>;
@@ -47,7 +46,7 @@ struct GatedKeys {
     const KeyHeadTile at(p.query.size[0], Hk, ceil_div(S, kBlockN));
     const int b = at.b, hk = at.head, first_key = at.tile * kBlockN, group = H / Hk;
     const int heads = ceil_div(group, p.splits), first_head = hk * group + at.split * heads;
-    const int last_head = Visible::min_of(first_head + heads, (hk + 1) * group);
+    const int last_head = min_of(first_head + heads, (hk + 1) * group);
     const Gate gate(p.gate, p.activation);
     const Visible visible(p.mask, b, T_rows, S);
 
@@ -130,7 +129,7 @@ struct GatedKeys {
     to_probabilities(probabilities, row, steepness);
     const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible, terms.range, partial, b, h,
                                                    first_row, first_key + warp_row);
-    left_out.hide(probabilities, 0.0f);
+    left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
       weigh(weights, row, left_out, keep_scale);

@@ -19,7 +19,6 @@ struct GatedQueries {
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kOther;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
-  static constexpr int kMinBlocks = Sizes::kMinBlocks;
   using RowTile = Tile<T, kBlockM, kWidth>;
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;

@@ -1,8 +1,8 @@
 // Launches of kernels.
 //
 // A kernel is a struct: `using Params`, a plain struct that goes to the device as it is; `static
-// constexpr int kThreads, kMinBlocks`, threads of a block and blocks that registers are to leave
-// room for on a multiprocessor; `HK_DEVICE static void run(const Params&)`, what one thread does.
+// constexpr int kThreads`, threads of a block; `HK_DEVICE static void run(const Params&)`, what one
+// thread does.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +55,7 @@ void allow_shared_memory(const void* entry, int device, int bytes);
 void check_error(cudaError_t error, int device);
 
 template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kMinBlocks)
+__global__ void __launch_bounds__(Kernel::kThreads)
     entry(const __grid_constant__ typename Kernel::Params params) {
   Kernel::run(params);
 }

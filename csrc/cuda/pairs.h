@@ -125,8 +125,8 @@ class LeftOut {
     if (drops_) add_dropped<kLie>(dropped_, p.dropout, b, h, first_row, first_key);
   }
 
-  HK_DEVICE void hide(Accumulator<kGroups, kColumns>& tile, float value) const {
-    if (partial_) fill(tile, hidden_, value);
+  HK_DEVICE void hide(Accumulator<kGroups, kColumns>& tile) const {
+    if (partial_) fill(tile, hidden_, 0.0f);
   }
   HK_DEVICE void drop(Accumulator<kGroups, kColumns>& tile) const {
     if (drops_) fill(tile, dropped_, 0.0f);

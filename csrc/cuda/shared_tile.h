@@ -24,6 +24,8 @@ HK_DEVICE int lane() { return thread_index() % kWarp; }
 HK_DEVICE int warp() { return thread_index() / kWarp; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int min_of(int a, int b) { return a < b ? a : b; }
+constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 HK_DEVICE bool is_finite(float value) { return value - value == 0.0f; }
 

@@ -53,7 +53,7 @@ HK_DEVICE void to_dscores(Accumulator<kGroups, kColumns>& dp,
   dp.each([&](float& value, int m, int n, int e) {
     value = probabilities.c[m][n][e] * (value - row.terms.delta[row(m, n, e)]);
   });
-  left_out.hide(dp, 0.0f);
+  left_out.hide(dp);
 }
 
 }  // namespace hk::cuda

@@ -5,7 +5,7 @@
 // gives to a block (sm_86, sm_89, sm_120). Nothing here was measured on a GPU: heuristic.
 //
 // kGroups is the number of 16-row groups a warp owns: with two, what is loaded of the other operand
-// serves twice. kMinBlocks asks the compiler for so many blocks of registers a multiprocessor.
+// serves twice.
 #pragma once
 
 #include <string>
@@ -25,7 +25,6 @@ struct ForwardSizes {
   static constexpr int kWarps = 4;
   static constexpr int kGroups = sizeof(T) == 4 || kWide ? 1 : 2;
   static constexpr int kBlockN = sizeof(T) * kWidth > 512 ? 16 : kWide ? 32 : 64;
-  static constexpr int kMinBlocks = 1;
 };
 
 // Of both passes of the backward: a warp owns rows (keys or query rows) and goes through tiles of
@@ -36,23 +35,25 @@ struct BackwardSizes {
   static constexpr int kWarps = kRowBytes > 512 ? 1 : kRowBytes > 256 ? 2 : 4;
   static constexpr int kGroups = kRowBytes > 128 ? 1 : 2;
   static constexpr int kOther = kRowBytes > 256 ? 16 : 32;
-  static constexpr int kMinBlocks = 1;
 };
 
-// f of the narrowest width that a kernel is compiled for and that D and Dv fit into. Narrow heads
-// of float take the next wider one: fewer kernels for the dtype that is used least.
+// f of the first of these widths that `width` fits into; the last one serves every other.
+template <int kWidth, int... kWider, typename F>
+void with_narrowest(int64_t width, F&& f) {
+  if constexpr (sizeof...(kWider) > 0) {
+    if (width > kWidth) return with_narrowest<kWider...>(width, f);
+  }
+  f(std::integral_constant<int, kWidth>{});
+}
+
+// The widths of D and Dv. Narrow heads of float take a wider one: fewer kernels for the dtype that
+// is used least.
 template <typename T, typename F>
 void with_width(int64_t D, int64_t Dv, F&& f) {
-  const int64_t width = D > Dv ? D : Dv;
-  if constexpr (sizeof(T) == 2) {
-    if (width <= 32) return f(std::integral_constant<int, 32>{});
-  }
-  if (width <= 64) return f(std::integral_constant<int, 64>{});
-  if constexpr (sizeof(T) == 2) {
-    if (width <= 96) return f(std::integral_constant<int, 96>{});
-  }
-  if (width <= 128) return f(std::integral_constant<int, 128>{});
-  return f(std::integral_constant<int, 256>{});
+  if constexpr (sizeof(T) == 2)
+    with_narrowest<32, 64, 96, 128, 256>(D > Dv ? D : Dv, f);
+  else
+    with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
 }
 
 // Of "keys" or "queries".

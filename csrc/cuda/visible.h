@@ -58,9 +58,6 @@ class Visible {
     return {clamp(last - mask_.band_hi, T_), clamp(first - mask_.band_lo + 1, T_)};
   }
 
-  HK_DEVICE static int min_of(int a, int b) { return a < b ? a : b; }
-  HK_DEVICE static int max_of(int a, int b) { return a > b ? a : b; }
-
  private:
   HK_DEVICE static int clamp(int64_t value, int most) {
     return static_cast<int>(value < 0 ? 0 : value > most ? most : value);
@@ -81,7 +78,7 @@ HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
   for (int i = 0; i < 4; ++i) {
     HK_UNROLL
     for (int step = kWarp / 2; step; step /= 2)
-      values[i] = Visible::min_of(values[i], shuffle_xor(values[i], step));
+      values[i] = min_of(values[i], shuffle_xor(values[i], step));
   }
   sync_block();
   if (lane() == 0) {
@@ -91,7 +88,7 @@ HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
   sync_block();
   HK_UNROLL
   for (int i = 0; i < 4; ++i)
-    for (int w = 0; w < kWarps; ++w) values[i] = Visible::min_of(values[i], scratch[w * 4 + i]);
+    for (int w = 0; w < kWarps; ++w) values[i] = min_of(values[i], scratch[w * 4 + i]);
   sync_block();
 }
 
@@ -99,9 +96,9 @@ HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
 class TileList {
  public:
   HK_DEVICE TileList(int start, int full_start, int full_end, int end)
-      : start_(Visible::min_of(start, end)),
-        full_start_(Visible::min_of(Visible::max_of(full_start, start_), end)),
-        full_end_(Visible::max_of(Visible::min_of(full_end, end), full_start_)),
+      : start_(min_of(start, end)),
+        full_start_(min_of(max_of(full_start, start_), end)),
+        full_end_(max_of(min_of(full_end, end), full_start_)),
         end_(end) {}
 
   HK_DEVICE int count() const { return end_ - start_; }
@@ -125,21 +122,21 @@ HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratc
   HK_ROLLED
   for (int i = thread_index(); i < kBlockM && first_row + i < visible.T(); i += kThreads) {
     const Range range = visible.range(first_row + i);
-    if (!range.empty()) least[0] = Visible::min_of(least[0], range.lo);
-    least[1] = Visible::min_of(least[1], -range.hi);
-    least[2] = Visible::min_of(least[2], -range.lo);
-    least[3] = Visible::min_of(least[3], range.hi);
+    if (!range.empty()) least[0] = min_of(least[0], range.lo);
+    least[1] = min_of(least[1], -range.hi);
+    least[2] = min_of(least[2], -range.lo);
+    least[3] = min_of(least[3], range.hi);
   }
   least_of_block<kThreads>(least, scratch);
   const int start = least[0] / kBlockN, end = ceil_div(-least[1], kBlockN);
   const int full_start = ceil_div(-least[2], kBlockN);
   int full_end = least[3] / kBlockN;
   if (visible.hides_keys()) {  // full tiles end at the first hidden key
-    int hole[4] = {Visible::min_of(full_end, end) * kBlockN, 0, 0, 0};
+    int hole[4] = {min_of(full_end, end) * kBlockN, 0, 0, 0};
     const int stop = hole[0];
     HK_UNROLL_BY(4)
     for (int key = full_start * kBlockN + thread_index(); key < stop; key += kThreads)
-      if (!visible.key(key)) hole[0] = Visible::min_of(hole[0], key);
+      if (!visible.key(key)) hole[0] = min_of(hole[0], key);
     least_of_block<kThreads>(hole, scratch);
     full_end = hole[0] / kBlockN;
   }
@@ -151,7 +148,7 @@ HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratc
 // else all tiles are partial.
 template <int kThreads, int kBlockM, int kBlockN>
 HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* scratch) {
-  const int last_key = Visible::min_of(first_key + kBlockN, visible.S());
+  const int last_key = min_of(first_key + kBlockN, visible.S());
   Range any = visible.rows_of_any(first_key, last_key);
   Range all = visible.rows_of_all(first_key, last_key);
   bool whole = true;
@@ -161,12 +158,12 @@ HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* sc
     for (int row = thread_index(); row < visible.T(); row += kThreads) {
       const Range range = visible.range(row);
       if (range.lo < last_key && range.hi > first_key) {
-        least[0] = Visible::min_of(least[0], row);
-        least[1] = Visible::min_of(least[1], -row - 1);
+        least[0] = min_of(least[0], row);
+        least[1] = min_of(least[1], -row - 1);
       }
       if (range.lo <= first_key && range.hi >= last_key) {
-        least[2] = Visible::min_of(least[2], row);
-        least[3] = Visible::min_of(least[3], -row - 1);
+        least[2] = min_of(least[2], row);
+        least[3] = min_of(least[3], -row - 1);
         ++count;
       }
     }

@@ -26,7 +26,7 @@ struct Shape {
 template <typename Check>
 struct Kernel {
   using Params = Words;
-  static constexpr int kThreads = Check::kThreads, kMinBlocks = 1;
+  static constexpr int kThreads = Check::kThreads;
   HK_DEVICE static void run(const Words& all) {
     const int64_t i = block_index() * kThreads + thread_index();
     Check::run(

@@ -270,7 +270,7 @@ struct Count {
   struct Params {
     int* count;
   };
-  static constexpr int kThreads = 32, kMinBlocks = 1;
+  static constexpr int kThreads = 32;
   HK_DEVICE static void run(const Params& params) { ++*params.count; }
 };
 

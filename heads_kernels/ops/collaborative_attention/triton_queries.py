@@ -129,9 +129,8 @@ def _queries_kernel(
         blind = (row_lse == float("inf"))[:, None]
         dmixed = tl.where(blind, 0.0, dmixed)
         if dquery_out is not None:
-            # Of a head that takes no part nothing, whatever stands in its mixing vector.
-            factors = tl.where(taking_part > 0, slice_mixing, 0.0)
-            term = factors[None, :] * dmixed * scale
+            # Of rows that see nothing nothing, whatever stands in the mixing vector.
+            term = tl.where(blind, 0.0, slice_mixing[None, :] * dmixed * scale)
             begun = tl.where(index > 0, T, 0)
             add_columns(
                 dquery_out, split * B + b, first_row, T, begun, column, term, DS, BLOCK_M, SLICE
