@@ -1,6 +1,6 @@
 """Fused attention kernels for heads that can be gated, shut, shared and read."""
 
-from heads_kernels import testing
+from heads_kernels import heads, integrations, nn, testing
 from heads_kernels.build_info import build_info
 from heads_kernels.dispatch import Choice
 from heads_kernels.functional import (
@@ -25,5 +25,8 @@ __all__ = [
     "collaborative_attention",
     "explain",
     "gated_attention",
+    "heads",
+    "integrations",
+    "nn",
     "testing",
 ]

@@ -1,0 +1,79 @@
+"""What an attention layer asks for the gates of its heads, and gates that stay as they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+
+
+class HeadGate(nn.Module, ABC):
+    """One gate for each head of an attention layer, which holds it as its submodule `head_gate`.
+
+    In every forward pass the layer calls it with the batch size and hands what it returns, and `closed_grad`, to
+    the operator.
+
+    Attributes:
+        num_heads: H.
+        closed_grad: what the operator's argument says: False where the gradient of a gate of exactly 0 is 0 anyway.
+    """
+
+    num_heads: int
+    closed_grad: bool = True
+
+    @abstractmethod
+    def forward(self, batch_size: int) -> Tensor:
+        """The gates of this pass: `[H]`, or `[B, H]` where they differ by example."""
+
+    @abstractmethod
+    def export(self) -> Tensor:
+        """The gates at inference, `[H]`, without gradient: what pruning folds into the weights."""
+
+    @abstractmethod
+    def keep(self, heads: Sequence[int]) -> None:
+        """Keep the gates of these heads, in this order: the other heads are gone from the layer."""
+
+
+class FixedGate(HeadGate):
+    """Gates that no training changes: heads closed for a while.
+
+    They are no weights and do not appear in the state dict.
+
+    Args:
+        gates: floating `[H]`; 0 closes a head, 1 leaves it as it is.
+
+    Raises:
+        TypeError, ValueError: `gates` is not a floating tensor of one dimension.
+    """
+
+    gates: Tensor
+
+    def __init__(self, gates: Tensor) -> None:
+        super().__init__()
+        if not isinstance(gates, Tensor) or not gates.is_floating_point():
+            was = f"has dtype {gates.dtype}" if isinstance(gates, Tensor) else f"is {gates!r}"
+            refuse("gates", was, "pass a floating tensor [H]", TypeError)
+        if gates.dim() != 1:
+            refuse("gates", f"has shape {list(gates.shape)}", "pass [H], one gate for each head")
+        self.register_buffer("gates", gates.detach().clone(), persistent=False)
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        """H."""
+        return self.gates.shape[0]
+
+    def forward(self, batch_size: int) -> Tensor:
+        return self.gates
+
+    def export(self) -> Tensor:
+        return self.gates.clone()
+
+    def keep(self, heads: Sequence[int]) -> None:
+        self.gates = self.gates[torch.tensor(heads, dtype=torch.int64, device=self.gates.device)]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, closed={(self.gates == 0).nonzero().flatten().tolist()}"
