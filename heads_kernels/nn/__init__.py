@@ -1,8 +1,21 @@
 """Thin layers around the operators: attention modules, gates of heads, initialisations."""
 
+from heads_kernels.nn.attention import GatedMultiheadAttention
+from heads_kernels.nn.cache import KeyValueCache
+from heads_kernels.nn.collaborative import CollaborativeMultiheadAttention
 from heads_kernels.nn.gates import FixedGate, HeadGate
+from heads_kernels.nn.hard_concrete import HardConcrete, expected_open, l0_penalty
+from heads_kernels.nn.initialization import ds_init_, mixing_init_
 
 __all__ = [
+    "CollaborativeMultiheadAttention",
     "FixedGate",
+    "GatedMultiheadAttention",
+    "HardConcrete",
     "HeadGate",
+    "KeyValueCache",
+    "ds_init_",
+    "expected_open",
+    "l0_penalty",
+    "mixing_init_",
 ]

@@ -1,0 +1,112 @@
+"""What decoding keeps of earlier steps, so that a step projects the keys and values of its own tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from heads_kernels.errors import refuse
+
+
+class KeyValueCache:
+    """Keys and values of one attention layer, kept from step to step of decoding.
+
+    A layer is called with the same cache in every step. In self-attention it appends the keys and values of the new
+    tokens and its rows see all that came before; `is_causal=True` is then aligned at the last key. In
+    encoder-decoder attention it fills the cache in the first call and reuses it, whatever the later calls pass as
+    key and value. Collaborative attention keeps the one shared key `[B, S, Ds]`, the values and the content bias.
+
+        cache = hk.nn.KeyValueCache()
+        for token in tokens.split(1, dim=1):  # [B, 1, embed_dim]
+            out, _ = layer(token, is_causal=True, cache=cache)
+
+    Args:
+        max_length: positions to reserve in the first step of self-attention; more are refused. None: the room
+            doubles when it is full.
+
+    Raises:
+        TypeError, ValueError: `max_length` is no positive int; a call whose batch, widths or dtype are not those of
+            the cache; an appended call that is recorded for gradients (decode under `torch.no_grad()`); one cache
+            in self-attention and in encoder-decoder attention.
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        instead = "pass a positive int, or None for room that grows"
+        if max_length is not None and (
+            not isinstance(max_length, int) or isinstance(max_length, bool)
+        ):
+            refuse("max_length", f"is a {type(max_length).__name__}", instead, TypeError)
+        if max_length is not None and max_length < 1:
+            refuse("max_length", f"is {max_length}", instead)
+        self.max_length = max_length
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the next call starts a new sequence."""
+        self._stored: tuple[Tensor, ...] = ()  # each [B, room, ...]
+        self._length = 0
+        self._appended = False
+
+    @property
+    def length(self) -> int:
+        """S: how many positions are held."""
+        return self._length
+
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Put `new`, each `[B, positions, ...]`, behind what is there; views `[B, length, ...]` of all of it."""
+        if self._stored and not self._appended:
+            refuse("cache", "holds the source of encoder-decoder attention", "use one for each")
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
+            refuse("cache", "is appended to while gradients are recorded", "use torch.no_grad()")
+        start, length = self._length, self._length + new[0].shape[1]
+        self._reserve(new, length)
+        for stored, tensor in zip(self._stored, new, strict=True):
+            stored[:, start:length] = tensor
+        self._length, self._appended = length, True
+        return tuple(stored[:, :length] for stored in self._stored)
+
+    def once(self, source: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `source()`, tensors `[B, S, ...]`, gave in the first call."""
+        if self._appended:
+            refuse("cache", "holds the tokens of self-attention", "use one for each")
+        if not self._stored:
+            self._stored = source()
+            self._length = self._stored[0].shape[1]
+        return self._stored
+
+    def reorder(self, beams: Tensor) -> None:
+        """Row b goes on with what row `beams[b]` held; integers `[beams]`, as many as there will be rows."""
+        instead = "pass an int64 or int32 tensor of one dimension"
+        if not isinstance(beams, Tensor) or beams.dtype not in (torch.int64, torch.int32):
+            was = f"has dtype {beams.dtype}" if isinstance(beams, Tensor) else f"is {beams!r}"
+            refuse("beams", was, instead, TypeError)
+        if beams.dim() != 1:
+            refuse("beams", f"has shape {list(beams.shape)}", instead)
+        self._stored = tuple(stored.index_select(0, beams) for stored in self._stored)
+
+    def _reserve(self, new: tuple[Tensor, ...], length: int) -> None:
+        """Room for `length` positions of tensors like `new`."""
+        if self.max_length is not None and length > self.max_length:
+            was = f"is {self.max_length}, but {length} positions are asked for"
+            refuse("max_length", was, "make a longer cache")
+        held = tuple((s.shape[:1] + s.shape[2:], s.dtype) for s in self._stored)
+        come = tuple((t.shape[:1] + t.shape[2:], t.dtype) for t in new)
+        if held and held != come:
+            was = f"holds {_layouts(self._stored)}, but {_layouts(new)} are to be appended"
+            refuse("cache", was, "use it with one layer, batch and dtype, or reset it")
+        room = self._stored[0].shape[1] if held else 0
+        if length > room:
+            room = self.max_length or max(length, 2 * room)
+            grown = tuple(t.new_empty((t.shape[0], room, *t.shape[2:])) for t in new)
+            for old, stored in zip(self._stored, grown, strict=False):
+                stored[:, : self._length] = old[:, : self._length]
+            self._stored = grown
+
+
+def _layouts(tensors: tuple[Tensor, ...]) -> str:
+    return " and ".join(
+        f"{str(t.dtype).removeprefix('torch.')}[{t.shape[0]}, S, {', '.join(map(str, t.shape[2:]))}]"
+        for t in tensors
+    )

@@ -1,0 +1,172 @@
+"""Collaborative multi-head attention: heads that share one query and one key, as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.checks import check_flag
+from heads_kernels.errors import refuse
+from heads_kernels.functional import collaborative_attention
+from heads_kernels.nn.initialization import mixing_init_
+from heads_kernels.nn.multihead import Multihead, check_size, head_width
+from heads_kernels.nn.state_dict import split_projections
+
+
+class CollaborativeMultiheadAttention(Multihead):
+    r"""Heads that share a query and a key and mix their features (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12).
+
+    .. math:: \sum_h g_h \cdot softmax(scale \cdot (X W_Q\, diag(m_h)\, (Y W_K)^T + 1 (Y v_h)^T)) Y W_V^h W_O^h + b_O
+
+    `m_h` are the rows of `mixing`, `v_h` those of `content_proj`. With biases of query and key, X W_Q is `q_proj(X)`
+    and Y W_K is `k_proj(Y)`. Use, masks, gates and cache are those of `GatedMultiheadAttention`; the cache holds one
+    key of `shared_dim` numbers a token for all heads.
+
+    The state dict of a `torch.nn.MultiheadAttention` or a `GatedMultiheadAttention` without grouped keys loads
+    exactly where `shared_dim` is its `num_heads * head_dim`: with block-indicator mixing, and with the query's bias
+    in `q_proj` (`qk_bias`) or as content bias `v_h = W_K^h b_Q^h` (`content_bias`; the key's bias changes no
+    softmax and is left out). A state dict holds neither the number of heads nor the scale: where those of the model
+    are not the defaults, pass them.
+
+    Args:
+        embed_dim: width of the query's input and of the output.
+        num_heads: H.
+        shared_dim: Ds, width of the shared query and key.
+        kdim, vdim: widths of the inputs of key and value; default `embed_dim`.
+        value_dim: Dv, width of a head's value; default `embed_dim / num_heads`.
+        bias: whether `v_proj`, `out_proj` and `gate_proj` have biases.
+        qk_bias: whether `q_proj` and `k_proj` have biases.
+        content_bias: whether keys have a bias per head, from the key's input (`content_proj`, 0 at first).
+        mixing_init: "concatenate", "ones", "normal" or "xavier"; see `mixing_init_`.
+        ragged: whether entries of `mixing` that are 0 stay 0 in training, so that chunks of zeros stay free of cost
+            (`closed_grad=False`). False trains all entries; heads that a gate closes then cost work in the backward
+            pass, for one flag of the operator says both.
+        scale: factor of scores and content bias; default `(embed_dim / num_heads) ** -0.5`, whatever `shared_dim` is.
+        dropout, output_gate, batch_first, device, dtype: as in `GatedMultiheadAttention`.
+
+    Attributes:
+        mixing: parameter `[H, Ds]`.
+        head_gate: as in `GatedMultiheadAttention`; `ragged` stands for its `closed_grad`.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, named with its value and what would do; a state dict of
+            other sizes, with the `shared_dim` that fits.
+    """
+
+    operator = staticmethod(collaborative_attention)
+    mixing: nn.Parameter
+    content_proj: nn.Linear | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        shared_dim: int,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = True,
+        qk_bias: bool = False,
+        content_bias: bool = True,
+        mixing_init: str = "concatenate",
+        ragged: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        output_gate: str | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
+        Ds = check_size("shared_dim", shared_dim)
+        Dv = head_width("value_dim", E, H, value_dim)
+        check_flag("qk_bias", qk_bias)
+        check_flag("content_bias", content_bias)
+        check_flag("ragged", ragged)
+        super().__init__(
+            E,
+            H,
+            (Ds, Ds, H * Dv),
+            value_dim=Dv,
+            kdim=kdim,
+            vdim=vdim,
+            bias=bias,
+            qk_bias=qk_bias,
+            dropout=dropout,
+            scale=(E / H) ** -0.5 if scale is None else scale,
+            output_gate=output_gate,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        self.shared_dim = Ds
+        self.mixing_init = mixing_init
+        self.ragged = ragged
+        self.mixing = nn.Parameter(torch.empty(H, Ds, device=device, dtype=dtype))
+        content = nn.Linear(self.kdim, H, bias=False, device=device, dtype=dtype)
+        self.content_proj = content if content_bias else None
+        self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_load_concatenated)  # type: ignore[no-untyped-call]
+
+    def reset_parameters(self) -> None:
+        """Xavier uniform weights, biases of 0, the content bias among them, and mixing by `mixing_init`."""
+        super().reset_parameters()
+        mixing_init_(self.mixing, self.mixing_init)
+        if self.content_proj is not None:
+            nn.init.zeros_(self.content_proj.weight)
+
+    @property
+    def closed_grad(self) -> bool:
+        return not self.ragged
+
+    def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        heads = self.v_proj(value).view(*value.shape[:2], self.num_heads, self.value_dim)
+        shared = self.k_proj(key), heads
+        return shared if self.content_proj is None else (*shared, self.content_proj(key))
+
+    def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+        key, value, *content_bias = source  # [B, S, Ds], [B, S, H, Dv], [B, S, H]
+        return {
+            "query": self.q_proj(query),
+            "key": key,
+            "value": value.transpose(1, 2),
+            "mixing": self.mixing,
+            "content_bias": content_bias[0].transpose(1, 2) if content_bias else None,
+        }
+
+    def extra_repr(self) -> str:
+        return f"shared_dim={self.shared_dim}, {super().extra_repr()}"
+
+
+def _load_concatenated(
+    module: CollaborativeMultiheadAttention, state: dict[str, Tensor], prefix: str, *rest: Any
+) -> None:
+    """Hook before `load_state_dict`: the weights of heads with queries and keys of their own, as shared ones."""
+    split_projections(state, prefix)
+    query, key = (state.get(f"{prefix}{name}_proj.weight") for name in "qk")
+    if prefix + "mixing" in state or query is None or key is None:
+        return
+    H, Ds = module.mixing.shape
+    if query.shape[0] != key.shape[0]:
+        was = f"has {key.shape[0]} rows, but q_proj.weight has {query.shape[0]}"
+        refuse(f"{prefix}k_proj.weight", was, "grouped keys do not load: repeat them for each head")
+    if query.shape[0] != Ds or Ds % H:
+        fits = f"shared_dim={query.shape[0]} fits it, with num_heads a divisor"
+        was = f"has {query.shape[0]} rows, but shared_dim is {Ds} and num_heads is {H}"
+        refuse(f"{prefix}q_proj.weight", was, fits)
+    state[prefix + "mixing"] = mixing_init_(query.new_empty(H, Ds))
+    if module.content_proj is not None:
+        state[prefix + "content_proj.weight"] = query.new_zeros(H, key.shape[1])
+    query_bias = state.get(prefix + "q_proj.bias")
+    if module.q_proj.bias is not None or query_bias is None:
+        return
+    if module.content_proj is None:
+        instead = "make the module with content_bias=True or qk_bias=True"
+        refuse(f"{prefix}q_proj.bias", "is in the state dict, but has no place", instead)
+    state.pop(prefix + "q_proj.bias")
+    state.pop(prefix + "k_proj.bias", None)
+    by_head = query_bias.view(H, 1, -1).double() @ key.view(H, -1, key.shape[1]).double()
+    state[prefix + "content_proj.weight"] = by_head.squeeze(1).to(key.dtype)

@@ -1,0 +1,308 @@
+"""Hard Concrete gates: heads that training opens and closes, and the L0 penalty that counts the open ones."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.nn.gates import HeadGate
+
+Evaluate = Literal["mean", "binary"]
+Reduce = Literal["sum", "mean_layers"]
+EVALUATE: Final = ("mean", "binary")
+REDUCE: Final = ("sum", "mean_layers")
+
+
+class HardConcrete(HeadGate):
+    r"""Gates that are exactly 0 or exactly 1 with probabilities that have a gradient.
+
+    In training a gate is a sample (Louizos et al. 2018, eq. 10 and 11; Voita et al. 2019, section 4):
+
+    .. math:: s = \sigma((\ln u - \ln(1 - u) + log\_alpha) / temperature), \quad u \sim U(eps, 1 - eps)
+    .. math:: gate = \min(1, \max(0, s \cdot (high - low) + low)), \quad (low, high) = stretch
+
+    and with `c = temperature * ln(-low / high)` and `d = temperature * ln((1 - low) / (high - 1))`
+
+    .. math:: P(gate \ne 0) = \sigma(log\_alpha - c), \quad P(gate = 1) = \sigma(log\_alpha - d)
+
+    A sample of exactly 0 or 1 lies on a clamp, where `log_alpha` has no gradient: the operator may leave closed heads
+    out of the backward pass too (`closed_grad=False`). At inference a gate is no sample, but by one of two rules:
+
+    mean      `clip(sigmoid(log_alpha) * (high - low) + low, 0, 1)`, the rule of the code of both papers; its gates may
+              lie between 0 and 1, and pruning folds them into the output projection
+    binary    1 where `P(gate = 1) > P(gate = 0)`, otherwise 0 (Voita et al. 2019, footnote 7)
+
+    They may disagree on which heads are open (those with `log_alpha` in (-2.398, 0] as things are by default). A
+    `UserWarning` names these heads, once, when the module is put into evaluation mode or exported.
+
+    The noise is drawn on the CPU by PyTorch's generator and moved, so that a seed gives the same gates on every device
+    and `torch.utils.checkpoint` replays them; code that Inductor compiled draws by Inductor's own generator.
+
+    Args:
+        num_heads: H, at least 1.
+        temperature: above 0. 0.33 as in Voita et al.; `louizos` has 2/3.
+        stretch: (low, high), low < 0 and high > 1.
+        eps: in (0, 0.5): keeps `u`, and `P(gate != 0)` of the penalty, off 0 and 1. Beyond it the penalty has no slope.
+        log_alpha: the initial value of the parameter. The default 2.0 (94% of the samples are open, gate 0.957 at
+            inference) leaves a trained model nearly whole. "voita" draws from U(-sqrt(3 / H), sqrt(3 / H)), as the code
+            of the paper does: its gates start half open.
+        openness: `P(gate != 0)` to start from, in [eps, 1 - eps]; instead of `log_alpha`.
+        per_sample: draw for every example of the batch, gates `[B, H]`; otherwise the batch shares one draw, `[H]`.
+        evaluate: the rule at inference, "mean" or "binary".
+        straight_through: gates are 1 where the formula gives more than 0.5 and 0 elsewhere, in training and in the rule
+            "mean"; the gradient is that of the formula. Closed heads then have a gradient (`closed_grad=True`).
+        generator: a CPU generator to draw from instead of PyTorch's own. `torch.utils.checkpoint` does not replay it,
+            and `torch.compile(fullgraph=True)` can not follow it.
+        device: where `log_alpha` lies.
+
+    Attributes:
+        log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is.
+
+    Raises:
+        ValueError: an argument that does not fit, named with its value and what would do.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        temperature: float = 0.33,
+        stretch: tuple[float, float] = (-0.1, 1.1),
+        eps: float = 1e-6,
+        log_alpha: float | Literal["voita"] | None = None,
+        openness: float | None = None,
+        per_sample: bool = False,
+        evaluate: Evaluate = "mean",
+        straight_through: bool = False,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
+            refuse("num_heads", f"is {num_heads!r}", "pass an int of at least 1")
+        if not _is_real(temperature) or temperature <= 0:
+            refuse("temperature", f"is {temperature!r}", "pass a float above 0, such as 0.33")
+        if not _is_pair(stretch) or not stretch[0] < 0 < 1 < stretch[1]:
+            refuse("stretch", f"is {stretch!r}", "pass (low, high) with low < 0 and high > 1")
+        if not _is_real(eps) or not 0 < eps < 0.5:
+            refuse("eps", f"is {eps!r}", "pass a float in (0, 0.5), such as 1e-6")
+        if evaluate not in EVALUATE:
+            refuse("evaluate", f"is {evaluate!r}", f"use one of {', '.join(map(repr, EVALUATE))}")
+        if generator is not None and (
+            not isinstance(generator, torch.Generator) or generator.device.type != "cpu"
+        ):
+            was = f"is {generator!r} on {getattr(generator, 'device', 'no device')}"
+            refuse("generator", was, "pass a CPU generator: the noise is drawn on the CPU")
+        self.temperature = temperature
+        self.stretch = stretch
+        self.eps = eps
+        self.per_sample = per_sample
+        self.evaluate = evaluate
+        self.straight_through = straight_through
+        self.closed_grad = straight_through
+        self.generator = generator
+        self._warned = False
+        initial = self._initial(num_heads, log_alpha, openness)
+        self.log_alpha = nn.Parameter(initial.to(device or torch.get_default_device()))
+
+    @classmethod
+    def louizos(cls, num_heads: int, *, temperature: float = 2 / 3, **options: Any) -> HardConcrete:
+        """Gates with the temperature of Louizos et al. 2018; the stretch is the same."""
+        return cls(num_heads, temperature=temperature, **options)
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        """H."""
+        return self.log_alpha.shape[0]
+
+    def forward(self, batch_size: int) -> Tensor:
+        """In training a sample, `[H]` or `[B, H]`; otherwise the gates of `evaluate`, `[H]`."""
+        if not self.training:
+            return self._evaluated()
+        shape = (batch_size, self.num_heads) if self.per_sample else (self.num_heads,)
+        wide = self._wide()
+        uniform = torch.rand(shape, generator=self.generator, dtype=wide.dtype, device="cpu")
+        noise = torch.logit(self.eps + (1 - 2 * self.eps) * uniform)
+        return self._clipped((noise.to(wide.device, non_blocking=True) + wide) / self.temperature)
+
+    # ------------------------------------------------------------------ probabilities, closed form
+    def probability_open(self) -> Tensor:
+        """`P(gate != 0)`, `[H]`, clipped to [eps, 1 - eps]; with gradient."""
+        return torch.sigmoid(self._wide() - self._offset_zero).clamp(self.eps, 1 - self.eps)
+
+    def probability_zero(self) -> Tensor:
+        """`P(gate = 0) = 1 - P(gate != 0)`, `[H]`; with gradient."""
+        return 1 - self.probability_open()
+
+    def probability_one(self) -> Tensor:
+        """`P(gate = 1)`, `[H]`; with gradient."""
+        return torch.sigmoid(self._wide() - self._offset_one)
+
+    def penalty(self) -> Tensor:
+        """The L0 penalty of this layer: the expected number of open heads, a scalar with gradient."""
+        return self.probability_open().sum()
+
+    def expected_open(self) -> Tensor:
+        """The expected number of open heads as a figure: a scalar without gradient."""
+        return self.penalty().detach()
+
+    # ------------------------------------------------------------------ inference
+    @property
+    def sparsity(self) -> Tensor:
+        """Share of the heads that are open at inference, as the code of Voita et al. counts it: a scalar."""
+        return (self._evaluated() != 0).to(torch.float32).mean()
+
+    def export(self) -> Tensor:
+        self._warn_once()
+        return self._evaluated().detach().clone()
+
+    def keep(self, heads: Sequence[int]) -> None:
+        index = torch.tensor(heads, dtype=torch.int64, device=self.log_alpha.device)
+        kept = self.log_alpha.detach()[index]
+        self.log_alpha = nn.Parameter(kept, requires_grad=self.log_alpha.requires_grad)
+
+    def settle(self, is_open: Tensor) -> None:
+        """Open some heads fully and close the others, for good.
+
+        `log_alpha` moves so far out that every sample, and either rule, gives exactly 1 or 0. It is trained no more.
+
+        Args:
+            is_open: bool `[H]`.
+
+        Raises:
+            ValueError: `is_open` is something else.
+        """
+        if is_open.dtype != torch.bool or is_open.shape != self.log_alpha.shape:
+            was = f"is {is_open.dtype} of shape {list(is_open.shape)}"
+            refuse("is_open", was, f"pass a bool tensor [{self.num_heads}]")
+        # The noise is at most logit(1 - eps); `bound` is where a logit reaches the farther clamp.
+        low, high = self.stretch
+        bound = max(math.log(-high / low), math.log((1 - low) / (high - 1)))
+        far = math.log1p(-self.eps) - math.log(self.eps) + max(1.0, self.temperature) * bound + 1
+        self.log_alpha.requires_grad_(False)
+        self.log_alpha.grad = None
+        self.log_alpha.copy_(torch.where(is_open.to(self.log_alpha.device), far, -far))
+
+    def train(self, mode: bool = True) -> HardConcrete:
+        super().train(mode)
+        if not mode:
+            self._warn_once()
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, temperature={self.temperature:.3g}, "
+            f"stretch={self.stretch}, evaluate={self.evaluate!r}, per_sample={self.per_sample}, "
+            f"straight_through={self.straight_through}"
+        )
+
+    # ------------------------------------------------------------------ the formulas
+    @property
+    def _offset_zero(self) -> float:
+        low, high = self.stretch
+        return self.temperature * math.log(-low / high)
+
+    @property
+    def _offset_one(self) -> float:
+        low, high = self.stretch
+        return self.temperature * math.log((1 - low) / (high - 1))
+
+    def _wide(self) -> Tensor:
+        return self.log_alpha.to(torch.promote_types(self.log_alpha.dtype, torch.float32))
+
+    def _clipped(self, logits: Tensor) -> Tensor:
+        low, high = self.stretch
+        gates = (torch.sigmoid(logits) * (high - low) + low).clamp(0, 1)
+        if self.straight_through:
+            gates = gates + ((gates > 0.5).to(gates.dtype) - gates).detach()
+        return gates
+
+    def _binary(self) -> Tensor:
+        # P(1) > P(0) in log_alpha; rounded, so that a symmetric stretch gives 0 and its tie stays a tie.
+        threshold = round((self._offset_one + self._offset_zero) / 2, 12)
+        return (self._wide() > threshold).to(self._wide().dtype)
+
+    def _evaluated(self) -> Tensor:
+        return self._binary() if self.evaluate == "binary" else self._clipped(self._wide())
+
+    def _initial(
+        self, num_heads: int, log_alpha: float | str | None, openness: float | None
+    ) -> Tensor:
+        if openness is not None:
+            if log_alpha is not None:
+                refuse("openness", f"comes with log_alpha = {log_alpha!r}", "pass one of the two")
+            if not _is_real(openness) or not self.eps <= openness <= 1 - self.eps:
+                refuse("openness", f"is {openness!r}", "pass a probability in [eps, 1 - eps]")
+            logit = math.log(openness) - math.log1p(-openness)
+            return torch.full((num_heads,), logit + self._offset_zero, dtype=torch.float32)
+        if log_alpha == "voita":
+            limit = math.sqrt(3 / num_heads)
+            uniform = torch.rand(num_heads, generator=self.generator, dtype=torch.float32)
+            return (2 * uniform - 1) * limit
+        if log_alpha is not None and not _is_real(log_alpha):
+            refuse("log_alpha", f"is {log_alpha!r}", "pass a finite float or 'voita'")
+        start = 2.0 if log_alpha is None else float(log_alpha)
+        return torch.full((num_heads,), start, dtype=torch.float32)
+
+    def _warn_once(self) -> None:
+        if self._warned or self.log_alpha.is_meta:
+            return
+        with torch.no_grad():
+            mean, binary = self._clipped(self._wide()) != 0, self._binary() != 0
+        if heads := (mean != binary).nonzero().flatten().tolist():
+            self._warned = True
+            is_open, other = ("binary", "mean") if bool(binary[heads[0]]) else ("mean", "binary")
+            warnings.warn(
+                f"The rules of HardConcrete disagree on heads {heads} of {self.num_heads}: open by "
+                f"{is_open!r}, closed by {other!r}. evaluate={self.evaluate!r} decides here.",
+                stacklevel=3,
+            )
+
+
+def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
+    """The L0 penalty of all `HardConcrete` gates of a model, with gradient: add `lambda` times it to the loss.
+
+    Args:
+        model: holds at least one `HardConcrete`; one that several layers share counts once.
+        reduce: "sum", the expected number of open heads of the model (L_C of Voita et al. 2019, eq. 8); "mean_layers",
+            the same divided by the number of gated layers, as the code of the paper has it: its coefficient is `lambda`
+            times that number.
+
+    Returns:
+        A scalar, on the device of the first gate.
+
+    Raises:
+        ValueError: the model has no `HardConcrete`; `reduce` is unknown.
+    """
+    if reduce not in REDUCE:
+        refuse("reduce", f"is {reduce!r}", f"use one of {', '.join(map(repr, REDUCE))}")
+    gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
+    if not gates:
+        was = f"is a {type(model).__name__} without HardConcrete gates"
+        refuse("model", was, "attach some: hk.heads.gate(model, hk.nn.HardConcrete)")
+    device = gates[0].log_alpha.device
+    total = torch.stack([gate.penalty().to(device) for gate in gates]).sum()
+    return total / len(gates) if reduce == "mean_layers" else total
+
+
+def expected_open(model: nn.Module) -> Tensor:
+    """The expected number of open heads of a model with `HardConcrete` gates: a scalar without gradient.
+
+    Raises:
+        ValueError: the model has no `HardConcrete`.
+    """
+    return l0_penalty(model).detach()
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_real, value))

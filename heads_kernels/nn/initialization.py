@@ -1,0 +1,109 @@
+"""Weights to start from: mixing vectors of collaborative attention, and matrices scaled by their depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+
+MIXING_INITS: Final = ("concatenate", "ones", "normal", "xavier")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@torch.no_grad()
+def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
+    """Fill the mixing vectors of collaborative attention (Cordonnier et al. 2020), in place.
+
+    Args:
+        tensor: floating `[H, Ds]`.
+        kind: "concatenate": head h has ones in its own features `h * Ds // H` to `(h + 1) * Ds // H - 1` and zeros
+            elsewhere, as in ordinary multi-head attention; an even split, so that no head is empty. "ones": every
+            head reads all features; heads then differ in their values alone. "normal": mean 0, standard deviation
+            0.2. "xavier": Xavier uniform.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        TypeError, ValueError: `tensor` is not floating `[H, Ds]`; `kind` is unknown; "concatenate" with Ds < H, which
+            would leave heads empty.
+    """
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        was = f"has dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"is {tensor!r}"
+        refuse("tensor", was, "pass a floating tensor [H, Ds]", TypeError)
+    if tensor.dim() != 2:
+        refuse("tensor", f"has shape {list(tensor.shape)}", "pass [H, Ds]")
+    if kind not in MIXING_INITS:
+        refuse("kind", f"is {kind!r}", f"use one of {', '.join(map(repr, MIXING_INITS))}")
+    if kind == "ones":
+        return tensor.fill_(1.0)
+    if kind == "normal":
+        return tensor.normal_(0.0, 0.2)
+    if kind == "xavier":
+        return nn.init.xavier_uniform_(tensor)
+    H, Ds = tensor.shape
+    if Ds < H:
+        was = f"is 'concatenate', but {H} heads share {Ds} features"
+        refuse("kind", was, f"use Ds of {H} or more, or one of 'ones', 'normal', 'xavier'")
+    tensor.zero_()
+    for head in range(H):
+        tensor[head, head * Ds // H : (head + 1) * Ds // H] = 1.0
+    return tensor
+
+
+@torch.no_grad()
+def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
+    r"""Depth-scaled initialisation (Zhang, Titov, Sennrich 2019), in place: the deeper, the closer to the identity.
+
+    .. math:: W \sim U(-\gamma \alpha / \sqrt{l}, \gamma \alpha / \sqrt{l}), \quad \gamma = \sqrt{6 / (d_i + d_o)}
+
+    Xavier's variance times `alpha**2 / layer`. Biases become 0.
+
+    Args:
+        module: a layer of a Transformer. Every `nn.Linear` in it is set, and the projections of every
+            `nn.MultiheadAttention`, each as a matrix of its own; norms, embeddings and mixing vectors stay.
+        layer: l, the depth of the layer, counted from 1.
+        alpha: in (0, 1] in the paper.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError, ValueError: `layer` is no int of 1 or more, `alpha` is not positive, `module` holds no such matrix.
+    """
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        refuse("layer", f"is a {type(layer).__name__}", "pass the depth as an int", TypeError)
+    if layer < 1:
+        refuse("layer", f"is {layer}", "count layers from 1")
+    if not 0.0 < alpha < math.inf:
+        refuse("alpha", f"is {alpha}", "pass a positive float")
+    if not isinstance(module, nn.Module):
+        refuse("module", f"is a {type(module).__name__}", "pass a nn.Module", TypeError)
+    matrices = [matrix for part in module.modules() for matrix in _matrices(part)]
+    if not matrices:
+        refuse("module", f"is a {type(module).__name__} without nn.Linear", "pass a layer")
+    for matrix, bias in matrices:
+        bound = alpha * math.sqrt(6.0 / (sum(matrix.shape) * layer))
+        matrix.uniform_(-bound, bound)
+        if bias is not None:
+            bias.zero_()
+    return module
+
+
+def _matrices(part: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The matrices that `part` itself holds, each with its bias."""
+    if isinstance(part, nn.Linear):
+        yield part.weight, part.bias
+    elif isinstance(part, nn.MultiheadAttention):
+        weights = (
+            (part.q_proj_weight, part.k_proj_weight, part.v_proj_weight)
+            if part.in_proj_weight is None
+            else part.in_proj_weight.chunk(3)
+        )
+        biases = (None,) * 3 if part.in_proj_bias is None else part.in_proj_bias.chunk(3)
+        yield from zip(weights, biases, strict=True)

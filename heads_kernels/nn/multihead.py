@@ -1,0 +1,282 @@
+"""What attention modules share: projections around one call of an operator, masks, cache, gates, dropout."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.checks import check_flag, check_scale
+from heads_kernels.errors import refuse
+from heads_kernels.functional import attention_statistics
+from heads_kernels.mask import Mask
+from heads_kernels.nn.cache import KeyValueCache
+from heads_kernels.nn.gates import HeadGate
+from heads_kernels.nn.masks import module_mask
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+
+
+class _OwnForward:
+    """Stands where `nn.TransformerEncoder` looks for packed weights before it takes its fused path.
+
+    That path computes ordinary attention from the weights and never calls the module. PyTorch leaves it for an
+    argument with a `__torch_function__`.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *call: object) -> object:
+        return NotImplemented
+
+
+class Multihead(nn.Module, ABC):
+    """An attention module: four projections, one operator call.
+
+    A kind of attention says which operator it calls, what it keeps of keys and values, and what it hands to the
+    operator. Everything else is here.
+
+    Attributes:
+        q_proj, k_proj, v_proj, out_proj: `nn.Linear`; heads lie one after the other in the rows of `v_proj`
+            and the columns of `out_proj`.
+        gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
+        head_gate: a `HeadGate`, or None.
+        num_heads, value_dim, scale, dropout: what a call reads; pruning changes `num_heads` with the weights.
+    """
+
+    operator: ClassVar[Callable[..., Tensor]]
+    gate_proj: nn.Linear | None
+    head_gate: HeadGate | None
+    #: Read by the layers of `torch.nn`.
+    batch_first = True
+    _qkv_same_embed_dim = True
+    in_proj_weight = in_proj_bias = _OwnForward()
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        rows: tuple[int, int, int],
+        *,
+        value_dim: int,
+        kdim: int | None,
+        vdim: int | None,
+        bias: bool,
+        qk_bias: bool,
+        dropout: float,
+        scale: float,
+        output_gate: str | None,
+        batch_first: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if batch_first is not True:
+            instead = (
+                "pass [B, T, embed_dim]; x.transpose(0, 1) of [T, B, embed_dim] copies nothing"
+            )
+            refuse("batch_first", f"is {batch_first!r}", instead)
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+            refuse("dropout", f"is a {type(dropout).__name__}", "pass a float", TypeError)
+        if not 0.0 <= dropout < 1.0:
+            refuse("dropout", f"is {dropout}", "pass a probability in [0, 1)")
+        if output_gate not in (None, "head", "element"):
+            refuse("output_gate", f"is {output_gate!r}", "use None, 'head' or 'element'")
+        check_flag("bias", bias)
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else check_size("kdim", kdim)
+        self.vdim = embed_dim if vdim is None else check_size("vdim", vdim)
+        self.num_heads = num_heads
+        self.value_dim = value_dim
+        self.dropout = float(dropout)
+        self.scale = check_scale(scale, 1.0)
+        linear = partial(nn.Linear, device=device, dtype=dtype)
+        self.q_proj = linear(embed_dim, rows[0], bias=qk_bias)
+        self.k_proj = linear(self.kdim, rows[1], bias=qk_bias)
+        self.v_proj = linear(self.vdim, rows[2], bias=bias)
+        self.out_proj = linear(num_heads * value_dim, embed_dim, bias=bias)
+        gates = {"head": num_heads, "element": num_heads * value_dim}
+        self.output_gate = output_gate
+        self.gate_proj = linear(embed_dim, gates[output_gate], bias=bias) if output_gate else None
+        self.register_module("head_gate", None)
+
+    def reset_parameters(self) -> None:
+        """Xavier uniform weights, biases of 0."""
+        for part in self.children():
+            if isinstance(part, nn.Linear):
+                nn.init.xavier_uniform_(part.weight)
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)
+
+    # ------------------------------------------------------------------ the kind of attention
+    @abstractmethod
+    def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """What the operator reads of keys and values, projected, each `[B, S, ...]`: what a cache holds."""
+
+    @abstractmethod
+    def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+        """The tensor arguments of the operator, from the query's input and what `source` gave."""
+
+    @property
+    def closed_grad(self) -> bool:
+        """The operator's argument: False where zeros stay zeros, and their backward pass is left out."""
+        return self.head_gate is None or self.head_gate.closed_grad
+
+    # ------------------------------------------------------------------ a call
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        query_padding_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        cache: KeyValueCache | None = None,
+        need_statistics: bool = False,
+    ) -> tuple[Tensor, AttentionStatistics | None]:
+        """Attention of `query` to `key` and `value`, in the order of arguments of `torch.nn.MultiheadAttention`.
+
+        Without `key`, or where `key` is the same tensor as `query`, this is self-attention: rows and keys are one
+        sequence, and `key_padding_mask` hides its rows as well as its keys.
+
+        Args:
+            query: `[B, T, embed_dim]`.
+            key: `[B, S, kdim]`; default `query`.
+            value: `[B, S, vdim]`; default `key`.
+            key_padding_mask: `[B, S]` (keys of the cache included), bool with True = hidden, or floating with 0 =
+                visible and -inf = hidden.
+            need_weights: only False: no `[T, S]` matrix is ever in memory.
+            attn_mask: `[T, S]` or `[B * H, T, S]`, meaning as above. No fused kernel reads it: say it as `mask` where
+                that can. With `is_causal` it is not read, as the flag already says it.
+            average_attn_weights: of no effect, there being no weights.
+            is_causal: no row sees a key behind its own position. With a cache the last row stands beside the last key.
+            query_padding_mask: `[B, T]`, meaning as above; for encoder-decoder attention.
+            mask: a native mask, True = visible; it is shared by the layers of a model at no cost.
+            cache: keys and values of earlier calls; see `KeyValueCache`.
+            need_statistics: whether to return `hk.attention_statistics` of this call (before dropout).
+
+        Returns:
+            The output `[B, T, embed_dim]`, and the statistics, `[B, H, T]` each, or None. Rows that see nothing, and
+            layers without heads, give the bias of `out_proj`. With both gates a head is multiplied by its head gate
+            in the operator, where closed heads cost nothing, and by the sigmoid of its output gate behind it.
+
+        Raises:
+            TypeError, ValueError: an argument that does not fit, named with its value and what would do.
+        """
+        if need_weights:
+            instead = "pass need_statistics=True for lse, confidence, argmax and entropy of each"
+            instead += " row, or call hk.attention_statistics"
+            refuse("need_weights", "is True, but the weights are never in memory", instead)
+        check_flag("is_causal", is_causal)
+        alone = key is None or key is query
+        if key is None:
+            if value is not None:
+                refuse("value", "comes without key", "pass key too")
+            key = query
+        value = key if value is None else value
+        self._check(query, key, value)
+        if cache is None:
+            source = self.source(key, value)
+        elif not isinstance(cache, KeyValueCache):
+            was = f"is a {type(cache).__name__}"
+            refuse("cache", was, "pass a hk.nn.KeyValueCache", TypeError)
+        elif alone:
+            source = cache.append(*self.source(key, value))
+        else:
+            source = cache.once(partial(self.source, key, value))
+        operands = self.operands(query, source)
+        visible = module_mask(
+            (query.shape[0], self.num_heads, query.shape[1], source[0].shape[1]),
+            mask=mask,
+            key_padding_mask=key_padding_mask,
+            query_padding_mask=query_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            self_attention=alone,
+        )
+        heads = self._attend(query, operands, visible)  # [B, H, T, Dv]
+        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        if not need_statistics:
+            return output, None
+        scores = {name: tensor for name, tensor in operands.items() if name != "value"}
+        return output, attention_statistics(**scores, attn_mask=visible, scale=self.scale)  # type: ignore[arg-type]
+
+    def _attend(self, query: Tensor, operands: dict[str, Tensor | None], visible: Mask) -> Tensor:
+        """The operator, its heads gated: `[B, H, T, Dv]`."""
+        gate: dict[str, Any] = {}
+        if self.head_gate is not None:
+            gate = {"gate": self.head_gate(query.shape[0])}
+        elif self.gate_proj is not None:
+            gate = {"gate": self._logits(query), "gate_activation": "sigmoid"}
+        heads = type(self).operator(
+            **operands,
+            **gate,
+            closed_grad=self.closed_grad,
+            attn_mask=visible,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        if self.head_gate is not None and self.gate_proj is not None:
+            heads = heads * self._logits(query).sigmoid()
+        return heads
+
+    def _logits(self, query: Tensor) -> Tensor:
+        """Logits of the output gate, `[B, H, T, 1 or Dv]`."""
+        assert self.gate_proj is not None
+        width = self.value_dim if self.output_gate == "element" else 1
+        logits: Tensor = self.gate_proj(query).view(*query.shape[:2], self.num_heads, width)
+        return logits.transpose(1, 2)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, width), tensor in zip(widths.items(), (query, key, value), strict=True):
+            layout = f"[B, {'T' if name == 'query' else 'S'}, {width}]"
+            if not isinstance(tensor, Tensor):
+                refuse(name, f"is a {type(tensor).__name__}", f"pass a tensor {layout}", TypeError)
+            if tensor.is_nested:
+                instead = (
+                    f"pass {layout} and masks (enable_nested_tensor=False in a TransformerEncoder)"
+                )
+                refuse(name, "is nested", instead)
+            if tensor.dim() != 3 or tensor.shape[2] != width:
+                refuse(name, f"has shape {list(tensor.shape)}", f"pass {layout}, batch first")
+        if key.shape[0] != query.shape[0]:
+            was = f"has batch {key.shape[0]}, but query has batch {query.shape[0]}"
+            refuse("key", was, "make them equal")
+        if value.shape[:2] != key.shape[:2]:
+            was = f"has shape {list(value.shape)}, but key has {list(key.shape)}"
+            refuse("value", was, "make batch and length equal")
+
+    def extra_repr(self) -> str:
+        parts = [f"num_heads={self.num_heads}", f"value_dim={self.value_dim}"]
+        parts += [f"scale={self.scale:.4g}"]
+        parts += [f"dropout={self.dropout}"] if self.dropout else []
+        parts += [f"output_gate={self.output_gate!r}"] if self.output_gate else []
+        return ", ".join(parts)
+
+
+# ---------------------------------------------------------------------- sizes
+def check_size(argument: str, size: object) -> int:
+    """A positive int."""
+    if not isinstance(size, int) or isinstance(size, bool):
+        refuse(argument, f"is a {type(size).__name__}", "pass an int", TypeError)
+    if size < 1:
+        refuse(argument, f"is {size}", "pass 1 or more")
+    return size
+
+
+def head_width(argument: str, embed_dim: int, num_heads: int, width: int | None) -> int:
+    """The width of a head: `width`, or an equal share of `embed_dim`."""
+    if width is not None:
+        return check_size(argument, width)
+    if embed_dim % num_heads:
+        instead = f"pass a multiple of num_heads, or {argument}"
+        refuse("embed_dim", f"is {embed_dim}, but num_heads is {num_heads}", instead)
+    return embed_dim // num_heads

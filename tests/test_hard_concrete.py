@@ -1,0 +1,444 @@
+"""Hard Concrete gates against the tables and formulas of the papers, written out here once more."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import heads_kernels as hk
+
+LOG_11 = math.log(11)
+
+
+def gates_at(*log_alpha: float, **options: Any) -> hk.nn.HardConcrete:
+    """Gates with these `log_alpha`, in float64."""
+    gate = hk.nn.HardConcrete(len(log_alpha), **options).double()
+    with torch.no_grad():
+        gate.log_alpha.copy_(torch.tensor(log_alpha, dtype=torch.float64))
+    return gate
+
+
+def formula(uniform: Tensor, log_alpha: Tensor, temperature: float = 0.33) -> Tensor:
+    """The sample of Louizos et al. 2018, eq. 10 and 11, of the noise `uniform`."""
+    logits = (torch.log(uniform) - torch.log(1 - uniform) + log_alpha) / temperature
+    stretched = 1 / (1 + torch.exp(-logits)) * 1.2 - 0.1
+    return torch.minimum(torch.ones(()), torch.maximum(torch.zeros(()), stretched))
+
+
+@pytest.mark.parametrize(
+    ("log_alpha", "zero", "one", "mean"),
+    [
+        (-3.0, 0.901, None, 0.0),
+        (-2.398, 0.833, None, 0.0),
+        (-1.0, 0.552, None, 0.2227),
+        (0.0, 0.3119, 0.3119, 0.5),
+        (1.0, None, 0.552, 0.7773),
+        (2.0, None, 0.770, 0.957),
+        (2.398, None, 0.833, 1.0),
+        (5.0, None, 0.985, 1.0),
+    ],
+)
+def test_table_of_the_default_constants(
+    log_alpha: float, zero: float | None, one: float | None, mean: float
+) -> None:
+    gate = gates_at(log_alpha)
+
+    def rounded(value: Tensor, digits: int) -> float:
+        return round(value.item(), digits)
+
+    if zero is not None:
+        assert rounded(gate.probability_zero(), 4 if log_alpha == 0 else 3) == zero
+    if one is not None:
+        assert rounded(gate.probability_one(), 4 if log_alpha == 0 else 3) == one
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = gate.export()
+    assert rounded(exported, 3 if log_alpha == 2 else 4) == mean
+    if abs(log_alpha) > LOG_11:  # clamped, not merely rounded
+        assert exported.item() == (log_alpha > 0)
+
+
+def test_probability_open_at_the_bends_of_the_mean_rule() -> None:
+    open_ = gates_at(0.0, -2.398, 2.398).probability_open().tolist()
+    assert [round(p, d) for p, d in zip(open_, (4, 3, 3), strict=True)] == [0.6881, 0.167, 0.960]
+
+
+@pytest.mark.parametrize(
+    ("log_alpha", "zero", "one"), [(0.0, 0.23, 0.23), (2.0, 0.04, 0.69), (-3.0, 0.86, 0.01)]
+)
+def test_figure_6_of_voita(log_alpha: float, zero: float, one: float) -> None:
+    """Its (P0, P1); 0.23 on both sides belongs to the temperature 0.5."""
+    gate = gates_at(log_alpha, temperature=0.5)
+    assert round(gate.probability_zero().item(), 2) == zero
+    assert round(gate.probability_one().item(), 2) == one
+
+
+def test_defaults_and_presets() -> None:
+    gate = hk.nn.HardConcrete(8)
+    assert (gate.temperature, gate.stretch, gate.eps) == (0.33, (-0.1, 1.1), 1e-6)
+    assert gate.log_alpha.tolist() == [2.0] * 8
+    assert gate.closed_grad is False
+    assert hk.nn.HardConcrete(8, straight_through=True).closed_grad is True
+    louizos = hk.nn.HardConcrete.louizos(8, evaluate="binary")
+    assert (louizos.temperature, louizos.stretch) == (2 / 3, (-0.1, 1.1))
+    assert louizos.evaluate == "binary"
+
+
+def test_initial_values() -> None:
+    for openness in (0.01, 0.5, 0.9):
+        start = hk.nn.HardConcrete(4, openness=openness).probability_open()
+        torch.testing.assert_close(start, torch.full((4,), openness))
+    generator = torch.Generator().manual_seed(0)
+    many = hk.nn.HardConcrete(4096, log_alpha="voita", generator=generator).log_alpha
+    assert many.abs().max() <= math.sqrt(3 / 4096)
+    assert many.std().item() == pytest.approx(math.sqrt(1 / 4096), rel=0.05)
+    few = hk.nn.HardConcrete(8, log_alpha="voita").log_alpha
+    assert 0 < few.abs().max() <= 0.6124
+    assert few.unique().numel() == 8
+
+
+# ---------------------------------------------------------------------- sampling
+@pytest.mark.parametrize("temperature", [0.33, 2 / 3])
+def test_samples_agree_with_the_closed_form(temperature: float) -> None:
+    """40,000 draws a head: an estimated probability is within 4.5 standard deviations."""
+    draws = 40_000
+    gate = gates_at(-3, -1, 0, 1, 2, 5, temperature=temperature, per_sample=True)
+    torch.manual_seed(0)
+    sample = gate(draws)
+    assert sample.shape == (draws, 6)
+    for seen, expected in (
+        (sample == 0, gate.probability_zero()),
+        (sample == 1, gate.probability_one()),
+        (sample != 0, gate.probability_open()),
+    ):
+        deviation = (expected * (1 - expected) / draws).sqrt()
+        assert ((seen.double().mean(0) - expected).abs() < 4.5 * deviation).all()
+    count = (sample != 0).sum(1).double().mean()
+    assert abs(count - gate.expected_open()) < 4.5 * (6 * 0.25 / draws) ** 0.5
+
+
+def test_a_sample_is_the_formula_of_its_noise() -> None:
+    gate = gates_at(-1.0, 0.0, 2.0)
+    torch.manual_seed(3)
+    uniform = 1e-6 + (1 - 2e-6) * torch.rand(3, dtype=torch.float64)
+    torch.manual_seed(3)
+    expected = formula(uniform, gate.log_alpha)
+    torch.testing.assert_close(gate(7), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_shared_by_the_batch_or_per_sample() -> None:
+    assert hk.nn.HardConcrete(8)(5).shape == (8,)
+    rows = hk.nn.HardConcrete(8, per_sample=True, openness=0.5)(50)
+    assert rows.shape == (50, 8)
+    assert rows.unique(dim=0).shape[0] > 1
+    assert hk.nn.HardConcrete(8, per_sample=True).eval()(5).shape == (8,)
+
+
+def test_seeds_reproduce() -> None:
+    gate = hk.nn.HardConcrete(16, openness=0.5)
+    torch.manual_seed(1)
+    first, second = gate(2), gate(2)
+    torch.manual_seed(1)
+    assert torch.equal(gate(2), first)
+    assert not torch.equal(first, second)
+
+    own = hk.nn.HardConcrete(16, openness=0.5, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(own(2), first)  # whatever PyTorch's generator is at
+    assert torch.equal(copy.deepcopy(own)(2), second)
+
+
+def test_noise_is_drawn_on_the_cpu_in_every_default_device() -> None:
+    gate = hk.nn.HardConcrete(8, openness=0.5)
+    torch.manual_seed(1)
+    expected = gate(2)
+    torch.manual_seed(1)
+    with torch.device("meta"):  # stands for a GPU: no value could come from it
+        assert torch.equal(gate(2), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_a_gpu_draws_the_gates_of_the_cpu(per_sample: bool) -> None:
+    gate = hk.nn.HardConcrete(64, openness=0.5, per_sample=per_sample)
+    torch.manual_seed(1)
+    expected = gate(3)
+    torch.manual_seed(1)
+    found = gate.cuda()(3)
+    assert found.is_cuda
+    assert torch.equal(found.cpu() == 0, expected == 0)
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_half_precision_models_have_float32_gates() -> None:
+    gate = hk.nn.HardConcrete(8).bfloat16()
+    for value in (gate(2), gate.eval()(2), gate.export(), gate.penalty()):
+        assert value.dtype == torch.float32
+
+
+# ---------------------------------------------------------------------- gradients
+def test_gradient_of_a_sample() -> None:
+    gate = gates_at(-1.0, 0.0, 0.5, 1.0, 2.0, per_sample=True)
+
+    def sample(log_alpha: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return torch.func.functional_call(gate, {"log_alpha": log_alpha}, (40,))
+
+    drawn = sample(gate.log_alpha)
+    assert ((drawn > 0) & (drawn < 1)).sum() > 20
+    assert torch.autograd.gradcheck(sample, (gate.log_alpha.detach().requires_grad_(),))
+
+
+@pytest.mark.parametrize("what", ["probability_open", "probability_one", "penalty"])
+def test_gradient_of_the_closed_forms(what: str) -> None:
+    gate = gates_at(-3.0, -1.0, 0.0, 2.0, 5.0)
+
+    def of(log_alpha: Tensor) -> Tensor:
+        held = copy.deepcopy(gate)
+        del held.log_alpha
+        held.log_alpha = log_alpha
+        return getattr(held, what)()
+
+    assert torch.autograd.gradcheck(of, (gate.log_alpha.detach().requires_grad_(),))
+
+
+def test_no_slope_at_the_clamps() -> None:
+    gate = gates_at(-2.0, 0.0, 2.0, per_sample=True)
+    torch.manual_seed(0)
+    sample = gate(400)
+    clamped = (sample == 0) | (sample == 1)
+    assert clamped.any(0).all()
+    assert (~clamped).any(0).all()
+    jacobian = torch.autograd.grad(sample[clamped].sum(), gate.log_alpha, retain_graph=True)[0]
+    assert jacobian.tolist() == [0, 0, 0]
+    assert (torch.autograd.grad(sample[~clamped].sum(), gate.log_alpha)[0] > 0).all()
+
+
+def test_penalty_has_no_slope_beyond_eps() -> None:
+    gate = gates_at(-20.0, 0.0, 20.0)
+    (slope,) = torch.autograd.grad(gate.penalty(), gate.log_alpha)
+    p = 1 / (1 + math.exp(-0.33 * LOG_11))
+    assert slope[0] == slope[2] == 0
+    assert slope[1].item() == pytest.approx(p * (1 - p))
+    assert gate.probability_open()[[0, 2]].tolist() == [1e-6, 1 - 1e-6]
+
+
+def test_straight_through() -> None:
+    """Gates are 0 or 1; their gradient is that of the same draw without it."""
+    plain = gates_at(-0.5, 0.2, 0.5, per_sample=True)
+    through = gates_at(-0.5, 0.2, 0.5, per_sample=True, straight_through=True)
+    samples, slopes = [], []
+    for gate in (plain, through):
+        torch.manual_seed(2)
+        samples.append(gate(60))
+        weights = torch.linspace(1, 2, 180, dtype=torch.float64).view(60, 3)
+        slopes += torch.autograd.grad((samples[-1] * weights).sum(), gate.log_alpha)
+    assert torch.equal(samples[1], (samples[0] > 0.5).double())
+    assert torch.equal(slopes[0], slopes[1])
+    closed_with_slope = (samples[1] == 0) & (samples[0] > 0)
+    assert closed_with_slope.any()  # why closed_grad is True
+    assert through.eval()(1).tolist() == [0, 1, 1]
+
+
+# ---------------------------------------------------------------------- inference
+@pytest.mark.filterwarnings("ignore:The rules of HardConcrete disagree")
+def test_rules_of_evaluation() -> None:
+    log_alpha = (-3.0, -1.0, 0.0, 1e-3, 1.0, 3.0)
+    mean, binary = gates_at(*log_alpha).eval(), gates_at(*log_alpha, evaluate="binary").eval()
+    expected = [min(1, max(0, 1.2 / (1 + math.exp(-a)) - 0.1)) for a in log_alpha]
+    torch.testing.assert_close(mean.export(), torch.tensor(expected, dtype=torch.float64))
+    assert binary.export().tolist() == [0, 0, 0, 1, 1, 1]
+    for gate in (mean, binary):
+        assert torch.equal(gate(4), gate.export())
+        assert not gate.export().requires_grad
+    assert mean.sparsity.item() == pytest.approx(5 / 6)
+    assert binary.sparsity.item() == pytest.approx(3 / 6)
+
+
+def test_binary_follows_the_probabilities_of_any_stretch() -> None:
+    log_alpha = torch.linspace(-4, 4, 81).tolist()
+    gate = gates_at(*log_alpha, stretch=(-0.4, 1.05), evaluate="binary")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(gate.export() == 1, gate.probability_one() > gate.probability_zero())
+
+
+def test_rules_that_disagree_warn_once_and_name_the_heads() -> None:
+    gate = gates_at(-3.0, -1.0, 2.0, 0.0)
+    with pytest.warns(
+        UserWarning, match=r"heads \[1, 3\] of 4: open by 'mean', closed by 'binary'"
+    ):
+        gate.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gate.export()
+        gate.train().eval()
+        gates_at(-3.0, 1.0).eval().export()
+        gates_at(-1.0, 1.0, straight_through=True).eval()  # its rules are the same
+    with pytest.warns(UserWarning, match=r"heads \[0\] of 1"):
+        gates_at(-1.0, evaluate="binary").export()
+
+
+def test_keep_takes_heads_in_order() -> None:
+    gate = gates_at(3.0, 4.0, 5.0, 6.0)
+    gate.keep([3, 1])
+    assert gate.num_heads == 2
+    assert gate.log_alpha.tolist() == [6.0, 4.0]
+    assert isinstance(gate.log_alpha, nn.Parameter)
+    assert gate.log_alpha.requires_grad
+    gate.keep([])
+    assert gate(3).shape == gate.export().shape == (0,)
+    assert gate.penalty() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "stretch": (-0.01, 1.3)}])
+def test_settle_fixes_every_sample_and_both_rules(options: dict[str, Any]) -> None:
+    gate = hk.nn.HardConcrete(4, per_sample=True, **options)
+    gate.penalty().backward()
+    is_open = torch.tensor([True, False, False, True])
+    gate.settle(is_open)
+    assert gate.log_alpha.grad is None
+    assert not gate.log_alpha.requires_grad
+    expected = is_open.float()
+    assert torch.equal(gate(20_000), expected.expand(20_000, 4))
+    assert torch.equal(gate._binary(), expected)
+    assert torch.equal(gate.eval()(1), expected)
+    with pytest.raises(ValueError, match=r"is_open .*bool tensor \[4\]"):
+        gate.settle(torch.ones(3, dtype=torch.bool))
+
+
+def test_state_dict() -> None:
+    saved = gates_at(-3.0, 3.0).state_dict()
+    assert list(saved) == ["log_alpha"]
+    gate = hk.nn.HardConcrete(2)
+    gate.load_state_dict(saved)
+    assert gate.export().tolist() == [0, 1]
+
+
+# ---------------------------------------------------------------------- in a model
+class Gated(nn.Module):
+    """Some layers with gates of four heads; the last one's are the first one's too."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(hk.nn.HardConcrete(4) for _ in range(layers))
+        self.shared = self.layers[0] if layers else None
+
+
+def test_penalty_of_a_model() -> None:
+    model = Gated(3)
+    one = 4 / (1 + math.exp(-(2 + 0.33 * LOG_11)))
+    assert hk.nn.l0_penalty(model).item() == pytest.approx(3 * one)
+    assert hk.nn.l0_penalty(model, reduce="mean_layers").item() == pytest.approx(one)
+    assert hk.nn.expected_open(model).item() == pytest.approx(3 * one)
+    assert not hk.nn.expected_open(model).requires_grad
+    hk.nn.l0_penalty(model).backward()
+    assert all((gate.log_alpha.grad > 0).all() for gate in model.layers)
+
+
+def test_bad_models() -> None:
+    for function in (hk.nn.l0_penalty, hk.nn.expected_open):
+        with pytest.raises(ValueError, match=r"model is a Gated without HardConcrete.*heads\.gate"):
+            function(Gated(0))
+    with pytest.raises(ValueError, match="reduce is 'mean'; use one of 'sum', 'mean_layers'"):
+        hk.nn.l0_penalty(Gated(1), reduce="mean")
+
+
+class Layer(nn.Module):
+    """The smallest attention with a gate."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.head_gate = hk.nn.HardConcrete(4, openness=0.5, **options)
+        self.project = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        query, key, value = self.project(x).view(B, T, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        gate = self.head_gate(B)
+        out = hk.gated_attention(query, key, value, gate, closed_grad=self.head_gate.closed_grad)
+        return out.transpose(1, 2).reshape(B, T, 32)
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore:The rules of HardConcrete disagree")
+def test_fullgraph_compile(per_sample: bool, training: bool) -> None:
+    layer = Layer(per_sample=per_sample).train(training)
+    x = torch.randn(3, 5, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (layer, compiled):
+        torch.manual_seed(4)
+        layer.zero_grad()
+        out = call(x)
+        (out.square().mean() + hk.nn.l0_penalty(layer)).backward()
+        results.append((out.detach(), layer.head_gate.log_alpha.grad.clone()))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_replays_the_gates(use_reentrant: bool) -> None:
+    layer = Layer(per_sample=True)
+    x = torch.randn(3, 5, 32, requires_grad=True)
+    results = []
+    for again in (False, True):
+        torch.manual_seed(4)
+        layer.zero_grad()
+        out = checkpoint(layer, x, use_reentrant=use_reentrant) if again else layer(x)
+        torch.rand(7)  # something else draws before the backward pass
+        out.square().mean().backward()
+        results.append(layer.head_gate.log_alpha.grad.clone())
+    assert results[0].abs().max() > 0
+    assert torch.equal(results[0], results[1])
+
+
+def test_sampled_closed_heads_get_the_gradients_of_the_full_backward_pass() -> None:
+    """Leaving closed heads out of the backward pass changes nothing: the clamp has no slope."""
+    layer = Layer()
+    x = torch.randn(3, 5, 32)
+    results = []
+    for closed_grad in (False, True):
+        layer.head_gate.closed_grad = closed_grad
+        torch.manual_seed(6)
+        layer.zero_grad()
+        layer(x).square().mean().backward()
+        results.append([p.grad.clone() for p in layer.parameters()])
+    torch.testing.assert_close(results[0], results[1])
+
+
+# ---------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 0}, "num_heads is 0; pass an int of at least 1"),
+        ({"num_heads": 8.0}, r"num_heads is 8\.0"),
+        ({"num_heads": True}, "num_heads is True"),
+        ({"temperature": 0}, "temperature is 0; pass a float above 0"),
+        ({"temperature": -0.3}, "temperature is -0.3"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"stretch": (0.0, 1.1)}, r"stretch is \(0\.0, 1\.1\); pass \(low, high\) with low < 0"),
+        ({"stretch": (-0.1, 1.0)}, "stretch is"),
+        ({"stretch": (0.1, 0.9)}, "stretch is"),
+        ({"stretch": 0.1}, "stretch is 0.1"),
+        ({"stretch": (-0.1, 0.5, 1.1)}, "stretch is"),
+        ({"eps": 0}, "eps is 0; pass a float in"),
+        ({"eps": 0.5}, "eps is 0.5"),
+        ({"evaluate": "median"}, "evaluate is 'median'; use one of 'mean', 'binary'"),
+        ({"log_alpha": "glorot"}, "log_alpha is 'glorot'; pass a finite float or 'voita'"),
+        ({"log_alpha": math.inf}, "log_alpha is inf"),
+        ({"openness": 0.0}, r"openness is 0\.0; pass a probability in \[eps, 1 - eps\]"),
+        ({"openness": 1.5}, "openness is 1.5"),
+        ({"openness": 0.5, "log_alpha": 1.0}, "openness comes with log_alpha = 1.0; pass one"),
+        ({"generator": 3}, "generator is 3 .*; pass a CPU generator"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hk.nn.HardConcrete(**{"num_heads": 8, **options})
