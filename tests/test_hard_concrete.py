@@ -102,6 +102,9 @@ def test_initial_values() -> None:
     few = hk.nn.HardConcrete(8, log_alpha="voita").log_alpha
     assert 0 < few.abs().max() <= 0.6124
     assert few.unique().numel() == 8
+    with torch.device("meta"):
+        assert hk.nn.HardConcrete(8, log_alpha="voita").log_alpha.is_meta
+        assert not hk.nn.HardConcrete(8, device="cpu").log_alpha.is_meta
 
 
 # ---------------------------------------------------------------------- sampling

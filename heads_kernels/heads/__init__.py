@@ -1,3 +1,25 @@
 """The heads of a model: where they lie, gating, closing, pruning and saving them."""
 
-__all__: list[str] = []
+from heads_kernels.heads.families import Family, register
+from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
+from heads_kernels.heads.layers import AttentionLayer, Projection, attention_layers
+from heads_kernels.heads.pruning import prune
+from heads_kernels.heads.saving import load, save
+from heads_kernels.heads.schedule import GateSchedule
+
+__all__ = [
+    "AttentionLayer",
+    "Family",
+    "GateSchedule",
+    "Projection",
+    "attention_layers",
+    "close",
+    "closed",
+    "gate",
+    "load",
+    "prune",
+    "register",
+    "reopen",
+    "save",
+    "ungate",
+]

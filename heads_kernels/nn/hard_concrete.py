@@ -34,8 +34,8 @@ class HardConcrete(HeadGate):
     A sample of exactly 0 or 1 lies on a clamp, where `log_alpha` has no gradient: the operator may leave closed heads
     out of the backward pass too (`closed_grad=False`). At inference a gate is no sample, but by one of two rules:
 
-    mean      `clip(sigmoid(log_alpha) * (high - low) + low, 0, 1)`, the rule of the code of both papers; its gates may
-              lie between 0 and 1, and pruning folds them into the output projection
+    mean      `clip(sigmoid(log_alpha) * (high - low) + low, 0, 1)`, the rule of Louizos et al. (eq. 13) and of the
+              code of Voita et al.; gates may lie between 0 and 1, and pruning folds them into the output projection
     binary    1 where `P(gate = 1) > P(gate = 0)`, otherwise 0 (Voita et al. 2019, footnote 7)
 
     They may disagree on which heads are open (those with `log_alpha` in (-2.398, 0] as things are by default). A
@@ -234,21 +234,22 @@ class HardConcrete(HeadGate):
     def _initial(
         self, num_heads: int, log_alpha: float | str | None, openness: float | None
     ) -> Tensor:
+        plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         if openness is not None:
             if log_alpha is not None:
                 refuse("openness", f"comes with log_alpha = {log_alpha!r}", "pass one of the two")
             if not _is_real(openness) or not self.eps <= openness <= 1 - self.eps:
                 refuse("openness", f"is {openness!r}", "pass a probability in [eps, 1 - eps]")
             logit = math.log(openness) - math.log1p(-openness)
-            return torch.full((num_heads,), logit + self._offset_zero, dtype=torch.float32)
+            return torch.full((num_heads,), logit + self._offset_zero, **plain)
         if log_alpha == "voita":
             limit = math.sqrt(3 / num_heads)
-            uniform = torch.rand(num_heads, generator=self.generator, dtype=torch.float32)
+            uniform = torch.rand(num_heads, generator=self.generator, **plain)
             return (2 * uniform - 1) * limit
         if log_alpha is not None and not _is_real(log_alpha):
             refuse("log_alpha", f"is {log_alpha!r}", "pass a finite float or 'voita'")
         start = 2.0 if log_alpha is None else float(log_alpha)
-        return torch.full((num_heads,), start, dtype=torch.float32)
+        return torch.full((num_heads,), start, **plain)
 
     def _warn_once(self) -> None:
         if self._warned or self.log_alpha.is_meta:
@@ -270,7 +271,7 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
 
     Args:
         model: holds at least one `HardConcrete`; one that several layers share counts once.
-        reduce: "sum", the expected number of open heads of the model (L_C of Voita et al. 2019, eq. 8); "mean_layers",
+        reduce: "sum", the expected number of open heads of the model (L_C of Voita et al. 2019); "mean_layers",
             the same divided by the number of gated layers, as the code of the paper has it: its coefficient is `lambda`
             times that number.
 

@@ -1,0 +1,137 @@
+"""Gates on the heads of a model: attached to be trained, or heads closed for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import (
+    AttentionLayer,
+    attention_layers,
+    find_layer,
+    heads_of_layers,
+)
+from heads_kernels.nn.gates import FixedGate, HeadGate
+
+
+def gate(
+    model: nn.Module,
+    make: Callable[[int], HeadGate],
+    layers: Iterable[int | str] | None = None,
+) -> None:
+    """Attach gates to the heads of a model: `module.head_gate = make(num_heads)` in every attention layer.
+
+    The gates are submodules, so that their parameters are among those of the model (make the optimiser afterwards) and
+    their state is in its state dict. Layers without heads get none.
+
+    Args:
+        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
+        make: makes the gate of a layer from its number of heads, for example `hk.nn.HardConcrete`.
+        layers: indices or names of layers; default all.
+
+    Raises:
+        TypeError, ValueError: a layer that doesn't exist or has a gate already, a transformers model whose attention
+            function ignores gates, or a `make` that gives something else than a gate of that many heads.
+    """
+    there = attention_layers(model)
+    chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
+    made = []
+    for layer in chosen:
+        _check_runs_gates(layer)
+        if _gate_of(layer) is not None:
+            was = f"has a {type(_gate_of(layer)).__name__} already"
+            refuse(str(layer), was, "call hk.heads.ungate(model) first")
+        if layer.num_heads:
+            made.append((layer, _made(make, layer)))
+    for layer, head_gate in made:
+        layer.module.head_gate = head_gate
+
+
+def ungate(model: nn.Module) -> None:
+    """Take all gates off, whatever they are: heads are as open as without gates. `prune` would fold them in instead."""
+    for layer in attention_layers(model):
+        if _gate_of(layer) is not None:
+            layer.module.head_gate = None
+
+
+def close(model: nn.Module, heads: Mapping[int | str, Iterable[int]]) -> None:
+    """Close heads: they output zeros and cost no attention work, until `reopen(model)`.
+
+    A layer gets a `FixedGate`, or more heads of the one that it has are closed. Nothing of it is saved with the model.
+
+    Args:
+        model: as in `gate`.
+        heads: `{layer: [heads]}`, layers by index or name, heads as they are numbered now.
+
+    Raises:
+        TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do; a transformers model
+            whose attention function ignores gates; a layer whose gates are learned, or fixed at other values than 0
+            and 1, which `reopen` could not give back.
+    """
+    asked = heads_of_layers(attention_layers(model), heads)
+    for layer, _ in asked:
+        _check_runs_gates(layer)
+        head_gate = _gate_of(layer)
+        if head_gate is not None and not _only_closes(head_gate):
+            was = f"has a {type(head_gate).__name__} with gates of its own"
+            refuse(str(layer), was, "close heads of layers without one: hk.heads.ungate(model)")
+    for layer, chosen in asked:
+        if not chosen:
+            continue
+        device = layer.output.linear.weight.device
+        if _gate_of(layer) is None:
+            layer.module.head_gate = FixedGate(torch.ones(layer.num_heads, device=device))
+        layer.module.head_gate.gates[chosen] = 0.0
+
+
+def reopen(model: nn.Module) -> None:
+    """Open the heads that `close` closed: gates that are fixed at 0 and 1 are taken off, others stay."""
+    for layer in attention_layers(model):
+        if _only_closes(_gate_of(layer)):
+            layer.module.head_gate = None
+
+
+def closed(model: nn.Module) -> dict[str, list[int]]:
+    """The heads whose gate at inference is exactly 0: `{layer name: [heads]}` of all layers that have gates.
+
+    `prune(model, closed(model))` takes them out and folds the gates of the others into the weights.
+    """
+    return {
+        layer.name: (head_gate.export() == 0).nonzero().flatten().tolist()
+        for layer in attention_layers(model)
+        if (head_gate := _gate_of(layer)) is not None
+    }
+
+
+def _gate_of(layer: AttentionLayer) -> HeadGate | None:
+    return getattr(layer.module, "head_gate", None)
+
+
+def _only_closes(head_gate: HeadGate | None) -> bool:
+    """Whether it is a gate that `close` made, or one like it."""
+    return isinstance(head_gate, FixedGate) and bool(
+        ((head_gate.gates == 0) | (head_gate.gates == 1)).all()
+    )
+
+
+def _made(make: Callable[[int], HeadGate], layer: AttentionLayer) -> HeadGate:
+    head_gate = make(layer.num_heads)
+    if not isinstance(head_gate, HeadGate):
+        was = f"gave a {type(head_gate).__name__}"
+        refuse("make", was, "pass a function that makes a hk.nn.HeadGate", TypeError)
+    if head_gate.num_heads != layer.num_heads:
+        was = f"gave {head_gate.num_heads} gates for {layer}"
+        refuse("make", was, f"make one for each of its {layer.num_heads} heads")
+    return head_gate.to(layer.output.linear.weight.device).train(layer.module.training)
+
+
+def _check_runs_gates(layer: AttentionLayer) -> None:
+    """Refuse a module of transformers whose attention function knows no gates."""
+    config = getattr(layer.module, "config", None)
+    runs = getattr(config, "_attn_implementation", "heads_kernels")
+    if runs != "heads_kernels":
+        was = f"runs the attention function {runs!r} in {layer}, which ignores gates"
+        refuse("model", was, "call hk.integrations.transformers.use(model) first")

@@ -1,0 +1,241 @@
+"""Where the heads of a model lie: its attention layers, and the rows and columns of each head in their weights."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.families import FAMILIES, Family, family_of
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The features of a projection that belong to heads: head `h` has `[start + h * width, start + (h + 1) * width)`.
+
+    They are output features of `linear` (rows of the weight of an `nn.Linear`, columns of transformers' `Conv1D`), and
+    input features for the projection of the layer's output.
+
+    Attributes:
+        linear: an `nn.Linear`, or transformers' `Conv1D`, whose weight is transposed.
+        heads: how many heads lie in it: H, Hk, or 1 where all heads share it.
+        width: features of a head. Where logits of an output gate follow the query of each head, the query is the first
+            `head_dim` of them.
+        start: the first feature of head 0; not 0 in a fused projection only.
+    """
+
+    linear: Any
+    heads: int
+    width: int
+    start: int = 0
+
+    def features(self, heads: Iterable[int]) -> Tensor:
+        """The features of these heads, int64 on the device of the weight, head after head."""
+        first = torch.tensor([self.start + h * self.width for h in heads], dtype=torch.int64)
+        features = (first[:, None] + torch.arange(self.width)).flatten()
+        return features.to(self.linear.weight.device)
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer of a model, whatever the model's library calls its parts.
+
+    Attributes:
+        index: its place among the attention layers of the model.
+        name: dotted name of `module` in the model.
+        kind: "encoder" (self-attention that sees both sides), "decoder" (causal self-attention) or "cross". Modules of
+            transformers know it; others are "cross" if "cross" is in their name or it is `multihead_attn`, as in
+            PyTorch's own decoder layers, and "decoder" if "decoder" is in the path to them.
+        module: the `nn.Module` whose forward calls the operator; it carries `head_gate`.
+        query, key, value, output: its projections; the heads of `output` lie in its input features.
+        num_heads, num_key_heads: H and Hk; Hk is 1 where `shared`.
+        head_dim, value_dim: D (Ds where `shared`) and Dv.
+        family: the entry of the table that describes the layer.
+        beside: projections with rows for every query head besides those four: output gates, content biases.
+    """
+
+    index: int
+    name: str
+    kind: str
+    module: Any
+    query: Projection
+    key: Projection
+    value: Projection
+    output: Projection
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    value_dim: int
+    family: Family
+    beside: tuple[Projection, ...] = ()
+
+    def __str__(self) -> str:
+        return f"layer {self.index} ({self.name!r})"
+
+
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """The attention layers of a model, in the order of `model.named_modules()`; a module that is shared counts once.
+
+    Args:
+        model: a model of the table `FAMILIES` (heads/families.py), or any model with such modules in it; `register`
+            adds classes.
+
+    Raises:
+        ValueError: no attention layer of the table is in the model; it names what looks like attention.
+    """
+    layers = find_layers(model)
+    if not layers:
+        names = sorted({type(module).__name__ for module in model.modules()})
+        seen = ", ".join(name for name in names if "Attention" in name) or "no attention at all"
+        refuse(
+            "model",
+            f"has no attention layer of a known family, but {seen}",
+            f"known are {', '.join(FAMILIES)}; hk.heads.register adds others",
+        )
+    return layers
+
+
+def find_layers(model: nn.Module) -> list[AttentionLayer]:
+    """As `attention_layers`, but an empty list where there is none."""
+    found = [
+        (name, module, family)
+        for name, module in model.named_modules()
+        if (family := family_of(module)) is not None
+    ]
+    return [_layer(index, *item) for index, item in enumerate(found)]
+
+
+def heads_of_layers(
+    layers: list[AttentionLayer], heads: Mapping[int | str, Iterable[int]]
+) -> list[tuple[AttentionLayer, list[int]]]:
+    """What `{layer: heads}` asks for: layers and sorted lists of heads, checked.
+
+    Raises:
+        TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do.
+    """
+    if not isinstance(heads, Mapping):
+        was = f"is a {type(heads).__name__}"
+        refuse("heads", was, "pass {layer: heads}, layers by index or name", TypeError)
+    asked: dict[int, set[int]] = {}
+    for key, chosen in heads.items():
+        layer = find_layer(layers, key, "heads")
+        asked.setdefault(layer.index, set()).update(_heads(layer, chosen))
+    return [(layers[index], sorted(asked[index])) for index in sorted(asked)]
+
+
+def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> AttentionLayer:
+    """The layer of this index or name.
+
+    Raises:
+        ValueError: there is none; the message lists the layers that there are.
+    """
+    by_key = {key: layer for layer in layers for key in (layer.index, layer.name)}
+    if isinstance(key, bool) or key not in by_key:
+        names = ", ".join(repr(layer.name) for layer in layers)
+        there = f"this model has layers 0 to {len(layers) - 1}: {names}"
+        refuse(argument, f"names layer {key!r}", there)
+    return by_key[key]
+
+
+def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
+    count = layer.num_heads
+    there = f"it has heads 0 to {count - 1}, {count} in all" if count else "it has no head left"
+    if not isinstance(heads, Iterable) or isinstance(heads, str):
+        refuse(f"heads of {layer}", f"is {heads!r}", f"pass a list of heads; {there}", TypeError)
+    heads = list(heads)
+    for head in heads:
+        if isinstance(head, bool) or not hasattr(head, "__index__"):
+            refuse(f"heads of {layer}", f"has {head!r}", f"pass integers; {there}", TypeError)
+        if not 0 <= operator.index(head) < count:
+            refuse(f"heads of {layer}", f"has head {operator.index(head)}", there)
+    return [operator.index(head) for head in heads]
+
+
+# ---------------------------------------------------------------------- one layer, as its family says
+def _layer(index: int, name: str, holder: nn.Module, family: Family) -> AttentionLayer:
+    module = _at(holder, family.inner) if family.inner else holder
+    query, key, value, output = (
+        _at(holder, path) for path in (family.query, family.key, family.value, family.output)
+    )
+    D = _at(holder, family.head_dim)
+    Dv = _at(holder, family.value_dim) if family.value_dim else D
+    H = _features(output, 0) // Dv
+    if family.shared:
+        roles = Projection(query, 1, D), Projection(key, 1, D), Projection(value, H, Dv)
+    else:
+        roles = _per_head(query, key, value, H, (D, Dv))
+    beside = [_at(holder, path) for path in family.beside]
+    name = ".".join(part for part in (name, family.inner) if part)
+    return AttentionLayer(
+        index=index,
+        name=name,
+        kind=_kind(module, name),
+        module=module,
+        query=roles[0],
+        key=roles[1],
+        value=roles[2],
+        output=Projection(output, H, Dv),
+        num_heads=H,
+        num_key_heads=roles[1].heads,
+        head_dim=D,
+        value_dim=Dv,
+        family=family,
+        beside=tuple(
+            Projection(linear, H, _features(linear) // max(H, 1)) for linear in beside if linear
+        ),
+    )
+
+
+def _per_head(
+    query: Any, key: Any, value: Any, H: int, widths: tuple[int, int]
+) -> tuple[Projection, Projection, Projection]:
+    """Query, key and value that lie head by head, in projections of their own or fused in this order."""
+    D, Dv = widths
+    query_width = D if query is key or H == 0 else _features(query) // H
+    start = H * D if query is key else 0
+    key_features = (_features(key) - start) // (2 if key is value else 1)
+    Hk = key_features // D
+    return (
+        Projection(query, H, query_width),
+        Projection(key, Hk, D, start),
+        Projection(value, Hk, Dv, start + key_features if key is value else 0),
+    )
+
+
+def _kind(module: Any, name: str) -> str:
+    """By what modules of transformers know of themselves, others by their names in the model."""
+    last = name.rpartition(".")[2].lower()
+    if hasattr(module, "is_causal"):
+        is_causal = module.is_causal
+        says = (getattr(module, word, False) for word in ("is_cross_attention", "is_decoder"))
+        is_cross = any(says) or "Cross" in type(module).__name__
+    else:
+        is_cross = "cross" in last or last == "multihead_attn"
+        is_causal = not is_cross and "decoder" in name.lower()
+    return "decoder" if is_causal else "cross" if is_cross else "encoder"
+
+
+def _features(linear: Any, of: int = 1) -> int:
+    """Input features (`of` = 0) or output features (1)."""
+    features: int = linear.weight.shape[of if is_transposed(linear) else 1 - of]
+    return features
+
+
+def is_transposed(linear: Any) -> bool:
+    """True for transformers' `Conv1D`, whose weight is `[in, out]`."""
+    return type(linear).__name__ == "Conv1D"
+
+
+def _at(module: Any, path: str) -> Any:
+    """What lies at a dotted path; of alternatives `first|second` the first that exists; None where nothing does."""
+    for alternative in path.split("|"):
+        found = reduce(lambda at, part: getattr(at, part, None), alternative.split("."), module)
+        if found is not None:
+            return found
+    return None

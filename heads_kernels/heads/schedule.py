@@ -1,0 +1,201 @@
+"""Training that ends with an asked number of open heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.nn.hard_concrete import HardConcrete
+
+
+class GateSchedule:
+    r"""Drives the `HardConcrete` gates of a model to exactly k open heads, in place of a fixed lambda.
+
+    With n the expected number of open heads (`hk.nn.expected_open`), the penalty is the augmented Lagrangian of Wang,
+    Wohlwend and Lei 2020 ("Structured Pruning of Large Language Models"), counted in heads:
+
+    .. math:: \lambda_1 (n - target) + \lambda_2 (n - target)^2
+
+    `target` falls linearly from all heads to k over the warm-up. The multipliers start at 0 and after every step grow
+    by `rate * (n - target) / heads` and `rate * ((n - target) / heads)^2`, so that lambda_1 finds the weight of an L0
+    penalty that leaves k heads. An expectation is no count: `finish` opens the k heads of largest `log_alpha` fully and
+    closes the others, as Li, Cotterell and Sachan 2021 (differentiable subset pruning) end with a hard count. From then
+    on gates are 0 or 1, in training and by both rules of evaluation, and are trained no more.
+
+        schedule = hk.heads.GateSchedule(model, open_heads=12, steps=2000)
+        for batch in batches:  # 2000 of them
+            (loss(batch) + schedule.penalty()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        schedule.finish()
+        hk.heads.prune(model, hk.heads.closed(model))
+
+    Gates want a learning rate of their own, about 0.05 with Adam for some hundred steps, and no weight decay: from open
+    to closed `log_alpha` goes a way of 4 and more. Nothing here waits for a GPU but `finish`.
+
+    Args:
+        model: has `HardConcrete` gates (`hk.heads.gate`) and is on its device already.
+        open_heads: k, for the whole model; or k by kind of attention, such as `{"encoder": 8, "cross": 10}`, with
+            multipliers for each. Kinds that are left out are left alone.
+        steps: optimiser steps until `finish`, at least 1; more or fewer do no harm.
+        warmup: share of the steps in which the target falls, in [0, 1].
+        rate: learning rate of the multipliers, above 0, in units of the loss: a loss ten times as large wants ten times
+            the rate.
+        keep_at_least: heads that `finish` keeps in each gated layer, whatever their rank.
+
+    Attributes:
+        lambda_1, lambda_2: the multipliers, a float32 tensor with one entry for each count.
+        steps_done: how often `step` was called.
+
+    Raises:
+        ValueError: an argument that does not fit, named with its value and what would do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        open_heads: int | Mapping[str, int],
+        steps: int,
+        warmup: float = 0.5,
+        rate: float = 0.01,
+        keep_at_least: int = 0,
+    ) -> None:
+        if not _is_int(steps) or steps < 1:
+            refuse("steps", f"is {steps!r}", "pass an int of at least 1")
+        if not isinstance(warmup, (int, float)) or not 0 <= warmup <= 1:
+            refuse("warmup", f"is {warmup!r}", "pass a share of the steps, in [0, 1]")
+        if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+            refuse("rate", f"is {rate!r}", "pass a float above 0, such as 0.01")
+        if not _is_int(keep_at_least) or keep_at_least < 0:
+            refuse("keep_at_least", f"is {keep_at_least!r}", "pass an int of at least 0")
+        self._counts = _counts(model, open_heads)
+        for gates, k in self._counts:
+            _check_count(gates, k, keep_at_least)
+        self.steps = steps
+        self.warmup = warmup
+        self.rate = rate
+        self.keep_at_least = keep_at_least
+        self.steps_done = 0
+        device = self._counts[0][0][0].log_alpha.device
+        heads = [sum(gate.num_heads for gate in gates) for gates, _ in self._counts]
+        self._heads = torch.tensor(heads, dtype=torch.float32, device=device)
+        asked = torch.tensor([k for _, k in self._counts], dtype=torch.float32, device=device)
+        self._surplus = self._heads - asked
+        self.lambda_1 = torch.zeros_like(self._heads)
+        self.lambda_2 = torch.zeros_like(self._heads)
+
+    @property
+    def target(self) -> Tensor:
+        """The expected number of open heads asked for in this step, one entry for each count."""
+        ramp = self.warmup * self.steps
+        done = min(1.0, self.steps_done / ramp) if ramp else 1.0
+        return self._heads - done * self._surplus
+
+    def penalty(self) -> Tensor:
+        """What to add to the loss: a scalar, with gradient for the gates."""
+        excess = self._excess()
+        return (self.lambda_1 * excess + self.lambda_2 * excess.square()).sum()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After every step of the optimiser: the multipliers rise by what is still missing, the target falls."""
+        share = self._excess() / self._heads
+        self.lambda_1 += self.rate * share
+        self.lambda_2 += self.rate * share.square()
+        self.steps_done += 1
+
+    def finish(self) -> None:
+        """Open exactly k heads fully, those of largest `log_alpha`, and close all others for good.
+
+        `keep_at_least` heads of every layer come first. Among equals the earlier layer and head does.
+        """
+        for gates, k in self._counts:
+            rank = [gate.log_alpha.detach().double().cpu() for gate in gates]
+            for scores in rank:
+                scores[scores.argsort(descending=True, stable=True)[: self.keep_at_least]] = (
+                    math.inf
+                )
+            flat = torch.cat(rank)
+            is_open = torch.zeros_like(flat, dtype=torch.bool)
+            is_open[flat.argsort(descending=True, stable=True)[:k]] = True
+            sizes = [gate.num_heads for gate in gates]
+            for gate, mine in zip(gates, torch.split(is_open, sizes), strict=True):
+                gate.settle(mine)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs besides the model: steps done and the multipliers."""
+        return {
+            "steps_done": self.steps_done,
+            "lambda_1": self.lambda_1.clone(),
+            "lambda_2": self.lambda_2.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()` of a schedule with as many counts.
+
+        Raises:
+            ValueError: `state` is of something else.
+        """
+        if set(state) != set(self.state_dict()):
+            refuse("state", f"has the keys {sorted(state)}", "pass what state_dict() returned")
+        for name in ("lambda_1", "lambda_2"):
+            if state[name].shape != self._heads.shape:
+                was = f"has {name} of shape {list(state[name].shape)}"
+                refuse("state", was, f"this schedule has {len(self._counts)} count(s)")
+        self.steps_done = state["steps_done"]
+        self.lambda_1 = state["lambda_1"].to(self._heads, copy=True)
+        self.lambda_2 = state["lambda_2"].to(self._heads, copy=True)
+
+    def _excess(self) -> Tensor:
+        device = self._heads.device
+        expected = [
+            torch.stack([gate.penalty().to(device) for gate in gates]).sum()
+            for gates, _ in self._counts
+        ]
+        return torch.stack(expected) - self.target
+
+
+def _counts(
+    model: nn.Module, open_heads: int | Mapping[str, int]
+) -> list[tuple[list[HardConcrete], int]]:
+    """The gates that are counted together, and how many of their heads are to stay open."""
+    if not isinstance(open_heads, Mapping):
+        gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
+        if not gates:
+            was = f"is a {type(model).__name__} without HardConcrete gates"
+            refuse("model", was, "attach some: hk.heads.gate(model, hk.nn.HardConcrete)")
+        return [(gates, open_heads)]
+    kinds: dict[str, list[HardConcrete]] = {}
+    for layer in attention_layers(model):
+        gate = getattr(layer.module, "head_gate", None)
+        if isinstance(gate, HardConcrete):
+            kinds.setdefault(layer.kind, []).append(gate)
+    if not open_heads or not set(open_heads) <= set(kinds):
+        instead = f"the kinds with HardConcrete gates are {sorted(kinds)}"
+        refuse("open_heads", f"is {dict(open_heads)!r}", instead)
+    return [(kinds[kind], k) for kind, k in open_heads.items()]
+
+
+def _check_count(gates: list[HardConcrete], k: int, keep_at_least: int) -> None:
+    smallest = min(gate.num_heads for gate in gates)
+    if keep_at_least > smallest:
+        was = f"is {keep_at_least}"
+        refuse("keep_at_least", was, f"a layer has {smallest} heads: pass at most that")
+    least, most = keep_at_least * len(gates), sum(gate.num_heads for gate in gates)
+    if not _is_int(k) or not least <= k <= most:
+        instead = f"pass an int from {least} to {most}"
+        if least:
+            instead += f" ({len(gates)} layers keep {keep_at_least} head(s) each)"
+        refuse("open_heads", f"is {k!r}", instead)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

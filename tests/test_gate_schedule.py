@@ -1,0 +1,220 @@
+"""Schedules that end with an asked number of open heads, on planted values of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+
+LAYERS, HEADS = 3, 4
+
+
+class Planted(nn.Module):
+    """Closing head h of layer l costs `values[l, h]`: what is best to keep is known."""
+
+    def __init__(self, log_alpha: float | None = None) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(
+            hk.nn.HardConcrete(HEADS, log_alpha=log_alpha) for _ in range(LAYERS)
+        )
+        values = 0.01 * 1.5 ** torch.arange(LAYERS * HEADS)  # 0.01 to 0.86
+        order = torch.randperm(LAYERS * HEADS, generator=torch.Generator().manual_seed(3))
+        self.register_buffer("values", values[order].view(LAYERS, HEADS))
+        self.weight = nn.Parameter(torch.ones(()))  # what trains on when the gates are settled
+
+    def loss(self) -> Tensor:
+        gates = torch.stack([gate(1) for gate in self.gates])
+        return (self.values * (1 - gates)).sum() + self.weight.square()
+
+    def exported(self) -> Tensor:
+        return torch.stack([gate.export() for gate in self.gates])
+
+
+def train(
+    model: Planted, schedule: hk.heads.GateSchedule, optimizer: torch.optim.Optimizer, steps: int
+) -> None:
+    for _ in range(steps):
+        (model.loss() + schedule.penalty()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 6, 11, 12])
+def test_ends_with_exactly_k_heads_those_of_most_value(k: int) -> None:
+    model = Planted()
+    schedule = hk.heads.GateSchedule(model, open_heads=k, steps=300)
+    optimizer = adam(model)
+    train(model, schedule, optimizer, 300)
+    assert abs(hk.nn.expected_open(model).item() - k) < 2.5  # before anything is forced
+    schedule.finish()
+    is_open = model.exported() == 1
+    assert int(is_open.sum()) == k
+    assert int((model.exported() == 0).sum()) == LAYERS * HEADS - k
+    best = model.values.flatten().topk(k).values.sum()
+    assert model.values[is_open].sum() >= 0.85 * best
+
+    train(model, schedule, optimizer, 20)  # the optimiser's momentum moves nothing any more
+    assert torch.equal(model.exported() == 1, is_open)
+    for gate, mine in zip(model.gates, is_open, strict=True):
+        assert torch.equal(gate.train()(1), mine.float())
+        gate.evaluate = "binary"
+        assert torch.equal(gate.eval()(1), mine.float())
+
+
+def test_finish_ranks_by_log_alpha_and_keeps_some_of_every_layer() -> None:
+    def finished(**options: Any) -> list[list[float]]:
+        model = Planted()
+        with torch.no_grad():
+            for index, gate in enumerate(model.gates):
+                gate.log_alpha.copy_(torch.tensor([0.0, 3.0, 1.0, 2.0]) - 10 * index)
+        hk.heads.GateSchedule(model, steps=1, **options).finish()
+        return model.exported().tolist()
+
+    nothing, second = [0, 0, 0, 0], [0, 1, 0, 0]
+    assert finished(open_heads=3) == [[0, 1, 1, 1], nothing, nothing]
+    assert finished(open_heads=5) == [[1, 1, 1, 1], second, nothing]
+    assert finished(open_heads=3, keep_at_least=1) == [second, second, second]
+    assert finished(open_heads=4, keep_at_least=1) == [[0, 1, 0, 1], second, second]
+
+
+def test_equals_are_taken_in_order() -> None:
+    model = Planted()
+    hk.heads.GateSchedule(model, open_heads=5, steps=1).finish()
+    assert model.exported().tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_penalty_and_multipliers_are_the_augmented_lagrangian() -> None:
+    model = Planted(log_alpha=0.0)
+    schedule = hk.heads.GateSchedule(model, open_heads=2, steps=10, warmup=0.4, rate=0.5)
+    n, lambda_1, lambda_2 = hk.nn.expected_open(model).item(), 0.0, 0.0
+    for target in (12.0, 9.5, 7.0, 4.5, 2.0, 2.0, 2.0):
+        assert schedule.target.item() == pytest.approx(target)
+        excess = n - target
+        expected = lambda_1 * excess + lambda_2 * excess**2
+        assert schedule.penalty().item() == pytest.approx(expected, rel=1e-5)
+        schedule.step()
+        lambda_1 += 0.5 * excess / 12
+        lambda_2 += 0.5 * (excess / 12) ** 2
+    assert schedule.lambda_1.item() == pytest.approx(lambda_1, rel=1e-5)
+    assert schedule.lambda_2.item() == pytest.approx(lambda_2, rel=1e-5)
+
+    schedule.penalty().backward()
+    slope = lambda_1 + 2 * lambda_2 * (n - 2)
+    p = n / 12
+    expected_slope = torch.full((HEADS,), slope * p * (1 - p))
+    torch.testing.assert_close(model.gates[0].log_alpha.grad, expected_slope)
+
+
+def test_without_a_warm_up_the_target_is_k_at_once() -> None:
+    schedule = hk.heads.GateSchedule(Planted(), open_heads=2, steps=10, warmup=0)
+    assert schedule.target.item() == 2
+
+
+def test_resuming_goes_on_to_the_bit() -> None:
+    def fresh() -> tuple[Planted, hk.heads.GateSchedule]:
+        model = Planted()
+        return model, hk.heads.GateSchedule(model, open_heads=4, steps=60)
+
+    model, schedule = fresh()
+    torch.manual_seed(0)
+    train(model, schedule, torch.optim.SGD(model.parameters(), lr=0.5), 30)
+    saved = schedule.state_dict()
+    again, resumed = fresh()
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(saved)
+    for one, of_it in ((model, schedule), (again, resumed)):
+        torch.manual_seed(1)
+        train(one, of_it, torch.optim.SGD(one.parameters(), lr=0.5), 30)
+    assert torch.equal(schedule.lambda_1, resumed.lambda_1)
+    assert torch.equal(schedule.lambda_2, resumed.lambda_2)
+    assert torch.equal(model.gates[0].log_alpha, again.gates[0].log_alpha)
+    assert saved["steps_done"] == 30  # a snapshot
+    assert not torch.equal(saved["lambda_1"], schedule.lambda_1)
+
+
+class ByKind(nn.Module):
+    """Attention of two kinds: two layers that see both sides, one that is causal."""
+
+    def __init__(self, gated: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(hk.nn.GatedMultiheadAttention(8, 4) for _ in range(3))
+        self.layers[2].is_causal = True
+        for layer in self.layers:
+            layer.head_gate = hk.nn.HardConcrete(4) if gated else None
+
+
+def test_counts_by_kind() -> None:
+    def settled(open_heads: Mapping[str, int]) -> list[int]:
+        model = ByKind()
+        schedule = hk.heads.GateSchedule(model, open_heads=open_heads, steps=4)
+        assert schedule.lambda_1.shape == (len(open_heads),)
+        for _ in range(4):
+            schedule.penalty().backward()
+            schedule.step()
+        schedule.finish()
+        return [int((layer.head_gate.export() == 1).sum()) for layer in model.layers]
+
+    assert settled({"encoder": 5, "decoder": 1}) == [4, 1, 1]
+    assert settled({"decoder": 3}) == [0, 0, 3]  # the encoder's gates stay as they were, 0.957
+
+
+def test_other_kinds_are_left_alone() -> None:
+    model = ByKind()
+    schedule = hk.heads.GateSchedule(model, open_heads={"decoder": 1}, steps=2, warmup=0)
+    schedule.step()
+    schedule.penalty().backward()
+    assert [layer.head_gate.log_alpha.grad is None for layer in model.layers] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps is 0; pass an int of at least 1"),
+        ({"steps": 2.5}, r"steps is 2\.5"),
+        ({"warmup": 1.5}, r"warmup is 1\.5; pass a share of the steps"),
+        ({"warmup": "half"}, "warmup is 'half'"),
+        ({"rate": 0}, "rate is 0; pass a float above 0"),
+        ({"rate": float("inf")}, "rate is inf"),
+        ({"keep_at_least": -1}, "keep_at_least is -1"),
+        ({"keep_at_least": 5}, "keep_at_least is 5; a layer has 4 heads"),
+        ({"open_heads": -1}, "open_heads is -1; pass an int from 0 to 12"),
+        ({"open_heads": 13}, "open_heads is 13; pass an int from 0 to 12"),
+        ({"open_heads": 6.0}, r"open_heads is 6\.0"),
+        ({"open_heads": True}, "open_heads is True"),
+        ({"open_heads": 2, "keep_at_least": 1}, r"open_heads is 2; pass an int from 3 to 12 \(3 l"),
+        ({"open_heads": {"cross": 1}}, r"open_heads is \{'cross': 1\}; the kinds .* 'encoder'\]"),
+        ({"open_heads": {}}, r"open_heads is \{\}; the kinds"),
+        ({"open_heads": {"decoder": 5}}, "open_heads is 5; pass an int from 0 to 4"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hk.heads.GateSchedule(ByKind(), **{"open_heads": 4, "steps": 10, **options})
+
+
+def test_models_without_gates_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model is a ByKind without HardConcrete.*heads\.gate"):
+        hk.heads.GateSchedule(ByKind(gated=False), open_heads=3, steps=10)
+    with pytest.raises(
+        ValueError, match=r"open_heads is .*the kinds with HardConcrete gates are \[\]"
+    ):
+        hk.heads.GateSchedule(ByKind(gated=False), open_heads={"encoder": 3}, steps=10)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    schedule = hk.heads.GateSchedule(ByKind(), open_heads=3, steps=10)
+    with pytest.raises(ValueError, match=r"state has the keys \['steps'\]"):
+        schedule.load_state_dict({"steps": 3})
+    two = hk.heads.GateSchedule(ByKind(), open_heads={"encoder": 1, "decoder": 1}, steps=10)
+    with pytest.raises(ValueError, match=r"state has lambda_1 of shape \[2\]; .* 1 count"):
+        schedule.load_state_dict(two.state_dict())
