@@ -1,0 +1,29 @@
+"""transformers models on the operators: `attn_implementation="heads_kernels"`, and `use(model)`.
+
+Importing this package registers the attention function and the mask function with transformers (5.x), so that
+`from_pretrained(..., attn_implementation="heads_kernels")` and `model.set_attn_implementation("heads_kernels")` work.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from heads_kernels.integrations.transformers.attention import NAME, attention_forward
+from heads_kernels.integrations.transformers.families import FAMILIES
+from heads_kernels.integrations.transformers.masks import prepare_mask
+from heads_kernels.integrations.transformers.models import release, use
+from heads_kernels.integrations.transformers.output_gated import (
+    register_patches,
+    unregister_patches,
+)
+from heads_kernels.integrations.transformers.saving import from_pretrained
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, prepare_mask)
+
+__all__ = [
+    "FAMILIES",
+    "from_pretrained",
+    "register_patches",
+    "release",
+    "unregister_patches",
+    "use",
+]

@@ -1,0 +1,206 @@
+"""What transformers' mask functions mean, as an `hk.Mask`: masks stay data and nobody looks at their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_map_only
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+from heads_kernels.mask import Mask
+from heads_kernels.mask.terms import Alignment
+
+MaskFunction = Callable[..., Any]
+Shape = tuple[int, int, int, int]
+
+#: Code of the functions that `and_masks` makes: windows, chunks and packed sequences are such functions.
+_ALL_OF: Final = and_masks(causal_mask_function).__code__
+
+
+class PreparedMask(BlockMask):
+    """An `hk.Mask` that stands for the bool tensor `[B, 1, T, S]` of a pass; every layer shares it.
+
+    transformers takes it for a mask that is prepared already, as it takes those of flex attention. Model code that
+    reads its shape or dtype may do so; code that computes with it gets the tensor, which is made then.
+
+    Args:
+        mask: what is visible.
+        shape: (B, 1, T, S) of the call.
+        device: where the tensor would be.
+    """
+
+    dtype = torch.bool
+    ndim = 4
+    dense: Tensor | None = None
+
+    def __init__(self, mask: Mask, shape: Shape, device: torch.device | str) -> None:
+        self.mask = mask
+        self.sizes = shape
+        self.device = device
+
+    @property
+    def shape(self) -> Shape:
+        """(B, 1, T, S)."""
+        return self.sizes
+
+    def to_dense(self) -> Tensor:
+        """The bool tensor `[B, 1, T, S]`, True = may attend; made once."""
+        if self.dense is None:
+            self.dense = self.mask.to_dense(*self.sizes, self.device).expand(self.sizes)
+        return self.dense
+
+    def contiguous(self) -> PreparedMask:
+        """Itself: `generate` asks for it."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return self.to_dense().to(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
+        return self.to_dense()[index]
+
+    def __and__(self, other: Any) -> Any:
+        return self.to_dense() & other
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Any:
+        return self.to_dense() | other
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Tensor:
+        return ~self.to_dense()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.to_dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(cls, cls.to_dense, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.mask!r}, shape={self.sizes})"
+
+    __str__ = __repr__
+
+
+def prepare_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> PreparedMask | Tensor | None:
+    """The mask of a pass, as transformers asks its mask functions for it (`AttentionMaskInterface`).
+
+    What transformers' own functions say (causal, bidirectional, windows, chunks, packed sequences; padding on either
+    side; a growing or sliding cache) is an `hk.Mask`. Nothing looks at values, so nothing waits for the device.
+
+    Args:
+        batch_size, q_length, kv_length: B, T and S.
+        q_offset, kv_offset: position of the first row, and of the first key: an int, or a tensor.
+        mask_function: of (batch, head, position of the row, position of the key).
+        attention_mask: bool `[B, positions]`, True = real key.
+        local_size: window or chunk, in keys.
+        use_vmap: True where the caller made the function itself.
+
+    Returns:
+        A `PreparedMask`; None where a bidirectional pass has no padding; and the bool tensor `[B, 1, T, S]` of stock
+        `sdpa_mask` for functions that a caller made, and where the offset is a tensor (a static cache while
+        decoding: T = 1, and `[B, 1, 1, S]` is a key mask by its shape).
+    """
+    align = _alignment(q_length, kv_length, q_offset, kv_offset)
+    sides = "allow_is_bidirectional_skip" in kwargs  # what only bidirectional masks come with
+    mask: Mask | None = None
+    if use_vmap or align is None:
+        pass
+    elif mask_function is bidirectional_mask_function:
+        if attention_mask is None and kwargs.get("allow_is_bidirectional_skip", False):
+            return None
+        mask = Mask()
+    elif mask_function is causal_mask_function:
+        mask = Mask(causal=align)
+    elif getattr(mask_function, "__code__", None) is not _ALL_OF:
+        pass
+    elif sides:  # a window on both sides
+        if align == "upper_left" and local_size is not None:
+            mask = Mask(window=(local_size, local_size))
+    else:
+        # A chunk of that size lies within the window of that size.
+        mask = Mask(causal=align, window=None if local_size is None else (local_size - 1, 0))
+        config = kwargs.get("config")
+        if attention_mask is None or getattr(config, "attention_chunk_size", None) is not None:
+            ids = _segments(mask_function, batch_size, kv_length, kv_offset, device)
+            rows = ids[:, :q_length] if align == "upper_left" else ids[:, kv_length - q_length :]
+            mask &= Mask(document_ids=(rows, ids))
+    if mask is None:
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            device=device,
+            **kwargs,
+        )
+    if attention_mask is not None:
+        mask &= Mask(key_mask=_real_keys(attention_mask, kv_length, kv_offset))
+    return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device)
+
+
+def _alignment(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> Alignment | None:
+    """Where the rows stand among the keys; None where `hk.Mask` has no word for it."""
+    if isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor):
+        return None
+    if q_offset == kv_offset:
+        return "upper_left"
+    return "lower_right" if q_offset - kv_offset == kv_length - q_length else None
+
+
+def _segments(
+    mask_function: MaskFunction,
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int,
+    device: torch.device | str,
+) -> Tensor:
+    """The number of each key's packed sequence or chunk, int64 `[B or 1, S]`: one ends where a key hides the last."""
+    batch = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    position = torch.arange(1, kv_length, device=device)[None] + kv_offset
+    ends = ~mask_function(batch, head, position, position - 1)  # [B or 1, S - 1]
+    return torch.nn.functional.pad(ends.cumsum(1), (1, 0))
+
+
+def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """`attention_mask` at the positions of the keys, `[B, S]`; positions beyond its end are no keys yet."""
+    end = kv_offset + kv_length
+    missing = end - attention_mask.shape[-1]
+    if missing > 0:
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    return attention_mask[:, kv_offset:end]

@@ -1,0 +1,294 @@
+"""Attention layers that gate their output, with gate and attention as one op.
+
+A fused class is the stock class with its forward replaced. What the families differ in is how they come to query, key,
+value and the logits of the gate: one small class for each way of it, below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.monkey_patching import (
+    get_patch_mapping,
+    register_patch_mapping,
+    unregister_patch_mapping,
+)
+
+from heads_kernels.errors import refuse
+from heads_kernels.integrations.transformers.attention import NAME, attention_forward
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+
+Positions = tuple[Tensor, Tensor]
+
+
+class _Fused(type):
+    """Stock layers are instances of their fused class too: transformers' recorders of outputs, once they are patched,
+    name the fused class for both."""
+
+    stock: type[nn.Module]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.__dict__.get("stock", nn.Module))
+
+
+class OutputGated(nn.Module, metaclass=_Fused):
+    """`o_proj(act(logits) * attention)`, gate and attention in one op, with logits of a `gate_proj`.
+
+    A fused class has such a class before its stock class among its bases. It is its stock class still where the config
+    names another attention.
+    """
+
+    gate_activation = "sigmoid"
+    #: The stock class, and the function of its file that turns query and key by their positions.
+    stock: type[nn.Module]
+    rotate: Callable[..., Positions]
+
+    if TYPE_CHECKING:  # what the stock class has
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation != NAME:
+            return super().forward(hidden_states, *args, **kwargs)
+        return self.fused(hidden_states, *args, **kwargs)
+
+    def fused(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Positions | None = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        attention_scaling: Tensor | None = None,
+        cycle_offset: int = 0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, AttentionStatistics | None]:
+        """The forward of every family, with the arguments of their stock forwards."""
+        query, logits = self.query_and_logits(hidden_states)
+        query, key, value = self.positioned(hidden_states, query, position_embeddings)
+        if attention_scaling is not None:
+            query = (query.float() * attention_scaling).to(query.dtype)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx + cycle_offset)
+        key, value = self.expanded(key, value)
+        out, statistics = attention_forward(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=getattr(self, "sliding_window", None),
+            output_gate=logits,
+            gate_activation=self.gate_activation,
+            **kwargs,
+        )
+        return self.o_proj(out.flatten(2)), statistics
+
+    def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The query `[B, T, H, D]` and the logits of the gate, `[B, H, T]` or `[B, H, T, Dv]`."""
+        logits = self.heads(self.gate_proj(hidden_states)).transpose(1, 2)
+        return self.heads(self.q_proj(hidden_states)), logits
+
+    def positioned(
+        self, hidden_states: Tensor, query: Tensor, position_embeddings: Positions | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query `[B, H, T, D]`, and key and value `[B, Hk, T, ...]` as the cache keeps them."""
+        key = self.heads(self.k_proj(hidden_states))
+        value = self.heads(self.v_proj(hidden_states)).transpose(1, 2)
+        query, key = self.normalised(query, key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if position_embeddings is not None:
+            query, key = self.rotate(query, key, *position_embeddings)
+        return query, key, value
+
+    def normalised(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key `[B, T, heads, D]` after their norms."""
+        return self.q_norm(query), self.k_norm(key)
+
+    def expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Key `[B, Hk, S, D]` and value `[B, Hk, S, Dv]` of what the cache keeps."""
+        return key, value
+
+    def heads(self, projected: Tensor) -> Tensor:
+        """`[B, T, heads * D]` as `[B, T, heads, D]`."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+
+class _QueryHalf(OutputGated):
+    """The query projection gives the logits too: a head's query, then its logits."""
+
+    def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        both = self.q_proj(hidden_states)
+        query, logits = both.view(*both.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
+        return query, logits.transpose(1, 2)
+
+
+class _PerHead(OutputGated):
+    """`g_proj` gives one logit for each head, or one for each element; a layer without it has no gate."""
+
+    def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        query = self.heads(self.q_proj(hidden_states))
+        if self.g_proj is None:
+            return query, None
+        logits = self.g_proj(hidden_states)
+        if logits.shape[-1] != query.shape[2]:
+            logits = self.heads(logits)
+        return query, logits.transpose(1, 2)
+
+
+class _PerHeadSoftplus(_PerHead):
+    gate_activation = "softplus"
+
+
+class _Local(OutputGated):
+    """Only layers of local attention have rotary positions."""
+
+    def positioned(
+        self, hidden_states: Tensor, query: Tensor, position_embeddings: Positions | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        local = position_embeddings if self.is_local_attention else None
+        return super().positioned(hidden_states, query, local)
+
+
+class _Unnormalised(OutputGated):
+    def normalised(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query, key
+
+
+class _OneNorm(OutputGated):
+    """One norm serves query and key, and the query is scaled after it."""
+
+    def normalised(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.qk_norm(query) * self.qk_scale_factor, self.qk_norm(key)
+
+
+class _Biased(OutputGated):
+    """A bias of the gate for each head."""
+
+    def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = self.heads(self.gate_proj(hidden_states)) + self.gate_bias[:, None]
+        return self.heads(self.q_proj(hidden_states)), logits.transpose(1, 2)
+
+
+class _Latent(_PerHead):
+    """Multi-head latent attention: the cache keeps the compressed keys and values of all heads."""
+
+    def heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.qk_head_dim)
+
+    def positioned(
+        self, hidden_states: Tensor, query: Tensor, position_embeddings: Positions | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        widths = [self.qk_nope_head_dim, self.qk_rope_head_dim]
+        query, turned = torch.split(query.transpose(1, 2), widths, dim=-1)
+        latent, key = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        assert position_embeddings is not None
+        turned, key = self.rotate(turned, key, *position_embeddings)
+        return torch.cat((query, turned), dim=-1), self.kv_a_layernorm(latent), key
+
+    def expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        expanded: tuple[Tensor, Tensor] = self.expand_kv(key, value)
+        return expanded
+
+
+#: Stock class -> its way, and the folder of transformers.models that it lies in.
+_FAMILIES: Final[dict[str, tuple[type[OutputGated], str]]] = {
+    "AfmoeAttention": (_Local, "afmoe"),
+    "BailingHybridAttention": (_Latent, "bailing_hybrid"),
+    "BeamAttention": (_Biased, "beam"),
+    "HrmTextAttention": (_Unnormalised, "hrm_text"),
+    "LagunaAttention": (_PerHeadSoftplus, "laguna"),
+    "Lfm3Attention": (_PerHead, "lfm3"),
+    "MuseGlimmerTextAttention": (_OneNorm, "muse_glimmer"),
+    "Qwen3NextAttention": (_QueryHalf, "qwen3_next"),
+    "Qwen3_5Attention": (_QueryHalf, "qwen3_5"),
+    "Qwen3_5MoeAttention": (_QueryHalf, "qwen3_5_moe"),
+    "Step3p7Attention": (_PerHead, "step3p7"),
+}
+
+
+def fused_class(stock: Any) -> Any:
+    """The class that runs layers of the class `stock` with gate and attention as one op; None where there is none."""
+    if stock.__name__ not in _FAMILIES or not stock.__module__.startswith("transformers."):
+        return None
+    return _fuse(stock)
+
+
+@cache
+def _fuse(stock: Any) -> Any:
+    way, _ = _FAMILIES[stock.__name__]
+    source = sys.modules[stock.__module__]
+    rotate = "apply_rotary_pos_emb" + ("_interleave" if way is _Latent else "")
+    members = {
+        "stock": stock,
+        "rotate": staticmethod(getattr(source, rotate)),
+        "__module__": __name__,
+        "__doc__": f"{stock.__name__} with gate and attention as one op.",
+    }
+    return _Fused(f"Fused{stock.__name__}", (way, stock), members)
+
+
+def __getattr__(name: str) -> Any:
+    """`FusedAfmoeAttention` and the like, which pickles of whole models name."""
+    stock = _stock_class(name.removeprefix("Fused")) if name.startswith("Fused") else None
+    if stock is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _fuse(stock)
+
+
+def _stock_class(name: str) -> Any:
+    """The stock class of that name; None where the installed transformers has it not."""
+    if name not in _FAMILIES:
+        return None
+    folder = _FAMILIES[name][1]
+    try:
+        source = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    except ModuleNotFoundError:
+        return None
+    return getattr(source, name, None)
+
+
+# ---------------------------------------------------------------------- models made later
+def register_patches() -> None:
+    """Let models that are made from now on by `from_pretrained` and `from_config` have fused layers.
+
+    It goes through transformers' own patch mapping. The layers run fused where the model's attention implementation is
+    "heads_kernels", and as stock layers elsewhere. Models that are there already are not touched: `use` is for them.
+
+    Raises:
+        ValueError: the patches are registered already.
+    """
+    if any(pattern in get_patch_mapping() for pattern in map(_pattern, _FAMILIES)):
+        was = "come from register_patches already"
+        refuse("patches", was, "call it once, and unregister_patches() to undo it")
+    stocks = {name: _stock_class(name) for name in _FAMILIES}
+    register_patch_mapping(
+        {_pattern(name): _fuse(stock) for name, stock in stocks.items() if stock is not None}
+    )
+
+
+def unregister_patches() -> None:
+    """Undo `register_patches`; models that were made in between keep their classes.
+
+    Raises:
+        ValueError: the patches are not registered.
+    """
+    known = get_patch_mapping()
+    patterns = [pattern for pattern in map(_pattern, _FAMILIES) if pattern in known]
+    if not patterns:
+        refuse("patches", "are not registered", "call register_patches() first")
+    unregister_patch_mapping(patterns)
+
+
+def _pattern(name: str) -> str:
+    """Patterns are searched for anywhere in a name, so this one has its ends."""
+    return f"^{name}$"

@@ -1,0 +1,83 @@
+"""Pruned models of transformers: `save_pretrained` writes their shape into the config, `from_pretrained` reads it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import find_layers
+from heads_kernels.heads.saving import RECORD, restore_shape
+
+#: Arguments that say where a checkpoint is, and so where its config is.
+_PLACE = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code",
+)  # fmt: skip
+
+
+def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any) -> Any:
+    """`cls.from_pretrained(path, **kwargs)` for checkpoints whose heads may have been pruned.
+
+    `hk.heads.prune` writes what is left of the heads into `model.config.heads_kernels`, and `model.save_pretrained`
+    saves it with the config. The model is made in that shape before its weights are loaded, so that dtypes, devices,
+    shards and task heads are as in transformers, which by itself refuses the checkpoint for its sizes.
+
+    Args:
+        path: folder or name of a checkpoint, pruned or not.
+        cls: a model class, or one of transformers' `AutoModel...`; default `AutoModel`.
+        **kwargs: those of `cls.from_pretrained`, such as `dtype` and `attn_implementation`.
+
+    Returns:
+        The model; with `output_loading_info` what transformers returns.
+
+    Raises:
+        ValueError: the recorded shape doesn't fit the model, or the checkpoint has learned gates: `hk.heads.prune`
+            folds those into the weights, to be called before saving.
+    """
+    from transformers import AutoModel
+
+    model_class = _model_class(path, AutoModel if cls is None else cls, kwargs)
+    with_info = kwargs.pop("output_loading_info", False)
+    model, info = _in_shape(model_class).from_pretrained(path, output_loading_info=True, **kwargs)
+    model.__class__ = model_class
+    if gates := sorted(key for key in info["unexpected_keys"] if ".head_gate." in key):
+        instead = "fold them into the weights before saving: hk.heads.prune(model, hk.heads.closed(model))"
+        refuse("path", f"is a checkpoint with learned gates, {gates[0]} the first", instead)
+    _number(model)
+    return (model, info) if with_info else model
+
+
+def _model_class(path: str | os.PathLike[str], cls: Any, kwargs: dict[str, Any]) -> Any:
+    """The class of the model that `cls` makes of this checkpoint."""
+    from transformers import AutoConfig
+
+    if not hasattr(cls, "_model_mapping"):  # no `AutoModel...`
+        return cls
+    place = {name: kwargs[name] for name in _PLACE if name in kwargs}
+    config = kwargs.get("config") or AutoConfig.from_pretrained(path, **place)
+    trust = {name: place[name] for name in ("trust_remote_code",) if name in place}
+    with torch.device("meta"):
+        return type(cls.from_config(config, **trust))
+
+
+def _in_shape(model_class: Any) -> Any:
+    """A subclass whose models lose, when they are made, the heads that their config says are gone."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        restore_shape(self.base_model, getattr(config, RECORD, {}))
+
+    members = {"__init__": __init__, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), members)
+
+
+def _number(model: Any) -> None:
+    """Write the numbers of the heads that are left: transformers makes buffers on the meta device, without values."""
+    pruned = getattr(model.config, RECORD, {}).get("pruned", {})
+    for layer in find_layers(model.base_model):
+        if layer.name in pruned:
+            heads = torch.tensor(pruned[layer.name]["heads"], dtype=torch.int64)
+            layer.module.kept_heads = heads.to(layer.output.linear.weight.device)
