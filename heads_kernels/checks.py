@@ -1,8 +1,9 @@
-"""What the arguments of an operator must be; each check names the argument, its value and what would do."""
+"""What arguments must be, those of operators above all; each check names the argument, its value and what would do."""
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,6 +12,24 @@ from heads_kernels.errors import refuse
 
 GATE_ACTIVATIONS: Final = ("identity", "sigmoid", "softplus")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """A finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_size(argument: str, size: object, least: int = 1) -> int:
+    instead = f"pass an int of at least {least}"
+    if not is_int(size):
+        refuse(argument, f"is a {type(size).__name__}", instead, TypeError)
+    if size < least:
+        refuse(argument, f"is {size}", instead)
+    return size
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -149,12 +168,12 @@ def check_gate(
         )
 
 
-def check_dropout(dropout_p: float) -> float:
+def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         was = f"is a {type(dropout_p).__name__}"
-        refuse("dropout_p", was, "pass a float: a probability in [0, 1)", TypeError)
+        refuse(argument, was, "pass a float: a probability in [0, 1)", TypeError)
     if not 0.0 <= dropout_p < 1.0:
-        refuse("dropout_p", f"is {dropout_p}", "pass a probability in [0, 1)")
+        refuse(argument, f"is {dropout_p}", "pass a probability in [0, 1)")
     return float(dropout_p)
 
 

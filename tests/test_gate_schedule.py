@@ -180,7 +180,7 @@ def test_other_kinds_are_left_alone() -> None:
     ("options", "message"),
     [
         ({"steps": 0}, "steps is 0; pass an int of at least 1"),
-        ({"steps": 2.5}, r"steps is 2\.5"),
+        ({"steps": 2.5}, "steps is a float"),
         ({"warmup": 1.5}, r"warmup is 1\.5; pass a share of the steps"),
         ({"warmup": "half"}, "warmup is 'half'"),
         ({"rate": 0}, "rate is 0; pass a float above 0"),
@@ -198,7 +198,7 @@ def test_other_kinds_are_left_alone() -> None:
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         hk.heads.GateSchedule(ByKind(), **{"open_heads": 4, "steps": 10, **options})
 
 

@@ -124,7 +124,7 @@ def test_samples_agree_with_the_closed_form(temperature: float) -> None:
         deviation = (expected * (1 - expected) / draws).sqrt()
         assert ((seen.double().mean(0) - expected).abs() < 4.5 * deviation).all()
     count = (sample != 0).sum(1).double().mean()
-    assert abs(count - gate.expected_open()) < 4.5 * (6 * 0.25 / draws) ** 0.5
+    assert abs(count - gate.penalty().detach()) < 4.5 * (6 * 0.25 / draws) ** 0.5
 
 
 def test_a_sample_is_the_formula_of_its_noise() -> None:
@@ -421,8 +421,8 @@ def test_sampled_closed_heads_get_the_gradients_of_the_full_backward_pass() -> N
     ("options", "message"),
     [
         ({"num_heads": 0}, "num_heads is 0; pass an int of at least 1"),
-        ({"num_heads": 8.0}, r"num_heads is 8\.0"),
-        ({"num_heads": True}, "num_heads is True"),
+        ({"num_heads": 8.0}, "num_heads is a float"),
+        ({"num_heads": True}, "num_heads is a bool"),
         ({"temperature": 0}, "temperature is 0; pass a float above 0"),
         ({"temperature": -0.3}, "temperature is -0.3"),
         ({"temperature": math.nan}, "temperature is nan"),
@@ -443,5 +443,5 @@ def test_sampled_closed_heads_get_the_gradients_of_the_full_backward_pass() -> N
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         hk.nn.HardConcrete(**{"num_heads": 8, **options})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from tests.attention_models import make, output_of
+from tests.tiny_models import build, outputs
 
 
 class Encoder(nn.Module):
@@ -35,23 +35,16 @@ def encoder() -> tuple[Any, Callable[[], Tensor]]:
 
 
 def bert() -> tuple[Any, Callable[[], Tensor]]:
-    model = make("BertAttention")
-    hk.integrations.transformers.use(model)
-    return model, lambda: output_of(model)
+    model = hk.integrations.transformers.use(build("bert"))
+    return model, lambda: outputs(model)
 
 
 def llama() -> tuple[Any, Callable[[], Tensor]]:
-    model = make("LlamaAttention")
-    hk.integrations.transformers.use(model)
-    return model, lambda: output_of(model)
+    model = hk.integrations.transformers.use(build("llama"))
+    return model, lambda: outputs(model)
 
 
 MODELS = (encoder, bert, llama)
-
-
-def columns(model: nn.Module, index: int, heads: list[int]) -> tuple[Tensor, Tensor]:
-    layer = hk.heads.attention_layers(model)[index]
-    return layer.output.linear.weight, layer.output.features(heads)
 
 
 # ---------------------------------------------------------------------- closing
@@ -60,13 +53,13 @@ def test_close_and_reopen(model_of: Callable[[], Any]) -> None:
     model, run = model_of()
     whole = run()
     reference = copy.deepcopy(model.state_dict())
-    for index, heads in ((0, [1]), (1, [0, 3])):
-        weight, features = columns(model, index, heads)
-        weight.data[:, features] = 0.0
+    layers = hk.heads.attention_layers(model)
+    for layer, heads in zip(layers, ([1], [0, 3]), strict=True):
+        layer.output.linear.weight.data[:, layer.output.features(heads)] = 0.0
     expected = run()
     model.load_state_dict(reference)
 
-    names = [layer.name for layer in hk.heads.attention_layers(model)]
+    names = [layer.name for layer in layers]
     hk.heads.close(model, {0: [1], names[1]: [3]})
     hk.heads.close(model, {1: [0, 3]})
     assert hk.heads.closed(model) == {names[0]: [1], names[1]: [0, 3]}
@@ -92,8 +85,7 @@ def test_a_closed_head_is_trained_no_more_and_opens_as_it_was() -> None:
     model, run = encoder()
     hk.heads.close(model, {0: [2], 1: [2]})
     run().square().mean().backward()
-    for index in range(2):
-        layer = hk.heads.attention_layers(model)[index]
+    for layer in hk.heads.attention_layers(model):
         for role in (layer.query, layer.key, layer.value):
             grad = role.linear.weight.grad
             assert not grad[role.features([2])].any()
@@ -124,7 +116,7 @@ def test_gate_and_ungate(model_of: Callable[[], Any]) -> None:
 
 def test_gate_takes_the_layers_that_are_asked_for() -> None:
     model, _ = bert()
-    name = "bert.encoder.layer.1.attention.self"
+    name = "encoder.layer.1.attention.self"
     hk.heads.gate(model, hk.nn.HardConcrete, layers=[name])
     assert list(hk.heads.closed(model)) == [name]
     model.get_submodule(name).head_gate.log_alpha.data[2] = -9.0
@@ -142,7 +134,7 @@ def test_gates_take_the_mode_of_their_layer_and_leave_out_empty_ones() -> None:
 
 # ---------------------------------------------------------------------- bad input
 def test_transformers_models_have_to_be_in_use() -> None:
-    model = make("BertAttention", "sdpa")
+    model = build("bert", "sdpa")
     instead = r"runs the attention function 'sdpa' in layer 0.*transformers\.use\(model\) first"
     with pytest.raises(ValueError, match=instead):
         hk.heads.close(model, {0: [1]})
@@ -184,4 +176,26 @@ def test_makes_that_give_no_gates() -> None:
         hk.heads.gate(model, lambda H: nn.Linear(H, H))  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="make gave 3 gates for layer 0"):
         hk.heads.gate(model, lambda H: hk.nn.HardConcrete(H - 1))
+    one = hk.nn.HardConcrete(4)
+    with pytest.raises(ValueError, match=r"make gave the same gate for layer 1 .* as for layer 0"):
+        hk.heads.gate(model, lambda H: one)
     assert hk.heads.closed(model) == {}
+
+
+@pytest.mark.parametrize("layers", [0, "layers.0"])
+def test_layers_come_in_a_list(layers: Any) -> None:
+    model, _ = encoder()
+    with pytest.raises(TypeError, match=r"layers is .*pass a list of layers: \["):
+        hk.heads.gate(model, hk.nn.HardConcrete, layers=layers)
+
+
+def test_inference_mode_leaves_models_that_train() -> None:
+    model, run = encoder()
+    with torch.inference_mode():
+        hk.heads.close(model, {0: [0], 1: [1]})
+        hk.heads.prune(model, {0: [0]})
+        hk.heads.gate(model, hk.nn.HardConcrete, layers=[0])
+    hk.heads.close(model, {1: [2]})
+    model.train()
+    run().square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

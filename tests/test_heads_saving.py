@@ -12,61 +12,61 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from tests.attention_models import MODELS, make, output_of
+from tests.tiny_models import WITH_HEADS, build, outputs, transformers
 
 pytest.importorskip("safetensors", reason="what models are saved as")
-transformers = pytest.importorskip("transformers", reason="these are models of transformers")
 
 
-def pruned(attention: str, **changes: Any) -> Any:
+def pruned(name: str, **changes: Any) -> Any:
     """A model of which every layer has lost other heads, the first all of them.
 
     Checkpoints of HRM hold query, key, value and gate in one tensor of four equal parts, so one head stays there.
     """
-    assert hk.integrations.transformers  # registers the attention function
-    model = make(attention, "heads_kernels", **changes)
+    model = build(name, "heads_kernels", **changes)
     for layer in hk.heads.attention_layers(model):
         H = layer.num_heads
         gone = range(H) if layer.index == 0 else [layer.index % H, (layer.index + 2) % H]
-        stay = 1 if attention == "HrmTextAttention" else 0
+        stay = 1 if name == "hrm_text" else 0
         hk.heads.prune(model, {layer.index: gone}, keep_at_least=stay)
     return model
 
 
 def reload(path: Path, cls: Any = None, **options: Any) -> Any:
-    options = {"attn_implementation": "heads_kernels", **options}
-    model = hk.integrations.transformers.from_pretrained(path, cls, **options).eval()
-    model.config._experts_implementation = "eager"
-    return model
+    options = {
+        "attn_implementation": "heads_kernels", "experts_implementation": "eager", **options
+    }  # fmt: skip
+    return hk.integrations.transformers.from_pretrained(path, cls, **options)
+
+
+def assert_same_states(loaded: nn.Module, saved: nn.Module, ignoring: str = "nothing") -> None:
+    states = [dict(model.state_dict()) for model in (loaded, saved)]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert ignoring in name or torch.equal(tensor, states[1][name]), name
 
 
 def assert_same(loaded: nn.Module, saved: nn.Module) -> None:
-    states = [dict(model.state_dict()) for model in (loaded, saved)]
-    assert states[0].keys() == states[1].keys()
-    for name, tensor in states[1].items():
-        assert torch.equal(states[0][name], tensor), name
-    assert torch.equal(output_of(loaded), output_of(saved))
+    assert_same_states(loaded, saved)
+    assert torch.equal(outputs(loaded), outputs(saved))
 
 
 # ---------------------------------------------------------------------- save_pretrained, from_pretrained
-@pytest.mark.parametrize("attention", MODELS)
-def test_save_pretrained(attention: str, tmp_path: Path) -> None:
-    model = pruned(attention)
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_save_pretrained(name: str, tmp_path: Path) -> None:
+    model = pruned(name)
     model.save_pretrained(tmp_path)
     loaded = reload(tmp_path, type(model))
     assert type(loaded) is type(model)
     assert_same(loaded, model)
     for old, new in zip(*map(hk.heads.attention_layers, (model, loaded)), strict=True):
-        assert (old.name, old.num_heads, old.num_key_heads) == (
-            new.name,
-            new.num_heads,
-            new.num_key_heads,
-        )
+        assert (old.name, old.num_heads) == (new.name, new.num_heads)
+        assert old.num_key_heads == new.num_key_heads
         assert torch.equal(old.module.kept_heads, new.module.kept_heads)
+        assert old.module.heads_before == new.module.heads_before
 
 
 def test_the_shape_is_in_the_config(tmp_path: Path) -> None:
-    model = make("BertAttention")
+    model = build("bert", model="BertForSequenceClassification")
     hk.heads.prune(model, {0: [1, 2]})
     hk.heads.prune(model, {0: [1]})
     left = {"heads": [0], "key_heads": 1, "head_dim": 8, "value_dim": 8}
@@ -79,43 +79,67 @@ def test_the_shape_is_in_the_config(tmp_path: Path) -> None:
     assert written["heads_kernels"] == model.config.heads_kernels
 
 
-def test_models_with_and_without_their_task_head(tmp_path: Path) -> None:
-    model = pruned("BertAttention")
+def test_the_config_of_another_model_is_left_alone() -> None:
+    config = build("bert").config
+    pruned, other = (transformers.BertForMaskedLM(config) for _ in range(2))
+    hk.heads.prune(pruned, {0: [1]})
+    assert "heads_kernels" not in vars(other.config)
+    assert pruned.config.heads_kernels
+    assert pruned.config is pruned.bert.config is pruned.bert.encoder.layer[0].attention.self.config
+
+
+def test_configs_inside_configs_stay_those_of_the_parts() -> None:
+    parts = [build("bert", model="BertLMHeadModel", **d).config for d in ({}, {"is_decoder": True})]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    model = transformers.EncoderDecoderModel(config)
+    before = model.config
+    hk.heads.prune(model, {0: [1]})
+    assert model.config is not before
+    assert model.config.encoder is model.encoder.config
+    assert model.config.decoder is model.decoder.config
+    assert not hasattr(before.encoder, "heads_kernels")
+
+
+@pytest.mark.parametrize(
+    ("name", "classifier"),
+    [
+        ("bert", "BertForSequenceClassification"),
+        ("distilbert", "DistilBertForSequenceClassification"),
+    ],
+)
+def test_models_with_and_without_their_task_head(
+    name: str, classifier: str, tmp_path: Path
+) -> None:
+    model = pruned(name, model=classifier)
     model.save_pretrained(tmp_path)
     classify = reload(tmp_path, transformers.AutoModelForSequenceClassification)
     assert type(classify) is type(model)
     assert_same(classify, model)
     base = reload(tmp_path)
-    assert type(base) is transformers.BertModel
-    assert_same_states(base, model.bert, ignoring="pooler")
+    assert type(base) is type(build(name))
+    assert_same_states(base, model.base_model, ignoring="pooler")
     masked = reload(tmp_path, transformers.AutoModelForMaskedLM)  # a head that the file has not
-    assert torch.isfinite(output_of(masked)).all()
+    assert torch.isfinite(outputs(masked)).all()
     base.save_pretrained(tmp_path / "base")
-    again = reload(tmp_path / "base", transformers.BertForSequenceClassification)
-    assert_same_states(again.bert, model.bert, ignoring="pooler")
-
-
-def assert_same_states(a: nn.Module, b: nn.Module, ignoring: str) -> None:
-    states = [dict(model.state_dict()) for model in (a, b)]
-    assert states[0].keys() == states[1].keys()
-    for name, tensor in states[0].items():
-        assert ignoring in name or torch.equal(tensor, states[1][name]), name
+    again = reload(tmp_path / "base", type(model))
+    assert_same_states(again.base_model, model.base_model, ignoring="pooler")
 
 
 def test_encoder_of_a_model_with_two_stacks(tmp_path: Path) -> None:
-    model = pruned("T5Attention")
+    model = pruned("t5", model="T5ForConditionalGeneration")
     model.save_pretrained(tmp_path)
+    assert_same(reload(tmp_path, type(model)), model)
     encoder = reload(tmp_path, transformers.T5EncoderModel)
-    assert_same_states(encoder.encoder, model.encoder, ignoring="none")
+    assert_same_states(encoder.encoder, model.encoder)
 
 
 def test_dtype_shards_and_training_go_on(tmp_path: Path) -> None:
-    model = pruned("LlamaAttention")
+    model = pruned("llama")
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     half = reload(tmp_path, transformers.AutoModelForCausalLM, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    loaded, info = reload_with_info(tmp_path)
+    loaded, info = reload(tmp_path, type(model), output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
     hk.heads.prune(loaded, {1: [0]})
@@ -124,41 +148,29 @@ def test_dtype_shards_and_training_go_on(tmp_path: Path) -> None:
     assert_same(reload(tmp_path / "again", type(model)), model)
 
 
-def reload_with_info(path: Path) -> Any:
-    return hk.integrations.transformers.from_pretrained(
-        path,
-        transformers.LlamaForCausalLM,
-        attn_implementation="heads_kernels",
-        output_loading_info=True,
-    )
-
-
 def test_checkpoints_that_were_never_pruned(tmp_path: Path) -> None:
-    model = make("BertAttention", "heads_kernels")
+    model = build("bert", "heads_kernels")
     model.save_pretrained(tmp_path)
     assert_same(reload(tmp_path, type(model)), model)
     assert not hasattr(model.config, "heads_kernels")
 
 
-def test_transformers_by_itself_refuses_a_pruned_checkpoint(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pruned("BertAttention").save_pretrained(tmp_path)
+def test_transformers_by_itself_refuses_a_pruned_checkpoint(tmp_path: Path) -> None:
+    pruned("bert").save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         transformers.AutoModel.from_pretrained(tmp_path)
 
 
 def test_learned_gates_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    model = make("BertAttention")
-    hk.integrations.transformers.use(model)
+    model = hk.integrations.transformers.use(build("bert"))
     hk.heads.gate(model, hk.nn.HardConcrete)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"learned gates, bert.*head_gate.log_alpha.*prune"):
+    with pytest.raises(ValueError, match=r"learned gates, encoder.*head_gate.log_alpha.*prune"):
         reload(tmp_path, type(model))
 
 
 def test_a_config_that_does_not_fit_the_model(tmp_path: Path) -> None:
-    model = pruned("BertAttention")
+    model = pruned("bert")
     model.config.num_attention_heads = 2
     model.save_pretrained(tmp_path)
     there = r"was saved with heads \[\] .*widths 8 and 8; the model has heads \[0, 1\]"
@@ -220,13 +232,16 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_uneven_groups_load_into_a_whole_model(tmp_path: Path) -> None:
-    model = make("LlamaAttention")
+    model = build("llama")
     hk.heads.prune(model, {0: [0], 1: [2, 3]})
     hk.heads.prune(model, {0: [1, 2]})
     hk.heads.save(model, tmp_path / "model.safetensors")
-    loaded = make("LlamaAttention")
+    loaded = build("llama")
     hk.heads.load(loaded, tmp_path / "model.safetensors")
     assert_same(loaded, model)
+    assert loaded.config.heads_kernels == model.config.heads_kernels
+    loaded.save_pretrained(tmp_path)
+    assert_same(reload(tmp_path, type(model), attn_implementation="eager"), model)
 
 
 def test_gates_are_restored_where_they_are_attached(tmp_path: Path) -> None:
@@ -237,7 +252,7 @@ def test_gates_are_restored_where_they_are_attached(tmp_path: Path) -> None:
     model.encoder.head_gate.log_alpha.data.copy_(torch.tensor([-9.0, 0.5, 9.0]))
     hk.heads.save(model, path)
     fresh = translator(seed=1)
-    with pytest.raises(ValueError, match=r"layer '\w+' has gates in the file.*hk.heads.gate"):
+    with pytest.raises(ValueError, match=r"which has cross\.head_gate\.log_alpha, .*hk.heads.gate"):
         hk.heads.load(fresh, path)
     assert fresh.encoder.num_heads == 4
     hk.heads.gate(fresh, hk.nn.HardConcrete)
@@ -251,6 +266,11 @@ def test_files_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
     model = translator()
     hk.heads.prune(model, {"encoder": [0]})
     hk.heads.save(model, path)
+    wider, gated, untied = translator(), translator(), translator()
+    wider.another = nn.Linear(2, 2)
+    del untied.embed
+    untied.logits = nn.Linear(24, 9)
+    hk.heads.gate(gated, hk.nn.HardConcrete)
     others = (
         (translator(heads=2), r"layer 'encoder' was saved with heads \[1, 2, 3\] and 3 key heads"),
         (translator(heads=8), r"of widths 6 and 6; the model has heads \[0, 1, 2, 3, 4, 5, 6, 7\]"),
@@ -258,7 +278,14 @@ def test_files_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
     )
     gone = translator()
     hk.heads.prune(gone, {"encoder": [1]})
-    for other, match in (*others, (gone, r"the model has heads \[0, 2, 3\]")):
+    others = (
+        *others,
+        (gone, r"the model has heads \[0, 2, 3\]"),
+        (wider, "which lacks another.bias, another.weight"),
+        (gated, r"which lacks cross.head_gate.log_alpha, .*hk\.heads\.ungate"),
+        (untied, "which has embed.weight; the model has not"),
+    )
+    for other, match in others:
         before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
         with pytest.raises(ValueError, match=match):
             hk.heads.load(other, path)

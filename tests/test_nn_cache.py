@@ -43,6 +43,7 @@ def test_a_growing_cache_is_copied_seldom() -> None:
     assert len(rooms) <= 7  # 1, 2, 4, 8, 16, 32, 64
 
 
+@torch.no_grad()
 def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
     layer, x, memory = layer_of(), torch.randn(B, T, E).double(), torch.randn(B, S, E).double()
     full = layer(x, memory, key_padding_mask=PADDED)[0]
@@ -78,8 +79,10 @@ def test_beams_are_reordered(source: bool) -> None:
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:
     layer, x = layer_of(), torch.randn(B, S, E).double()
-    with pytest.raises(ValueError, match=r"cache is appended to while gradients.*no_grad"):
+    with pytest.raises(ValueError, match=r"cache is filled while gradients.*no_grad"):
         layer(x, cache=hk.nn.KeyValueCache())
+    with pytest.raises(ValueError, match=r"cache is filled while gradients.*no_grad"):
+        layer(x, x.clone(), cache=hk.nn.KeyValueCache())
     with torch.no_grad():
         cache = hk.nn.KeyValueCache(max_length=8)
         layer(x, cache=cache)

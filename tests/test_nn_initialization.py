@@ -111,7 +111,7 @@ def test_biases_are_zero_and_the_rest_stays() -> None:
 @pytest.mark.parametrize(
     ("module", "layer", "alpha", "error", "match"),
     [
-        (nn.Linear(2, 2), 0, 1.0, ValueError, "layer is 0; count layers from 1"),
+        (nn.Linear(2, 2), 0, 1.0, ValueError, "layer is 0; pass an int of at least 1"),
         (nn.Linear(2, 2), 1.0, 1.0, TypeError, "layer is a float"),
         (nn.Linear(2, 2), 1, 0.0, ValueError, "alpha is 0.0"),
         (nn.Linear(2, 2), 1, math.nan, ValueError, "alpha is nan"),

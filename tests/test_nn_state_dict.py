@@ -48,6 +48,13 @@ def test_state_dict_round_trip() -> None:
     }
 
 
+def test_assigned_projections_share_no_storage() -> None:
+    ours, theirs = hk.nn.GatedMultiheadAttention(E, H), torch_attention()
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    storages = {parameter.untyped_storage().data_ptr() for parameter in ours.parameters()}
+    assert len(storages) == 8
+
+
 def test_state_dict_that_does_not_fit() -> None:
     theirs = torch_attention().state_dict()
     with pytest.raises(RuntimeError, match=r"size mismatch for k_proj.weight"):

@@ -19,12 +19,10 @@ from transformers import masking_utils as stock
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers.masks import PreparedMask, prepare_mask
-from tests.tiny_models import TINY, build
+from tests.tiny_models import TINY, build, outputs
 
 B = 3
 WINDOW = 3
-
-transformers.logging.set_verbosity_error()
 
 
 def padding(length: int) -> Tensor:
@@ -182,18 +180,15 @@ def test_nobody_looks_at_values(pattern: str) -> None:
 
 def test_layers_share_intervals() -> None:
     """One mask a pass: the intervals are worked out once."""
-    model = build("llama")
-    model.set_attn_implementation("heads_kernels")
+    model = build("llama", "heads_kernels")
     seen = []
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
         )
-    real = torch.ones(2, 5, dtype=torch.long)
-    real[0, :2] = 0
-    model(torch.ones(2, 5, dtype=torch.long), attention_mask=real)
+    outputs(model)
     assert seen[0] is seen[1]
-    assert seen[0].mask.intervals(2, 4, 5, 5) is seen[1].mask.intervals(2, 4, 5, 5)
+    assert seen[0].mask.intervals(3, 8, 9, 9) is seen[1].mask.intervals(3, 8, 9, 9)
 
 
 # ---------------------------------------------------------------------- a mask that stands for a tensor

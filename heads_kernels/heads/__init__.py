@@ -1,16 +1,16 @@
 """The heads of a model: where they lie, gating, closing, pruning and saving them."""
 
-from heads_kernels.heads.families import Family, register
 from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
 from heads_kernels.heads.layers import AttentionLayer, Projection, attention_layers
+from heads_kernels.heads.layouts import HeadLayout, register_layout
 from heads_kernels.heads.pruning import prune
 from heads_kernels.heads.saving import load, save
 from heads_kernels.heads.schedule import GateSchedule
 
 __all__ = [
     "AttentionLayer",
-    "Family",
     "GateSchedule",
+    "HeadLayout",
     "Projection",
     "attention_layers",
     "close",
@@ -18,7 +18,7 @@ __all__ = [
     "gate",
     "load",
     "prune",
-    "register",
+    "register_layout",
     "reopen",
     "save",
     "ungate",

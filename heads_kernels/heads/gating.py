@@ -17,6 +17,7 @@ from heads_kernels.heads.layers import (
 from heads_kernels.nn.gates import FixedGate, HeadGate
 
 
+@torch.inference_mode(False)
 def gate(
     model: nn.Module,
     make: Callable[[int], HeadGate],
@@ -30,33 +31,36 @@ def gate(
     Args:
         model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
         make: makes the gate of a layer from its number of heads, for example `hk.nn.HardConcrete`.
-        layers: indices or names of layers; default all.
+        layers: a list of indices or names of layers; default all.
 
     Raises:
         TypeError, ValueError: a layer that doesn't exist or has a gate already, a transformers model whose attention
-            function ignores gates, or a `make` that gives something else than a gate of that many heads.
+            function ignores gates, or a `make` that gives something else than a gate of that many heads, new each time.
     """
+    if isinstance(layers, str) or not isinstance(layers, (Iterable, type(None))):
+        refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
     there = attention_layers(model)
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
-    made = []
+    made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
         _check_runs_gates(layer)
-        if _gate_of(layer) is not None:
-            was = f"has a {type(_gate_of(layer)).__name__} already"
+        if layer.gate is not None:
+            was = f"has a {type(layer.gate).__name__} already"
             refuse(str(layer), was, "call hk.heads.ungate(model) first")
         if layer.num_heads:
-            made.append((layer, _made(make, layer)))
-    for layer, head_gate in made:
+            made[_made(make, layer, made)] = layer
+    for head_gate, layer in made.items():
         layer.module.head_gate = head_gate
 
 
 def ungate(model: nn.Module) -> None:
     """Take all gates off, whatever they are: heads are as open as without gates. `prune` would fold them in instead."""
     for layer in attention_layers(model):
-        if _gate_of(layer) is not None:
+        if layer.gate is not None:
             layer.module.head_gate = None
 
 
+@torch.inference_mode(False)
 def close(model: nn.Module, heads: Mapping[int | str, Iterable[int]]) -> None:
     """Close heads: they output zeros and cost no attention work, until `reopen(model)`.
 
@@ -74,23 +78,26 @@ def close(model: nn.Module, heads: Mapping[int | str, Iterable[int]]) -> None:
     asked = heads_of_layers(attention_layers(model), heads)
     for layer, _ in asked:
         _check_runs_gates(layer)
-        head_gate = _gate_of(layer)
+        head_gate = layer.gate
         if head_gate is not None and not _only_closes(head_gate):
             was = f"has a {type(head_gate).__name__} with gates of its own"
             refuse(str(layer), was, "close heads of layers without one: hk.heads.ungate(model)")
     for layer, chosen in asked:
+        head_gate = layer.gate
         if not chosen:
             continue
         device = layer.output.linear.weight.device
-        if _gate_of(layer) is None:
-            layer.module.head_gate = FixedGate(torch.ones(layer.num_heads, device=device))
-        layer.module.head_gate.gates[chosen] = 0.0
+        gates = (
+            torch.ones(layer.num_heads, device=device) if head_gate is None else head_gate.export()
+        )
+        gates[chosen] = 0.0
+        layer.module.head_gate = FixedGate(gates)
 
 
 def reopen(model: nn.Module) -> None:
     """Open the heads that `close` closed: gates that are fixed at 0 and 1 are taken off, others stay."""
     for layer in attention_layers(model):
-        if _only_closes(_gate_of(layer)):
+        if _only_closes(layer.gate):
             layer.module.head_gate = None
 
 
@@ -102,12 +109,8 @@ def closed(model: nn.Module) -> dict[str, list[int]]:
     return {
         layer.name: (head_gate.export() == 0).nonzero().flatten().tolist()
         for layer in attention_layers(model)
-        if (head_gate := _gate_of(layer)) is not None
+        if (head_gate := layer.gate) is not None
     }
-
-
-def _gate_of(layer: AttentionLayer) -> HeadGate | None:
-    return getattr(layer.module, "head_gate", None)
 
 
 def _only_closes(head_gate: HeadGate | None) -> bool:
@@ -117,7 +120,11 @@ def _only_closes(head_gate: HeadGate | None) -> bool:
     )
 
 
-def _made(make: Callable[[int], HeadGate], layer: AttentionLayer) -> HeadGate:
+def _made(
+    make: Callable[[int], HeadGate],
+    layer: AttentionLayer,
+    others: Mapping[HeadGate, AttentionLayer],
+) -> HeadGate:
     head_gate = make(layer.num_heads)
     if not isinstance(head_gate, HeadGate):
         was = f"gave a {type(head_gate).__name__}"
@@ -125,6 +132,9 @@ def _made(make: Callable[[int], HeadGate], layer: AttentionLayer) -> HeadGate:
     if head_gate.num_heads != layer.num_heads:
         was = f"gave {head_gate.num_heads} gates for {layer}"
         refuse("make", was, f"make one for each of its {layer.num_heads} heads")
+    if head_gate in others:
+        was = f"gave the same gate for {layer} as for {others[head_gate]}"
+        refuse("make", was, "make a new one each time")
     return head_gate.to(layer.output.linear.weight.device).train(layer.module.training)
 
 

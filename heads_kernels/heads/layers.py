@@ -6,13 +6,14 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.families import FAMILIES, Family, family_of
+from heads_kernels.heads.layouts import LAYOUTS, HeadLayout, layout_of
+from heads_kernels.nn.gates import HeadGate
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class AttentionLayer:
         query, key, value, output: its projections; the heads of `output` lie in its input features.
         num_heads, num_key_heads: H and Hk; Hk is 1 where `shared`.
         head_dim, value_dim: D (Ds where `shared`) and Dv.
-        family: the entry of the table that describes the layer.
+        layout: the entry of the table that describes the layer.
         beside: projections with rows for every query head besides those four: output gates, content biases.
     """
 
@@ -72,8 +73,13 @@ class AttentionLayer:
     num_key_heads: int
     head_dim: int
     value_dim: int
-    family: Family
+    layout: HeadLayout
     beside: tuple[Projection, ...] = ()
+
+    @property
+    def gate(self) -> HeadGate | None:
+        """The gate of the heads that the module carries."""
+        return getattr(self.module, "head_gate", None)
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name!r})"
@@ -83,11 +89,12 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The attention layers of a model, in the order of `model.named_modules()`; a module that is shared counts once.
 
     Args:
-        model: a model of the table `FAMILIES` (heads/families.py), or any model with such modules in it; `register`
-            adds classes.
+        model: a model of the table `LAYOUTS` (heads/layouts.py), or any model with such modules in it;
+            `register_layout` adds classes.
 
     Raises:
-        ValueError: no attention layer of the table is in the model; it names what looks like attention.
+        ValueError: no attention layer of the table is in the model (it names what looks like attention), or a class has
+            the name of one without having its parts.
     """
     layers = find_layers(model)
     if not layers:
@@ -95,8 +102,8 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
         seen = ", ".join(name for name in names if "Attention" in name) or "no attention at all"
         refuse(
             "model",
-            f"has no attention layer of a known family, but {seen}",
-            f"known are {', '.join(FAMILIES)}; hk.heads.register adds others",
+            f"has no attention layer of the table, but {seen}",
+            f"known are {', '.join(LAYOUTS)}; hk.heads.register_layout adds others",
         )
     return layers
 
@@ -104,9 +111,9 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """As `attention_layers`, but an empty list where there is none."""
     found = [
-        (name, module, family)
+        (name, module, layout)
         for name, module in model.named_modules()
-        if (family := family_of(module)) is not None
+        if (layout := layout_of(module)) is not None
     ]
     return [_layer(index, *item) for index, item in enumerate(found)]
 
@@ -157,54 +164,68 @@ def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
     return [operator.index(head) for head in heads]
 
 
-# ---------------------------------------------------------------------- one layer, as its family says
-def _layer(index: int, name: str, holder: nn.Module, family: Family) -> AttentionLayer:
-    module = _at(holder, family.inner) if family.inner else holder
-    query, key, value, output = (
-        _at(holder, path) for path in (family.query, family.key, family.value, family.output)
-    )
-    D = _at(holder, family.head_dim)
-    Dv = _at(holder, family.value_dim) if family.value_dim else D
+# ---------------------------------------------------------------------- one layer, as its layout says
+def _layer(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> AttentionLayer:
+    _check_has_parts(name, holder, layout)
+    module = _at(holder, layout.inner) if layout.inner else holder
+    D = _at(holder, layout.head_dim)
+    Dv = _at(holder, layout.value_dim) if layout.value_dim else D
+    output = _at(holder, layout.output)
     H = _features(output, 0) // Dv
-    if family.shared:
-        roles = Projection(query, 1, D), Projection(key, 1, D), Projection(value, H, Dv)
-    else:
-        roles = _per_head(query, key, value, H, (D, Dv))
-    beside = [_at(holder, path) for path in family.beside]
-    name = ".".join(part for part in (name, family.inner) if part)
+    query, key, value = _roles(holder, layout, H, (D, Dv))
+    beside = (_at(holder, path) for path in layout.beside)
+    name = ".".join(part for part in (name, layout.inner) if part)
     return AttentionLayer(
         index=index,
         name=name,
         kind=_kind(module, name),
         module=module,
-        query=roles[0],
-        key=roles[1],
-        value=roles[2],
+        query=query,
+        key=key,
+        value=value,
         output=Projection(output, H, Dv),
         num_heads=H,
-        num_key_heads=roles[1].heads,
+        num_key_heads=key.heads,
         head_dim=D,
         value_dim=Dv,
-        family=family,
+        layout=layout,
         beside=tuple(
             Projection(linear, H, _features(linear) // max(H, 1)) for linear in beside if linear
         ),
     )
 
 
-def _per_head(
-    query: Any, key: Any, value: Any, H: int, widths: tuple[int, int]
+def _check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
+    """Classes are found by name: refuse one that is another class of that name."""
+    instead = "register another class name for it (hk.heads.register_layout), or rename the class"
+    projections = (layout.query, layout.key, layout.value, layout.output)
+    for path in (*projections, layout.head_dim, layout.value_dim):
+        found = _at(holder, path) if path else 0
+        if found is None:
+            was = f"is a {type(holder).__name__} without {path!r}, where {layout.name} has it"
+            refuse(f"module {name!r}", was, instead)
+        if path in projections and not any(hasattr(found, size) for size in _SIZES[0]):
+            was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"
+            refuse(f"module {name!r}", was, "find its heads before it is wrapped")
+
+
+def _roles(
+    holder: nn.Module, layout: HeadLayout, H: int, widths: tuple[int, int]
 ) -> tuple[Projection, Projection, Projection]:
-    """Query, key and value that lie head by head, in projections of their own or fused in this order."""
+    """Query, key and value: head by head in projections of their own or fused in this order, or shared by all heads."""
     D, Dv = widths
-    query_width = D if query is key or H == 0 else _features(query) // H
-    start = H * D if query is key else 0
-    key_features = (_features(key) - start) // (2 if key is value else 1)
+    paths = [_existing(holder, path) for path in (layout.query, layout.key, layout.value)]
+    query, key, value = (_at(holder, path) for path in paths)
+    if layout.shared:
+        return Projection(query, 1, D), Projection(key, 1, D), Projection(value, H, Dv)
+    has_query, has_value = paths[0] == paths[1], paths[1] == paths[2]
+    start = H * D if has_query else 0
+    key_features = (_features(key) - start) // (2 if has_value else 1)
     Hk = key_features // D
     return (
-        Projection(query, H, query_width),
+        Projection(query, H, D if has_query or H == 0 else _features(query) // H),
         Projection(key, Hk, D, start),
-        Projection(value, Hk, Dv, start + key_features if key is value else 0),
+        Projection(value, Hk, Dv, start + key_features if has_value else 0),
     )
 
 
@@ -221,15 +242,24 @@ def _kind(module: Any, name: str) -> str:
     return "decoder" if is_causal else "cross" if is_cross else "encoder"
 
 
+#: Names of the input and of the output size, of `nn.Linear` and of `Conv1D`. A packed weight has another shape.
+_SIZES: Final = (("in_features", "nx"), ("out_features", "nf"))
+
+
 def _features(linear: Any, of: int = 1) -> int:
     """Input features (`of` = 0) or output features (1)."""
-    features: int = linear.weight.shape[of if is_transposed(linear) else 1 - of]
+    features: int = next(getattr(linear, size) for size in _SIZES[of] if hasattr(linear, size))
     return features
 
 
 def is_transposed(linear: Any) -> bool:
     """True for transformers' `Conv1D`, whose weight is `[in, out]`."""
     return type(linear).__name__ == "Conv1D"
+
+
+def _existing(holder: Any, path: str) -> str:
+    """Of alternatives `first|second` the first that exists."""
+    return next(one for one in path.split("|") if _at(holder, one) is not None)
 
 
 def _at(module: Any, path: str) -> Any:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import gcd
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
     attention_layers,
-    find_layers,
     heads_of_layers,
     is_transposed,
 )
+from heads_kernels.heads.record import record_in_config
+from heads_kernels.heads.shrinking import replace, shrink
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def prune(
     model: nn.Module, heads: Mapping[int | str, Iterable[int]], keep_at_least: int = 0
 ) -> dict[str, list[int]]:
@@ -46,90 +49,49 @@ def prune(
         model: with attention layers of the table.
         heads: `{layer: [heads]}`, layers by index or name, heads as they are numbered now.
         keep_at_least: so many heads stay in each of the layers, or all if there are fewer: of those in `heads` the ones
-            with the largest gates, the first among equals.
+            of highest `HeadGate.rank()`, the first among equals. A gate of 0 is folded as 1 there: the head is kept
+            because it is wanted.
 
     Returns:
         The heads that were taken out, `{layer name: [heads]}`.
 
     Raises:
         TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do; a projection that is no
-            `nn.Linear` or `Conv1D`. Nothing is changed then.
+            `nn.Linear` or `Conv1D`, or that layers or roles share without being one module. Nothing is changed then.
     """
-    if not isinstance(keep_at_least, int) or isinstance(keep_at_least, bool) or keep_at_least < 0:
-        refuse("keep_at_least", f"is {keep_at_least!r}", "pass how many heads, 0 or more")
-    asked = heads_of_layers(attention_layers(model), heads)
+    check_size("keep_at_least", keep_at_least, 0)
+    layers = attention_layers(model)
+    asked = heads_of_layers(layers, heads)
+    users = Counter(weight for layer in layers for weight in _weights(layer))
     for layer, _ in asked:
         _check_dense(layer)
+        _check_untied(layer, users)
     taken = {}
     for layer, chosen in asked:
-        gone = _spare(layer, chosen, keep_at_least)
-        _fold_gate(layer)
+        gone, spared = _gone_and_spared(layer, chosen, keep_at_least)
+        _fold_gate(layer, spared)
         if gone:
             left = [head for head in range(layer.num_heads) if head not in gone]
-            shrink(layer, left, _key_heads(layer, left))
+            shrink(layer, left, _read_key_heads(layer, left))
         taken[layer.name] = gone
-    _record(model)
+    record_in_config(model)
     return taken
 
 
-def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
-    """Keep these heads and key heads of a layer, in this order; key heads may repeat."""
-    if layer.family.shared:
-        projections = [(layer.value, heads)]
-    else:
-        projections = [(layer.query, heads), (layer.key, key_heads), (layer.value, key_heads)]
-    rows: dict[nn.Module, list[Tensor]] = {}  # a fused projection has several
-    for projection, chosen in [*projections, *((beside, heads) for beside in layer.beside)]:
-        rows.setdefault(projection.linear, []).append(projection.features(chosen))
-    for linear, parts in rows.items():
-        _select(linear, torch.cat(parts), 1)
-    _select(layer.output.linear, layer.output.features(heads), 0)
-    if not heads and is_transposed(layer.output.linear):
-        setattr(layer.module, layer.family.output, _as_linear(layer.output.linear))
-    kept = torch.tensor(heads, dtype=torch.int64)
-    for name in layer.family.rows:
-        _replace(layer.module, name, getattr(layer.module, name)[kept])
-    if (gate := getattr(layer.module, "head_gate", None)) is not None:
-        gate.keep(heads)
-    device = layer.output.linear.weight.device
-    before = getattr(layer.module, "kept_heads", torch.arange(layer.num_heads)).to(kept.device)
-    layer.module.register_buffer("kept_heads", before[kept].to(device), persistent=False)
-    _count(layer, len(heads), len(key_heads))
-
-
-def shape(layer: AttentionLayer) -> dict[str, Any]:
-    """What is left of a layer, in types of JSON.
-
-    `heads`: the heads that are left, numbered as in the model that was never pruned; `key_heads`: how many; `head_dim`
-    and `value_dim`: their widths.
-    """
-    return {
-        "heads": kept_heads(layer),
-        "key_heads": layer.num_key_heads,
-        "head_dim": layer.head_dim,
-        "value_dim": layer.value_dim,
-    }
-
-
-def kept_heads(layer: AttentionLayer) -> list[int]:
-    """The heads of the layer, numbered as before it was ever pruned."""
-    kept = getattr(layer.module, "kept_heads", None)
-    return list(range(layer.num_heads)) if kept is None else kept.tolist()
-
-
 # ---------------------------------------------------------------------- which heads
-def _spare(layer: AttentionLayer, chosen: list[int], keep_at_least: int) -> list[int]:
-    """`chosen` without the strongest of them, as many as must stay."""
-    spared = max(0, min(keep_at_least, layer.num_heads) - (layer.num_heads - len(chosen)))
-    gate = getattr(layer.module, "head_gate", None)
-    gates = [1.0] * layer.num_heads if gate is None else gate.export().tolist()
-    strongest = sorted(chosen, key=lambda head: -abs(gates[head]))
-    return sorted(strongest[spared:])
+def _gone_and_spared(
+    layer: AttentionLayer, chosen: list[int], keep_at_least: int
+) -> tuple[list[int], list[int]]:
+    """Those of `chosen` that go, and the strongest of them, as many as must stay."""
+    must_stay = max(0, min(keep_at_least, layer.num_heads) - (layer.num_heads - len(chosen)))
+    rank = [1.0] * layer.num_heads if layer.gate is None else layer.gate.rank().tolist()
+    strongest = sorted(chosen, key=lambda head: -rank[head])
+    return sorted(strongest[must_stay:]), strongest[:must_stay]
 
 
-def _key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
+def _read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
     """The key heads that `left` read, repeated where that makes groups of equal size."""
-    if layer.family.shared:
+    if layer.layout.shared:
         return [0]
     if not left:
         counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
@@ -141,6 +103,23 @@ def _key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
 
 
 # ---------------------------------------------------------------------- weights
+def _weights(layer: AttentionLayer) -> list[tuple[int, int]]:
+    """What the projections of a layer consist of, and where they start in it."""
+    projections = (layer.query, layer.key, layer.value, layer.output, *layer.beside)
+    return [
+        (id(parameter), projection.start)
+        for projection in projections
+        if projection.heads
+        for parameter in projection.linear.parameters()
+    ]
+
+
+def _check_untied(layer: AttentionLayer, users: Mapping[tuple[int, int], int]) -> None:
+    if any(users[weight] > 1 for weight in _weights(layer)):
+        instead = "give each a copy of its own; layers that are one module are pruned as one"
+        refuse(str(layer), "has projections that other roles or layers hold too", instead)
+
+
 def _check_dense(layer: AttentionLayer) -> None:
     for projection in (layer.query, layer.key, layer.value, layer.output, *layer.beside):
         linear = projection.linear
@@ -153,79 +132,14 @@ def _check_dense(layer: AttentionLayer) -> None:
             refuse(str(layer), was, "prune a model of nn.Linear and Conv1D, before it is wrapped")
 
 
-def _fold_gate(layer: AttentionLayer) -> None:
-    """Multiply the columns of W_O by the gates of their heads, and take the gate off."""
-    gate = getattr(layer.module, "head_gate", None)
-    if gate is None:
+def _fold_gate(layer: AttentionLayer, spared: list[int]) -> None:
+    """Multiply the columns of W_O by the gates of their heads, and take the gate off; `spared` heads are not 0."""
+    if layer.gate is None:
         return
+    gates = layer.gate.export()
+    gates[[head for head in spared if gates[head] == 0]] = 1.0
     linear = layer.output.linear
-    columns = gate.export().repeat_interleave(layer.value_dim).to(linear.weight.device)
+    columns = gates.repeat_interleave(layer.value_dim).to(linear.weight.device)
     columns = columns[:, None] if is_transposed(linear) else columns
-    _replace(linear, "weight", (linear.weight * columns).to(linear.weight.dtype))
+    replace(linear, "weight", (linear.weight * columns).to(linear.weight.dtype))
     layer.module.head_gate = None
-
-
-def _select(linear: Any, features: Tensor, of: int) -> None:
-    """Keep these input features (`of` = 0) or output features (1) of a projection."""
-    axis = of if is_transposed(linear) else 1 - of
-    _replace(linear, "weight", linear.weight.index_select(axis, features))
-    if of and linear.bias is not None:
-        _replace(linear, "bias", linear.bias[features])
-    count = ("nx", "nf") if is_transposed(linear) else ("in_features", "out_features")
-    setattr(linear, count[of], len(features))
-
-
-def _as_linear(linear: Any) -> nn.Linear:
-    """The same projection as an `nn.Linear`: a `Conv1D` can not run without input features."""
-    made = nn.Linear(1, linear.nf, device="meta")
-    made.in_features = linear.nx
-    made.weight = nn.Parameter(linear.weight.detach().T, linear.weight.requires_grad)
-    made.bias = linear.bias
-    return made
-
-
-def _replace(module: Any, name: str, value: Tensor) -> None:
-    old = getattr(module, name)
-    setattr(module, name, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
-
-
-# ---------------------------------------------------------------------- counts
-def _count(layer: AttentionLayer, H: int, Hk: int) -> None:
-    """Bring the module's own head counts and sizes in step."""
-    query = [] if layer.query.linear is not layer.key.linear else [H * layer.head_dim]
-    counts = {
-        "num_attention_heads": H,
-        "num_heads": H,
-        "n_heads": H,
-        "num_key_heads": Hk,
-        "num_key_value_heads": Hk,
-        "num_key_value_groups": H // Hk if Hk else 1,
-        "all_head_size": H * layer.head_dim,
-        "inner_dim": H * layer.head_dim,
-        "split_size": [*query, Hk * layer.head_dim, Hk * layer.value_dim],
-    }
-    for name, count in counts.items():
-        if hasattr(layer.module, name) and name not in layer.family.keeps_count:
-            setattr(layer.module, name, count)
-
-
-def _record(model: nn.Module) -> None:
-    """Put what is left of the heads into the configs of transformers models.
-
-    Layers are named as in the base model, so that models with a task head and without find the same names. Parts of a
-    model that share its config leave it to the whole.
-    """
-    part: Any
-    recorded = set()
-    for part in model.modules():
-        if not hasattr(part, "base_model_prefix") or id(part.config) in recorded:
-            continue
-        recorded.add(id(part.config))
-        pruned = {
-            layer.name: shape(layer)
-            for layer in find_layers(part.base_model)
-            if hasattr(layer.module, "kept_heads")
-        }
-        if pruned:
-            record = getattr(part.config, "heads_kernels", {})
-            part.config.heads_kernels = {**record, "pruned": pruned}

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layers
-from heads_kernels.heads.pruning import kept_heads, shape, shrink
-
-#: The key of the metadata, and the name of the attribute of transformers' configs: `{"pruned": {layer: shape}}`.
-RECORD = "heads_kernels"
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.record import RECORD, record_in_config, restore_shape, shape
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -45,6 +41,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         os.replace(beside, path)
 
 
+@torch.inference_mode(False)
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load what `save` saved: the heads that the file lacks are taken out of the model, then the weights are copied.
 
@@ -56,73 +53,34 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: a layer of the file that doesn't exist in the model or doesn't fit it, named with what the file and
-            what the model has; gates that the model lacks. Nothing is changed then.
-        RuntimeError: other weights that don't fit, named by PyTorch. Heads have been taken out then.
+            what the model has; weights or gates that only one of them has. Nothing is changed then.
+        RuntimeError: other weights of another size, named by PyTorch. Heads have been taken out then.
     """
     from safetensors import safe_open
     from safetensors.torch import load_model
 
     with safe_open(str(path), "pt") as file:
         record = json.loads((file.metadata() or {}).get(RECORD, "{}"))
-        names = list(file.keys())
-    found = {layer.name: layer for layer in attention_layers(model)}
+        names = set(file.keys())
+    found = {layer.name for layer in attention_layers(model)}
     for name in record.get("pruned", {}):
         if name not in found:
             was = f"of the file {str(path)!r} does not exist in the model"
-            refuse(f"layer {name!r}", was, f"the model has {', '.join(found)}")
-    without = {name for name, layer in found.items() if _gate(layer) is None}
-    for name in names:
-        holder, is_gate, _ = name.partition(".head_gate.")
-        if is_gate and holder in without:
-            was = f"has gates in the file {str(path)!r}, but not in the model"
-            refuse(f"layer {holder!r}", was, "attach them first, with hk.heads.gate(model, ...)")
+            refuse(f"layer {name!r}", was, f"the model has {', '.join(sorted(found))}")
+    _check_names(model, names, path)
     restore_shape(model, record)
     load_model(model, str(path))
+    record_in_config(model)
 
 
-def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Take out of the model the heads that are missing in `record["pruned"]`; layers that only one has are left alone.
-
-    Raises:
-        ValueError: a layer that doesn't fit, named with what the record and what the model has; nothing is changed.
-    """
-    pruned = record.get("pruned", {})
-    layers = [layer for layer in find_layers(model) if layer.name in pruned]
-    kept = [_kept(layer, pruned[layer.name]) for layer in layers]
-    for layer, (heads, key_heads) in zip(layers, kept, strict=True):
-        if len(heads) < layer.num_heads:
-            shrink(layer, heads, key_heads)
-
-
-def _kept(layer: AttentionLayer, left: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """The heads and key heads of the layer that a record says are left, numbered as they are in the layer."""
-    own = kept_heads(layer)
-    fits = (left["head_dim"], left["value_dim"]) == (layer.head_dim, layer.value_dim)
-    heads = [own.index(head) for head in left["heads"] if head in own]
-    key_heads = _key_heads(layer, heads, left["key_heads"])
-    if not fits or len(heads) < len(left["heads"]) or key_heads is None:
-        was = f"was saved with {_words(left)}; the model has {_words(shape(layer))}"
-        instead = "load it into a model of the shape that it had before heads were pruned"
-        refuse(f"layer {layer.name!r}", was, instead)
-    return heads, key_heads
-
-
-def _key_heads(layer: AttentionLayer, heads: list[int], count: int) -> list[int] | None:
-    """The key heads of the layer that `count` key heads of the record come from; None where they don't fit."""
-    if layer.family.shared or not heads:
-        return [0] * count
-    if not count or len(heads) % count:
-        return None
-    group, size = layer.num_heads // layer.num_key_heads, len(heads) // count
-    read = [head // group for head in heads]
-    firsts = read[::size]
-    return firsts if read == [key for key in firsts for _ in range(size)] else None
-
-
-def _words(left: Mapping[str, Any]) -> str:
-    widths = f"of widths {left['head_dim']} and {left['value_dim']}"
-    return f"heads {left['heads']} and {left['key_heads']} key heads {widths}"
-
-
-def _gate(layer: AttentionLayer) -> nn.Module | None:
-    return getattr(layer.module, "head_gate", None)
+def _check_names(model: nn.Module, names: set[str], path: str | os.PathLike[str]) -> None:
+    """The file has every weight of the model, those that parts share under one of their names, and no others."""
+    weights = model.state_dict(keep_vars=True)
+    there = {id(weights[name]) for name in names if name in weights}
+    lacking = sorted(name for name, weight in weights.items() if id(weight) not in there)
+    if unknown := sorted(names - weights.keys()):
+        was = f"is {str(path)!r}, which has {', '.join(unknown)}; the model has not"
+        refuse("path", was, "attach gates with hk.heads.gate(model, ...) where the file has them")
+    if lacking:
+        was = f"is {str(path)!r}, which lacks {', '.join(lacking)}"
+        refuse("path", was, "take off gates that it lacks with hk.heads.ungate(model)")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.checks import check_size, is_int, is_real
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import attention_layers
 from heads_kernels.nn.hard_concrete import HardConcrete
@@ -55,7 +56,7 @@ class GateSchedule:
         steps_done: how often `step` was called.
 
     Raises:
-        ValueError: an argument that does not fit, named with its value and what would do.
+        TypeError, ValueError: an argument that does not fit, named with its value and what would do.
     """
 
     def __init__(
@@ -68,14 +69,12 @@ class GateSchedule:
         rate: float = 0.01,
         keep_at_least: int = 0,
     ) -> None:
-        if not _is_int(steps) or steps < 1:
-            refuse("steps", f"is {steps!r}", "pass an int of at least 1")
-        if not isinstance(warmup, (int, float)) or not 0 <= warmup <= 1:
+        check_size("steps", steps)
+        check_size("keep_at_least", keep_at_least, 0)
+        if not is_real(warmup) or not 0 <= warmup <= 1:
             refuse("warmup", f"is {warmup!r}", "pass a share of the steps, in [0, 1]")
-        if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+        if not is_real(rate) or rate <= 0:
             refuse("rate", f"is {rate!r}", "pass a float above 0, such as 0.01")
-        if not _is_int(keep_at_least) or keep_at_least < 0:
-            refuse("keep_at_least", f"is {keep_at_least!r}", "pass an int of at least 0")
         self._counts = _counts(model, open_heads)
         for gates, k in self._counts:
             _check_count(gates, k, keep_at_least)
@@ -175,9 +174,8 @@ def _counts(
         return [(gates, open_heads)]
     kinds: dict[str, list[HardConcrete]] = {}
     for layer in attention_layers(model):
-        gate = getattr(layer.module, "head_gate", None)
-        if isinstance(gate, HardConcrete):
-            kinds.setdefault(layer.kind, []).append(gate)
+        if isinstance(layer.gate, HardConcrete):
+            kinds.setdefault(layer.kind, []).append(layer.gate)
     if not open_heads or not set(open_heads) <= set(kinds):
         instead = f"the kinds with HardConcrete gates are {sorted(kinds)}"
         refuse("open_heads", f"is {dict(open_heads)!r}", instead)
@@ -190,12 +188,8 @@ def _check_count(gates: list[HardConcrete], k: int, keep_at_least: int) -> None:
         was = f"is {keep_at_least}"
         refuse("keep_at_least", was, f"a layer has {smallest} heads: pass at most that")
     least, most = keep_at_least * len(gates), sum(gate.num_heads for gate in gates)
-    if not _is_int(k) or not least <= k <= most:
+    if not is_int(k) or not least <= k <= most:
         instead = f"pass an int from {least} to {most}"
         if least:
             instead += f" ({len(gates)} layers keep {keep_at_least} head(s) each)"
         refuse("open_heads", f"is {k!r}", instead)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

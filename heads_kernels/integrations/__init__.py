@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from heads_kernels.integrations import transformers as transformers
 
 
 def __getattr__(name: str) -> ModuleType:

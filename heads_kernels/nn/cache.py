@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
 
 
@@ -28,18 +29,13 @@ class KeyValueCache:
 
     Raises:
         TypeError, ValueError: `max_length` is no positive int; a call whose batch, widths or dtype are not those of
-            the cache; an appended call that is recorded for gradients (decode under `torch.no_grad()`); one cache
+            the cache; a call that fills it while gradients are recorded (decode under `torch.no_grad()`); one cache
             in self-attention and in encoder-decoder attention.
     """
 
     def __init__(self, max_length: int | None = None) -> None:
-        instead = "pass a positive int, or None for room that grows"
-        if max_length is not None and (
-            not isinstance(max_length, int) or isinstance(max_length, bool)
-        ):
-            refuse("max_length", f"is a {type(max_length).__name__}", instead, TypeError)
-        if max_length is not None and max_length < 1:
-            refuse("max_length", f"is {max_length}", instead)
+        if max_length is not None:
+            check_size("max_length", max_length)
         self.max_length = max_length
         self.reset()
 
@@ -58,8 +54,7 @@ class KeyValueCache:
         """Put `new`, each `[B, positions, ...]`, behind what is there; views `[B, length, ...]` of all of it."""
         if self._stored and not self._appended:
             refuse("cache", "holds the source of encoder-decoder attention", "use one for each")
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
-            refuse("cache", "is appended to while gradients are recorded", "use torch.no_grad()")
+        _check_unrecorded(new)
         start, length = self._length, self._length + new[0].shape[1]
         self._reserve(new, length)
         for stored, tensor in zip(self._stored, new, strict=True):
@@ -72,8 +67,9 @@ class KeyValueCache:
         if self._appended:
             refuse("cache", "holds the tokens of self-attention", "use one for each")
         if not self._stored:
-            self._stored = source()
-            self._length = self._stored[0].shape[1]
+            stored = source()
+            _check_unrecorded(stored)
+            self._stored, self._length = stored, stored[0].shape[1]
         return self._stored
 
     def reorder(self, beams: Tensor) -> None:
@@ -103,6 +99,12 @@ class KeyValueCache:
             for old, stored in zip(self._stored, grown, strict=False):
                 stored[:, : self._length] = old[:, : self._length]
             self._stored = grown
+
+
+def _check_unrecorded(tensors: tuple[Tensor, ...]) -> None:
+    """A cache outlives the call: the graph of its gradients would too."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        refuse("cache", "is filled while gradients are recorded", "use torch.no_grad()")
 
 
 def _layouts(tensors: tuple[Tensor, ...]) -> str:

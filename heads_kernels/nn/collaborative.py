@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag
+from heads_kernels.checks import check_flag, check_size
 from heads_kernels.errors import refuse
 from heads_kernels.functional import collaborative_attention
 from heads_kernels.nn.initialization import mixing_init_
-from heads_kernels.nn.multihead import Multihead, check_size, head_width
+from heads_kernels.nn.multihead import Multihead, head_width
 from heads_kernels.nn.state_dict import split_projections
 
 

@@ -33,6 +33,10 @@ class HeadGate(nn.Module, ABC):
     def export(self) -> Tensor:
         """The gates at inference, `[H]`, without gradient: what pruning folds into the weights."""
 
+    def rank(self) -> Tensor:
+        """How much the heads are wanted, `[H]`, without gradient: of two heads the larger is to stay."""
+        return self.export().abs()
+
     @abstractmethod
     def keep(self, heads: Sequence[int]) -> None:
         """Keep the gates of these heads, in this order: the other heads are gone from the layer."""

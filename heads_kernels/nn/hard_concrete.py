@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.checks import check_size, is_real
 from heads_kernels.errors import refuse
 from heads_kernels.nn.gates import HeadGate
 
@@ -65,7 +66,7 @@ class HardConcrete(HeadGate):
         log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is.
 
     Raises:
-        ValueError: an argument that does not fit, named with its value and what would do.
+        TypeError, ValueError: an argument that does not fit, named with its value and what would do.
     """
 
     def __init__(
@@ -84,13 +85,12 @@ class HardConcrete(HeadGate):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_heads, int) or isinstance(num_heads, bool) or num_heads < 1:
-            refuse("num_heads", f"is {num_heads!r}", "pass an int of at least 1")
-        if not _is_real(temperature) or temperature <= 0:
+        check_size("num_heads", num_heads)
+        if not is_real(temperature) or temperature <= 0:
             refuse("temperature", f"is {temperature!r}", "pass a float above 0, such as 0.33")
         if not _is_pair(stretch) or not stretch[0] < 0 < 1 < stretch[1]:
             refuse("stretch", f"is {stretch!r}", "pass (low, high) with low < 0 and high > 1")
-        if not _is_real(eps) or not 0 < eps < 0.5:
+        if not is_real(eps) or not 0 < eps < 0.5:
             refuse("eps", f"is {eps!r}", "pass a float in (0, 0.5), such as 1e-6")
         if evaluate not in EVALUATE:
             refuse("evaluate", f"is {evaluate!r}", f"use one of {', '.join(map(repr, EVALUATE))}")
@@ -148,10 +148,6 @@ class HardConcrete(HeadGate):
         """The L0 penalty of this layer: the expected number of open heads, a scalar with gradient."""
         return self.probability_open().sum()
 
-    def expected_open(self) -> Tensor:
-        """The expected number of open heads as a figure: a scalar without gradient."""
-        return self.penalty().detach()
-
     # ------------------------------------------------------------------ inference
     @property
     def sparsity(self) -> Tensor:
@@ -161,6 +157,9 @@ class HardConcrete(HeadGate):
     def export(self) -> Tensor:
         self._warn_once()
         return self._evaluated().detach().clone()
+
+    def rank(self) -> Tensor:
+        return self.log_alpha.detach()
 
     def keep(self, heads: Sequence[int]) -> None:
         index = torch.tensor(heads, dtype=torch.int64, device=self.log_alpha.device)
@@ -238,7 +237,7 @@ class HardConcrete(HeadGate):
         if openness is not None:
             if log_alpha is not None:
                 refuse("openness", f"comes with log_alpha = {log_alpha!r}", "pass one of the two")
-            if not _is_real(openness) or not self.eps <= openness <= 1 - self.eps:
+            if not is_real(openness) or not self.eps <= openness <= 1 - self.eps:
                 refuse("openness", f"is {openness!r}", "pass a probability in [eps, 1 - eps]")
             logit = math.log(openness) - math.log1p(-openness)
             return torch.full((num_heads,), logit + self._offset_zero, **plain)
@@ -246,7 +245,7 @@ class HardConcrete(HeadGate):
             limit = math.sqrt(3 / num_heads)
             uniform = torch.rand(num_heads, generator=self.generator, **plain)
             return (2 * uniform - 1) * limit
-        if log_alpha is not None and not _is_real(log_alpha):
+        if log_alpha is not None and not is_real(log_alpha):
             refuse("log_alpha", f"is {log_alpha!r}", "pass a finite float or 'voita'")
         start = 2.0 if log_alpha is None else float(log_alpha)
         return torch.full((num_heads,), start, **plain)
@@ -301,9 +300,5 @@ def expected_open(model: nn.Module) -> Tensor:
     return l0_penalty(model).detach()
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_real, value))
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_real, value))

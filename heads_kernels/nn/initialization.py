@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
 
 MIXING_INITS: Final = ("concatenate", "ones", "normal", "xavier")
@@ -76,10 +77,7 @@ def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
     Raises:
         TypeError, ValueError: `layer` is no int of 1 or more, `alpha` is not positive, `module` holds no such matrix.
     """
-    if not isinstance(layer, int) or isinstance(layer, bool):
-        refuse("layer", f"is a {type(layer).__name__}", "pass the depth as an int", TypeError)
-    if layer < 1:
-        refuse("layer", f"is {layer}", "count layers from 1")
+    check_size("layer", layer)
     if not 0.0 < alpha < math.inf:
         refuse("alpha", f"is {alpha}", "pass a positive float")
     if not isinstance(module, nn.Module):

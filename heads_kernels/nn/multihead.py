@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag, check_scale
+from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size
 from heads_kernels.errors import refuse
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
@@ -78,10 +78,6 @@ class Multihead(nn.Module, ABC):
                 "pass [B, T, embed_dim]; x.transpose(0, 1) of [T, B, embed_dim] copies nothing"
             )
             refuse("batch_first", f"is {batch_first!r}", instead)
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
-            refuse("dropout", f"is a {type(dropout).__name__}", "pass a float", TypeError)
-        if not 0.0 <= dropout < 1.0:
-            refuse("dropout", f"is {dropout}", "pass a probability in [0, 1)")
         if output_gate not in (None, "head", "element"):
             refuse("output_gate", f"is {output_gate!r}", "use None, 'head' or 'element'")
         check_flag("bias", bias)
@@ -90,7 +86,7 @@ class Multihead(nn.Module, ABC):
         self.vdim = embed_dim if vdim is None else check_size("vdim", vdim)
         self.num_heads = num_heads
         self.value_dim = value_dim
-        self.dropout = float(dropout)
+        self.dropout = check_dropout(dropout, "dropout")
         self.scale = check_scale(scale, 1.0)
         linear = partial(nn.Linear, device=device, dtype=dtype)
         self.q_proj = linear(embed_dim, rows[0], bias=qk_bias)
@@ -260,16 +256,6 @@ class Multihead(nn.Module, ABC):
         parts += [f"dropout={self.dropout}"] if self.dropout else []
         parts += [f"output_gate={self.output_gate!r}"] if self.output_gate else []
         return ", ".join(parts)
-
-
-# ---------------------------------------------------------------------- sizes
-def check_size(argument: str, size: object) -> int:
-    """A positive int."""
-    if not isinstance(size, int) or isinstance(size, bool):
-        refuse(argument, f"is a {type(size).__name__}", "pass an int", TypeError)
-    if size < 1:
-        refuse(argument, f"is {size}", "pass 1 or more")
-    return size
 
 
 def head_width(argument: str, embed_dim: int, num_heads: int, width: int | None) -> int:

@@ -13,7 +13,7 @@ def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:
     """Rename the packed or separate projections of a `torch.nn.MultiheadAttention` in `state`, in place.
 
     `in_proj_weight` `[3 * E, E]`, or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, and `in_proj_bias`
-    `[3 * E]` become views `q_proj.weight`, `q_proj.bias` and so on. Other names stay.
+    `[3 * E]` become `q_proj.weight`, `q_proj.bias` and so on, copies of the parts. Other names stay.
 
     Raises:
         ValueError: `bias_k` or `bias_v` is there: keys and values that no input gives are not served.
@@ -24,7 +24,7 @@ def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:
             refuse(prefix + name, "is in the state dict", instead)
     for kind in ("weight", "bias"):
         packed = state.pop(f"{prefix}in_proj_{kind}", None)
-        parts = (None,) * 3 if packed is None else packed.tensor_split(3)
+        parts = (None,) * 3 if packed is None else [part.clone() for part in packed.tensor_split(3)]
         for letter, part in zip("qkv", parts, strict=True):
             part = state.pop(f"{prefix}{letter}_proj_{kind}", part)
             if part is not None:

@@ -7,20 +7,17 @@ Importing this package registers the attention function and the mask function wi
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from heads_kernels.integrations.transformers.attention import NAME, attention_forward
-from heads_kernels.integrations.transformers.families import FAMILIES
 from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.models import release, use
-from heads_kernels.integrations.transformers.output_gated import (
-    register_patches,
-    unregister_patches,
-)
+from heads_kernels.integrations.transformers.patches import register_patches, unregister_patches
 from heads_kernels.integrations.transformers.saving import from_pretrained
+from heads_kernels.integrations.transformers.tested import TESTED
 
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, prepare_mask)
 
 __all__ = [
-    "FAMILIES",
+    "TESTED",
     "from_pretrained",
     "register_patches",
     "release",

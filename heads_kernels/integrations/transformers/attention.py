@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from heads_kernels.errors import refuse
 from heads_kernels.functional import attention_statistics, gated_attention
+from heads_kernels.integrations.transformers.head_masks import head_mask
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
@@ -27,20 +28,6 @@ _UNSERVED: Final = {
     "block_indices": "keys chosen by index",
     "cache": "a paged cache",
 }
-
-
-class HeadMaskPlace(NamedTuple):
-    """Which head mask of `model(...)` is for an attention module: the argument's name and the row of `[L, H]`.
-
-    `layer` is None where what calls the module picks the row.
-    """
-
-    argument: str
-    layer: int | None
-
-
-#: The attribute of an attention module that holds its `HeadMaskPlace`; `use` sets it.
-PLACE: Final = "_head_mask_place"
 
 
 def attention_forward(
@@ -87,8 +74,8 @@ def attention_forward(
     """
     _check_served(module, kwargs)
     B, H, T = query.shape[:3]
-    if H == 0:  # every head is pruned: the output projection adds its bias to nothing
-        return query.new_zeros(B, T, 0, value.shape[-1]), None
+    if H == 0:  # every head is pruned; what is left of the keys may be there for a cache to count
+        key, value = key[:, :0], value[:, :0]
     gate, closed_grad = _head_gate(module, B, H, kwargs)
     activation = "identity"
     if gate is None and output_gate is not None:
@@ -205,35 +192,10 @@ def _head_gate(
 ) -> tuple[Tensor | None, bool]:
     """The gates of this pass, `[H]` or `[B, H]`, or None; and what the operator's `closed_grad` is to be."""
     head_gate: HeadGate | None = getattr(module, "head_gate", None)
-    row = _head_mask(module, H, arguments)
+    row = head_mask(module, H, arguments)
     if head_gate is None:
         return row, True
     gates = head_gate(B)
-    return (gates, head_gate.closed_grad) if row is None else (gates * row, True)
-
-
-def _head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | None:
-    """The row of a head mask that is for this module, `[H]`."""
-    names = ("head_mask", "decoder_head_mask", "cross_attn_head_mask")
-    masks = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    if not masks:
-        return None
-    place: HeadMaskPlace | None = getattr(module, PLACE, None)
-    if place is None:
-        instead = "call heads_kernels.integrations.transformers.use(model) first"
-        refuse(next(iter(masks)), f"is given to a {type(module).__name__} not in use", instead)
-    mask: Tensor | None = masks.get(place.argument)
-    if mask is None:
-        return None
-    if mask.dim() == 2 and place.layer is not None and place.layer < mask.shape[0]:
-        mask = mask[place.layer]
-    kept: Tensor | None = getattr(module, "kept_heads", None)
-    if kept is not None and mask.dim() == 1 and mask.shape[0] != H:
-        mask = mask[kept]
-    if mask.shape != (H,):
-        layer = "" if place.layer is None else f", layer {place.layer}"
-        was = (
-            f"has shape {list(mask.shape)} for {type(module).__name__}{layer}, which has {H} heads"
-        )
-        refuse(place.argument, was, "pass [H], or [L, H] with one row for each layer of the stack")
-    return mask if mask.is_floating_point() else mask.float()
+    if row is None:
+        return gates, head_gate.closed_grad
+    return gates * row, head_gate.closed_grad or row.requires_grad

@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
 from typing import Any, Final, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.errors import refuse
-from heads_kernels.integrations.transformers.attention import NAME, PLACE, HeadMaskPlace
-from heads_kernels.integrations.transformers.families import FAMILIES
-from heads_kernels.integrations.transformers.output_gated import fused_class
-from heads_kernels.integrations.transformers.shared_layers import rowwise_class
+from heads_kernels.heads.record import own_config
+from heads_kernels.integrations.transformers.attention import NAME
+from heads_kernels.integrations.transformers.classes import replacement
+from heads_kernels.integrations.transformers.head_masks import (
+    PLACE,
+    calls_interface,
+    places,
+    stock_forward,
+)
+from heads_kernels.integrations.transformers.replacement import Replacement
+from heads_kernels.integrations.transformers.tested import TESTED
 
 Model = TypeVar("Model", bound=nn.Module)
 
-#: Names of submodules that look at an encoder from a decoder.
-_CROSS: Final = {
-    "crossattention",
-    "cross_attn",
-    "cross_attention",
-    "encoder_attn",
-    "EncDecAttention",
-}
-_BEFORE: Final = "_heads_kernels_before"
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What a model was before `use`."""
-
-    implementations: tuple[tuple[Any, str | None], ...]  # of every config
-    classes: tuple[tuple[nn.Module, type[nn.Module]], ...]  # of the modules that got another one
-    placed: tuple[nn.Module, ...]  # modules that know their head mask since
+#: The attribute of every module in use that holds configs: what their attention implementations were.
+_BEFORE: Final = "_attn_implementations_before"
 
 
 def use(model: Model) -> Model:
     """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` takes it back.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
-    one op (`FAMILIES`). Every attention layer learns which row of `head_mask=` (and of `decoder_head_mask=` and
+    one op (`TESTED`). Every attention layer learns which row of `head_mask=` (and of `decoder_head_mask=` and
     `cross_attn_head_mask=`) is its own, so that `model(..., head_mask=...)` works again: `[H]`, or `[L, H]` with a row
-    for each layer of the stack, 0 where a head is closed.
+    for each layer of the stack, 0 where a head is closed. The model gets configs of its own, copies of those that it
+    was made from. Parts of it that are in use already become parts of the whole.
 
     Args:
         model: a `PreTrainedModel`, in train or eval mode.
@@ -58,45 +49,65 @@ def use(model: Model) -> Model:
     """
     if not isinstance(model, PreTrainedModel):
         was, instead = f"is a {type(model).__name__}", "pass a transformers PreTrainedModel"
-        refuse("model", was, f"{instead}; tested families: {', '.join(FAMILIES)}", TypeError)
+        refuse("model", was, f"{instead}; tested families: {', '.join(TESTED)}", TypeError)
     if _BEFORE in vars(model):
         refuse("model", f"({type(model).__name__}) is in use already", "call release(model) first")
     _check_supported(model)
-    places = dict(_places(model))
-    classes = []
-    implementations = tuple((c, c._attn_implementation_internal) for c in _configs(model))
-    model.set_attn_implementation(NAME)
-    for module, place in places.items():
+    own_config(model)
+    before = {
+        module: [config._attn_implementation_internal for config in configs]
+        for module in model.modules()
+        if (configs := _configs(module))
+    }
+    for module, implementations in before.items():
+        vars(module).setdefault(_BEFORE, implementations)
+        for config in _configs(module):
+            config._attn_implementation_internal = NAME
+    for module, place in places(model):
         setattr(module, PLACE, place)
     for module in model.modules():
-        stock: Any = type(module)
-        replacement = fused_class(stock) or rowwise_class(stock)
-        if replacement is not None:
-            classes.append((module, stock))
-            module.__class__ = replacement
-    setattr(model, _BEFORE, _Before(implementations, tuple(classes), tuple(places)))
+        if (made := replacement(type(module))) is not None:
+            module.__class__ = made
     return model
 
 
 def release(model: Model) -> Model:
-    """Take back everything that `use` did to a model, which is stock then.
+    """Take back everything that `use` did to a model or to a part of one, which is stock then.
+
+    Layers that came fused by `register_patches` are stock layers then too. A part that is released of a model in use
+    ignores head masks, as stock layers do.
+
+    Args:
+        model: in use, by itself or as a part or a copy of what is.
 
     Raises:
-        ValueError: the model is not in use.
+        ValueError: the model is not in use; heads of it have gates, which stock attention would ignore; or heads of a
+            family with position biases were pruned, which stock attention would add for all heads.
     """
-    before: _Before | None = vars(model).get(_BEFORE)
-    if before is None:
+    if _BEFORE not in vars(model):
         refuse("model", f"({type(model).__name__}) is not in use", "call use(model) first")
-    for config, implementation in before.implementations:
-        config._attn_implementation_internal = implementation
-    for module, stock in before.classes:
-        module.__class__ = stock
-    for module in before.placed:
-        delattr(module, PLACE)
-    delattr(model, _BEFORE)
+    _check_stock_would_do(model)
+    own_config(model)
+    for module in model.modules():
+        before = vars(module).pop(_BEFORE, [])
+        for config, implementation in zip(_configs(module), before, strict=False):
+            config._attn_implementation_internal = implementation
+        vars(module).pop(PLACE, None)
+        if isinstance(module, Replacement):
+            module.__class__ = module.stock  # type: ignore[assignment]
     return model
 
 
+def _configs(module: nn.Module) -> list[Any]:
+    """The configs that a module holds and those in them, in an order that stays."""
+    found = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
+    for config in found:
+        inner = (getattr(config, name, None) for name in config.sub_configs)
+        found += [each for each in inner if each is not None]
+    return found
+
+
+# ---------------------------------------------------------------------- what is refused
 def _check_supported(model: PreTrainedModel) -> None:
     """Every submodel with attention of its own lets attention functions compute it, and says that SDPA would do."""
     for name, part in model.named_modules():
@@ -104,45 +115,32 @@ def _check_supported(model: PreTrainedModel) -> None:
             continue
         if not part._can_set_attn_implementation():
             why = "computes its attention itself"
-        elif not part._supports_sdpa and any(map(_calls_interface, part.modules())):
+        elif not part._supports_sdpa and any(map(calls_interface, part.modules())):
             why = "computes more than plain attention (softcap, sinks, relative positions)"
+        elif _knows_block_masks(part):
+            why = (
+                "has its own way with masks of flex attention, for which those of the package pass"
+            )
         else:
             continue
         where = f"model{'.' if name else ''}{name}"
         was = f"is a {type(part).__name__} (family {part.config.model_type!r}), which {why}"
-        refuse(where, was, f"it can not be used; tested families: {', '.join(FAMILIES)}")
+        refuse(where, was, f"it can not be used; tested families: {', '.join(TESTED)}")
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
-    """The configs of the model and of all its parts, each once."""
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [p.config for p in model.modules() if isinstance(p, PreTrainedModel)]
-    while waiting:
-        config = waiting.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
-            waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+def _knows_block_masks(part: PreTrainedModel) -> bool:
+    """Whether the file of its attention treats masks of flex attention, for which a `PreparedMask` passes."""
+    attention = filter(calls_interface, part.modules())
+    files = {stock_forward(module).__module__ for module in attention}
+    return any("BlockMask" in inspect.getsource(sys.modules[file]) for file in files)
 
 
-def _calls_interface(module: nn.Module) -> bool:
-    """Whether its forward asks transformers for an attention function."""
-    forward = inspect.unwrap(getattr(type(module), "stock", type(module)).forward)
-    code = getattr(forward, "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def _places(model: PreTrainedModel) -> Iterator[tuple[nn.Module, HeadMaskPlace]]:
-    """Every attention layer with its head mask: the row is the first number of its name."""
+def _check_stock_would_do(model: nn.Module) -> None:
+    """Nothing of the model is left that stock attention would not know of."""
     for name, module in model.named_modules():
-        if not _calls_interface(module):
-            continue
-        parts = name.split(".")
-        argument = "head_mask"
-        if _CROSS & set(parts):
-            argument = "cross_attn_head_mask"
-        elif "decoder" in parts and model.config.is_encoder_decoder:
-            argument = "decoder_head_mask"
-        shared = "albert_layer_groups" in parts
-        number = next((int(part) for part in parts if part.isdigit()), 0)
-        yield module, HeadMaskPlace(argument, None if shared else number)
+        if calls_interface(module) and getattr(module, "head_gate", None) is not None:
+            was = f"has gates on the heads of {name!r}, which stock attention ignores"
+            refuse("model", was, "call hk.heads.reopen, ungate or prune first")
+        if hasattr(module, "kept_heads") and hasattr(module, "has_relative_attention_bias"):  # T5
+            was = f"has fewer heads in {name!r} than the position bias that stock attention adds"
+            refuse("model", was, "keep it in use")

@@ -1,57 +1,44 @@
 """Attention layers that gate their output, with gate and attention as one op.
 
-A fused class is the stock class with its forward replaced. What the families differ in is how they come to query, key,
+A fused layer is the stock layer with its forward replaced. What the families differ in is how they come to query, key,
 value and the logits of the gate: one small class for each way of it, below.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from transformers.monkey_patching import (
-    get_patch_mapping,
-    register_patch_mapping,
-    unregister_patch_mapping,
-)
+from torch import Tensor
 
-from heads_kernels.errors import refuse
 from heads_kernels.integrations.transformers.attention import NAME, attention_forward
+from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 
 Positions = tuple[Tensor, Tensor]
 
 
-class _Fused(type):
-    """Stock layers are instances of their fused class too: transformers' recorders of outputs, once they are patched,
-    name the fused class for both."""
-
-    stock: type[nn.Module]
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.__dict__.get("stock", nn.Module))
-
-
-class OutputGated(nn.Module, metaclass=_Fused):
+class OutputGated(Replacement):
     """`o_proj(act(logits) * attention)`, gate and attention in one op, with logits of a `gate_proj`.
 
-    A fused class has such a class before its stock class among its bases. It is its stock class still where the config
-    names another attention.
+    A layer is as its stock class has it where the config names another attention.
+
+    Attributes:
+        gate_activation: of the logits.
+        rotary: the name of the function of the stock class's file that turns query and key by their positions.
+        rotate: that function.
     """
 
     gate_activation = "sigmoid"
-    #: The stock class, and the function of its file that turns query and key by their positions.
-    stock: type[nn.Module]
+    rotary = "apply_rotary_pos_emb"
     rotate: Callable[..., Positions]
 
-    if TYPE_CHECKING:  # what the stock class has
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "stock" in vars(cls):
+            cls.rotate = staticmethod(getattr(sys.modules[cls.stock.__module__], cls.rotary))
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.config._attn_implementation != NAME:
@@ -180,6 +167,8 @@ class _Biased(OutputGated):
 class _Latent(_PerHead):
     """Multi-head latent attention: the cache keeps the compressed keys and values of all heads."""
 
+    rotary = "apply_rotary_pos_emb_interleave"
+
     def heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.qk_head_dim)
 
@@ -201,7 +190,7 @@ class _Latent(_PerHead):
 
 
 #: Stock class -> its way, and the folder of transformers.models that it lies in.
-_FAMILIES: Final[dict[str, tuple[type[OutputGated], str]]] = {
+WAYS: Final[dict[str, tuple[type[OutputGated], str]]] = {
     "AfmoeAttention": (_Local, "afmoe"),
     "BailingHybridAttention": (_Latent, "bailing_hybrid"),
     "BeamAttention": (_Biased, "beam"),
@@ -214,81 +203,3 @@ _FAMILIES: Final[dict[str, tuple[type[OutputGated], str]]] = {
     "Qwen3_5MoeAttention": (_QueryHalf, "qwen3_5_moe"),
     "Step3p7Attention": (_PerHead, "step3p7"),
 }
-
-
-def fused_class(stock: Any) -> Any:
-    """The class that runs layers of the class `stock` with gate and attention as one op; None where there is none."""
-    if stock.__name__ not in _FAMILIES or not stock.__module__.startswith("transformers."):
-        return None
-    return _fuse(stock)
-
-
-@cache
-def _fuse(stock: Any) -> Any:
-    way, _ = _FAMILIES[stock.__name__]
-    source = sys.modules[stock.__module__]
-    rotate = "apply_rotary_pos_emb" + ("_interleave" if way is _Latent else "")
-    members = {
-        "stock": stock,
-        "rotate": staticmethod(getattr(source, rotate)),
-        "__module__": __name__,
-        "__doc__": f"{stock.__name__} with gate and attention as one op.",
-    }
-    return _Fused(f"Fused{stock.__name__}", (way, stock), members)
-
-
-def __getattr__(name: str) -> Any:
-    """`FusedAfmoeAttention` and the like, which pickles of whole models name."""
-    stock = _stock_class(name.removeprefix("Fused")) if name.startswith("Fused") else None
-    if stock is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _fuse(stock)
-
-
-def _stock_class(name: str) -> Any:
-    """The stock class of that name; None where the installed transformers has it not."""
-    if name not in _FAMILIES:
-        return None
-    folder = _FAMILIES[name][1]
-    try:
-        source = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    except ModuleNotFoundError:
-        return None
-    return getattr(source, name, None)
-
-
-# ---------------------------------------------------------------------- models made later
-def register_patches() -> None:
-    """Let models that are made from now on by `from_pretrained` and `from_config` have fused layers.
-
-    It goes through transformers' own patch mapping. The layers run fused where the model's attention implementation is
-    "heads_kernels", and as stock layers elsewhere. Models that are there already are not touched: `use` is for them.
-
-    Raises:
-        ValueError: the patches are registered already.
-    """
-    if any(pattern in get_patch_mapping() for pattern in map(_pattern, _FAMILIES)):
-        was = "come from register_patches already"
-        refuse("patches", was, "call it once, and unregister_patches() to undo it")
-    stocks = {name: _stock_class(name) for name in _FAMILIES}
-    register_patch_mapping(
-        {_pattern(name): _fuse(stock) for name, stock in stocks.items() if stock is not None}
-    )
-
-
-def unregister_patches() -> None:
-    """Undo `register_patches`; models that were made in between keep their classes.
-
-    Raises:
-        ValueError: the patches are not registered.
-    """
-    known = get_patch_mapping()
-    patterns = [pattern for pattern in map(_pattern, _FAMILIES) if pattern in known]
-    if not patterns:
-        refuse("patches", "are not registered", "call register_patches() first")
-    unregister_patch_mapping(patterns)
-
-
-def _pattern(name: str) -> str:
-    """Patterns are searched for anywhere in a name, so this one has its ends."""
-    return f"^{name}$"

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layers import find_layers
-from heads_kernels.heads.saving import RECORD, restore_shape
+from heads_kernels.heads.record import RECORD, number_heads, restore_shape
 
 #: Arguments that say where a checkpoint is, and so where its config is.
 _PLACE = (
@@ -34,8 +33,8 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
         The model; with `output_loading_info` what transformers returns.
 
     Raises:
-        ValueError: the recorded shape doesn't fit the model, or the checkpoint has learned gates: `hk.heads.prune`
-            folds those into the weights, to be called before saving.
+        ValueError: the recorded shape doesn't fit the model, or the checkpoint has learned gates: `hk.heads.save`
+            and `load` keep those, and `hk.heads.prune` folds them into the weights.
     """
     from transformers import AutoModel
 
@@ -44,9 +43,9 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
     model, info = _in_shape(model_class).from_pretrained(path, output_loading_info=True, **kwargs)
     model.__class__ = model_class
     if gates := sorted(key for key in info["unexpected_keys"] if ".head_gate." in key):
-        instead = "fold them into the weights before saving: hk.heads.prune(model, hk.heads.closed(model))"
+        instead = "keep such models by hk.heads.save and load, or fold the gates in first by hk.heads.prune"
         refuse("path", f"is a checkpoint with learned gates, {gates[0]} the first", instead)
-    _number(model)
+    number_heads(model.base_model, getattr(model.config, RECORD, {}))
     return (model, info) if with_info else model
 
 
@@ -72,12 +71,3 @@ def _in_shape(model_class: Any) -> Any:
 
     members = {"__init__": __init__, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), members)
-
-
-def _number(model: Any) -> None:
-    """Write the numbers of the heads that are left: transformers makes buffers on the meta device, without values."""
-    pruned = getattr(model.config, RECORD, {}).get("pruned", {})
-    for layer in find_layers(model.base_model):
-        if layer.name in pruned:
-            heads = torch.tensor(pruned[layer.name]["heads"], dtype=torch.int64)
-            layer.module.kept_heads = heads.to(layer.output.linear.weight.device)

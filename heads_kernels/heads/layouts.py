@@ -8,11 +8,11 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Family:
+class HeadLayout:
     """Where a class of attention modules keeps what its heads consist of; paths are relative to the module.
 
     Attributes:
-        name: the family's name, for people.
+        name: of the layout, for people.
         query, key, value, output: paths of the projections, each an `nn.Linear` or transformers' `Conv1D`. Of two paths
             with a bar between them the first that exists counts. Roles with the same path lie in one fused projection,
             in the order query, key, value.
@@ -39,7 +39,7 @@ class Family:
     keeps_count: tuple[str, ...] = ()
 
 
-_BERT = Family(
+_BERT = HeadLayout(
     "BERT",
     query="self.query",
     key="self.key",
@@ -49,19 +49,19 @@ _BERT = Family(
     head_dim="self.attention_head_size",
 )
 # `n_heads` of T5 counts the heads of the position bias, which layers hand on to each other.
-_T5 = Family("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",))
-_LLAMA = Family("Llama")
-_BART = Family("BART", output="out_proj")
+_T5 = HeadLayout("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",))
+_LLAMA = HeadLayout("Llama")
+_BART = HeadLayout("BART", output="out_proj")
 
 #: By the name of the class; subclasses are served too.
-FAMILIES: dict[str, Family] = {
-    "GatedMultiheadAttention": Family(
+LAYOUTS: dict[str, HeadLayout] = {
+    "GatedMultiheadAttention": HeadLayout(
         "hk.nn.GatedMultiheadAttention",
         output="out_proj",
         value_dim="value_dim",
         beside=("gate_proj",),
     ),
-    "CollaborativeMultiheadAttention": Family(
+    "CollaborativeMultiheadAttention": HeadLayout(
         "hk.nn.CollaborativeMultiheadAttention",
         output="out_proj",
         head_dim="shared_dim",
@@ -82,17 +82,17 @@ FAMILIES: dict[str, Family] = {
         ),
         _BERT,
     ),
-    "AlbertAttention": Family(
+    "AlbertAttention": HeadLayout(
         "ALBERT", "query", "key", "value", "dense", head_dim="attention_head_size"
     ),
-    "DistilBertSelfAttention": Family(
+    "DistilBertSelfAttention": HeadLayout(
         "DistilBERT", "q_lin", "k_lin", "v_lin", "out_lin", head_dim="attention_head_size"
     ),
-    "ModernBertAttention": Family("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo"),
+    "ModernBertAttention": HeadLayout("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo"),
     **dict.fromkeys(
-        ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), Family("ViT")
+        ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), HeadLayout("ViT")
     ),
-    "GPT2Attention": Family("GPT-2", "q_attn|c_attn", "c_attn", "c_attn", "c_proj"),
+    "GPT2Attention": HeadLayout("GPT-2", "q_attn|c_attn", "c_attn", "c_attn", "c_proj"),
     **dict.fromkeys(("T5Attention", "MT5Attention"), _T5),
     **dict.fromkeys(
         ("BartAttention", "MBartAttention", "MarianAttention", "PegasusAttention"), _BART
@@ -118,26 +118,26 @@ FAMILIES: dict[str, Family] = {
     ),
     # Their output is gated: the logits are other rows of q_proj, or a projection of their own.
     **dict.fromkeys(
-        ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), Family("Qwen3-Next")
+        ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), HeadLayout("Qwen3-Next")
     ),
     **dict.fromkeys(
         ("AfmoeAttention", "HrmTextAttention", "MuseGlimmerTextAttention"),
-        Family("AFMoE", beside=("gate_proj",)),
+        HeadLayout("AFMoE", beside=("gate_proj",)),
     ),
-    "BeamAttention": Family("BEAM", beside=("gate_proj",), rows=("gate_bias",)),
+    "BeamAttention": HeadLayout("BEAM", beside=("gate_proj",), rows=("gate_bias",)),
     **dict.fromkeys(
         ("LagunaAttention", "Lfm3Attention", "Step3p7Attention"),
-        Family("Laguna", beside=("g_proj",)),
+        HeadLayout("Laguna", beside=("g_proj",)),
     ),
 }
 
 
-def register(class_name: str, family: Family) -> None:
-    """Let `attention_layers` find modules of the class of this name, and of its subclasses, as `family` says."""
-    FAMILIES[class_name] = family
+def register_layout(class_name: str, layout: HeadLayout) -> None:
+    """Let `attention_layers` find modules of the class of this name, and of its subclasses, as `layout` says."""
+    LAYOUTS[class_name] = layout
 
 
-def family_of(module: nn.Module) -> Family | None:
-    """The family of the module's class, or of the nearest of its base classes that is in the table."""
+def layout_of(module: nn.Module) -> HeadLayout | None:
+    """The layout of the module's class, or of the nearest of its base classes that is in the table."""
     names = (base.__name__ for base in type(module).__mro__)
-    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    return next((LAYOUTS[name] for name in names if name in LAYOUTS), None)

@@ -1,0 +1,50 @@
+"""The classes of transformers that the package replaces, and what replaces them."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, Final
+
+from heads_kernels.integrations.transformers.head_masks import RowsOfHeadMask
+from heads_kernels.integrations.transformers.output_gated import WAYS
+from heads_kernels.integrations.transformers.replacement import Replacement, Replacing
+
+#: Stock class -> what stands before it, and the folder of transformers.models that it lies in.
+_REPLACED: Final[dict[str, tuple[type[Replacement], str]]] = {
+    **WAYS,
+    "AlbertTransformer": (RowsOfHeadMask, "albert"),
+}
+
+
+def replacement(stock: Any) -> Any:
+    """The class that replaces the class `stock`, the same every time; None where there is none."""
+    if stock.__name__ not in _REPLACED or not stock.__module__.startswith("transformers."):
+        return None
+    return _made(stock)
+
+
+def replacement_of(name: str) -> Any:
+    """The class that replaces the stock class of this name; None where the installed transformers has it not."""
+    folder = _REPLACED[name][1]
+    try:
+        source = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    except ModuleNotFoundError:
+        return None
+    stock = getattr(source, name, None)
+    return None if stock is None else _made(stock)
+
+
+@cache
+def _made(stock: Any) -> Any:
+    before, _ = _REPLACED[stock.__name__]
+    members = {"stock": stock, "__module__": __name__, "__doc__": before.__doc__}
+    return Replacing(f"{before.prefix}{stock.__name__}", (before, stock), members)
+
+
+def __getattr__(name: str) -> Any:
+    """`FusedAfmoeAttention` and the like, which pickles of whole models name."""
+    for stock, (before, _) in _REPLACED.items():
+        if name == f"{before.prefix}{stock}" and (made := replacement_of(stock)) is not None:
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

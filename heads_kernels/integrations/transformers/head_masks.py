@@ -1,0 +1,155 @@
+"""Head masks of `model(...)`, which transformers 5 takes no more: which row of which argument is for which layer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from heads_kernels.errors import refuse
+from heads_kernels.integrations.transformers.replacement import Replacement
+
+
+class HeadMaskPlace(NamedTuple):
+    """Where an attention module finds its head mask among the arguments of `model(...)`.
+
+    Attributes:
+        argument: the name of its head mask.
+        known: the names of all head masks that its model has a use for.
+        layer, layers: its row of a mask `[L, H]`, and L; L is 0 where what calls the module picks the row.
+    """
+
+    argument: str
+    known: tuple[str, ...]
+    layer: int = 0
+    layers: int = 0
+
+
+#: The attribute of an attention module that holds its `HeadMaskPlace`; `use` sets it.
+PLACE: Final = "_head_mask_place"
+
+#: Names of submodules that look at an encoder from a decoder.
+_CROSS: Final = {
+    "crossattention",
+    "cross_attn",
+    "cross_attention",
+    "encoder_attn",
+    "EncDecAttention",
+}
+
+
+def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | None:
+    """The gates that the head masks among `arguments` give an attention module of H heads: `[H]`, or None.
+
+    Raises:
+        ValueError: a mask that does not fit or that the model has no use for; a module that knows no place.
+    """
+    masks = {
+        name: mask
+        for name, mask in arguments.items()
+        if name.endswith("head_mask") and mask is not None
+    }
+    if not masks:
+        return None
+    place: HeadMaskPlace | None = getattr(module, PLACE, None)
+    if place is None:
+        instead = "call heads_kernels.integrations.transformers.use(model) first"
+        refuse(next(iter(masks)), f"is given to a {type(module).__name__} not in use", instead)
+    for name in masks:
+        if name not in place.known:
+            was = f"reaches a {type(module).__name__}, whose model has no use for it"
+            refuse(name, was, f"pass {', '.join(place.known)}")
+    given: Tensor | None = masks.get(place.argument)
+    if given is None:
+        return None
+    row = given[place.layer] if given.dim() == 2 and len(given) == place.layers else given
+    if row.shape == (getattr(module, "heads_before", None),):
+        kept: Any = module.kept_heads
+        row = row[kept]
+    if row.shape != (H,):
+        was = f"has shape {list(given.shape)} for {type(module).__name__}"
+        layer = f", layer {place.layer} of {place.layers}" if place.layers else ""
+        instead = "pass [H], or [L, H] with one row for each layer of the stack"
+        refuse(place.argument, f"{was}{layer}, which has {H} heads", instead)
+    return row if row.is_floating_point() else row.float()
+
+
+# ---------------------------------------------------------------------- places
+def stock_forward(module: nn.Module) -> Any:
+    """The forward that transformers wrote for the module, without decorators."""
+    return inspect.unwrap(getattr(type(module), "stock", type(module)).forward)
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether the module's forward asks transformers for an attention function."""
+    code = getattr(stock_forward(module), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def places(model: Any) -> Iterator[tuple[nn.Module, HeadMaskPlace]]:
+    """Every attention module of a model that its head masks reach, with its place."""
+    if model.config.model_type.endswith("encoder-decoder"):
+        # A model made of two: it hands arguments on to the decoder without their `decoder_`.
+        yield from places(model.encoder)
+        yield from places(model.decoder)
+        return
+    found = {
+        name: (module, argument)
+        for name, module in model.named_modules()
+        if calls_interface(module) and (argument := _argument(model, name, module)) is not None
+    }
+    known = tuple(dict.fromkeys(argument for _, argument in found.values()))
+    for name, (module, argument) in found.items():
+        yield module, HeadMaskPlace(argument, known, *_row(model, name))
+
+
+def _argument(model: Any, name: str, module: nn.Module) -> str | None:
+    """The head mask of the module of this name; None for GPT-2's cross-attention, which is handed no arguments."""
+    parts = name.split(".")
+    if _CROSS & set(parts):
+        return None if type(module).__name__ == "GPT2Attention" else "cross_attn_head_mask"
+    if "decoder" in parts and model.config.is_encoder_decoder:
+        return "decoder_head_mask"
+    return "head_mask"
+
+
+def _row(model: Any, name: str) -> tuple[int, int]:
+    """The row of the module of this name, and how many there are: by the first number in it, of a list of layers."""
+    parts = name.split(".")
+    if "albert_layer_groups" in parts:
+        return 0, 0
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            layers = model.get_submodule(".".join(parts[:place]))
+            return int(part), sum(child.isdigit() for child, _ in layers.named_children())
+    return 0, 1
+
+
+class RowsOfHeadMask(Replacement):
+    """ALBERT's loop over its layers: one layer runs many times, each time with its row of a head mask `[L, H]`."""
+
+    prefix = "Rowwise"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        head_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if head_mask is None or head_mask.dim() != 2:
+            return super().forward(hidden_states, attention_mask, head_mask=head_mask, **kwargs)
+        layers = self.config.num_hidden_layers
+        if head_mask.shape[0] != layers:
+            was = f"has shape {list(head_mask.shape)}, but the layer runs {layers} times"
+            refuse("head_mask", was, f"pass [H] or [{layers}, H]")
+        hidden_states = self.embedding_hidden_mapping_in(hidden_states)
+        for layer, row in enumerate(head_mask):
+            group = layer * self.config.num_hidden_groups // layers
+            hidden_states = self.albert_layer_groups[group](
+                hidden_states, attention_mask, head_mask=row, **kwargs
+            )
+        return BaseModelOutput(last_hidden_state=hidden_states)
