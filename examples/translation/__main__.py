@@ -1,0 +1,205 @@
+"""Heads of a translation model: gated, trained, pruned, saved and loaded (after Voita et al. 2019, section 5).
+
+    python examples/translation [--out DIR] [--heads K | --penalty LAMBDA] [--quick]
+
+trains a small Transformer to translate between two small languages, gives each of its 36 heads a Hard Concrete gate,
+goes on training under an L0 penalty until 16 heads are open, and takes the others out of the weights. A copy trained as
+long without gates is the control. That takes minutes on a core; with --quick 20 seconds, and the model has learned
+little by then.
+
+At the end pruned.safetensors, open_heads.png and results.json are written into DIR, each of them whole. An interrupted
+run tells what it had reached. Exit status: 0; 1 where the pruned or the loaded model does not do what it should; 2 for
+a bad option; 130 where it was interrupted.
+
+The other files here: languages.py and corpus.py, what is translated; transformer.py, the model; training.py; report.py;
+options.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Final
+
+import torch
+from corpus import Batch, Corpus, padded
+from languages import invented_pairs
+from options import parse
+from torch import Tensor
+from training import accuracy, seconds_to_translate, train
+from transformer import Translator
+
+import heads_kernels as hk
+
+try:
+    import safetensors  # noqa: F401
+    from report import Bar, Results, Row, heads_of, in_words, open_heads, table, write
+    from rich.console import Console
+except ImportError as error:
+    sys.exit(f"{error}; this example needs pip install 'heads_kernels[examples]'")
+
+HEADS, LAYERS = 4, 3
+ALL_HEADS: Final = 3 * LAYERS * HEADS  # of encoder, decoder and cross-attention
+PAIRS: Final = 20_000
+TIMED: Final = 128  # sentences of the batch that inference is timed with
+#: Learning rates of Adam: the highest of a new model, that of a trained one.
+RATE, RATE_AFTER = 3e-3, 6e-4
+
+adam = partial(torch.optim.Adam, betas=(0.9, 0.98), fused=True)
+
+
+# ---------------------------------------------------------------------- the experiment
+def experiment(options: argparse.Namespace, results: Results, bar: Bar) -> None:
+    """Every stage in order; what it finds goes into `results`."""
+    torch.manual_seed(options.seed)
+    corpus = Corpus(options.pairs or invented_pairs(PAIRS, options.seed), options.seed)
+
+    def new_model() -> Translator:
+        sizes = len(corpus.source.words), len(corpus.target.words), corpus.longest
+        return Translator(*sizes, heads=HEADS, layers=LAYERS)
+
+    def measure(name: str, model: Translator) -> None:
+        parameters = sum(weight.numel() for weight in model.parameters())
+        results.rows.append(Row(name, open_heads(model), *accuracy(model, corpus), parameters))
+
+    model = new_model()
+    learn(model, corpus, options, bar)
+    measure("before", model)
+
+    gated = deepcopy(model)
+    learn_gates(gated, corpus, options, results, bar)
+    results.layers = heads_of(gated)
+    measure("gated", gated)
+
+    # Closed heads leave the weights, the gates of the others are folded into them.
+    pruned = deepcopy(gated)
+    hk.heads.prune(pruned, hk.heads.closed(pruned))
+    measure("pruned", pruned)
+
+    control = deepcopy(model)
+    learn_on(control, corpus, options, bar)
+    measure("control", control)
+
+    file = options.out / "pruned.safetensors"
+    hk.heads.save(pruned, file)
+    loaded = new_model()  # with all heads: those that the file lacks are taken out as it is loaded
+    hk.heads.load(loaded, file)
+
+    batch = padded(corpus.held_out[:TIMED])
+    logits = outputs(pruned, batch)
+    results.checks = {
+        "pruned = gated": torch.allclose(logits, outputs(gated, batch), rtol=0, atol=1e-5),
+        "loaded = pruned, bit for bit": torch.equal(logits, outputs(loaded, batch)),
+    }
+    results.example = {
+        "source": corpus.source.decode(batch.source[0]),
+        "right": corpus.target.decode(batch.target[0]),
+        "pruned": corpus.target.decode(pruned.translate(batch.source[:1])[0]),
+    }
+    times = seconds_to_translate([model, gated, pruned, control], batch.source)
+    for row, seconds in zip(results.rows, times, strict=True):
+        row.seconds = seconds
+
+
+def learn(model: Translator, corpus: Corpus, options: argparse.Namespace, bar: Bar) -> None:
+    """Train a new model. The learning rate rises over a sixth of the steps, then falls to a fifth."""
+    steps = options.steps
+    bar.start("training", steps)
+    optimizer = adam(model.parameters(), RATE)
+    slope = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, 6 * (step + 1) / steps) * (1 - 0.8 * step / steps)
+    )
+    batches = corpus.batches(options.batch, options.seed)
+    for step, loss in train(model, optimizer, batches, steps):
+        slope.step()
+        bar.step(step, f"loss {loss:.2f}")
+
+
+def learn_gates(
+    model: Translator, corpus: Corpus, options: argparse.Namespace, results: Results, bar: Bar
+) -> None:
+    """Train a model on with gates, until `--heads` are open, or as many as `--penalty` leaves."""
+    steps = options.gated_steps
+    bar.start("gates", steps)
+    hk.heads.gate(model, partial(hk.nn.HardConcrete, evaluate="binary"))
+    gates = [p for name, p in model.named_parameters() if "head_gate" in name]
+    weights = [p for name, p in model.named_parameters() if "head_gate" not in name]
+    # From open to closed a gate goes a way of 4 and more, however few the steps are.
+    optimizer = adam([{"params": weights}, {"params": gates, "lr": 50 / steps}], RATE_AFTER)
+
+    schedule = None
+    if options.penalty is None:
+        # Heads close in four fifths of the steps. In the last fifth the weights get used to what is left.
+        closing = max(1, steps * 4 // 5)
+        schedule = hk.heads.GateSchedule(
+            model, open_heads=options.heads, steps=closing, warmup=0.7, rate=4 / steps
+        )
+
+    def penalty() -> Tensor:
+        return schedule.penalty() if schedule else options.penalty * hk.nn.l0_penalty(model)
+
+    results.history = [(0, open_heads(model))]
+    batches = corpus.batches(options.batch, options.seed + 1)
+    for step, loss in train(model, optimizer, batches, steps, penalty):
+        if schedule:
+            schedule.step()
+            if step == schedule.steps:
+                schedule.finish()
+        counts = open_heads(model)
+        if counts != results.history[-1][1]:
+            results.history.append((step, counts))
+        bar.step(step, f"loss {loss:.2f}, {in_words(counts)}")
+
+
+def learn_on(model: Translator, corpus: Corpus, options: argparse.Namespace, bar: Bar) -> None:
+    """Train a model on as `learn_gates` does, on the same sentences, but without gates."""
+    bar.start("control", options.gated_steps)
+    optimizer = adam(model.parameters(), RATE_AFTER)
+    batches = corpus.batches(options.batch, options.seed + 1)
+    for step, loss in train(model, optimizer, batches, options.gated_steps):
+        bar.step(step, f"loss {loss:.2f}")
+
+
+@torch.no_grad()
+def outputs(model: Translator, batch: Batch) -> Tensor:
+    """Logits of a batch, at inference."""
+    logits: Tensor = model.eval()(batch.source, batch.target[:, :-1])
+    return logits
+
+
+# ---------------------------------------------------------------------- the command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the experiment; returns the exit status."""
+    options = parse(__doc__, ALL_HEADS, arguments)
+    # On its way a gate may be open by one rule of evaluation and closed by the other.
+    warnings.filterwarnings("ignore", "The rules of HardConcrete disagree")
+    torch.set_num_threads(options.threads)
+    names = "steps", "gated_steps", "heads", "penalty", "batch", "seed", "threads"
+    results = Results({name: getattr(options, name) for name in names})
+    console = Console()
+    bar = Bar(console)
+    try:
+        with bar:
+            experiment(options, results, bar)
+        write(results, options.out)
+    except KeyboardInterrupt:
+        console.print(table(results))
+        console.print(f"[bold yellow]interrupted[/] in {bar.reached}")
+        return 130
+    console.print(table(results))
+    for name, sentence in results.example.items():
+        console.print(f"{name:>8}: {sentence}", soft_wrap=True, markup=False)
+    for name, holds in results.checks.items():
+        console.print(f"{name}: {'yes' if holds else '[bold red]NO[/]'}")
+    console.print(
+        f"pruned.safetensors, open_heads.png, results.json in {options.out}", markup=False
+    )
+    return 0 if all(results.checks.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
