@@ -66,14 +66,6 @@ class Workload:
         return self.calls * self.pairs * self.open_heads
 
 
-def break_even(D_in: int, D_k: int, Ds: int, H: int) -> int:
-    """Below this T dense collaborative self-attention has fewer FLOPs than ordinary attention.
-
-    It saves projections, 4 T D_in (D_k - Ds), and pays scores, 2 T^2 (H Ds - D_k).
-    """
-    return round(2 * D_in * (D_k - Ds) / (H * Ds - D_k))
-
-
 def causal_pairs(n: int) -> int:
     return n * (n + 1) // 2
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+import heads_kernels as hk
 from benchmarks import checks, measure, minilm, problems, shapes
 from benchmarks.goals import GOALS
 from benchmarks.measure import Effort
@@ -138,7 +139,7 @@ _LEGEND = (
 
 
 def _break_even() -> str:
-    narrow, wide = (problems.break_even(768, 768, Ds, 12) for Ds in (256, 384))
+    narrow, wide = (hk.convert.break_even(768, 768, Ds, 12) for Ds in (256, 384))
     return (
         "Dense mixing runs H Ds / D_k times the score FLOPs of ordinary attention: BERT-base 4 times "
         "at Ds 256 and 6 times at Ds 384. With the projections that it saves it has fewer FLOPs in "

@@ -1,6 +1,6 @@
 """Fused attention kernels for heads that can be gated, shut, shared and read."""
 
-from heads_kernels import heads, integrations, nn, testing
+from heads_kernels import convert, heads, integrations, nn, testing
 from heads_kernels.build_info import build_info
 from heads_kernels.dispatch import Choice
 from heads_kernels.functional import (
@@ -23,6 +23,7 @@ __all__ = [
     "attention_statistics",
     "build_info",
     "collaborative_attention",
+    "convert",
     "explain",
     "gated_attention",
     "heads",

@@ -419,11 +419,6 @@ def test_no_baseline_for_a_window() -> None:
         baselines(inputs)
 
 
-def test_break_even_of_bert_base() -> None:
-    lengths = [problems.break_even(768, 768, Ds, 12) for Ds in (512, 384, 256, 192, 96)]
-    assert lengths == [73, 154, 341, 576, 2688]
-
-
 def test_sentences_are_english_and_the_same_every_time() -> None:
     some = minilm.sentences(32)
     assert len(some) == len(set(some)) == 32

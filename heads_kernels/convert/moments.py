@@ -1,0 +1,187 @@
+"""What a layer's queries and keys are made of: moments of their inputs, gathered batch by batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from heads_kernels.convert.heads import Heads
+from heads_kernels.errors import refuse
+
+#: Eigenvalues of a covariance are at least this share of the largest, so that a direction that calibration did not show
+#: keeps a little weight, and all features together stay exact in it (heuristic).
+_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Sums over query rows, in float64; `+` joins those of two batches.
+
+    Scores that differ by one number a row give the same attention. So what counts of the keys' inputs is how they vary
+    among the keys that a row sees; what counts of the queries' inputs is their covariance, because the content bias
+    takes up the effect of their mean.
+
+    Attributes:
+        count: query rows, a scalar.
+        query_sum: `[D_in]`, the sum of the queries' inputs.
+        query_outer: `[D_in, D_in]`, the sum of `x x^T`.
+        key_outer: `[D_in_k, D_in_k]`, the sum over rows of the covariance of the inputs of the keys that a row sees.
+    """
+
+    count: Tensor
+    query_sum: Tensor
+    query_outer: Tensor
+    key_outer: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        query_inputs: Tensor,
+        key_inputs: Tensor | None = None,
+        *,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Moments:
+        """The moments of one batch of sentences.
+
+        Args:
+            query_inputs: floating `[..., T, D_in]`, one sentence in each `[T, D_in]`.
+            key_inputs: floating `[..., S, D_in_k]`; None for self-attention, where they are the queries'.
+            query_mask: bool `[..., T]`, True for real tokens; what stands at others is not read, NaN included.
+            key_mask: bool `[..., S]`; None means `query_mask` in self-attention, else that all are real.
+            is_causal: a row sees the keys up to its own place; self-attention only.
+
+        Raises:
+            TypeError, ValueError: a tensor of another dtype or shape; `is_causal` with `key_inputs`.
+        """
+        query, query_real = _real("query", query_inputs, query_mask)
+        if key_inputs is None:
+            key, key_real = query, query_real
+            if key_mask is not None:
+                key, key_real = _real("key", query_inputs, key_mask)
+        elif is_causal:
+            refuse("is_causal", "is True with key_inputs", "leave key_inputs out: self-attention")
+        else:
+            key, key_real = _real("key", key_inputs, key_mask)
+            if key.shape[:-2] != query.shape[:-2]:
+                was = f"has shape {list(key.shape)}"
+                refuse("key_inputs", was, f"make its batch {list(query.shape[:-2])}, as queries'")
+        outer = _causal(key, query_real, key_real) if is_causal else _all(key, query_real, key_real)
+        return cls(query_real.sum(), query.flatten(0, -2).sum(0), _gram(query), outer)
+
+    def __add__(self, other: Moments) -> Moments:
+        if other.widths != self.widths:
+            was = f"are of inputs of widths {other.widths}"
+            refuse("moments", was, f"those that they are added to are of {self.widths}")
+        return Moments(
+            self.count + other.count,
+            self.query_sum + other.query_sum,
+            self.query_outer + other.query_outer,
+            self.key_outer + other.key_outer,
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """`(D_in, D_in_k)`."""
+        return self.query_outer.shape[0], self.key_outer.shape[0]
+
+    @cached_property
+    def query_mean(self) -> Tensor:
+        """`[D_in]`."""
+        return self.query_sum / self.count
+
+    @cached_property
+    def query_root(self) -> Tensor:
+        """`[D_in, D_in]` of which `query_root query_root^T` is the covariance of the queries' inputs."""
+        mean = self.query_mean
+        return _root(self.query_outer / self.count - mean[:, None] * mean)
+
+    @cached_property
+    def key_root(self) -> Tensor:
+        """`[D_in_k, D_in_k]`, the same of the keys' inputs within what a row sees, the mean over rows."""
+        return _root(self.key_outer / self.count)
+
+
+def whiten(
+    heads: Heads, moments: Moments | None, query: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows over the inputs as rows over uncorrelated inputs of variance 1, for which a product's squared norm is the
+    mean square of its scores; without moments they are what they were.
+
+    Args:
+        heads: whose widths the moments must have.
+        query: `[..., D_in]`, rows that multiply the queries' inputs.
+        key: `[..., D_in_k]`.
+
+    Raises:
+        ValueError: moments of no tokens, of other widths or that are not finite.
+    """
+    if moments is None:
+        return query, key
+    if moments.widths != (heads.D_in, heads.D_in_k):
+        was = f"are of inputs of widths {moments.widths}"
+        refuse("moments", was, f"those of the layer are {(heads.D_in, heads.D_in_k)}")
+    if not moments.count > 0:
+        refuse("moments", "are of no tokens", "add a batch with real tokens")
+    if not all(bool(torch.isfinite(x).all()) for x in (moments.query_outer, moments.key_outer)):
+        refuse("moments", "hold NaN or infinity", "look for them in the calibration inputs")
+    return query @ moments.query_root, key @ moments.key_root
+
+
+def content_weights(heads: Heads, moments: Moments | None) -> Tensor:
+    """`[H, D_in_k]`: what a mean query scores, `W_K^hT (b_Q^h + W_Q^h mean)`; without moments the mean is 0.
+
+    (Cordonnier et al. 2020, eq. 12, and the mean.)
+    """
+    mean_query = heads.query.new_zeros(heads.query.shape[:2])
+    if heads.query_bias is not None:
+        mean_query = heads.query_bias
+    if moments is not None:
+        mean_query = mean_query + heads.query @ moments.query_mean
+    return torch.einsum("hd,hde->he", mean_query, heads.key)
+
+
+def _real(name: str, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Inputs in float64 with zeros at what is not real, and the mask."""
+    if not inputs.is_floating_point() or inputs.dim() < 2:
+        was = f"has dtype {inputs.dtype} and shape {list(inputs.shape)}"
+        refuse(f"{name}_inputs", was, "pass a floating tensor [..., tokens, width]")
+    if mask is None:
+        mask = torch.ones(inputs.shape[:-1], dtype=torch.bool, device=inputs.device)
+    if mask.dtype != torch.bool or mask.shape != inputs.shape[:-1]:
+        was = f"has dtype {mask.dtype} and shape {list(mask.shape)}"
+        refuse(f"{name}_mask", was, f"pass bool {list(inputs.shape[:-1])}, True for real tokens")
+    return inputs.detach().double().where(mask[..., None], 0.0), mask
+
+
+def _gram(rows: Tensor) -> Tensor:
+    flat = rows.flatten(0, -2)
+    return flat.T @ flat
+
+
+def _all(key: Tensor, query_real: Tensor, key_real: Tensor) -> Tensor:
+    """The sum over real rows of the covariance of all real keys of the sentence."""
+    keys = key_real.sum(-1, dtype=key.dtype)[..., None, None].clamp(min=1)
+    rows = query_real.sum(-1, dtype=key.dtype)[..., None, None]
+    centred = (key - key.sum(-2, keepdim=True) / keys).where(key_real[..., None], 0.0)
+    return _gram(centred * (rows / keys).sqrt())
+
+
+def _causal(key: Tensor, query_real: Tensor, key_real: Tensor) -> Tensor:
+    """The same, of the real keys up to the row's place: the sum of `mean(y y^T) - mean(y) mean(y)^T`."""
+    seen = key_real.cumsum(-1, dtype=key.dtype).clamp(min=1)  # [..., T]
+    share = query_real / seen  # what each key weighs in row t
+    weight = share.flip(-1).cumsum(-1).flip(-1)  # what key s weighs in all rows from s on
+    means = key.cumsum(-2) * share[..., None]
+    return _gram(key * weight[..., None].sqrt()) - _gram(means)
+
+
+def _root(covariance: Tensor) -> Tensor:
+    """R with `R R^T` the covariance, its eigenvalues raised to a floor."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root: Tensor = vectors * values.clamp(min=_FLOOR * values[-1]).sqrt()
+    return root

@@ -1,0 +1,92 @@
+"""Ragged heads: every head keeps the features of its own that are worth most, in a share of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads_kernels.convert.factors import Factors, balanced
+from heads_kernels.convert.heads import Heads
+from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.spectrum import Spectrum
+from heads_kernels.errors import refuse
+from heads_kernels.problem import MIXING_CHUNK
+
+
+def ragged(heads: Heads, dim: int, moments: Moments | None = None, *, multiple: int = 1) -> Factors:
+    """The best `dim` features that no two heads share.
+
+    The singular values of all heads compete for the `dim` places, so that a head keeps as many features as it is worth;
+    mixing is 1 for a head's own features and 0 elsewhere. No other choice of disjoint features has a smaller error:
+    that of the weights, or with moments that of the scores (Eckart and Young, head by head). Scores cost what the
+    features of a head cost, in whole chunks; features are ordered so that a head touches as few chunks as they allow.
+
+    Args:
+        heads: the layer's projections.
+        dim: Ds, at least 1. From the rank of all heads on, at most `H * D`, the factors are exact and have that many
+            features, no more.
+        moments: of the inputs of queries and keys; None weighs all weights alike.
+        multiple: features that a head gets or loses at once, at most `dim`. With 1 the error is the smallest for its
+            `dim`; with `MIXING_CHUNK` no head shares a chunk, scores run over `dim` features and not one more, and
+            that error is the smallest for its FLOPs.
+
+    Raises:
+        ValueError: `dim` below 1, `multiple` below 1 or above `dim`; moments that do not fit the heads.
+    """
+    check_dim(dim)
+    if not 1 <= multiple <= dim:
+        refuse("multiple", f"is {multiple}", f"pass 1 to {dim}, which is dim")
+    spectrum = Spectrum.of(heads, moments)
+    counts = spectrum.largest(dim, multiple)
+    owner = torch.tensor(chunked(counts), device=heads.query.device)
+    query, key, mixing = own_features(spectrum, owner)
+    return balanced(
+        heads,
+        moments,
+        torch.einsum("nd,nde->ne", query, heads.query[owner]),
+        torch.einsum("nd,nde->ne", key, heads.key[owner]),
+        mixing,
+    )
+
+
+def own_features(spectrum: Spectrum, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The features of the heads `owner` `[Ds]`, a head's best first, and their mixing.
+
+    Returns:
+        query, key `[Ds, D]` over the head's own weights, and mixing `[H, Ds]`.
+    """
+    mixing = torch.nn.functional.one_hot(owner, len(spectrum.values)).T.double()
+    place = (mixing.cumsum(1) * mixing).sum(0).long() - 1  # [Ds], which of its head's features
+    values = spectrum.values[owner, place]
+    weight = torch.where(values > 0, values, torch.inf).rsqrt()[:, None]
+    return spectrum.query[owner, place] * weight, spectrum.key[owner, place] * weight, mixing
+
+
+def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
+    """Which head each feature belongs to, so that heads touch few chunks.
+
+    Whole chunks come first. What is left of a head goes whole into the first chunk with room, the largest first; what
+    finds none is split over the room that is left.
+    """
+    order = [head for head, count in enumerate(counts) for _ in range(count - count % chunk)]
+    left = sum(counts) - len(order)
+    bins: list[list[int]] = [[] for _ in range(-(-left // chunk))]
+    room = [chunk] * (left // chunk) + [left % chunk] * (left % chunk > 0)
+    rests = sorted(((count % chunk, head) for head, count in enumerate(counts)), reverse=True)
+    homeless: list[int] = []
+    for rest, head in rests:
+        fits = next((n for n, size in enumerate(room) if size - len(bins[n]) >= rest), None)
+        (homeless if fits is None else bins[fits]).extend([head] * rest)
+    for size, features in zip(room, bins, strict=True):
+        free = size - len(features)
+        order += [*features, *homeless[:free]]
+        homeless = homeless[free:]
+    return order
+
+
+def check_dim(dim: int) -> None:
+    """Refuse what is no number of features."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        refuse("dim", f"is {dim!r}", "pass a number of features", TypeError)
+    if dim < 1:
+        refuse("dim", f"is {dim}", "pass at least 1; a layer without scores is no attention")

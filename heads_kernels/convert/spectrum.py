@@ -1,0 +1,88 @@
+"""The singular values of every head's scores: what each feature of a head is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from heads_kernels.convert.heads import Heads
+from heads_kernels.convert.moments import Moments, content_weights, whiten
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs where there are moments.
+
+    With moments, a squared value is the mean square of what that feature adds to the head's scores before the scale.
+
+    Attributes:
+        values: `[H, R]`, descending; R is the smallest of D, D_in and D_in_k.
+        query: `[H, R, D]`: feature r of head h is row r times the head's query weights, up to the norm.
+        key: `[H, R, D]`, the same of the keys.
+        content: the sum of squares of the heads' content weights, whitened.
+    """
+
+    values: Tensor
+    query: Tensor
+    key: Tensor
+    content: float
+
+    @classmethod
+    def of(cls, heads: Heads, moments: Moments | None = None) -> Spectrum:
+        """Through a QR of either thin factor: no product of the inputs' widths is built.
+
+        With `W_Q R = U_q R_q` and `W_K R = U_k R_k` (transposed), the product is `U_q (A S B^T) U_k^T`, and
+        `R_q^T A S^-1` needs no inverse: it is `R_k^T B` of the other side.
+        """
+        query, key = whiten(heads, moments, heads.query, heads.key)
+        query_r, key_r = (torch.linalg.qr(x.mT, mode="r").R for x in (query, key))
+        left, values, right = torch.linalg.svd(query_r @ key_r.mT, full_matrices=False)
+        content = 0.0
+        if moments is not None:
+            content = float((content_weights(heads, moments) @ moments.key_root).square().sum())
+        return cls(values, right @ key_r, left.mT @ query_r, content)
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """`[H]`: features with which a head's scores are exact, those of values that are more than rounding."""
+        width = max(self.query.shape[2], self.values.shape[1])
+        floor = self.values.max() * width * torch.finfo(self.values.dtype).eps
+        return (self.values > floor).sum(1)
+
+    @property
+    def rank(self) -> int:
+        """Features with which the scores of all heads are exact."""
+        return int(self.ranks.sum())
+
+    def largest(self, dim: int, multiple: int = 1) -> list[int]:
+        """How many features each head keeps of the `dim` that are worth most, in groups of `multiple`.
+
+        The last group of a head has what is left of its rank. At least one feature is kept in all.
+        """
+        places = torch.arange(self.values.shape[1], device=self.values.device)
+        squares = self.values.square() * (places < self.ranks[:, None])
+        squares = torch.nn.functional.pad(squares, (0, -len(places) % multiple))
+        groups = squares.reshape(len(squares), -1, multiple)  # [H, groups, multiple]
+        sizes = groups.count_nonzero(2).flatten()
+        order = (groups.sum(2).flatten() / sizes.clamp(min=1)).argsort(descending=True, stable=True)
+        taken = order[sizes[order].cumsum(0) <= dim]
+        head = taken // groups.shape[1]
+        counts: list[int] = sizes.new_zeros(len(groups)).index_add_(0, head, sizes[taken]).tolist()
+        return counts if any(counts) else [1, *counts[1:]]
+
+    def cut(self, dim: int) -> float:
+        """Squared error of the products with the `dim` features that are worth most."""
+        return float(self._cuts()[min(dim, self.values.numel())])
+
+    def errors(self) -> Tensor:
+        """`[H R + 1]`: relative error of the scores with the 0, 1, ... features that are worth most."""
+        cuts = self._cuts()
+        whole = (cuts[0] + self.content).clamp(min=torch.finfo(cuts.dtype).tiny)
+        return (cuts / whole).sqrt()
+
+    def _cuts(self) -> Tensor:
+        rising = self.values.flatten().sort().values.square().cumsum(0)
+        return torch.cat([rising.flip(0), rising.new_zeros(1)])

@@ -1,0 +1,197 @@
+"""Parameters, FLOPs and break-even lengths: the published tables, and PyTorch's own counter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from heads_kernels.convert import Heads, Report, break_even, count_flops, count_parameters, ragged
+
+
+def millions(whole: float, layers: int, after: int, before: int) -> float:
+    return whole + layers * (after - before) / 1e6
+
+
+# Cordonnier et al. 2020, table 2, and the sizes between them.
+@pytest.mark.parametrize(
+    ("Ds", "expected"),
+    [(768, 108.50), (512, 103.75), (384, 101.37), (256, 98.99), (128, 96.61)],
+)
+def test_bert_base(Ds: int, expected: float) -> None:
+    before, after = (count_parameters(768, 768, 12, size) for size in (None, Ds))
+    assert round(millions(108.3, 12, after, before), 2) == expected
+
+
+def test_distilbert() -> None:
+    before, after = (count_parameters(768, 768, 12, size) for size in (None, 384))
+    assert round(millions(66.4, 6, after, before), 2) == 62.93
+
+
+@pytest.mark.parametrize(
+    ("D_k", "concatenated", "collaborative"),
+    [(512, 60.9, 60.97), (256, 56.17, 56.21), (128, 53.81, 53.83), (64, 52.63, 52.64)],
+)
+def test_translation_base(D_k: int, concatenated: float, collaborative: float) -> None:
+    """18 attention layers of width 512, 8 heads: table 1 of the same paper."""
+    whole = count_parameters(512, 512, 8)
+    ordinary = count_parameters(512, D_k, 8)
+    shared = count_parameters(512, D_k, 8, D_k, trained=True)
+    assert round(millions(60.9, 18, ordinary, whole), 2) == concatenated
+    assert round(millions(60.9, 18, shared, whole), 2) == collaborative
+
+
+def test_parameters_are_those_of_the_tensors() -> None:
+    H, D, D_in, D_in_k = 3, 8, 12, 10
+    query, key = torch.nn.Linear(D_in, H * D), torch.nn.Linear(D_in_k, H * D)
+    own = sum(p.numel() for p in [*query.parameters(), *key.parameters()])
+    assert count_parameters(D_in, H * D, H, D_in_k=D_in_k) == own
+    without = query.weight.numel() + key.weight.numel()
+    assert count_parameters(D_in, H * D, H, D_in_k=D_in_k, bias=False) == without
+    weights = query.weight.view(H, D, D_in), key.weight.view(H, D, D_in_k)
+    factors = ragged(Heads(*weights, D**-0.5, query.bias.view(H, D)), 9)
+    tensors = factors.query, factors.key, factors.mixing, factors.content
+    expected = sum(x.numel() for x in tensors)
+    assert count_parameters(D_in, H * D, H, 9, D_in_k=D_in_k) == expected
+    assert count_parameters(D_in, H * D, H, 9, trained=True, bias=False) == 9 * (2 * D_in + H)
+
+
+# ---------------------------------------------------------------------- break-even
+BERT, MINILM, TRANSLATION = (768, 768, 12), (384, 384, 12), (512, 512, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths"),
+    [
+        (BERT, {512: 73, 384: 154, 256: 341, 192: 576, 96: 2688, 64: math.inf}),
+        (MINILM, {256: 37, 192: 77, 128: 171, 96: 288, 32: math.inf}),
+        (TRANSLATION, {256: 171, 128: 768, 64: math.inf}),
+    ],
+)
+def test_break_even(model: tuple[int, int, int], lengths: dict[int, float]) -> None:
+    D_in, D_k, H = model
+    assert {Ds: break_even(D_in, D_k, Ds, H) for Ds in lengths} == lengths
+
+
+@pytest.mark.parametrize("Ds", [512, 384, 256, 96])
+def test_break_even_is_where_the_counts_cross(Ds: int) -> None:
+    """Mixing and content left out, as the formula does."""
+    D_in, D_k, H = BERT
+
+    def cheaper(T: int) -> bool:
+        before, after = count_flops(T, T, D_in, D_k, H), count_flops(T, T, D_in, D_k, H, Ds)
+        return after.total - after.mixing - after.content < before.total
+
+    length = int(break_even(D_in, D_k, Ds, H))
+    assert cheaper(length - 1)
+    assert not cheaper(length + 1)
+
+
+def test_break_even_without_either_side() -> None:
+    assert break_even(64, 64, 64, 4) == 0  # dense mixing of as many features: nothing is saved
+    assert break_even(64, 64, 80, 4) == 0
+    assert break_even(64, 64, 64, 4, score_features=64) == math.inf  # the same layer: never dearer
+    assert break_even(64, 64, 80, 4, score_features=60) == 0
+    assert break_even(64, 64, 32, 4, score_features=96) == round(2 * 64 * 32 / 32)
+
+
+def test_score_ratio() -> None:
+    def scores(Ds: int | None) -> int:
+        return count_flops(100, 100, *BERT, Ds).scores
+
+    assert scores(384) == 6 * scores(None)
+    assert scores(256) == 4 * scores(None)
+
+
+# ---------------------------------------------------------------------- FLOPs
+def counted(call: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("Ds", [None, 20])
+def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None) -> None:
+    T, S, D_in, D_in_k, H, D, Dv, D_out = 7, 5, 12, 10, 4, 6, 3, 9
+    found = count_flops(
+        T, S, D_in, H * D, H, Ds, D_v=H * Dv, D_in_k=D_in_k, D_out=D_out
+    )  # fmt: skip
+    x, y, heads = torch.randn(T, D_in), torch.randn(S, D_in_k), torch.randn(H, S, Dv)
+    width = Ds or H * D
+    assert found.query == counted(lambda: x @ torch.randn(D_in, width))
+    assert found.key == counted(lambda: y @ torch.randn(D_in_k, width))
+    head_width = Ds or D
+    scores = counted(lambda: torch.randn(H, T, head_width) @ torch.randn(H, head_width, S))
+    assert found.scores == scores
+    assert found.values == counted(lambda: torch.randn(H, T, S) @ heads)
+    assert found.value == counted(lambda: y @ torch.randn(D_in_k, H * Dv))
+    assert found.output == counted(lambda: torch.randn(T, H * Dv) @ torch.randn(H * Dv, D_out))
+    if Ds is None:
+        assert found.mixing == found.content == 0
+    else:
+        assert found.mixing == T * H * Ds  # one product for each element of each head's query
+        assert found.content == counted(lambda: y @ torch.randn(D_in_k, H)) + H * T * S
+    assert found.total == sum(found)
+
+
+def test_masks_gates_and_ragged_heads_take_their_share() -> None:
+    D_in, D_k, H = BERT
+    T, Ds = 64, 256
+    whole = count_flops(T, T, D_in, D_k, H, Ds)
+    causal = count_flops(T, T, D_in, D_k, H, Ds, pairs=T * (T + 1) // 2)
+    assert causal.scores * 2 * T == whole.scores * (T + 1)
+    assert causal.values * 2 * T == whole.values * (T + 1)
+    assert causal.query == whole.query
+    half = count_flops(T, T, D_in, D_k, H, Ds, open_heads=H // 2)
+    assert (half.scores * 2, half.values * 2, half.mixing * 2) == (
+        whole.scores, whole.values, whole.mixing,
+    )  # fmt: skip
+    assert (half.query, half.key, half.value, half.output) == (
+        whole.query, whole.key, whole.value, whole.output,
+    )  # fmt: skip
+    shut = count_flops(T, T, D_in, D_k, H, Ds, open_heads=0)
+    assert shut.scores == shut.values == shut.mixing == 0
+    disjoint = count_flops(T, T, D_in, D_k, H, Ds, score_features=Ds)
+    assert disjoint.scores == 2 * T * T * Ds
+    assert disjoint.mixing == T * Ds
+
+
+@pytest.mark.parametrize("name", ["T", "S", "D_in", "D_k", "H", "Ds", "D_v", "D_in_k", "D_out"])
+def test_sizes_below_1(name: str) -> None:
+    sizes = {"T": 1, "S": 1, "D_in": 1, "D_k": 1, "H": 1, name: 0}
+    with pytest.raises(ValueError, match=f"^{name} is 0; pass at least 1."):
+        count_flops(**sizes)
+    for function, names in (
+        (count_parameters, ("D_in", "D_k", "H", "Ds", "D_in_k")),
+        (break_even, ("D_in", "D_k", "H", "Ds")),
+    ):
+        if name in names:
+            kept = {key: size for key, size in sizes.items() if key not in "TS"}
+            with pytest.raises(ValueError, match=f"^{name} is 0; pass at least 1."):
+                function(**{"Ds": 1, **kept})
+
+
+@pytest.mark.parametrize("open_heads", [-1, 13])
+def test_more_heads_than_there_are(open_heads: int) -> None:
+    with pytest.raises(ValueError, match=f"^open_heads is {open_heads}; pass 0 to 12, which is H."):
+        count_flops(1, 1, *BERT, open_heads=open_heads)
+
+
+# ---------------------------------------------------------------------- report
+def test_report() -> None:
+    H, D, D_in = 4, 16, 64
+    heads = Heads(torch.randn(H, D, D_in), torch.randn(H, D, D_in), D**-0.5, torch.randn(H, D))
+    factors = ragged(heads, 32, multiple=16)
+    report = Report.of(heads, factors, length=50)
+    assert report.dim == report.score_features == sum(report.features) == 32
+    assert report.parameters_before == count_parameters(D_in, H * D, H)
+    assert report.parameters == count_parameters(D_in, H * D, H, 32)
+    assert report.flops_before == count_flops(50, 50, D_in, H * D, H).total
+    after = count_flops(50, 50, D_in, H * D, H, 32, score_features=32)
+    assert report.flops == after.total < report.flops_before
+    assert report.break_even == math.inf
+    assert report.score_error is None
+    assert 0 < report.weight_error < 1
