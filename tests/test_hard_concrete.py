@@ -223,6 +223,22 @@ def test_no_slope_at_the_clamps() -> None:
     assert (torch.autograd.grad(sample[~clamped].sum(), gate.log_alpha)[0] > 0).all()
 
 
+def test_l2_penalty_is_an_expectation() -> None:
+    gate = hk.nn.HardConcrete(3)
+    with torch.no_grad():
+        gate.log_alpha.copy_(torch.tensor([-1.0, 0.5, 4.0]))
+    values = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    penalty = gate.l2_penalty(values)
+    chances = [1 / (1 + math.exp(0.33 * math.log(0.1 / 1.1) - a)) for a in (-1.0, 0.5, 4.0)]
+    expected = sum(p * (v.detach() ** 2).sum() / 2 for p, v in zip(chances, values, strict=True))
+    assert penalty.item() == pytest.approx(float(expected), rel=1e-6)
+    penalty.backward()
+    torch.testing.assert_close(values.grad[1], chances[1] * values.detach()[1], rtol=1e-6, atol=0)
+    assert (gate.log_alpha.grad > 0).all()
+    with pytest.raises(ValueError, match=r"values has shape \[2, 4\]; pass \[3, \.\.\.\]"):
+        gate.l2_penalty(torch.ones(2, 4))
+
+
 def test_penalty_has_no_slope_beyond_eps() -> None:
     gate = gates_at(-20.0, 0.0, 20.0)
     (slope,) = torch.autograd.grad(gate.penalty(), gate.log_alpha)

@@ -28,6 +28,9 @@ def gate(
     The gates are submodules, so that their parameters are among those of the model (make the optimiser afterwards) and
     their state is in its state dict. Layers without heads get none.
 
+    Voita et al. 2019 gate a model that is trained already and train it on, which ends better than gates from the start;
+    with gates on the encoder alone (`layers`) they freeze the decoder, so that what heads do does not move over to it.
+
     Args:
         model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
         make: makes the gate of a layer from its number of heads, for example `hk.nn.HardConcrete`.

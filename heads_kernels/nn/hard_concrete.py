@@ -148,6 +148,22 @@ class HardConcrete(HeadGate):
         """The L0 penalty of this layer: the expected number of open heads, a scalar with gradient."""
         return self.probability_open().sum()
 
+    def l2_penalty(self, values: Tensor) -> Tensor:
+        """Half the expected sum of squares of what the gates multiply (Louizos et al. 2018: L0 beside other norms).
+
+        Args:
+            values: `[H, ...]`, for example the columns of the output projection that belong to each head.
+
+        Returns:
+            `sum(P(gate != 0) * values**2) / 2`, a scalar with gradient for the gates and for `values`.
+
+        Raises:
+            ValueError: `values` is not of H heads.
+        """
+        if values.dim() < 1 or values.shape[0] != self.num_heads:
+            refuse("values", f"has shape {list(values.shape)}", f"pass [{self.num_heads}, ...]")
+        return (self.probability_open() * values.square().flatten(1).sum(1)).sum() / 2
+
     # ------------------------------------------------------------------ inference
     @property
     def sparsity(self) -> Tensor:
