@@ -133,9 +133,11 @@ def test_import_needs_no_extra() -> None:
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    loaded = {name.split(".")[0] for name in run.stdout.split()}
+    modules = run.stdout.split()
+    loaded = {name.split(".")[0] for name in modules}
     assert "heads_kernels" in loaded
     assert not loaded & OPTIONAL
+    assert "torch._dynamo" not in modules  # longer to load than the package and half of PyTorch
 
 
 # ---------------------------------------------------------------------- README

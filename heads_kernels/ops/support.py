@@ -130,11 +130,13 @@ def cuda(problem: Problem) -> list[str]:
     return reasons + _too_wide(problem) + _dense_mask(problem) + _rows_apart(problem)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _unsupported_device(index: int) -> str:
     """Why the CUDA kernels can not run on a GPU; empty where they can."""
     return _device_words(index)
 
+
+# As `torch.compiler.assume_constant_result` does, which loads Dynamo: two seconds of every import of the package.
+_unsupported_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 #: Devices that can: an answer that stays. What a device lacks may be lacking for a moment (memory).
 _CAPABLE: Final[set[int]] = set()
