@@ -76,7 +76,7 @@ def bert_base() -> Model:
     return model.eval()
 
 
-def half(model: Model) -> dict[int | str, list[int]]:
+def half(model: Model) -> dict[int, list[int]]:
     """Every second head of every layer."""
     return {
         layer.index: list(range(1, layer.num_heads, 2))

@@ -218,6 +218,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     model = translator()
     hk.heads.prune(model, HEADS)
     hk.heads.save(model, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
     assert os.listdir(tmp_path) == ["model.safetensors"]
     loaded = translator(seed=1)
     hk.heads.load(loaded, tmp_path / "model.safetensors")

@@ -10,6 +10,7 @@ from torch import nn
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
+    HeadsByLayer,
     attention_layers,
     find_layer,
     heads_of_layers,
@@ -64,7 +65,7 @@ def ungate(model: nn.Module) -> None:
 
 
 @torch.inference_mode(False)
-def close(model: nn.Module, heads: Mapping[int | str, Iterable[int]]) -> None:
+def close(model: nn.Module, heads: HeadsByLayer) -> None:
     """Close heads: they output zeros and cost no attention work, until `reopen(model)`.
 
     A layer gets a `FixedGate`, or more heads of the one that it has are closed. Nothing of it is saved with the model.

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layouts import LAYOUTS, HeadLayout, layout_of
 from heads_kernels.nn.gates import HeadGate
+
+#: `{layer: heads}`, layers by index or by name.
+HeadsByLayer: TypeAlias = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def find_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def heads_of_layers(
-    layers: list[AttentionLayer], heads: Mapping[int | str, Iterable[int]]
+    layers: list[AttentionLayer], heads: HeadsByLayer
 ) -> list[tuple[AttentionLayer, list[int]]]:
     """What `{layer: heads}` asks for: layers and sorted lists of heads, checked.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import gcd
 
 import torch
@@ -13,6 +13,7 @@ from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
+    HeadsByLayer,
     attention_layers,
     heads_of_layers,
     is_transposed,
@@ -23,9 +24,7 @@ from heads_kernels.heads.shrinking import replace, shrink
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def prune(
-    model: nn.Module, heads: Mapping[int | str, Iterable[int]], keep_at_least: int = 0
-) -> dict[str, list[int]]:
+def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict[str, list[int]]:
     """Take heads out of a model, in place; it then computes what it computed with these heads closed.
 
     A head goes with its rows of W_Q, W_K and W_V, its columns of W_O and its rows of output gates, mixing and content

@@ -38,7 +38,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         beside = Path(folder) / path.name
         save_model(model, str(beside), metadata={RECORD: json.dumps(record)})
-        os.replace(beside, path)
+        beside.chmod(0o644)  # safetensors gives it to its owner alone
+        beside.replace(path)
 
 
 @torch.inference_mode(False)
