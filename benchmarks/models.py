@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"FAIL {name}: {failure}")
         if failures:
             return 1
-        found = measure(name, models, batch, *((0.1, 2) if options.smoke else (20.0, 5)))
+        found = measure(name, models, batch, *((0.1, 2) if options.smoke else (60.0, 9)))
         console.print(table(found))
         rows += found
     if options.json:
