@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import reference
 import torch
@@ -14,23 +14,30 @@ B, T, S, E, H = 2, 5, 7, 24, 4
 PADDED = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])  # [B, S]: the keys that are hidden
 CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1)
 
+Module = TypeVar("Module", bound=nn.Module)
 WIDTHS = {"plain": {}, "no bias": {"bias": False}, "kdim, vdim": {"kdim": 10, "vdim": 12}}
 
 
-def torch_attention(**options: Any) -> nn.MultiheadAttention:
-    made = nn.MultiheadAttention(E, H, batch_first=True, **options).eval()
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return made
-
-
-def layer_of(**options: Any) -> hk.nn.GatedMultiheadAttention:
-    made = hk.nn.GatedMultiheadAttention(
-        **{"embed_dim": E, "num_heads": H, "dtype": torch.float64, **options}
-    )
+def spread(made: Module) -> Module:
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.4)
     return made.eval()
+
+
+def torch_attention(**options: Any) -> nn.MultiheadAttention:
+    return spread(nn.MultiheadAttention(E, H, batch_first=True, **options))
+
+
+def layer_of(**options: Any) -> hk.nn.GatedMultiheadAttention:
+    sizes = {"embed_dim": E, "num_heads": H, "dtype": torch.float64}
+    return spread(hk.nn.GatedMultiheadAttention(**{**sizes, **options}))
+
+
+def assert_as_accurate_as(out: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """The accuracy rule: an error of at most twice that of the plain formula, and the rounding of `out` itself."""
+    rounding = torch.finfo(out.dtype).eps / 2 * exact.abs().max()
+    error, bound = ((each.double() - exact).abs().max() for each in (out, plain))
+    assert error <= 2 * bound + rounding
 
 
 def formula(

@@ -375,7 +375,7 @@ def full_run() -> dict[str, object]:
 
 
 def test_plot_is_of_the_newest_full_run(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="plots need heads_kernels[bench]")
     """Of whole runs on all threads; other lines are passed over."""
     new, old = full_run(), full_run()
     machine: dict[str, object] = new["machine"]  # type: ignore[assignment]
@@ -408,7 +408,7 @@ def test_what_can_not_be_plotted_is_said(
     assert cli.main(["--plot"]) == 1
     assert "pip install 'heads_kernels[bench]'" in " ".join(capsys.readouterr().out.split())
     monkeypatch.undo()
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="plots need heads_kernels[bench]")
     with pytest.raises(plot.CannotPlot, match="keep a new one"):
         plot.draw(kept)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nn_layers import PADDED, B, E, H, S, T, torch_attention
+from nn_layers import PADDED, B, E, H, S, T, assert_as_accurate_as, spread, torch_attention
 from torch import Tensor, nn
 
 import heads_kernels as hk
@@ -24,12 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def layer_of(**options: Any) -> hk.nn.CollaborativeMultiheadAttention:
-    made = hk.nn.CollaborativeMultiheadAttention(
-        **{"embed_dim": E, "num_heads": H, "shared_dim": Ds, "dtype": torch.float64, **options}
-    )
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return made.eval()
+    sizes = {"embed_dim": E, "num_heads": H, "shared_dim": Ds, "dtype": torch.float64}
+    return spread(hk.nn.CollaborativeMultiheadAttention(**{**sizes, **options}))
 
 
 def formula(
@@ -352,12 +348,12 @@ def test_export() -> None:
 def test_autocast() -> None:
     layer, x = layer_of(dtype=torch.float32), torch.randn(B, S, E)
     with torch.autocast("cpu", torch.bfloat16):
-        out = layer(x)[0]
+        out, plain = layer(x)[0], formula(layer, x, x)
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert layer.mixing.grad is not None
     assert layer.mixing.grad.dtype == torch.float32
-    torch.testing.assert_close(out.float(), layer(x)[0], rtol=0.05, atol=0.1)
+    assert_as_accurate_as(out, plain, formula(layer.double(), x.double(), x.double()))
 
 
 def test_gradcheck() -> None:

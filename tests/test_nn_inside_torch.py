@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nn_layers import CAUSAL, PADDED, B, E, Gates, H, S, T, layer_of
+from nn_layers import CAUSAL, PADDED, B, E, Gates, H, S, T, assert_as_accurate_as, formula, layer_of
 from torch import Tensor, nn
 
 import heads_kernels as hk
@@ -131,13 +131,19 @@ def test_export() -> None:
 def test_autocast() -> None:
     layer, x = layer_of(dtype=torch.float32, output_gate="head"), torch.randn(B, S, E)
     layer.head_gate = Gates([0.5, 1.0, 0.0, 2.0])
+
+    def plain(x: Tensor) -> Tensor:
+        logits = layer.gate_proj(x).transpose(1, 2)[..., None]  # [B, H, T, 1]
+        return formula(layer, x, x, gates=layer.head_gate.gates[:, None, None] * logits.sigmoid())
+
     with torch.autocast("cpu", torch.bfloat16):
-        out = layer(x)[0]
+        out, in_bfloat16 = layer(x)[0], plain(x)
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert layer.head_gate.gates.grad is not None
     assert layer.head_gate.gates.grad.dtype == torch.float32
-    torch.testing.assert_close(out.float(), layer(x)[0], rtol=0.05, atol=0.1)
+    layer.double()
+    assert_as_accurate_as(out, in_bfloat16, plain(x.double()))
 
 
 def test_gradcheck() -> None:
