@@ -239,11 +239,7 @@ class Problem(NamedTuple):
         """`[H]` int64: features that the scores of a head run over, all-zero mixing chunks left out."""
         if self.mixing is None:
             return torch.full((self.H,), self.D, device=self.query.device)
-        borders = torch.arange(0, self.D, MIXING_CHUNK, device=self.query.device)
-        sizes = (self.D - borders).clamp(max=MIXING_CHUNK)  # [chunks]
-        padded = torch.nn.functional.pad(self.mixing, (0, -self.D % MIXING_CHUNK))
-        active = (padded != 0).reshape(self.H, sizes.numel(), MIXING_CHUNK).any(2)  # [H, chunks]
-        return (active * sizes).sum(1)
+        return active_widths(self.mixing)
 
     def flops(self, backward: bool = False, dense: bool = False) -> int:
         """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass alone.
@@ -322,3 +318,14 @@ def _intervals(
     read = mask.intervals if mask is attn_mask else mask.work_out
     intervals = read(*shape, device=query.device)
     return intervals & Intervals(band_hi=1) if is_causal else intervals
+
+
+def active_widths(mixing: Tensor) -> Tensor:
+    """`[H]` int64: features that each head of `mixing` `[H, Ds]` runs over, chunks that are all zero left out."""
+    Ds = mixing.shape[1]
+    borders = torch.arange(0, Ds, MIXING_CHUNK, device=mixing.device)
+    sizes = (Ds - borders).clamp(max=MIXING_CHUNK)  # [chunks]
+    padded = torch.nn.functional.pad(mixing, (0, -Ds % MIXING_CHUNK))
+    active = (padded != 0).reshape(len(mixing), sizes.numel(), MIXING_CHUNK).any(2)  # [H, chunks]
+    widths: Tensor = (active * sizes).sum(1)
+    return widths

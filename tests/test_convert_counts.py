@@ -162,7 +162,7 @@ def test_masks_gates_and_ragged_heads_take_their_share() -> None:
 @pytest.mark.parametrize("name", ["T", "S", "D_in", "D_k", "H", "Ds", "D_v", "D_in_k", "D_out"])
 def test_sizes_below_1(name: str) -> None:
     sizes = {"T": 1, "S": 1, "D_in": 1, "D_k": 1, "H": 1, name: 0}
-    with pytest.raises(ValueError, match=f"^{name} is 0; pass at least 1."):
+    with pytest.raises(ValueError, match=f"^{name} is 0; pass an int of at least 1."):
         count_flops(**sizes)
     for function, names in (
         (count_parameters, ("D_in", "D_k", "H", "Ds", "D_in_k")),
@@ -170,7 +170,7 @@ def test_sizes_below_1(name: str) -> None:
     ):
         if name in names:
             kept = {key: size for key, size in sizes.items() if key not in "TS"}
-            with pytest.raises(ValueError, match=f"^{name} is 0; pass at least 1."):
+            with pytest.raises(ValueError, match=f"^{name} is 0; pass an int of at least 1."):
                 function(**{"Ds": 1, **kept})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
 
 
@@ -26,8 +27,7 @@ def count_parameters(
 
     Ordinary attention (`Ds` None): `(D_in + D_in_k) D_k`, and `2 D_k` biases. Converted: `(D_in + D_in_k + H) Ds` of
     the projections and mixing, and `H D_in_k` content weights, which the query bias became. Trained as collaborative
-    from the
-    start: `2 Ds` biases instead of those.
+    from the start: `2 Ds` biases instead of those.
 
     Args:
         D_in, D_k, H, Ds: the sizes of the layer.
@@ -37,7 +37,7 @@ def count_parameters(
         trained: the form of a layer that was not converted.
 
     Raises:
-        ValueError: a size below 1.
+        TypeError, ValueError: a size that is no int, or below 1.
     """
     D_in_k = D_in if D_in_k is None else D_in_k
     _check_sizes(D_in=D_in, D_k=D_k, H=H, Ds=Ds, D_in_k=D_in_k)
@@ -99,7 +99,7 @@ def count_flops(
         open_heads: of H; a closed one costs its share of projections alone.
 
     Raises:
-        ValueError: a size below 1; more open heads than heads.
+        TypeError, ValueError: a size that is no int, or below 1; more open heads than heads.
     """
     D_v, D_out = D_k if D_v is None else D_v, D_in if D_out is None else D_out
     D_in_k = D_in if D_in_k is None else D_in_k
@@ -136,7 +136,7 @@ def break_even(D_in: int, D_k: int, Ds: int, H: int, *, score_features: int | No
         A whole number, rounded; `math.inf` where scores cost no more than they did; 0 where nothing is saved.
 
     Raises:
-        ValueError: a size below 1.
+        TypeError, ValueError: a size that is no int, or below 1.
     """
     _check_sizes(D_in=D_in, D_k=D_k, Ds=Ds, H=H)
     saved, paid = D_k - Ds, (H * Ds if score_features is None else score_features) - D_k
@@ -147,5 +147,5 @@ def break_even(D_in: int, D_k: int, Ds: int, H: int, *, score_features: int | No
 
 def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
-        if size is not None and size < 1:
-            refuse(name, f"is {size}", "pass at least 1")
+        if size is not None:
+            check_size(name, size)

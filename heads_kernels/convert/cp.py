@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import check_size
 from heads_kernels.convert.factors import Factors, balanced
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments, whiten
-from heads_kernels.convert.ragged import check_dim, chunked, own_features, ragged
+from heads_kernels.convert.ragged import chunked, own_features, ragged
 from heads_kernels.convert.spectrum import Spectrum
 from heads_kernels.errors import refuse
 
@@ -54,11 +55,11 @@ def cp(
         Factors whose error is at most that of `ragged` at this `dim`. The same call gives the same numbers.
 
     Raises:
-        ValueError: `dim` or `iterations` below 1, a negative tolerance; moments that do not fit the heads.
+        TypeError, ValueError: `dim` or `iterations` that is no int or below 1, a negative tolerance; moments
+            that do not fit the heads.
     """
-    check_dim(dim)
-    if iterations < 1:
-        refuse("iterations", f"is {iterations}", "pass at least 1")
+    check_size("dim", dim)
+    check_size("iterations", iterations)
     if not tolerance >= 0:
         refuse("tolerance", f"is {tolerance}", "pass 0 or a small share")
     spectrum = Spectrum.of(heads, moments)

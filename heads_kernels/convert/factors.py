@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments, content_weights
-from heads_kernels.problem import MIXING_CHUNK
+from heads_kernels.problem import active_widths
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +46,7 @@ class Factors:
     @property
     def executed_features(self) -> int:
         """Features that the scores of all heads run over: those of every chunk that a head does not skip."""
-        padded = torch.nn.functional.pad(self.mixing, (0, -self.dim % MIXING_CHUNK))
-        active = (padded != 0).reshape(len(padded), -1, MIXING_CHUNK).any(2)  # [H, chunks]
-        borders = torch.arange(0, self.dim, MIXING_CHUNK, device=active.device)
-        return int((active * (self.dim - borders).clamp(max=MIXING_CHUNK)).sum())
+        return int(active_widths(self.mixing).sum())
 
 
 def balanced(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import check_size
 from heads_kernels.convert.factors import Factors, balanced
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments
@@ -31,9 +32,10 @@ def ragged(heads: Heads, dim: int, moments: Moments | None = None, *, multiple: 
             that error is the smallest for its FLOPs.
 
     Raises:
-        ValueError: `dim` below 1, `multiple` below 1 or above `dim`; moments that do not fit the heads.
+        TypeError, ValueError: `dim` that is no int or below 1, `multiple` below 1 or above `dim`; moments that do
+            not fit the heads.
     """
-    check_dim(dim)
+    check_size("dim", dim)
     if not 1 <= multiple <= dim:
         refuse("multiple", f"is {multiple}", f"pass 1 to {dim}, which is dim")
     spectrum = Spectrum.of(heads, moments)
@@ -82,11 +84,3 @@ def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
         order += [*features, *homeless[:free]]
         homeless = homeless[free:]
     return order
-
-
-def check_dim(dim: int) -> None:
-    """Refuse what is no number of features."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        refuse("dim", f"is {dim!r}", "pass a number of features", TypeError)
-    if dim < 1:
-        refuse("dim", f"is {dim}", "pass at least 1; a layer without scores is no attention")
