@@ -1,4 +1,4 @@
-"""Factors against the attention that they replace: exact at full rank, right on average, refused where they don't fit."""
+"""Factors against the attention that they replace: exact at full rank, right on average, else refused."""
 
 from __future__ import annotations
 
