@@ -71,7 +71,7 @@ class Gates(hk.nn.HeadGate):
         self.num_heads = len(gates)
         self.gates = nn.Parameter(torch.tensor(gates))
 
-    def forward(self, batch_size: int) -> Tensor:
+    def forward(self, batch_size: int, length: int) -> Tensor:
         return self.gates
 
     def export(self) -> Tensor:

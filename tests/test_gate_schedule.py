@@ -28,7 +28,7 @@ class Planted(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))  # what trains on when the gates are settled
 
     def loss(self) -> Tensor:
-        gates = torch.stack([gate(1) for gate in self.gates])
+        gates = torch.stack([gate(1, 1) for gate in self.gates])
         return (self.values * (1 - gates)).sum() + self.weight.square()
 
     def exported(self) -> Tensor:
@@ -66,9 +66,9 @@ def test_ends_with_exactly_k_heads_those_of_most_value(k: int) -> None:
     train(model, schedule, optimizer, 20)  # the optimiser's momentum moves nothing any more
     assert torch.equal(model.exported() == 1, is_open)
     for gate, mine in zip(model.gates, is_open, strict=True):
-        assert torch.equal(gate.train()(1), mine.float())
+        assert torch.equal(gate.train()(1, 1), mine.float())
         gate.evaluate = "binary"
-        assert torch.equal(gate.eval()(1), mine.float())
+        assert torch.equal(gate.eval()(1, 1), mine.float())
 
 
 def test_finish_ranks_by_log_alpha_and_keeps_some_of_every_layer() -> None:

@@ -114,7 +114,7 @@ def test_samples_agree_with_the_closed_form(temperature: float) -> None:
     draws = 40_000
     gate = gates_at(-3, -1, 0, 1, 2, 5, temperature=temperature, per_sample=True)
     torch.manual_seed(0)
-    sample = gate(draws)
+    sample = gate(draws, 1)
     assert sample.shape == (draws, 6)
     for seen, expected in (
         (sample == 0, gate.probability_zero()),
@@ -133,37 +133,37 @@ def test_a_sample_is_the_formula_of_its_noise() -> None:
     uniform = 1e-6 + (1 - 2e-6) * torch.rand(3, dtype=torch.float64)
     torch.manual_seed(3)
     expected = formula(uniform, gate.log_alpha)
-    torch.testing.assert_close(gate(7), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gate(7, 1), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_shared_by_the_batch_or_per_sample() -> None:
-    assert hk.nn.HardConcrete(8)(5).shape == (8,)
-    rows = hk.nn.HardConcrete(8, per_sample=True, openness=0.5)(50)
+    assert hk.nn.HardConcrete(8)(5, 1).shape == (8,)
+    rows = hk.nn.HardConcrete(8, per_sample=True, openness=0.5)(50, 1)
     assert rows.shape == (50, 8)
     assert rows.unique(dim=0).shape[0] > 1
-    assert hk.nn.HardConcrete(8, per_sample=True).eval()(5).shape == (8,)
+    assert hk.nn.HardConcrete(8, per_sample=True).eval()(5, 1).shape == (8,)
 
 
 def test_seeds_reproduce() -> None:
     gate = hk.nn.HardConcrete(16, openness=0.5)
     torch.manual_seed(1)
-    first, second = gate(2), gate(2)
+    first, second = gate(2, 1), gate(2, 1)
     torch.manual_seed(1)
-    assert torch.equal(gate(2), first)
+    assert torch.equal(gate(2, 1), first)
     assert not torch.equal(first, second)
 
     own = hk.nn.HardConcrete(16, openness=0.5, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(own(2), first)  # whatever PyTorch's generator is at
-    assert torch.equal(copy.deepcopy(own)(2), second)
+    assert torch.equal(own(2, 1), first)  # whatever PyTorch's generator is at
+    assert torch.equal(copy.deepcopy(own)(2, 1), second)
 
 
 def test_noise_is_drawn_on_the_cpu_in_every_default_device() -> None:
     gate = hk.nn.HardConcrete(8, openness=0.5)
     torch.manual_seed(1)
-    expected = gate(2)
+    expected = gate(2, 1)
     torch.manual_seed(1)
     with torch.device("meta"):  # stands for a GPU: no value could come from it
-        assert torch.equal(gate(2), expected)
+        assert torch.equal(gate(2, 1), expected)
 
 
 @pytest.mark.gpu
@@ -171,9 +171,9 @@ def test_noise_is_drawn_on_the_cpu_in_every_default_device() -> None:
 def test_a_gpu_draws_the_gates_of_the_cpu(per_sample: bool) -> None:
     gate = hk.nn.HardConcrete(64, openness=0.5, per_sample=per_sample)
     torch.manual_seed(1)
-    expected = gate(3)
+    expected = gate(3, 1)
     torch.manual_seed(1)
-    found = gate.cuda()(3)
+    found = gate.cuda()(3, 1)
     assert found.is_cuda
     assert torch.equal(found.cpu() == 0, expected == 0)
     torch.testing.assert_close(found.cpu(), expected)
@@ -181,7 +181,7 @@ def test_a_gpu_draws_the_gates_of_the_cpu(per_sample: bool) -> None:
 
 def test_half_precision_models_have_float32_gates() -> None:
     gate = hk.nn.HardConcrete(8).bfloat16()
-    for value in (gate(2), gate.eval()(2), gate.export(), gate.penalty()):
+    for value in (gate(2, 1), gate.eval()(2, 1), gate.export(), gate.penalty()):
         assert value.dtype == torch.float32
 
 
@@ -191,7 +191,7 @@ def test_gradient_of_a_sample() -> None:
 
     def sample(log_alpha: Tensor) -> Tensor:
         torch.manual_seed(5)
-        return torch.func.functional_call(gate, {"log_alpha": log_alpha}, (40,))
+        return torch.func.functional_call(gate, {"log_alpha": log_alpha}, (40, 1))
 
     drawn = sample(gate.log_alpha)
     assert ((drawn > 0) & (drawn < 1)).sum() > 20
@@ -214,7 +214,7 @@ def test_gradient_of_the_closed_forms(what: str) -> None:
 def test_no_slope_at_the_clamps() -> None:
     gate = gates_at(-2.0, 0.0, 2.0, per_sample=True)
     torch.manual_seed(0)
-    sample = gate(400)
+    sample = gate(400, 1)
     clamped = (sample == 0) | (sample == 1)
     assert clamped.any(0).all()
     assert (~clamped).any(0).all()
@@ -255,14 +255,14 @@ def test_straight_through() -> None:
     samples, slopes = [], []
     for gate in (plain, through):
         torch.manual_seed(2)
-        samples.append(gate(60))
+        samples.append(gate(60, 1))
         weights = torch.linspace(1, 2, 180, dtype=torch.float64).view(60, 3)
         slopes += torch.autograd.grad((samples[-1] * weights).sum(), gate.log_alpha)
     assert torch.equal(samples[1], (samples[0] > 0.5).double())
     assert torch.equal(slopes[0], slopes[1])
     closed_with_slope = (samples[1] == 0) & (samples[0] > 0)
     assert closed_with_slope.any()  # why closed_grad is True
-    assert through.eval()(1).tolist() == [0, 1, 1]
+    assert through.eval()(1, 1).tolist() == [0, 1, 1]
 
 
 # ---------------------------------------------------------------------- inference
@@ -274,7 +274,7 @@ def test_rules_of_evaluation() -> None:
     torch.testing.assert_close(mean.export(), torch.tensor(expected, dtype=torch.float64))
     assert binary.export().tolist() == [0, 0, 0, 1, 1, 1]
     for gate in (mean, binary):
-        assert torch.equal(gate(4), gate.export())
+        assert torch.equal(gate(4, 1), gate.export())
         assert not gate.export().requires_grad
     assert mean.sparsity.item() == pytest.approx(5 / 6)
     assert binary.sparsity.item() == pytest.approx(3 / 6)
@@ -312,7 +312,7 @@ def test_keep_takes_heads_in_order() -> None:
     assert isinstance(gate.log_alpha, nn.Parameter)
     assert gate.log_alpha.requires_grad
     gate.keep([])
-    assert gate(3).shape == gate.export().shape == (0,)
+    assert gate(3, 1).shape == gate.export().shape == (0,)
     assert gate.penalty() == 0
 
 
@@ -325,9 +325,9 @@ def test_settle_fixes_every_sample_and_both_rules(options: dict[str, Any]) -> No
     assert gate.log_alpha.grad is None
     assert not gate.log_alpha.requires_grad
     expected = is_open.float()
-    assert torch.equal(gate(20_000), expected.expand(20_000, 4))
+    assert torch.equal(gate(20_000, 1), expected.expand(20_000, 4))
     assert torch.equal(gate._binary(), expected)
-    assert torch.equal(gate.eval()(1), expected)
+    assert torch.equal(gate.eval()(1, 1), expected)
     with pytest.raises(ValueError, match=r"is_open .*bool tensor \[4\]"):
         gate.settle(torch.ones(3, dtype=torch.bool))
 
@@ -380,7 +380,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         query, key, value = self.project(x).view(B, T, 3, 4, 8).permute(2, 0, 3, 1, 4)
-        gate = self.head_gate(B)
+        gate = self.head_gate(B, T)
         out = hk.gated_attention(query, key, value, gate, closed_grad=self.head_gate.closed_grad)
         return out.transpose(1, 2).reshape(B, T, 32)
 

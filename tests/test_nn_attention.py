@@ -170,11 +170,28 @@ def test_gates_by_example() -> None:
     gates = torch.tensor([[1.0, 0.0, 0.5, 1.0], [0.0, 1.0, 1.0, 0.0]])
 
     class ByExample(Gates):
-        def forward(self, batch_size: int) -> Tensor:
+        def forward(self, batch_size: int, length: int) -> Tensor:
             return gates[:batch_size]
 
     layer.head_gate = ByExample([1.0] * H)
     torch.testing.assert_close(layer(x)[0], formula(layer, x, x, gates=gates[:, :, None, None]))
+
+
+def test_gates_by_row() -> None:
+    """`[B, H, T]`, made from the batch size and the number of query rows, with the gradient of each."""
+    layer, x, y = layer_of(), torch.randn(B, T, E).double(), torch.randn(B, S, E).double()
+    gates = torch.rand(B, H, T, dtype=torch.float64, requires_grad=True)
+
+    class ByRow(Gates):
+        def forward(self, batch_size: int, length: int) -> Tensor:
+            assert (batch_size, length) == (B, T)
+            return gates
+
+    layer.head_gate = ByRow([1.0] * H)
+    out, expected = layer(x, y)[0], formula(layer, x, y, gates=gates[..., None])
+    torch.testing.assert_close(out, expected)
+    slopes = (torch.autograd.grad(each.square().sum(), gates)[0] for each in (out, expected))
+    torch.testing.assert_close(*slopes)
 
 
 def remove_heads(layer: hk.nn.GatedMultiheadAttention, kept: list[int]) -> None:

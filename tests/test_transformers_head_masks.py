@@ -184,7 +184,7 @@ def test_gates_of_examples_and_their_gradient() -> None:
             self.num_heads = 4
             self.gates = nn.Parameter(torch.tensor([[1.0, 0.0, 0.5, 1.0]] * 3))
 
-        def forward(self, batch_size: int) -> Tensor:
+        def forward(self, batch_size: int, length: int) -> Tensor:
             assert batch_size == 3
             return self.gates
 

@@ -1,30 +1,67 @@
-"""Ordinary attention as collaborative attention: heads share one query and one key, or keep what they need."""
+"""Ordinary attention as collaborative attention: heads share one query and one key, or keep what they need.
+
+A model of the table (`hk.heads.attention_layers`):
+
+    conversion = hk.convert.collaborate(model, 192, calibration=batches)
+
+Weights of anything else, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, with inputs `x` `[B, T, D_in]`:
+
+    heads = hk.convert.Heads(
+        W_Q.view(H, D, D_in), W_K.view(H, D, D_in), scale=D**-0.5, query_bias=b_Q.view(H, D)
+    )
+    factors = hk.convert.cp(heads, Ds, hk.convert.Moments.of(x))
+    layer = hk.nn.CollaborativeMultiheadAttention(D_in, H, factors.dim, scale=factors.scale)
+    layer.load_state_dict(
+        {
+            "q_proj.weight": factors.query,
+            "k_proj.weight": factors.key,
+            "mixing": factors.mixing,
+            "content_proj.weight": factors.content,
+        },
+        strict=False,  # values and output are the layer's own
+    )
+"""
 
 from heads_kernels.convert.budget import error_curve, solve_budget
+from heads_kernels.convert.calibration import calibrate
+from heads_kernels.convert.collaborate import collaborate
+from heads_kernels.convert.conversion import Conversion
 from heads_kernels.convert.counts import Flops, break_even, count_flops, count_parameters
 from heads_kernels.convert.cp import cp
+from heads_kernels.convert.curves import Curves, curves
 from heads_kernels.convert.energy import CapturedEnergy, captured_energy
 from heads_kernels.convert.error import score_error, weight_error
 from heads_kernels.convert.factors import Factors
 from heads_kernels.convert.heads import Heads
+from heads_kernels.convert.install import install
+from heads_kernels.convert.layers import read_heads
 from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.plot import plot
 from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.report import Report
 
 __all__ = [
     "CapturedEnergy",
+    "Conversion",
+    "Curves",
     "Factors",
     "Flops",
     "Heads",
     "Moments",
     "Report",
     "break_even",
+    "calibrate",
     "captured_energy",
+    "collaborate",
     "count_flops",
     "count_parameters",
     "cp",
+    "curves",
     "error_curve",
+    "install",
+    "plot",
     "ragged",
+    "read_heads",
     "score_error",
     "solve_budget",
     "weight_error",

@@ -47,7 +47,7 @@ def gate(
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
     made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
-        _check_runs_gates(layer)
+        check_runs_operators(layer)
         if layer.gate is not None:
             was = f"has a {type(layer.gate).__name__} already"
             refuse(str(layer), was, "call hk.heads.ungate(model) first")
@@ -81,7 +81,7 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
     """
     asked = heads_of_layers(attention_layers(model), heads)
     for layer, _ in asked:
-        _check_runs_gates(layer)
+        check_runs_operators(layer)
         head_gate = layer.gate
         if head_gate is not None and not _only_closes(head_gate):
             was = f"has a {type(head_gate).__name__} with gates of its own"
@@ -142,10 +142,10 @@ def _made(
     return head_gate.to(layer.output.linear.weight.device).train(layer.module.training)
 
 
-def _check_runs_gates(layer: AttentionLayer) -> None:
-    """Refuse a module of transformers whose attention function knows no gates."""
+def check_runs_operators(layer: AttentionLayer) -> None:
+    """Refuse a module of transformers whose attention function is not the package's."""
     config = getattr(layer.module, "config", None)
     runs = getattr(config, "_attn_implementation", "heads_kernels")
     if runs != "heads_kernels":
-        was = f"runs the attention function {runs!r} in {layer}, which ignores gates"
+        was = f"runs the attention function {runs!r} in {layer}, which does not know heads"
         refuse("model", was, "call hk.integrations.transformers.use(model) first")

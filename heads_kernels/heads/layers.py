@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Final, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layouts import LAYOUTS, HeadLayout, layout_of
 from heads_kernels.nn.gates import HeadGate
+from heads_kernels.nn.shared import FusedProjection
 
 #: `{layer: heads}`, layers by index or by name.
 HeadsByLayer: TypeAlias = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]]
@@ -39,6 +40,11 @@ class Projection:
     width: int
     start: int = 0
 
+    @property
+    def inputs(self) -> int:
+        """Input features of `linear`."""
+        return _size(self.linear, 0)
+
     def features(self, heads: Iterable[int]) -> Tensor:
         """The features of these heads, int64 on the device of the weight, head after head."""
         first = torch.tensor([self.start + h * self.width for h in heads], dtype=torch.int64)
@@ -60,7 +66,8 @@ class AttentionLayer:
         query, key, value, output: its projections; the heads of `output` lie in its input features.
         num_heads, num_key_heads: H and Hk; Hk is 1 where `shared`.
         head_dim, value_dim: D (Ds where `shared`) and Dv.
-        layout: the entry of the table that describes the layer.
+        layout: the entry of the table that describes the layer, as it is since heads came to share query and key.
+        scale: the factor of its scores; None where nothing lies at the path of the layout.
         beside: projections with rows for every query head besides those four: output gates, content biases.
     """
 
@@ -77,6 +84,7 @@ class AttentionLayer:
     head_dim: int
     value_dim: int
     layout: HeadLayout
+    scale: float | None
     beside: tuple[Projection, ...] = ()
 
     @property
@@ -114,7 +122,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """As `attention_layers`, but an empty list where there is none."""
     found = [
-        (name, module, layout)
+        (name, module, _as_converted(module, layout))
         for name, module in model.named_modules()
         if (layout := layout_of(module)) is not None
     ]
@@ -174,7 +182,7 @@ def _layer(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> Atte
     D = _at(holder, layout.head_dim)
     Dv = _at(holder, layout.value_dim) if layout.value_dim else D
     output = _at(holder, layout.output)
-    H = _features(output, 0) // Dv
+    H = _size(output, 0) // Dv
     query, key, value = _roles(holder, layout, H, (D, Dv))
     beside = (_at(holder, path) for path in layout.beside)
     name = ".".join(part for part in (name, layout.inner) if part)
@@ -192,9 +200,31 @@ def _layer(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> Atte
         head_dim=D,
         value_dim=Dv,
         layout=layout,
+        scale=_at(holder, layout.scale),
         beside=tuple(
-            Projection(linear, H, _features(linear) // max(H, 1)) for linear in beside if linear
+            Projection(linear, H, _size(linear) // max(H, 1)) for linear in beside if linear
         ),
+    )
+
+
+def _as_converted(holder: nn.Module, layout: HeadLayout) -> HeadLayout:
+    """The layout of a module whose heads came to share query and key in its own class, which has `mixing` then."""
+    inner = _at(holder, layout.inner) if layout.inner else holder
+    if layout.shared or getattr(inner, "mixing", None) is None:
+        return layout
+    paths: dict[str, Any] = {}
+    for role in ("query", "key", "value"):
+        path = existing(holder, getattr(layout, role))
+        fused = isinstance(_at(holder, path), FusedProjection)
+        paths[role] = f"{path}.{role}" if fused else path
+    return replace(
+        layout,
+        **paths,
+        head_dim=f"{paths['query']}.out_features",
+        value_dim=layout.value_dim or layout.head_dim,
+        beside=(*layout.beside, f"{paths['key']}.content"),
+        rows=(*layout.rows, "mixing"),
+        shared=True,
     )
 
 
@@ -212,21 +242,37 @@ def _check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
             refuse(f"module {name!r}", was, "find its heads before it is wrapped")
 
 
+def check_dense(layer: AttentionLayer, instead: str) -> None:
+    """Refuse projections whose weights are packed or wrapped.
+
+    Raises:
+        ValueError: one of them is no `nn.Linear` or `Conv1D`; `instead` says what would do.
+    """
+    for projection in (layer.query, layer.key, layer.value, layer.output, *layer.beside):
+        linear = projection.linear
+        sizes = {
+            getattr(linear, name, None) for name in ("in_features", "out_features", "nx", "nf")
+        }
+        weight = getattr(linear, "weight", None)
+        if not isinstance(weight, nn.Parameter) or not set(weight.shape) <= sizes:
+            refuse(str(layer), f"is projected by a {type(linear).__name__}", instead)
+
+
 def _roles(
     holder: nn.Module, layout: HeadLayout, H: int, widths: tuple[int, int]
 ) -> tuple[Projection, Projection, Projection]:
     """Query, key and value: head by head in projections of their own or fused in this order, or shared by all heads."""
     D, Dv = widths
-    paths = [_existing(holder, path) for path in (layout.query, layout.key, layout.value)]
+    paths = [existing(holder, path) for path in (layout.query, layout.key, layout.value)]
     query, key, value = (_at(holder, path) for path in paths)
     if layout.shared:
         return Projection(query, 1, D), Projection(key, 1, D), Projection(value, H, Dv)
     has_query, has_value = paths[0] == paths[1], paths[1] == paths[2]
     start = H * D if has_query else 0
-    key_features = (_features(key) - start) // (2 if has_value else 1)
+    key_features = (_size(key) - start) // (2 if has_value else 1)
     Hk = key_features // D
     return (
-        Projection(query, H, D if has_query or H == 0 else _features(query) // H),
+        Projection(query, H, D if has_query or H == 0 else _size(query) // H),
         Projection(key, Hk, D, start),
         Projection(value, Hk, Dv, start + key_features if has_value else 0),
     )
@@ -249,7 +295,7 @@ def _kind(module: Any, name: str) -> str:
 _SIZES: Final = (("in_features", "nx"), ("out_features", "nf"))
 
 
-def _features(linear: Any, of: int = 1) -> int:
+def _size(linear: Any, of: int = 1) -> int:
     """Input features (`of` = 0) or output features (1)."""
     features: int = next(getattr(linear, size) for size in _SIZES[of] if hasattr(linear, size))
     return features
@@ -260,7 +306,7 @@ def is_transposed(linear: Any) -> bool:
     return type(linear).__name__ == "Conv1D"
 
 
-def _existing(holder: Any, path: str) -> str:
+def existing(holder: Any, path: str) -> str:
     """Of alternatives `first|second` the first that exists."""
     return next(one for one in path.split("|") if _at(holder, one) is not None)
 

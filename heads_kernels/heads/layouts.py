@@ -23,6 +23,9 @@ class HeadLayout:
         rows: names of parameters of the module that have one row for each query head.
         shared: all heads share query and key (collaborative attention): those two belong to no head.
         keeps_count: names of head counts that stay as they are when heads are pruned.
+        scale: path of the factor of the scores.
+        turned: what stands between the projections of queries and keys and their products, so that no product of
+            weights gives the scores: rotary positions, norms. Such layers have no collaborative form.
     """
 
     name: str
@@ -37,8 +40,11 @@ class HeadLayout:
     rows: tuple[str, ...] = ()
     shared: bool = False
     keeps_count: tuple[str, ...] = ()
+    scale: str = "scaling"
+    turned: str = ""
 
 
+_ROTARY = "rotary positions"
 _BERT = HeadLayout(
     "BERT",
     query="self.query",
@@ -47,10 +53,11 @@ _BERT = HeadLayout(
     output="output.dense",
     inner="self",
     head_dim="self.attention_head_size",
+    scale="self.scaling",
 )
 # `n_heads` of T5 counts the heads of the position bias, which layers hand on to each other.
 _T5 = HeadLayout("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",))
-_LLAMA = HeadLayout("Llama")
+_LLAMA = HeadLayout("Llama", turned=_ROTARY)
 _BART = HeadLayout("BART", output="out_proj")
 
 #: By the name of the class; subclasses are served too.
@@ -60,6 +67,7 @@ LAYOUTS: dict[str, HeadLayout] = {
         output="out_proj",
         value_dim="value_dim",
         beside=("gate_proj",),
+        scale="scale",
     ),
     "CollaborativeMultiheadAttention": HeadLayout(
         "hk.nn.CollaborativeMultiheadAttention",
@@ -69,6 +77,7 @@ LAYOUTS: dict[str, HeadLayout] = {
         beside=("content_proj", "gate_proj"),
         rows=("mixing",),
         shared=True,
+        scale="scale",
     ),
     **dict.fromkeys(
         (
@@ -88,7 +97,7 @@ LAYOUTS: dict[str, HeadLayout] = {
     "DistilBertSelfAttention": HeadLayout(
         "DistilBERT", "q_lin", "k_lin", "v_lin", "out_lin", head_dim="attention_head_size"
     ),
-    "ModernBertAttention": HeadLayout("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo"),
+    "ModernBertAttention": HeadLayout("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", turned=_ROTARY),
     **dict.fromkeys(
         ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), HeadLayout("ViT")
     ),
@@ -118,16 +127,17 @@ LAYOUTS: dict[str, HeadLayout] = {
     ),
     # Their output is gated: the logits are other rows of q_proj, or a projection of their own.
     **dict.fromkeys(
-        ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"), HeadLayout("Qwen3-Next")
+        ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"),
+        HeadLayout("Qwen3-Next", turned=_ROTARY),
     ),
     **dict.fromkeys(
         ("AfmoeAttention", "HrmTextAttention", "MuseGlimmerTextAttention"),
-        HeadLayout("AFMoE", beside=("gate_proj",)),
+        HeadLayout("AFMoE", beside=("gate_proj",), turned=_ROTARY),
     ),
-    "BeamAttention": HeadLayout("BEAM", beside=("gate_proj",), rows=("gate_bias",)),
+    "BeamAttention": HeadLayout("BEAM", beside=("gate_proj",), rows=("gate_bias",), turned=_ROTARY),
     **dict.fromkeys(
         ("LagunaAttention", "Lfm3Attention", "Step3p7Attention"),
-        HeadLayout("Laguna", beside=("g_proj",)),
+        HeadLayout("Laguna", beside=("g_proj",), turned=_ROTARY),
     ),
 }
 

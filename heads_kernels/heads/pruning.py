@@ -15,6 +15,7 @@ from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
     attention_layers,
+    check_dense,
     heads_of_layers,
     is_transposed,
 )
@@ -63,7 +64,7 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     asked = heads_of_layers(layers, heads)
     users = Counter(weight for layer in layers for weight in _weights(layer))
     for layer, _ in asked:
-        _check_dense(layer)
+        check_dense(layer, "prune a model of nn.Linear and Conv1D, before it is wrapped")
         _check_untied(layer, users)
     taken = {}
     for layer, chosen in asked:
@@ -109,7 +110,7 @@ def _weights(layer: AttentionLayer) -> list[tuple[int, int]]:
         (id(parameter), projection.start)
         for projection in projections
         if projection.heads
-        for parameter in projection.linear.parameters()
+        for parameter in projection.linear.parameters(recurse=False)
     ]
 
 
@@ -117,18 +118,6 @@ def _check_untied(layer: AttentionLayer, users: Mapping[tuple[int, int], int]) -
     if any(users[weight] > 1 for weight in _weights(layer)):
         instead = "give each a copy of its own; layers that are one module are pruned as one"
         refuse(str(layer), "has projections that other roles or layers hold too", instead)
-
-
-def _check_dense(layer: AttentionLayer) -> None:
-    for projection in (layer.query, layer.key, layer.value, layer.output, *layer.beside):
-        linear = projection.linear
-        sizes = {
-            getattr(linear, name, None) for name in ("in_features", "out_features", "nx", "nf")
-        }
-        weight = getattr(linear, "weight", None)
-        if not isinstance(weight, nn.Parameter) or not set(weight.shape) <= sizes:
-            was = f"is projected by a {type(linear).__name__}"
-            refuse(str(layer), was, "prune a model of nn.Linear and Conv1D, before it is wrapped")
 
 
 def _fold_gate(layer: AttentionLayer, spared: list[int]) -> None:

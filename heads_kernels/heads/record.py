@@ -1,8 +1,8 @@
-"""The record of what pruning left of a model: written beside its weights, and a whole model brought to that shape."""
+"""The record of a model's shape: what pruning left and what was converted, and a whole model brought to that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -11,10 +11,27 @@ from torch import nn
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer, find_layers
+from heads_kernels.heads.sharing import share
 from heads_kernels.heads.shrinking import shrink
 
-#: The key of a file's metadata, and the name of the attribute of transformers' configs: `{"pruned": {layer: shape}}`.
+#: The key of a file's metadata, and the name of the attribute of transformers' configs: what `record` gives.
 RECORD: Final = "heads_kernels"
+_WORDS: Final = ("pruned", "converted")
+
+
+def record(layers: Iterable[AttentionLayer]) -> dict[str, Any]:
+    """`{"pruned": {layer name: shape}, "converted": {layer name: {"dim": Ds, "ragged": bool}}}`, in types of JSON.
+
+    Layers that were never pruned or have heads of their own are left out.
+    """
+    layers = list(layers)
+    pruned = {layer.name: shape(layer) for layer in layers if hasattr(layer.module, "kept_heads")}
+    converted = {
+        layer.name: {"dim": layer.head_dim, "ragged": layer.module.ragged}
+        for layer in layers
+        if layer.layout.shared
+    }
+    return {word: each for word, each in zip(_WORDS, (pruned, converted), strict=True) if each}
 
 
 def shape(layer: AttentionLayer) -> dict[str, Any]:
@@ -51,12 +68,12 @@ def own_config(model: nn.Module) -> None:
 
 
 def record_in_config(model: nn.Module) -> None:
-    """Put what is left of the heads into the configs of transformers models.
+    """Put what is left of the heads, and what was converted, into the configs of transformers models.
 
     Layers are named as in the base model, so that models with a task head and without find the same names. Parts of a
     model that share its config leave it to the whole.
     """
-    if not any(hasattr(module, "kept_heads") for module in model.modules()):
+    if not record(find_layers(model)):
         return
     own_config(model)
     part: Any
@@ -65,13 +82,8 @@ def record_in_config(model: nn.Module) -> None:
         if not hasattr(part, "base_model_prefix") or id(part.config) in recorded:
             continue
         recorded.add(id(part.config))
-        pruned = {
-            layer.name: shape(layer)
-            for layer in find_layers(part.base_model)
-            if hasattr(layer.module, "kept_heads")
-        }
-        if pruned:
-            setattr(part.config, RECORD, {**getattr(part.config, RECORD, {}), "pruned": pruned})
+        if found := record(find_layers(part.base_model)):
+            setattr(part.config, RECORD, {**getattr(part.config, RECORD, {}), **found})
 
 
 def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
@@ -85,17 +97,25 @@ def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
 
 # ---------------------------------------------------------------------- back to the recorded shape
 def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Take out of the model the heads that are missing in `record["pruned"]`; layers that only one has are left alone.
+    """Bring a model to the recorded shape: heads share queries and keys where they did, and those that are missing go.
+
+    Layers that only one of them has are left alone. New parameters are empty.
 
     Raises:
-        ValueError: a layer that doesn't fit, named with what the record and what the model has; nothing is changed.
+        TypeError, ValueError: a layer that doesn't fit, named with what the record and what the model has.
     """
-    pruned = record.get("pruned", {})
-    layers = [layer for layer in find_layers(model) if layer.name in pruned]
-    kept = [_kept(layer, pruned[layer.name]) for layer in layers]
-    for layer, (heads, key_heads) in zip(layers, kept, strict=True):
-        if len(heads) < layer.num_heads:
-            shrink(layer, heads, key_heads)
+    pruned, converted = (record.get(word, {}) for word in _WORDS)
+    for layer in find_layers(model):
+        if layer.name in converted and not layer.layout.shared:
+            share(model, layer, converted[layer.name]["dim"], ragged=False)
+    layers = find_layers(model)
+    for layer in layers:
+        if layer.name in converted:
+            layer.module.ragged = converted[layer.name]["ragged"]
+        if layer.name in pruned:
+            heads, key_heads = _kept(layer, pruned[layer.name])
+            if len(heads) < layer.num_heads:
+                shrink(layer, heads, key_heads)
 
 
 def _kept(layer: AttentionLayer, left: Mapping[str, Any]) -> tuple[list[int], list[int]]:

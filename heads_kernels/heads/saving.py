@@ -1,10 +1,11 @@
-"""Models whose heads were pruned, saved with the shape that they have and loaded into models that are whole."""
+"""Models whose heads were pruned or converted, saved with the shape that they have and loaded into whole models."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -12,15 +13,23 @@ from torch import nn
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.record import RECORD, record_in_config, restore_shape, shape
+from heads_kernels.heads.record import (
+    RECORD,
+    record,
+    record_in_config,
+    restore_shape,
+    shape,
+)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Save the weights of a model, and what is left of its heads, as one safetensors file.
+    """Save the weights of a model, and what became of its heads, as one safetensors file.
 
-    The metadata of the file holds the shape, `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}}`, as
-    JSON. Gates that are learned are weights of the model; heads that `close` closed are not saved. The file is written
-    beside its place and then renamed: what was there stays whole if saving is interrupted.
+    The metadata of the file holds the shape as JSON: what is left of the heads,
+    `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}}`, and which layers are collaborative,
+    `{"converted": {layer name: {dim, ragged}}}`. Gates that are learned are weights of the model; heads that `close`
+    closed are not saved. The file is written beside its place and then renamed: what was there stays whole if saving is
+    interrupted.
 
     Args:
         model: with attention layers of the table.
@@ -34,44 +43,60 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         refuse("path", f"is {str(path)!r}", "its folder does not exist: make it first")
-    record = {"pruned": {layer.name: shape(layer) for layer in attention_layers(model)}}
+    layers = attention_layers(model)
+    found = {**record(layers), "pruned": {layer.name: shape(layer) for layer in layers}}
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         beside = Path(folder) / path.name
-        save_model(model, str(beside), metadata={RECORD: json.dumps(record)})
+        save_model(model, str(beside), metadata={RECORD: json.dumps(found)})
         beside.chmod(0o644)  # safetensors gives it to its owner alone
         beside.replace(path)
 
 
 @torch.inference_mode(False)
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load what `save` saved: the heads that the file lacks are taken out of the model, then the weights are copied.
+    """Load what `save` saved: the model is brought to the shape of the file, then the weights are copied.
+
+    Layers that are collaborative in the file become so, and the heads that it lacks are taken out.
 
     Args:
-        model: of the shape that the saved model once had, pruned or not, on any device and of any dtype. Gates that
+        model: of the shape that the saved model once had, before or after it was pruned and converted, on any device
+            and of any dtype; a transformers model whose file has converted layers is in use
+            (`hk.integrations.transformers.use`). Gates that
             were attached when it was saved have to be attached again (`hk.heads.gate`, in the same layers): a file
             holds their state, not their settings.
         path: of the file.
 
     Raises:
-        ValueError: a layer of the file that doesn't exist in the model or doesn't fit it, named with what the file and
-            what the model has; weights or gates that only one of them has. Nothing is changed then.
-        RuntimeError: other weights of another size, named by PyTorch. Heads have been taken out then.
+        TypeError, ValueError: a layer of the file that doesn't exist in the model or doesn't fit it, named with what
+            the file and what the model has; weights or gates that only one of them has. Nothing is changed then.
+        RuntimeError: other weights of another size, named by PyTorch. The model has the shape of the file then.
     """
     from safetensors import safe_open
     from safetensors.torch import load_model
 
     with safe_open(str(path), "pt") as file:
-        record = json.loads((file.metadata() or {}).get(RECORD, "{}"))
+        found = json.loads((file.metadata() or {}).get(RECORD, "{}"))
         names = set(file.keys())
-    found = {layer.name for layer in attention_layers(model)}
-    for name in record.get("pruned", {}):
-        if name not in found:
+    there = {layer.name for layer in attention_layers(model)}
+    for name in found.get("pruned", {}):
+        if name not in there:
             was = f"of the file {str(path)!r} does not exist in the model"
-            refuse(f"layer {name!r}", was, f"the model has {', '.join(sorted(found))}")
-    _check_names(model, names, path)
-    restore_shape(model, record)
+            refuse(f"layer {name!r}", was, f"the model has {', '.join(sorted(there))}")
+    trial = _without_weights(model)
+    restore_shape(trial, found)
+    _check_names(trial, names, path)
+    restore_shape(model, found)
     load_model(model, str(path))
     record_in_config(model)
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy with its parameters on the meta device, those that parts share shared."""
+    memo = {
+        id(old): nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad)
+        for old in model.parameters()
+    }
+    return deepcopy(model, memo)
 
 
 def _check_names(model: nn.Module, names: set[str], path: str | os.PathLike[str]) -> None:

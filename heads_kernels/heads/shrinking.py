@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.heads.layers import AttentionLayer, is_transposed
+from heads_kernels.nn.shared import FusedProjection
 
 
 def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
@@ -25,8 +26,8 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
     for projection, chosen in [*projections, *((beside, heads) for beside in layer.beside)]:
         rows.setdefault(projection.linear, []).append(projection.features(chosen))
     for linear, parts in rows.items():
-        _select(linear, torch.cat(parts), 1)
-    _select(layer.output.linear, layer.output.features(heads), 0)
+        select(linear, torch.cat(parts), 1)
+    select(layer.output.linear, layer.output.features(heads), 0)
     if not heads and is_transposed(layer.output.linear):
         setattr(layer.module, layer.layout.output, _as_linear(layer.output.linear))
     module = layer.module
@@ -40,7 +41,7 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
     numbers = getattr(module, "kept_heads", torch.arange(layer.num_heads)).to(kept.device)[kept]
     device = layer.output.linear.weight.device
     module.register_buffer("kept_heads", numbers.to(device), persistent=False)
-    _count(layer, len(heads), len(key_heads))
+    count_heads(layer, len(heads), len(heads if layer.layout.shared else key_heads))
 
 
 def replace(module: Any, name: str, value: Tensor) -> None:
@@ -49,7 +50,7 @@ def replace(module: Any, name: str, value: Tensor) -> None:
     setattr(module, name, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
 
 
-def _select(linear: Any, features: Tensor, of: int) -> None:
+def select(linear: Any, features: Tensor, of: int) -> None:
     """Keep these input features (`of` = 0) or output features (1) of a projection."""
     axis = of if is_transposed(linear) else 1 - of
     replace(linear, "weight", linear.weight.index_select(axis, features))
@@ -68,9 +69,12 @@ def _as_linear(linear: Any) -> nn.Linear:
     return made
 
 
-def _count(layer: AttentionLayer, H: int, Hk: int) -> None:
-    """Bring the module's own head counts and sizes in step."""
+def count_heads(layer: AttentionLayer, H: int, Hk: int) -> None:
+    """Bring the module's own head counts and sizes in step; Hk are the heads of the values."""
+    module = layer.module
     query = [] if layer.query.linear is not layer.key.linear else [H * layer.head_dim]
+    sizes = [*query, Hk * layer.head_dim, Hk * layer.value_dim]
+    fused = (part.sizes for part in module.children() if isinstance(part, FusedProjection))
     counts = {
         "num_attention_heads": H,
         "num_heads": H,
@@ -78,10 +82,10 @@ def _count(layer: AttentionLayer, H: int, Hk: int) -> None:
         "num_key_heads": Hk,
         "num_key_value_heads": Hk,
         "num_key_value_groups": H // Hk if Hk else 1,
-        "all_head_size": H * layer.head_dim,
-        "inner_dim": H * layer.head_dim,
-        "split_size": [*query, Hk * layer.head_dim, Hk * layer.value_dim],
+        "all_head_size": H * layer.value_dim,
+        "inner_dim": H * layer.value_dim,
+        "split_size": next(fused, sizes),
     }
     for name, count in counts.items():
-        if hasattr(layer.module, name) and name not in layer.layout.keeps_count:
-            setattr(layer.module, name, count)
+        if hasattr(module, name) and name not in layer.layout.keeps_count:
+            setattr(module, name, count)

@@ -14,8 +14,8 @@ from heads_kernels.errors import refuse
 class HeadGate(nn.Module, ABC):
     """One gate for each head of an attention layer, which holds it as its submodule `head_gate`.
 
-    In every forward pass the layer calls it with the batch size and hands what it returns, and `closed_grad`, to
-    the operator.
+    In every forward pass the layer calls it with the batch size B and the number T of query rows, and hands what it
+    returns, and `closed_grad`, to the operator.
 
     Attributes:
         num_heads: H.
@@ -26,8 +26,8 @@ class HeadGate(nn.Module, ABC):
     closed_grad: bool = True
 
     @abstractmethod
-    def forward(self, batch_size: int) -> Tensor:
-        """The gates of this pass: `[H]`, or `[B, H]` where they differ by example."""
+    def forward(self, batch_size: int, length: int) -> Tensor:
+        """The gates of this pass: `[H]`, or `[B, H]` where they differ by example, or `[B, H, T]` by row too."""
 
     @abstractmethod
     def export(self) -> Tensor:
@@ -70,7 +70,7 @@ class FixedGate(HeadGate):
         """H."""
         return self.gates.shape[0]
 
-    def forward(self, batch_size: int) -> Tensor:
+    def forward(self, batch_size: int, length: int) -> Tensor:
         return self.gates
 
     def export(self) -> Tensor:

@@ -121,7 +121,7 @@ class HardConcrete(HeadGate):
         """H."""
         return self.log_alpha.shape[0]
 
-    def forward(self, batch_size: int) -> Tensor:
+    def forward(self, batch_size: int, length: int) -> Tensor:
         """In training a sample, `[H]` or `[B, H]`; otherwise the gates of `evaluate`, `[H]`."""
         if not self.training:
             return self._evaluated()

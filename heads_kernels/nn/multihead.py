@@ -17,6 +17,7 @@ from heads_kernels.mask import Mask
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.masks import module_mask
+from heads_kernels.nn.observing import AttentionCall
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 
 
@@ -43,12 +44,14 @@ class Multihead(nn.Module, ABC):
             and the columns of `out_proj`.
         gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
         head_gate: a `HeadGate`, or None.
+        observer: is called with every call of the operator, before it; `hk.heads.observe` sets it.
         num_heads, value_dim, scale, dropout: what a call reads; pruning changes `num_heads` with the weights.
     """
 
     operator: ClassVar[Callable[..., Tensor]]
     gate_proj: nn.Linear | None
     head_gate: HeadGate | None
+    observer: Callable[[AttentionCall], None] | None = None
     #: Read by the layers of `torch.nn`.
     batch_first = True
     _qkv_same_embed_dim = True
@@ -197,6 +200,14 @@ class Multihead(nn.Module, ABC):
             is_causal=is_causal,
             self_attention=alone,
         )
+        if self.observer is not None:
+            call = AttentionCall(
+                **{"mixing": None, "content_bias": None, **operands},  # type: ignore[arg-type]
+                mask=visible,
+                scale=self.scale,
+                self_attention=alone,
+            )
+            self.observer(call)
         heads = self._attend(query, operands, visible)  # [B, H, T, Dv]
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
         if not need_statistics:
@@ -208,7 +219,7 @@ class Multihead(nn.Module, ABC):
         """The operator, its heads gated: `[B, H, T, Dv]`."""
         gate: dict[str, Any] = {}
         if self.head_gate is not None:
-            gate = {"gate": self.head_gate(query.shape[0])}
+            gate = {"gate": self.head_gate(*query.shape[:2])}
         elif self.gate_proj is not None:
             gate = {"gate": self._logits(query), "gate_activation": "sigmoid"}
         heads = type(self).operator(

@@ -9,11 +9,17 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from heads_kernels.errors import refuse
-from heads_kernels.functional import attention_statistics, gated_attention
+from heads_kernels.functional import (
+    attention_statistics,
+    collaborative_attention,
+    gated_attention,
+)
 from heads_kernels.integrations.transformers.head_masks import head_mask
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
+from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.shared import split_shared
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 
 #: The name of the package among transformers' attention implementations.
@@ -47,7 +53,10 @@ def attention_forward(
     gate_activation: str = "identity",
     **kwargs: Any,
 ) -> tuple[Tensor, AttentionStatistics | None]:
-    """`gated_attention` as an attention function of transformers (`AttentionInterface`).
+    """The operators as an attention function of transformers (`AttentionInterface`).
+
+    It is `gated_attention`, and `collaborative_attention` for a layer that was converted: one with `module.mixing`,
+    whose query and key come from `SharedProjection`s. Zeros of mixing stay zeros where `module.ragged` says so.
 
     The gate of a head is the product of `module.head_gate` (`hk.nn.HeadGate`), if the module has one, and of the head
     mask that was given to the model: `head_mask`, `decoder_head_mask` or `cross_attn_head_mask`, `[H]` or `[L, H]`, of
@@ -55,11 +64,13 @@ def attention_forward(
 
     The operators take no additive mask. A call with a `position_bias`, a float mask, or a bool mask that differs by
     row and is no `PreparedMask` runs as transformers' own SDPA function, and its output times the gate. A layer that
-    was pruned has the buffer `kept_heads`: the bias and head masks are of the heads as they were.
+    was pruned has the buffer `kept_heads`: the bias and head masks are of the heads as they were. A converted layer
+    has the mixed query of every head in memory then.
 
     Args:
         module: the layer that calls.
-        query: `[B, H, T, D]`; `key`, `value`: `[B, Hk, S, D]` and `[B, Hk, S, Dv]`.
+        query: `[B, H, T, D]`; `key`, `value`: `[B, Hk, S, D]` and `[B, Hk, S, Dv]`. Of a converted layer query and key
+            are what `split_shared` takes apart.
         attention_mask: what `prepare_mask` gave; a bool tensor, True = may attend; or a float tensor to add.
         is_causal, sliding_window: read where there is no mask; `module.is_causal` stands in for None.
         output_gate: logits `[B, H, T]` or `[B, H, T, Dv]` of an output-gated layer, under `gate_activation`.
@@ -73,40 +84,53 @@ def attention_forward(
             head mask that does not fit, or that is given to a model without `use(model)`.
     """
     _check_served(module, kwargs)
-    B, H, T = query.shape[:3]
-    if H == 0:  # every head is pruned; what is left of the keys may be there for a cache to count
-        key, value = key[:, :0], value[:, :0]
-    gate, closed_grad = _head_gate(module, B, H, kwargs)
+    B, T, D = query.shape[0], *query.shape[2:]
+    scale = D**-0.5 if scaling is None else scaling
+    operands = _operands(module, query, key, value)
+    is_shared = "mixing" in operands
+    H = len(operands["mixing"]) if is_shared else query.shape[1]
+    gate, closed_grad = _head_gate(module, (B, H, T), kwargs)
+    if is_shared:
+        closed_grad = not module.ragged
     activation = "identity"
     if gate is None and output_gate is not None:
         gate, activation, output_gate = output_gate, gate_activation, None
 
+    kept: Tensor | None = getattr(module, "kept_heads", None)
+    if position_bias is not None and kept is not None:
+        position_bias = position_bias[:, kept]
+    is_added = position_bias is not None or _is_dense(attention_mask)
+    mask = None if is_added else _mask(module, T, attention_mask, is_causal, sliding_window)
+    if (observer := getattr(module, "observer", None)) is not None:
+        visible, bias = mask, position_bias
+        if is_added:
+            visible, bias = _parts(module, T, attention_mask, is_causal, position_bias)
+        parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands}
+        observer(AttentionCall(**parts, mask=visible, scale=scale, bias=bias))
+
     statistics = None
-    if position_bias is not None or _is_dense(attention_mask):
+    if is_added:
         if output_attentions:
             was = f"is True, but {type(module).__name__} has an additive or dense mask"
             refuse("output_attentions", was, "use attn_implementation='eager' for maps")
-        out = _by_sdpa(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias
-        )
+        out = _by_sdpa(module, operands, attention_mask, dropout, scale, is_causal, position_bias)
         if gate is not None:
             out = out * _by_token(gate, activation).to(out.dtype)
     else:
-        mask = _mask(module, T, attention_mask, is_causal, sliding_window)
-        heads = gated_attention(
-            query,
-            key,
-            value,
-            gate,
+        operator: Any = collaborative_attention if is_shared else gated_attention
+        heads = operator(
+            **operands,
+            gate=gate,
             attn_mask=mask,
-            scale=scaling,
+            scale=scale,
             gate_activation=activation,
             closed_grad=closed_grad,
             dropout_p=dropout,
         )
         out = heads.transpose(1, 2).contiguous()
         if output_attentions:
-            statistics = attention_statistics(query, key, attn_mask=mask, scale=scaling)
+            del operands["value"]
+            statistics = attention_statistics(**operands, attn_mask=mask, scale=scale)
     if output_gate is not None:  # beside gates of heads, which close heads in the operator
         out = out * _by_token(output_gate, gate_activation).to(out.dtype)
     return out, statistics
@@ -117,6 +141,25 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             was = f"is given by {type(module).__name__} ({what})"
             refuse(name, was, "the operator has none; use attn_implementation='sdpa' or 'eager'")
+
+
+def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """The operands of the operator; with `mixing` and `content_bias` it is the collaborative one."""
+    mixing: Tensor | None = getattr(module, "mixing", None)
+    if mixing is not None:
+        query, key, content_bias = split_shared(query, key, mixing)
+        return {
+            "query": query,
+            "key": key,
+            "value": value,
+            "mixing": mixing,
+            "content_bias": content_bias,
+        }
+    if (
+        query.shape[1] == 0
+    ):  # every head is pruned; keys that are left may be there for a cache to count
+        key, value = key[:, :0], value[:, :0]
+    return {"query": query, "key": key, "value": value}
 
 
 # ---------------------------------------------------------------------- masks
@@ -144,23 +187,44 @@ def _mask(
     return Mask(causal=causal, window=(sliding_window - 1, 0 if causal else sliding_window - 1))
 
 
+def _parts(
+    module: nn.Module,
+    T: int,
+    attention_mask: PreparedMask | Tensor | None,
+    is_causal: bool | None,
+    position_bias: Tensor | None,
+) -> tuple[Mask | Tensor, Tensor | None]:
+    """What a call with an additive or dense mask hides, and what it adds to the scores."""
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        hidden = (
+            torch.finfo(attention_mask.dtype).min / 2
+        )  # a bias may have been added to the minimum
+        bias = attention_mask if position_bias is None else position_bias + attention_mask
+        return attention_mask > hidden, bias
+    return _mask(module, T, attention_mask, is_causal, None), position_bias
+
+
 def _by_sdpa(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: dict[str, Tensor],
     attention_mask: PreparedMask | Tensor | None,
     dropout: float,
-    scaling: float | None,
+    scale: float,
     is_causal: bool | None,
     position_bias: Tensor | None,
 ) -> Tensor:
     """Attention without gates, `[B, T, H, Dv]`, by transformers' own function."""
     if isinstance(attention_mask, PreparedMask):
         attention_mask = attention_mask.to_dense()
-    kept: Tensor | None = getattr(module, "kept_heads", None)
-    if position_bias is not None and kept is not None:
-        position_bias = position_bias[:, kept]
+    query, key, value = operands["query"], operands["key"], operands["value"]
+    if "mixing" in operands:
+        mixing = operands["mixing"].to(query.dtype)
+        if module.ragged:  # no gradient where it is 0
+            mixing = mixing * (mixing != 0)
+        query = query[:, None] * mixing[:, None]  # [B, H, T, Ds]
+        key = key[:, None].expand(-1, len(mixing), -1, -1)
+        content = scale * operands["content_bias"][:, :, None]  # [B, H, 1, S]
+        position_bias = content if position_bias is None else position_bias + content
     out: Tensor = sdpa_attention_forward(
         module,
         query,
@@ -168,7 +232,7 @@ def _by_sdpa(
         value,
         attention_mask,
         dropout=dropout,
-        scaling=scaling,
+        scaling=scale,
         is_causal=is_causal,
         position_bias=position_bias,
     )[0]
@@ -188,14 +252,17 @@ def _by_token(gate: Tensor, activation: str) -> Tensor:
 
 # ---------------------------------------------------------------------- gates of heads
 def _head_gate(
-    module: nn.Module, B: int, H: int, arguments: dict[str, Any]
+    module: nn.Module, sizes: tuple[int, int, int], arguments: dict[str, Any]
 ) -> tuple[Tensor | None, bool]:
-    """The gates of this pass, `[H]` or `[B, H]`, or None; and what the operator's `closed_grad` is to be."""
+    """The gates of this pass of sizes (B, H, T): `[H]`, `[B, H]`, `[B, H, T]` or None; and what the operator's
+    `closed_grad` is to be."""
+    B, H, T = sizes
     head_gate: HeadGate | None = getattr(module, "head_gate", None)
     row = head_mask(module, H, arguments)
     if head_gate is None:
         return row, True
-    gates = head_gate(B)
+    gates = head_gate(B, T)
     if row is None:
         return gates, head_gate.closed_grad
+    row = row[:, None] if gates.dim() == 3 else row
     return gates * row, head_gate.closed_grad or row.requires_grad

@@ -81,8 +81,9 @@ def release(model: Model) -> Model:
         model: in use, by itself or as a part or a copy of what is.
 
     Raises:
-        ValueError: the model is not in use; heads of it have gates, which stock attention would ignore; or heads of a
-            family with position biases were pruned, which stock attention would add for all heads.
+        ValueError: the model is not in use; heads of it have gates, which stock attention would ignore; layers were
+            converted, whose shared queries and keys stock attention can not read; or heads of a family with position
+            biases were pruned, which stock attention would add for all heads.
     """
     if _BEFORE not in vars(model):
         refuse("model", f"({type(model).__name__}) is not in use", "call use(model) first")
@@ -141,6 +142,9 @@ def _check_stock_would_do(model: nn.Module) -> None:
         if calls_interface(module) and getattr(module, "head_gate", None) is not None:
             was = f"has gates on the heads of {name!r}, which stock attention ignores"
             refuse("model", was, "call hk.heads.reopen, ungate or prune first")
+        if calls_interface(module) and getattr(module, "mixing", None) is not None:
+            was = f"has heads that share queries and keys in {name!r}, which stock attention can not read"
+            refuse("model", was, "keep it in use")
         if hasattr(module, "kept_heads") and hasattr(module, "has_relative_attention_bias"):  # T5
             was = f"has fewer heads in {name!r} than the position bias that stock attention adds"
             refuse("model", was, "keep it in use")

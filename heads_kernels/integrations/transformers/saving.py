@@ -1,4 +1,4 @@
-"""Pruned models of transformers: `save_pretrained` writes their shape into the config, `from_pretrained` reads it."""
+"""Pruned and converted models of transformers: `save_pretrained` writes their shape, `from_pretrained` reads it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.record import RECORD, number_heads, restore_shape
+from heads_kernels.integrations.transformers.attention import NAME
 
 #: Arguments that say where a checkpoint is, and so where its config is.
 _PLACE = (
@@ -18,14 +19,15 @@ _PLACE = (
 
 
 def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any) -> Any:
-    """`cls.from_pretrained(path, **kwargs)` for checkpoints whose heads may have been pruned.
+    """`cls.from_pretrained(path, **kwargs)` for checkpoints whose heads may have been pruned or converted.
 
-    `hk.heads.prune` writes what is left of the heads into `model.config.heads_kernels`, and `model.save_pretrained`
-    saves it with the config. The model is made in that shape before its weights are loaded, so that dtypes, devices,
-    shards and task heads are as in transformers, which by itself refuses the checkpoint for its sizes.
+    `hk.heads.prune` and `hk.convert` write what became of the heads into `model.config.heads_kernels`, and
+    `model.save_pretrained` saves it with the config. The model is made in that shape before its weights are loaded, so
+    that dtypes, devices, shards and task heads are as in transformers, which by itself refuses the checkpoint for its
+    sizes. A model with converted layers has `attn_implementation="heads_kernels"`.
 
     Args:
-        path: folder or name of a checkpoint, pruned or not.
+        path: folder or name of a checkpoint, pruned and converted or not.
         cls: a model class, or one of transformers' `AutoModel...`; default `AutoModel`.
         **kwargs: those of `cls.from_pretrained`, such as `dtype` and `attn_implementation`.
 
@@ -33,8 +35,9 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
         The model; with `output_loading_info` what transformers returns.
 
     Raises:
-        ValueError: the recorded shape doesn't fit the model, or the checkpoint has learned gates: `hk.heads.save`
-            and `load` keep those, and `hk.heads.prune` folds them into the weights.
+        ValueError: the recorded shape doesn't fit the model; another `attn_implementation` for converted layers; or the
+            checkpoint has learned gates: `hk.heads.save` and `load` keep those, and `hk.heads.prune` folds them into
+            the weights.
     """
     from transformers import AutoModel
 
@@ -63,11 +66,14 @@ def _model_class(path: str | os.PathLike[str], cls: Any, kwargs: dict[str, Any])
 
 
 def _in_shape(model_class: Any) -> Any:
-    """A subclass whose models lose, when they are made, the heads that their config says are gone."""
+    """A subclass whose models get, when they are made, the shape that their config says."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        record = getattr(config, RECORD, {})
+        if "converted" in record and config._attn_implementation is None:
+            config._attn_implementation = NAME
         model_class.__init__(self, config, *args, **kwargs)
-        restore_shape(self.base_model, getattr(config, RECORD, {}))
+        restore_shape(self.base_model, record)
 
     members = {"__init__": __init__, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), members)

@@ -36,13 +36,13 @@ def forward(
             scores = formula.collaborative_scores(mixed, key, content_bias, scale)
         rows = formula.rows_of(intervals, start, start + BLOCK_M)
         visible = formula.visible_matrix(rows, scores)
-        block = _statistics(scores, visible, excluded)
+        block = of_scores(scores, visible, excluded)
         for whole, part in zip(result, block, strict=True):
             whole[:, :, start : start + BLOCK_M] = part
     return result
 
 
-def _statistics(
+def of_scores(
     scores: Tensor, visible: Tensor | None, excluded: Tensor | None
 ) -> AttentionStatistics:
     """Of scores `[B, H, rows, S]`; the maximum is that of scores: probabilities may all be 0."""

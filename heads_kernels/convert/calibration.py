@@ -1,0 +1,175 @@
+"""The moments of what the layers of a model take in, gathered while it runs on data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.preparing import prepare, runs_operators
+from heads_kernels.convert.progress import bar
+from heads_kernels.convert.snapshot import Snapshot
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.observing import batches, observe, run
+from heads_kernels.nn.observing import AttentionCall
+
+
+@torch.inference_mode(False)
+def calibrate(
+    model: nn.Module,
+    data: Iterable[Any],
+    layers: Iterable[int | str] | None = None,
+    *,
+    progress: bool = True,
+) -> dict[str, Moments]:
+    """The moments of the inputs of queries and keys, layer by layer, over all batches of `data`.
+
+    The model runs in evaluation mode and is afterwards what it was. Padding does not count, whatever side it is on, and
+    in a causal layer the keys of a row are those up to its own place; windows and documents are not looked at. Memory
+    is that of one batch and of `[D_in, D_in]` sums in float64 for each layer; a layer that runs several times (ALBERT)
+    has the sum of its runs. Tokens should be several times `D_in`, whose covariance is what counts: on MiniLM (384)
+    2,400 tokens, 100 sentences, serve as well as 10,000.
+
+    Args:
+        model: as in `collaborate`.
+        data: an iterable of batches: mappings of keyword arguments, tuples or lists of arguments, or one argument,
+            on the device of the model.
+        layers: indices or names; default all that have heads.
+        progress: whether to show a bar of batches on a terminal, where rich is installed.
+
+    Returns:
+        `{layer name: Moments}`, which `collaborate` takes as its `calibration`, any number of times.
+
+    Raises:
+        TypeError: `data` that is no iterable of batches.
+        ValueError: a layer that no token reached, inputs that are NaN or infinite; keys of a cache, whose inputs
+            are not there. The layer is named, and the batch.
+    """
+    before = Snapshot(model)
+    try:
+        return _gathered(model, prepare(model, layers), data, progress)
+    finally:
+        before.restore()
+
+
+def moments_of(
+    model: nn.Module,
+    layers: list[AttentionLayer],
+    calibration: Iterable[Any] | Mapping[str, Moments] | None,
+    progress: bool,
+) -> list[Moments] | None:
+    """Of each of these layers of a model that is prepared: out of what `calibrate` gave, or from batches; None of None.
+
+    Raises:
+        TypeError, ValueError: as `calibrate`; a layer that moments are missing of, or are of inputs of other widths.
+    """
+    if calibration is None:
+        return None
+    if isinstance(calibration, Mapping) and _all_moments(calibration):
+        found = calibration
+    else:
+        found = _gathered(model, layers, calibration, progress)
+    return [_fitting(layer, found) for layer in layers]
+
+
+def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, Moments]]:
+    return all(isinstance(each, Moments) for each in calibration.values())
+
+
+@torch.no_grad()
+def _gathered(
+    model: nn.Module, layers: list[AttentionLayer], data: Iterable[Any], progress: bool
+) -> dict[str, Moments]:
+    data = batches(data, "calibration")
+    sums: dict[str, Moments] = {}
+    total = len(data) if isinstance(data, Sized) else None
+    before = Snapshot(model)
+    try:
+        model.eval()
+        with bar("Calibration", total, progress) as advance:
+            for number, batch in enumerate(data):
+                with _summed(model, layers) as found:
+                    run(model, batch)
+                for name, moments in found.items():
+                    _check_finite(name, moments, number)
+                    sums[name] = sums[name] + moments if name in sums else moments
+                advance()
+    finally:
+        before.restore()
+    return {layer.name: _fitting(layer, sums) for layer in layers}
+
+
+@contextmanager
+def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str, Moments]]:
+    """In this block the layers' moments are added up, by name.
+
+    All layers are observed: the rows of cross-attention are those of the self-attention before it.
+    """
+    chosen = {layer.name for layer in layers}
+    sums: dict[str, Moments] = {}
+    inputs: dict[tuple[str, str], Tensor] = {}
+
+    def look(layer: AttentionLayer, call: AttentionCall) -> None:
+        if layer.name not in chosen:
+            return
+        found = _moments(layer, call, inputs[layer.name, "query"], inputs[layer.name, "key"])
+        sums[layer.name] = sums[layer.name] + found if layer.name in sums else found
+
+    with ExitStack() as block:
+        for layer in layers:
+            for role in ("query", "key"):
+                hook = _keep(inputs, (layer.name, role))
+                handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
+                block.callback(handle.remove)
+        there = [layer.name for layer in attention_layers(model) if runs_operators(layer.module)]
+        block.enter_context(observe(model, look, there))
+        yield sums
+
+
+def _keep(
+    inputs: dict[tuple[str, str], Tensor], place: tuple[str, str]
+) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        inputs[place] = arguments[0]
+
+    return hook
+
+
+def _moments(layer: AttentionLayer, call: AttentionCall, query: Tensor, key: Tensor) -> Moments:
+    """Of one call, from the inputs of its projections."""
+    real_queries, real_keys = call.real_queries, call.real_keys
+    for real, rows, what in ((real_queries, query, "queries"), (real_keys, key, "keys")):
+        if rows.shape[:-1] != real.shape:
+            was = f"gives {layer} {list(real.shape)} {what} from inputs {list(rows.shape)}"
+            refuse("calibration", was, "run the model without a cache, on whole sequences")
+    is_same = key is query or (call.self_attention and torch.equal(key, query))
+    return Moments.of(
+        query,
+        None if is_same else key,
+        query_mask=real_queries,
+        key_mask=real_keys,
+        is_causal=is_same and call.is_causal,
+    )
+
+
+def _check_finite(name: str, moments: Moments, batch: int) -> None:
+    if not all(bool(each.isfinite().all()) for each in (moments.query_outer, moments.key_outer)):
+        was = f"gives layer {name!r} NaN or infinity in batch {batch}"
+        refuse("calibration", was, "look for them in the batch and in the weights before the layer")
+
+
+def _fitting(layer: AttentionLayer, moments: Mapping[str, Moments]) -> Moments:
+    """Those of this layer."""
+    if layer.name not in moments or not moments[layer.name].count > 0:
+        refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
+    found = moments[layer.name]
+    if found.widths != (layer.query.inputs, layer.key.inputs):
+        was = f"has moments of inputs of widths {found.widths} for {layer}"
+        expected = (layer.query.inputs, layer.key.inputs)
+        refuse("calibration", was, f"those of the layer are {expected}: calibrate this model")
+    return found

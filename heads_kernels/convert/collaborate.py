@@ -1,0 +1,144 @@
+"""A pretrained model as a collaborative one, in place and without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from heads_kernels.checks import check_flag, check_size
+from heads_kernels.convert.calibration import moments_of
+from heads_kernels.convert.conversion import Conversion
+from heads_kernels.convert.cp import cp
+from heads_kernels.convert.curves import Curves
+from heads_kernels.convert.dims import Dim, Wanted
+from heads_kernels.convert.factors import Factors
+from heads_kernels.convert.heads import Heads
+from heads_kernels.convert.install import install
+from heads_kernels.convert.layers import read_heads
+from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.preparing import prepare
+from heads_kernels.convert.progress import bar
+from heads_kernels.convert.ragged import ragged
+from heads_kernels.convert.report import Report
+from heads_kernels.convert.snapshot import Snapshot
+from heads_kernels.errors import refuse
+
+_METHODS: Final = ("cp", "ragged")
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def collaborate(
+    model: nn.Module,
+    dim: Dim | None = None,
+    *,
+    energy: float | None = None,
+    params: int | None = None,
+    error: float | None = None,
+    equal: bool = False,
+    method: str = "cp",
+    calibration: Iterable[Any] | Mapping[str, Moments] | None = None,
+    layers: Iterable[int | str] | None = None,
+    iterations: int = 100,
+    length: int = 128,
+    progress: bool = True,
+) -> Conversion:
+    """Let the heads of each attention layer share one query and one key, in place (Cordonnier et al. 2020, section 4).
+
+        conversion = hk.convert.collaborate(model, 192, calibration=batches)
+        print(conversion)
+
+    A layer's scores are replaced by those of `Ds` features, which are found from its weights (`cp`, `ragged`), in
+    float64. Its scale stays what it was, the bias of the keys, which no softmax sees, goes, and that of the queries
+    becomes a content bias for each head and key. With `calibration` the error of the scores on those inputs is as small
+    as `Ds` features allow, in place of that of the weights, which says little: on MiniLM that takes nine tenths off
+    what conversion does to the output. From the rank of all heads on, at most `H D`, the result is exact.
+
+    Layers of transformers models keep their forward, and the model is put in use
+    (`hk.integrations.transformers.use`); `GatedMultiheadAttention` and `torch.nn.MultiheadAttention` are replaced by
+    `CollaborativeMultiheadAttention`. Gates, values, outputs and dropout stay. The parameters of queries and keys are
+    new ones: make the optimiser anew. Dense mixing (`cp`) pays off in parameters, in the cache and for short inputs
+    only: each report says below which length it has fewer FLOPs.
+
+    Everything is read and computed before anything is changed, and on an error or Ctrl-C the model is what it was.
+
+    Args:
+        model: a model with layers of the table (`hk.heads.attention_layers`) or `torch.nn.MultiheadAttention`.
+        dim: features of a layer on average, which layers get as they need them, in multiples of 8 (`solve_budget`, with
+            as many parameters); a list with one number for each layer; or `{layer: number}`, layers by index or name,
+            which converts these alone.
+        energy: in place of `dim`, the share of the mean square of the scores that each layer keeps at least: the
+            fewest features with `error_curve <= sqrt(1 - energy)`.
+        params: in place of `dim`, query and key parameters of all converted layers together, at most.
+        error: in place of `dim`, the relative error of the scores of all layers together, at most.
+        equal: whether every layer gets `dim` features.
+        method: "cp", every head mixes all features; or "ragged", every head has some of its own, which needs no
+            iteration, has a larger error and runs scores over fewer features than before. For `dim` and `params` a
+            head gets them in groups of 4, so that a layer may have up to 3 features fewer than it could.
+        calibration: batches, as in `calibrate`, or what `calibrate` gave; None weighs all weights alike.
+        layers: indices or names; default all that have heads. `torch.nn.MultiheadAttention` counts too, in the order
+            of `model.named_modules()`.
+        iterations: of `cp`, at most.
+        length: of the sentence that reports count FLOPs for.
+        progress: whether to show bars on a terminal, where rich is installed.
+
+    Returns:
+        A `Conversion`: errors, parameters and FLOPs of each layer, and of all together.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, named with its value and what would do; a layer that is
+            collaborative already, that has rotary positions or norms before its scores, or weights that are not finite;
+            `torch.nn.MultiheadAttention` with batch_first=False, add_bias_kv or add_zero_attn; calibration without
+            tokens, of another width, or with NaN.
+    """
+    wanted = Wanted(dim, energy, params, error, equal)
+    if method not in _METHODS:
+        refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, _METHODS))}")
+    if wanted.layers is not None and layers is not None:
+        refuse("layers", f"is {layers!r}, but dim names layers", "leave one of them out")
+    check_size("iterations", iterations)
+    check_size("length", length)
+    check_flag("progress", progress)
+    before = Snapshot(model)
+    try:
+        chosen = prepare(model, wanted.layers if layers is None else layers)
+        heads = [read_heads(layer) for layer in chosen]
+        moments = moments_of(model, chosen, calibration, progress)
+        factors, reports = [], []
+        with bar("Conversion", len(chosen), progress) as advance:
+            for n, each in enumerate(wanted.dims(heads, moments)):
+                own = None if moments is None else moments[n]
+                made = _factors(heads[n], each, own, method, wanted.multiple, iterations)
+                factors.append(made)
+                reports.append(Report.of(heads[n], made, own, length=length))
+                advance()
+        curves = Curves.of([layer.name for layer in chosen], heads, moments)
+        parameters_before = _parameters(model)
+        for layer, made in zip(chosen, factors, strict=True):
+            install(model, layer, made, ragged=method == "ragged")
+    except BaseException:
+        before.restore()
+        raise
+    return Conversion(
+        method=method,
+        layers=curves.layers,
+        reports=tuple(reports),
+        curves=curves,
+        parameters_before=parameters_before,
+        parameters=_parameters(model),
+    )
+
+
+def _factors(
+    heads: Heads, dim: int, moments: Moments | None, method: str, multiple: int, iterations: int
+) -> Factors:
+    if method == "cp":
+        return cp(heads, dim, moments, iterations=iterations)
+    return ragged(heads, dim, moments, multiple=min(multiple, dim))
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

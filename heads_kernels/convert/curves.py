@@ -1,0 +1,82 @@
+"""What each number of features would cost and keep, layer by layer: what a dim is chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.convert.calibration import moments_of
+from heads_kernels.convert.energy import CapturedEnergy, captured_energy
+from heads_kernels.convert.heads import Heads
+from heads_kernels.convert.layers import read_heads
+from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.preparing import prepare
+from heads_kernels.convert.snapshot import Snapshot
+from heads_kernels.convert.spectrum import Spectrum
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """Of the layers of a model before they are converted.
+
+    Attributes:
+        layers: their names.
+        errors: `[R + 1]` of each, as `error_curve` gives it: the relative error of the scores with 0 to R features, of
+            the weights where there was no calibration.
+        squares: of each, what that error is relative to: the mean square of the scores of all heads, scale included.
+        energy: of each, what the first dimensions of the weights hold.
+    """
+
+    layers: tuple[str, ...]
+    errors: tuple[Tensor, ...]
+    squares: tuple[float, ...]
+    energy: tuple[CapturedEnergy, ...]
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[str], heads: Sequence[Heads], moments: Sequence[Moments] | None
+    ) -> Curves:
+        spectra = [
+            Spectrum.of(each, None if moments is None else moments[n])
+            for n, each in enumerate(heads)
+        ]
+        return cls(
+            layers=tuple(layers),
+            errors=tuple(spectrum.errors().cpu() for spectrum in spectra),
+            squares=tuple(
+                each.scale**2 * (float(spectrum.values.square().sum()) + spectrum.content)
+                for each, spectrum in zip(heads, spectra, strict=True)
+            ),
+            energy=tuple(captured_energy(each) for each in heads),
+        )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def curves(
+    model: nn.Module,
+    calibration: Iterable[Any] | Mapping[str, Moments] | None = None,
+    layers: Iterable[int | str] | None = None,
+    *,
+    progress: bool = True,
+) -> Curves:
+    """What each `dim` would cost the layers of a model, which stays as it is; `plot` draws it.
+
+    Args:
+        model, calibration, layers, progress: as in `collaborate`.
+
+    Raises:
+        TypeError, ValueError: as `collaborate`.
+    """
+    before = Snapshot(model)
+    try:
+        chosen = prepare(model, layers)
+        heads = [read_heads(layer) for layer in chosen]
+        moments = moments_of(model, chosen, calibration, progress)
+    finally:
+        before.restore()
+    return Curves.of([layer.name for layer in chosen], heads, moments)

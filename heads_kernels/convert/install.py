@@ -1,0 +1,75 @@
+"""A layer of a model that computes with the factors that conversion made."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from heads_kernels.checks import check_flag, shape_of
+from heads_kernels.convert.factors import Factors
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.heads.record import record_in_config
+from heads_kernels.heads.sharing import check_can_share, share
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged: bool) -> None:
+    """Let a layer compute with these factors from now on, in place.
+
+    A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
+    of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
+    attention function takes them. Its cache then keeps one key and H content biases of a token instead of H keys.
+    Values, output, gates, scale and dropout stay as they are.
+
+    The new parameters have dtype, device and `requires_grad` of the old projections: make the optimiser anew. What
+    was converted is written into the `config.heads_kernels` of transformers models.
+
+    Args:
+        model: that holds the layer; a transformers model after `hk.integrations.transformers.use(model)`.
+        layer: one of `hk.heads.attention_layers(model)`, as it is now.
+        factors: made from `read_heads(layer)`.
+        ragged: whether entries of mixing that are 0 stay 0 in training, and cost nothing.
+
+    Raises:
+        TypeError, ValueError: a layer that is not of this model, or that `read_heads` refuses; a module that calls
+            another attention function, or none that is known; factors of another layer, or not finite. Nothing is
+            changed then.
+    """
+    check_flag("ragged", ragged)
+    if not isinstance(factors, Factors):
+        refuse("factors", f"is a {type(factors).__name__}", "pass hk.convert.Factors", TypeError)
+    if dict(model.named_modules()).get(layer.name) is not layer.module:
+        instead = "pass one of hk.heads.attention_layers(model), as the model is now"
+        refuse(str(layer), "is not in the model", instead)
+    check_can_share(model, layer)
+    _check_fit(layer, factors)
+    shared = share(model, layer, factors.dim, ragged=ragged)
+    for name, parameter in shared._asdict().items():
+        parameter.copy_(getattr(factors, name))
+    record_in_config(model)
+
+
+def _check_fit(layer: AttentionLayer, factors: Factors) -> None:
+    H, Ds = layer.num_heads, factors.dim
+    widths = (layer.query.inputs, layer.key.inputs)
+    fitting = {
+        "query": (Ds, widths[0]),
+        "key": (Ds, widths[1]),
+        "mixing": (H, Ds),
+        "content": (H, widths[1]),
+    }
+    for name, shape in fitting.items():
+        tensor = getattr(factors, name)
+        if tensor.shape != shape:
+            was = f"has shape {shape_of(tensor)}"
+            refuse(f"factors.{name}", was, f"{layer} takes {list(shape)}: make them of its heads")
+        if not bool(torch.isfinite(tensor).all()):
+            refuse(f"factors.{name}", "holds NaN or infinity", f"convert {layer} anew")
+    assert layer.scale is not None
+    if not math.isclose(factors.scale, layer.scale, rel_tol=1e-6):
+        was = f"is {factors.scale}"
+        refuse("factors.scale", was, f"{layer} has {layer.scale}: make them of its heads")

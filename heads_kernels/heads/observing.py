@@ -1,0 +1,94 @@
+"""A model's attention, looked at while it runs: every call of an operator goes by an observer first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.gating import check_runs_operators
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layer
+from heads_kernels.nn.multihead import Multihead
+from heads_kernels.nn.observing import AttentionCall
+
+Observer = Callable[[AttentionLayer, AttentionCall], None]
+
+
+@contextmanager
+def observe(
+    model: nn.Module, observer: Observer, layers: Iterable[int | str] | None = None
+) -> Iterator[list[AttentionLayer]]:
+    """In this block `observer(layer, call)` is called at every attention of the model, before its operator runs.
+
+        def look(layer, call):
+            print(layer.name, call.statistics().entropy.mean((0, 2)))
+
+        with hk.heads.observe(model, look):
+            model(ids)
+
+    What the observer keeps of a call stays in memory; the maps `[T, S]` never are in it. Calls come in the order in
+    which layers run, those of a layer that runs several times (ALBERT) several times. The rows of encoder-decoder
+    attention are real where those of the last self-attention of that size in the same pass were.
+
+    Args:
+        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
+        observer: takes the `AttentionLayer` and its `AttentionCall`.
+        layers: a list of indices or names of layers; default all that have heads.
+
+    Raises:
+        ValueError: a layer that doesn't exist or is observed already, a transformers model whose attention function
+            is another.
+    """
+    there = attention_layers(model)
+    chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
+    rows: dict[tuple[int, int], Tensor] = {}
+    for layer in chosen:
+        check_runs_operators(layer)
+        if getattr(layer.module, "observer", None) is not None:
+            refuse(str(layer), "is observed already", "leave that block first")
+    try:
+        for layer in chosen:
+            if layer.num_heads:
+                layer.module.observer = _see(layer, observer, rows)
+        yield chosen
+    finally:
+        for layer in chosen:
+            layer.module.__dict__.pop("observer", None)
+
+
+def _see(
+    layer: AttentionLayer, observer: Observer, rows: dict[tuple[int, int], Tensor]
+) -> Callable[[AttentionCall], None]:
+    def see(call: AttentionCall) -> None:
+        if not isinstance(layer.module, Multihead):  # those know it themselves
+            call = replace(call, self_attention=layer.kind != "cross")
+        if call.self_attention:
+            rows[call.B, call.T] = call.real_queries
+        elif (call.B, call.T) in rows:
+            call = replace(call, rows=rows[call.B, call.T])
+        observer(layer, call)
+
+    return see
+
+
+def batches(data: Iterable[Any], argument: str = "data") -> Iterable[Any]:
+    """`data`, if it is an iterable of batches for `run`.
+
+    Raises:
+        TypeError: a single batch, a string, or nothing that can be gone through.
+    """
+    if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
+        was = f"is a {type(data).__name__}"
+        refuse(argument, was, "pass an iterable of batches, [batch] for a single one", TypeError)
+    return data
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

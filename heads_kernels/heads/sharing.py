@@ -1,0 +1,239 @@
+"""A layer given one query and one key for all heads: the modules of a collaborative layer in the place of its own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import (
+    AttentionLayer,
+    Projection,
+    check_dense,
+    existing,
+    is_transposed,
+)
+from heads_kernels.heads.shrinking import count_heads, select
+from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
+from heads_kernels.nn.shared import FusedProjection, SharedProjection
+
+
+class Shared(NamedTuple):
+    """The parameters of one query and one key for all heads.
+
+    Attributes:
+        query: `[Ds, D_in]`.
+        key: `[Ds, D_in_k]`.
+        mixing: `[H, Ds]`.
+        content: `[H, D_in_k]`.
+    """
+
+    query: Tensor
+    key: Tensor
+    mixing: Tensor
+    content: Tensor
+
+
+def check_has_products(layer: AttentionLayer) -> None:
+    """Refuse a layer whose scores are no products of its weights.
+
+    Raises:
+        ValueError: rotary positions or norms stand between, the layer is collaborative already, has no heads left,
+            keeps logits of an output gate among the rows of its queries, or has weights that are packed.
+    """
+    if layer.layout.shared:
+        refuse(str(layer), "is collaborative already", "leave it out")
+    if layer.layout.turned:
+        was = f"has {layer.layout.turned} between its projections and its scores"
+        refuse(str(layer), was, "only scores that are products of the weights have shared features")
+    if not layer.num_heads:
+        refuse(str(layer), "has no heads left", "leave it out")
+    if layer.query.width != layer.head_dim:
+        was = "has logits of an output gate among the rows of its queries"
+        refuse(str(layer), was, "leave it out")
+    if layer.scale is None:
+        was = f"is a {type(layer.module).__name__} without {layer.layout.scale!r}"
+        refuse(str(layer), was, "register its layout with the path of its scale")
+    check_dense(layer, "convert a model of nn.Linear and Conv1D, before it is wrapped")
+
+
+def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
+    """Refuse a layer that can not compute with one query and one key for all heads.
+
+    Raises:
+        TypeError, ValueError: what `check_has_products` refuses; a module that calls another attention, or none that is
+            known, that splits a fused projection in equal parts, or that nothing holds.
+    """
+    check_has_products(layer)
+    module = layer.module
+    was = f"is a {type(module).__name__}"
+    if isinstance(module, GatedMultiheadAttention):
+        if type(module) is not GatedMultiheadAttention:
+            instead = "what its class adds would be lost: replace it by a GatedMultiheadAttention"
+            refuse(str(layer), was, instead, TypeError)
+        if module is model:
+            refuse("model", f"{was} itself", "pass a module that holds it: nn.Sequential(model)")
+        return
+    if not hasattr(getattr(module, "config", None), "_attn_implementation"):
+        instead = "layers of transformers and hk.nn.GatedMultiheadAttention can be converted"
+        refuse(str(layer), was, f"{instead}; for others use Heads and the factors", TypeError)
+    check_runs_shared(module, ())
+    fused = layer.key.linear in (layer.query.linear, layer.value.linear)
+    if fused and not hasattr(module, "split_size"):
+        instead = "only modules that split it by `split_size` can be converted"
+        refuse(str(layer), f"{was} with one projection for several roles", instead)
+
+
+def check_runs_shared(module: Any, inputs: tuple[Any, ...]) -> None:
+    """Runs before every forward of a converted module of transformers, whose queries and keys only the package reads.
+
+    Raises:
+        ValueError: the config names another attention function.
+    """
+    runs = module.config._attn_implementation
+    if runs != "heads_kernels":
+        was = f"is {runs!r} in a {type(module).__name__}"
+        instead = (
+            "queries and keys that heads share need attn_implementation='heads_kernels': "
+            "call hk.integrations.transformers.use(model)"
+        )
+        refuse("attn_implementation", was, instead)
+
+
+def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) -> Shared:
+    """Give a layer the shape of a collaborative one. What its new parameters hold is not set.
+
+    A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. Other
+    modules keep their forward and get a `SharedProjection` for the query and one for the key, `mixing` and `ragged`.
+    Values that several heads share are repeated. Everything else stays, the same parameters where that can be.
+
+    Args:
+        model: that holds the layer.
+        layer: one of `attention_layers(model)`; it is out of date then.
+        dim: Ds.
+        ragged: whether entries of mixing that are 0 stay 0 in training.
+
+    Returns:
+        The new parameters, with dtype, device and `requires_grad` of the old projections.
+
+    Raises:
+        TypeError, ValueError: what `check_can_share` refuses. Nothing is changed then.
+    """
+    check_can_share(model, layer)
+    if isinstance(layer.module, GatedMultiheadAttention):
+        made = _collaborative(layer, dim, ragged)
+        for part in list(model.modules()):
+            for name, child in list(part._modules.items()):
+                if child is layer.module:
+                    setattr(part, name, made)
+        assert made.content_proj is not None
+        return Shared(made.q_proj.weight, made.k_proj.weight, made.mixing, made.content_proj.weight)
+    query, key = _put_projections(model, layer, dim)
+    module = layer.module
+    module.mixing = _mixing(layer, dim)
+    module.ragged = ragged
+    module.register_forward_pre_hook(check_runs_shared)
+    count_heads(layer, layer.num_heads, layer.num_heads)
+    return Shared(query.weight, key.weight, module.mixing, key.content.weight)
+
+
+def _collaborative(
+    layer: AttentionLayer, dim: int, ragged: bool
+) -> CollaborativeMultiheadAttention:
+    old: GatedMultiheadAttention = layer.module
+    made = CollaborativeMultiheadAttention(
+        old.embed_dim,
+        old.num_heads,
+        dim,
+        kdim=old.kdim,
+        vdim=old.vdim,
+        value_dim=old.value_dim,
+        mixing_init="ones",
+        ragged=ragged,
+        dropout=old.dropout,
+        scale=old.scale,
+        output_gate=old.output_gate,
+        device="meta",
+    ).train(old.training)
+    assert made.content_proj is not None
+    for linear, like in (
+        (made.q_proj, layer.query),
+        (made.k_proj, layer.key),
+        (made.content_proj, layer.key),
+    ):
+        _as_empty(linear, like)
+    made.mixing = _mixing(layer, dim)
+    _repeat_values(layer)
+    for name in ("v_proj", "out_proj", "gate_proj", "head_gate"):
+        setattr(made, name, getattr(old, name))
+    if hasattr(old, "kept_heads"):
+        made.register_buffer("kept_heads", old.get_buffer("kept_heads"), persistent=False)
+        made.heads_before = old.heads_before
+    return made
+
+
+def _put_projections(
+    model: nn.Module, layer: AttentionLayer, dim: int
+) -> tuple[SharedProjection, Any]:
+    """Put a shared query and key where those of the heads were; of a fused projection the value is a part of its own.
+
+    Paths of the layout start from the module that it describes.
+    """
+    holder = model.get_submodule(layer.name.removesuffix(layer.layout.inner).rstrip("."))
+    paths = {
+        role: existing(holder, getattr(layer.layout, role)) for role in ("query", "key", "value")
+    }
+    D, H = layer.head_dim, layer.num_heads
+    query = SharedProjection(layer.query.inputs, dim, D, device="meta")
+    key = SharedProjection(layer.key.inputs, dim, D, H, device="meta")
+    made: dict[str, nn.Linear] = {
+        "query": _as_empty(query, layer.query),
+        "key": _as_empty(key, layer.key),
+    }
+    if paths["value"] in (paths["query"], paths["key"]):
+        made["value"] = _values(layer)
+    else:
+        _repeat_values(layer)
+    for path in dict.fromkeys(paths[role] for role in made):
+        parts = {role: part for role, part in made.items() if paths[role] == path}
+        fused = len(parts) > 1
+        put: nn.Module = FusedProjection(parts) if fused else next(iter(parts.values()))
+        parent, _, name = path.rpartition(".")
+        setattr(holder.get_submodule(parent), name, put.train(layer.module.training))
+    return query, key
+
+
+def _as_empty(made: nn.Linear, like: Projection) -> nn.Linear:
+    """A module from the meta device, with parameters as those of a projection but empty."""
+    weight = like.linear.weight
+    made.to_empty(device=weight.device).to(weight.dtype)
+    return made.requires_grad_(weight.requires_grad)
+
+
+def _mixing(layer: AttentionLayer, dim: int) -> nn.Parameter:
+    weight = layer.query.linear.weight
+    return nn.Parameter(weight.detach().new_empty(layer.num_heads, dim), weight.requires_grad)
+
+
+def _value_features(layer: AttentionLayer) -> Tensor:
+    """The features of the value of each head, of those that share one the same."""
+    group = layer.num_heads // layer.num_key_heads
+    return layer.value.features([head // group for head in range(layer.num_heads)])
+
+
+def _repeat_values(layer: AttentionLayer) -> None:
+    if layer.num_key_heads != layer.num_heads:
+        select(layer.value.linear, _value_features(layer), 1)
+
+
+def _values(layer: AttentionLayer) -> nn.Linear:
+    """The values of all heads, out of a fused projection."""
+    linear, chosen = layer.value.linear, _value_features(layer)
+    weight = (linear.weight.T if is_transposed(linear) else linear.weight).detach()[chosen]
+    width, inputs = weight.shape
+    made = nn.Linear(inputs, width, bias=linear.bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.contiguous(), linear.weight.requires_grad)
+    if linear.bias is not None:
+        made.bias = nn.Parameter(linear.bias.detach()[chosen], linear.bias.requires_grad)
+    return made

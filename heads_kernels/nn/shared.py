@@ -1,0 +1,108 @@
+"""The projections of a converted layer, in modules that know heads with queries and keys of their own alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class SharedProjection(nn.Linear):
+    """The query or the key that all heads share, for a module that reads heads of `head_dim` features.
+
+    Such a module makes `[..., n, head_dim]` of what it gets. So zeros follow the `Ds` features, up to a multiple of
+    `head_dim`; in a key the content biases of the heads stand before them. The attention function undoes it
+    (`split_shared`). What a cache keeps of a token is this one key for all heads.
+
+    Attributes:
+        weight: `[Ds, D_in]`; there is no bias.
+        content: an `nn.Linear` with weight `[H, D_in]` from the keys' inputs to the content biases; None in a query.
+        head_dim: of the module.
+    """
+
+    content: nn.Linear | None
+
+    def __init__(
+        self,
+        in_features: int,
+        shared_dim: int,
+        head_dim: int,
+        content_heads: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, shared_dim, bias=False, device=device, dtype=dtype)
+        self.head_dim = head_dim
+        self.content = None
+        if content_heads is not None:
+            self.content = nn.Linear(
+                in_features, content_heads, bias=False, device=device, dtype=dtype
+            )
+
+    @property
+    def rows(self) -> Tensor:
+        """`[n * head_dim, D_in]`: features, content weights, zeros."""
+        parts = [self.weight] if self.content is None else [self.weight, self.content.weight]
+        if missing := -sum(map(len, parts)) % self.head_dim:
+            parts.append(self.weight.new_zeros(missing, self.in_features))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(inputs, self.rows)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, head_dim={self.head_dim}"
+
+
+class FusedProjection(nn.Module):
+    """Projections of the same inputs as one product: what each of them gives, one after the other.
+
+    Args:
+        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order; each becomes the submodule of
+            its name.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Linear]) -> None:
+        super().__init__()
+        for role, part in parts.items():
+            self.add_module(role, part)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Features of each part, by which a module splits them."""
+        return [len(rows) for rows, _ in self._parts]
+
+    @property
+    def _parts(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Rows and bias of each."""
+        return [
+            (part.rows if isinstance(part, SharedProjection) else part.weight, part.bias)
+            for part in self.children()
+            if isinstance(part, nn.Linear)
+        ]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        parts = self._parts
+        bias = None
+        if any(own is not None for _, own in parts):
+            bias = torch.cat(
+                [rows.new_zeros(len(rows)) if own is None else own for rows, own in parts]
+            )
+        return nn.functional.linear(inputs, torch.cat([rows for rows, _ in parts]), bias)
+
+
+def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a module made of `SharedProjection`s: the operands of `hk.collaborative_attention`.
+
+    Args:
+        query: `[B, n, T, D]`.
+        key: `[B, m, S, D]`.
+        mixing: `[H, Ds]`.
+
+    Returns:
+        The query `[B, T, Ds]`, the key `[B, S, Ds]` and the content bias `[B, H, S]`.
+    """
+    H, Ds = mixing.shape
+    query, key = (heads.transpose(1, 2).flatten(2) for heads in (query, key))
+    return query[..., :Ds], key[..., :Ds], key[..., Ds : Ds + H].transpose(1, 2)
