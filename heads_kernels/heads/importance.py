@@ -1,0 +1,287 @@
+"""Which heads a model needs: scores by gradients of their gates, by leaving heads out, by how sharply they look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.evaluation import evaluation
+from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.observing import observe, run
+from heads_kernels.heads.probing import gated, open_gates, probed
+from heads_kernels.heads.reading import each_batch
+from heads_kernels.heads.scores import HeadScores
+from heads_kernels.nn.gates import FixedGate
+from heads_kernels.nn.observing import AttentionCall
+
+#: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+Method = Literal["gradient", "fisher", "leave_one_out", "confidence"]
+Reduce = Literal["token", "example", "batch"]
+_Change: TypeAlias = tuple[AttentionLayer, int, Tensor]
+
+
+@torch.inference_mode(False)
+def importance(
+    model: nn.Module,
+    data: Iterable[Any],
+    loss: Loss | None = None,
+    *,
+    method: Method = "gradient",
+    reduce: Reduce = "example",
+    normalise: Literal["l2"] | None = None,
+    exclude_keys: ExcludeKeys | None = None,
+    progress: bool = False,
+) -> HeadScores:
+    r"""How much a model needs each of its heads, from one pass over data; rows that are padding are left out.
+
+    Let L be the loss, g_h a factor of 1 before head h, and a_{h,x,t} the derivative of L by that factor for example x
+    and row t alone: the operator's own backward gives it, of all layers at once and without a map `[T, S]`.
+
+    ==================  ==========================================  =============================================
+    method              score of a head                             source
+    ==================  ==========================================  =============================================
+    "gradient", with    mean over examples of
+    reduce="token"      `sum_t |a_{h,x,t}|`                         code of Michel et al. 2019, for BERT and NMT
+    reduce="example"    `|sum_t a_{h,x,t}| = |dL_x/dg_h|`           Michel et al. 2019, eq. 4
+    reduce="batch"      `|sum_{x,t} a_{h,x,t}| / B` of a batch      `head_mask.grad` of transformers' run_bertology
+    "fisher"            mean over examples of `(dL_x/dg_h)^2`       diagonal of the Fisher information of gates
+    "leave_one_out"     mean over examples of L_x without the       Michel et al. 2019, section 3.2
+                        head minus L_x with it
+    "confidence"        mean over rows of the largest probability   Voita et al. 2019, section 4
+    ==================  ==========================================  =============================================
+
+    Examples enter by their sums, so how data are cut into batches changes nothing but in reduce="batch". The sources
+    of "token" and "batch" divide by tokens instead of examples: in an encoder or a decoder alone that is one factor
+    for all heads. Michel et al. normalise by layer, which hides that some layers matter less.
+
+    Without labels `loss` gives outputs e of the model, `[B, ...]`, such as embeddings of sentences. Gradient methods
+    then take `L_x = sum(z_x * e_x)` with random signs z, the same in every call ("fisher": its mean is
+    `|de_x/dg_h|^2`), and "leave_one_out" the squared change `|e_x without the head - e_x|^2`.
+
+    Gates that heads have already stay and count: a closed head scores 0 by every method but "confidence". Heads are
+    numbered as they are now. A layer that runs several times in a pass (ALBERT) has one score for each head, for which
+    its runs are rows of one longer run: its derivatives are summed, and it is left out of all of them. A layer that no
+    pass reaches scores 0. The model is in evaluation mode meanwhile and its weights ask for no gradient; mode, gates
+    and gradients are put back at the end.
+
+    Args:
+        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
+        data: an iterable of batches; without `loss` a batch is what the model takes: keyword arguments in a mapping,
+            arguments in a tuple or list, or one argument.
+        loss: `loss(model, batch)` gives a scalar, the SUM over the examples of the batch (a mean times B), losses of
+            examples `[B]`, or outputs `[B, ...]`. "confidence" needs none; where there is one, it runs the model.
+        method: of the table.
+        reduce: where "gradient" takes the absolute value.
+        normalise: "l2" divides the scores of each layer by their norm (`HeadScores.normalised`).
+        exclude_keys: of "confidence": keys that may not be the maximum, such as EOS; nothing is renormalised, and rows
+            of these tokens count. Token ids, or a function of a batch; see `excluded_keys`.
+        progress: whether to show a bar of batches, for which rich is needed.
+
+    Returns:
+        `HeadScores`. "leave_one_out" takes a pass for every open head and batch, the others one a batch.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; data without batches; a loss that is no floating tensor of
+            these shapes, is not finite, has a gradient that is not, or does not depend on the heads; a transformers
+            model whose attention function is not the package's.
+    """
+    _check(loss, method, reduce, normalise, exclude_keys)
+    layers = attention_layers(model)
+    estimator = reduce if method == "gradient" else method
+    task = _Task(model, layers, data, loss, estimator, exclude_keys, progress)
+    has_heads = any(layer.num_heads for layer in layers)
+    scores = tuple(_METHODS[method](task) if has_heads else task.zeros())
+    for layer, each in zip(layers, scores, strict=True):
+        if not bool(each.isfinite().all()):
+            was = f"is not finite without a head of {layer}, or its gradient there is not"
+            refuse("loss", was, "look for a logarithm or a square root of 0 in it")
+    result = HeadScores(
+        layers=tuple(layer.name for layer in layers),
+        kinds=tuple(layer.kind for layer in layers),
+        scores=scores,
+        method=f"gradient by {reduce}" if method == "gradient" else method,
+    )
+    return result.normalised() if normalise else result
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What `importance` was asked for, checked."""
+
+    model: nn.Module
+    layers: list[AttentionLayer]
+    data: Iterable[Any]
+    loss: Loss | None
+    estimator: str
+    exclude_keys: ExcludeKeys | None
+    progress: bool
+
+    def zeros(self) -> list[Tensor]:
+        return [torch.zeros(layer.num_heads, dtype=torch.float64) for layer in self.layers]
+
+    def run(self, batch: Any) -> Any:
+        return run(self.model, batch) if self.loss is None else self.loss(self.model, batch)
+
+
+# ---------------------------------------------------------------------- by gradients
+#: What examples add to the score of a head, from their derivatives `[B, H, T]`.
+_ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "token": lambda terms: terms.abs().sum((0, 2)),
+    "example": lambda terms: terms.sum(2).abs().sum(0),
+    "batch": lambda terms: terms.sum((0, 2)).abs(),
+    "fisher": lambda terms: terms.sum(2).square().sum(0),
+}
+
+
+def _by_gradients(task: _Task) -> list[Tensor]:
+    sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
+    with evaluation(task.model), torch.enable_grad():
+        for batch in each_batch(task.data, "importance", task.progress):
+            with probed(task.model) as probes:
+                value = task.run(batch)
+                runs = {index: probe.runs for index, probe in probes.items() if probe.ones}
+                ones = [factor for of_layer in runs.values() for factor, _ in of_layer]
+                examples += _check_value(value, [len(factor) for factor in ones])
+                slopes = iter(_slopes(value, ones, signs))
+            for index, of_layer in runs.items():
+                terms = [torch.where(real[:, None], next(slopes), 0) for _, real in of_layer]
+                sums[index] += _ESTIMATORS[task.estimator](torch.cat(terms, 2)).cpu().double()
+    return [each / examples for each in sums]
+
+
+def _slopes(value: Tensor, ones: list[Tensor], signs: torch.Generator) -> list[Tensor]:
+    """The derivatives of losses, or of outputs under random signs, by the factors."""
+    if value.dim() > 1:
+        value = value * (torch.randint(2, value.shape, generator=signs).to(value) * 2 - 1)
+    found: tuple[Tensor | None, ...] = ()
+    if value.requires_grad:
+        found = torch.autograd.grad(value.sum(), ones, allow_unused=True)
+    if all(slope is None for slope in found):
+        refuse("loss", "does not depend on the heads of the model", _FROM_MODEL)
+    return [
+        torch.zeros_like(factor) if slope is None else slope
+        for slope, factor in zip(found, ones, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------- by leaving heads out
+def _by_leaving_out(task: _Task) -> list[Tensor]:
+    sums, sizes = task.zeros(), [0]
+    heads = [
+        (layer, head)
+        for layer in task.layers
+        for head in open_gates(layer).nonzero().flatten().tolist()
+    ]
+    with evaluation(task.model), torch.no_grad():
+        changes: Iterable[_Change] = _changes(task, heads, sizes)
+        if task.progress:
+            from rich.progress import track
+
+            total = len(task.data) * len(heads) if isinstance(task.data, Sized) else None
+            changes = track(changes, "importance", total)
+        for layer, head, change in changes:
+            sums[layer.index][head] += change
+    if heads and not any(each.any() for each in sums):
+        refuse("loss", "is the same whichever head is left out", _FROM_MODEL)
+    return [each / sum(sizes) for each in sums]
+
+
+def _changes(
+    task: _Task, heads: list[tuple[AttentionLayer, int]], examples: list[int]
+) -> Iterator[_Change]:
+    """For every batch, which adds its B to `examples`, and head: the change of the loss without the head."""
+    for batch in each_batch(task.data, "importance", False):
+        seen: list[int] = []  # B of every run of a layer
+        with observe(task.model, lambda layer, call, seen=seen: seen.append(call.B)):  # type: ignore[misc]
+            whole = task.run(batch)
+        examples.append(_check_value(whole, seen))
+        for layer, head in heads:
+            gates = open_gates(layer)
+            gates[head] = 0
+            with gated(layer, FixedGate(gates)):
+                change = task.run(batch).double() - whole.double()
+            yield layer, head, (change.square() if whole.dim() > 1 else change).sum().cpu()
+
+
+# ---------------------------------------------------------------------- by what heads look at
+def _by_confidence(task: _Task) -> list[Tensor]:
+    sums, rows = task.zeros(), [0] * len(task.layers)
+    excluded: dict[str, Tensor] = {}
+
+    def look(layer: AttentionLayer, call: AttentionCall) -> None:
+        best = call.statistics(excluded.get(layer.kind)).max_prob  # [B, H, T]
+        real = call.real_queries
+        sums[layer.index] += torch.where(real[:, None], best, 0).sum((0, 2)).cpu().double()
+        rows[layer.index] += int(real.sum())
+
+    with evaluation(task.model), torch.no_grad(), observe(task.model, look):
+        for batch in each_batch(task.data, "importance", task.progress):
+            excluded = excluded_keys(task.exclude_keys, batch, task.layers)
+            task.run(batch)
+    return [each / max(count, 1) for each, count in zip(sums, rows, strict=True)]
+
+
+#: What gives the score of every head of each layer. The names are those of the argument `method`.
+_METHODS: Final[dict[str, Callable[[_Task], list[Tensor]]]] = {
+    "gradient": _by_gradients,
+    "fisher": _by_gradients,
+    "leave_one_out": _by_leaving_out,
+    "confidence": _by_confidence,
+}
+#: Those that need no loss.
+_WITHOUT_LOSS: Final = ("confidence",)
+
+
+# ---------------------------------------------------------------------- what is refused
+_FROM_MODEL: Final = "compute it from what the model gives, without detach or torch.no_grad"
+_SHAPES: Final = "return a scalar that is the sum over examples, losses [B], or outputs [B, ...]"
+
+
+def _check(
+    loss: Loss | None, method: str, reduce: str, normalise: str | None, exclude_keys: object
+) -> None:
+    known: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
+        ("method", method, tuple(_METHODS)),
+        ("reduce", reduce, ("token", "example", "batch")),
+        ("normalise", normalise, (None, "l2")),
+    )
+    for name, value, there in known:
+        if value not in there:
+            refuse(name, f"is {value!r}", f"use one of {', '.join(map(repr, there))}")
+    if loss is None and method not in _WITHOUT_LOSS:
+        was = f"is None, but {method!r} needs one"
+        refuse("loss", was, "pass loss(model, batch) -> Tensor", TypeError)
+    if loss is not None and not callable(loss):
+        was = f"is a {type(loss).__name__}"
+        refuse("loss", was, "pass a function loss(model, batch) -> Tensor", TypeError)
+    if reduce != "example" and method != "gradient":
+        refuse("reduce", f"is {reduce!r}, but the method is {method!r}", "leave it out")
+    if exclude_keys is not None and method != "confidence":
+        refuse("exclude_keys", f"is given, but the method is {method!r}", "leave it out")
+
+
+def _check_value(value: Any, batches: list[int]) -> int:
+    """B, where `value` is a loss of a pass whose layers ran on batches of these sizes."""
+    if not isinstance(value, Tensor):
+        refuse("loss", f"gave a {type(value).__name__}", _SHAPES, TypeError)
+    if not value.is_floating_point():
+        refuse("loss", f"gave a tensor of {value.dtype}", _SHAPES, TypeError)
+    if not batches or not batches[0]:
+        was = "ran no layer that has heads, or on no example"
+        refuse("loss", was, "call the model in it, with a batch that is not empty")
+    if len(set(batches)) > 1:
+        was = f"runs layers on batches of {sorted(set(batches))} examples"
+        refuse("loss", was, "make them equal: a row of the batch is an example")
+    if value.dim() and len(value) != batches[0]:
+        was = f"gave shape {list(value.shape)} for a batch of {batches[0]}"
+        refuse("loss", was, _SHAPES)
+    if not bool(value.isfinite().all()):
+        refuse("loss", "gave NaN or infinity", "leave out the batch that makes it so")
+    return batches[0]

@@ -1,0 +1,133 @@
+"""A score for each head of a model: which are the least, and how two ways of scoring agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads_kernels.checks import check_size, is_int
+from heads_kernels.errors import refuse
+
+
+@dataclass(frozen=True, eq=False)
+class HeadScores:
+    """One number for each head of each attention layer of a model: of two heads the higher matters more.
+
+        scores = hk.heads.importance(model, data, loss)
+        hk.heads.prune(model, scores.lowest(12, keep_at_least=1))
+
+    Attributes:
+        layers: names of the layers, in the order of `attention_layers`.
+        kinds: "encoder", "decoder" or "cross" of each.
+        scores: float64 `[H]` of each, on the CPU, heads as they are numbered now; `[0]` where none is left.
+        method: what the numbers are.
+
+    Raises:
+        ValueError: attributes of different lengths, or a score that is NaN.
+    """
+
+    layers: tuple[str, ...]
+    kinds: tuple[str, ...]
+    scores: tuple[Tensor, ...]
+    method: str
+
+    def __post_init__(self) -> None:
+        lengths = [len(self.layers), len(self.kinds), len(self.scores)]
+        if len(set(lengths)) > 1:
+            was = f"of {lengths} layers, kinds and scores"
+            refuse("HeadScores", was, "pass one of each for every layer")
+        for layer, scores in zip(self.layers, self.scores, strict=True):
+            if scores.dim() != 1 or bool(scores.isnan().any()):
+                was = f"are {scores.tolist()}"
+                refuse(f"scores of {layer!r}", was, "pass [H], a number for each head")
+
+    def ranked(self) -> list[tuple[str, int]]:
+        """All heads as (layer name, head), the least first; among equals the earlier layer and head."""
+        flat = [
+            (float(score), index, head)
+            for index, scores in enumerate(self.scores)
+            for head, score in enumerate(scores)
+        ]
+        return [(self.layers[index], head) for _, index, head in sorted(flat)]
+
+    def lowest(self, count: int, *, keep_at_least: int = 0) -> dict[str, list[int]]:
+        """The heads of lowest scores, over all layers: what `prune` and `close` take.
+
+        Args:
+            count: how many heads.
+            keep_at_least: so many heads are left out in each layer, or all if there are fewer: the highest of it.
+
+        Returns:
+            `{layer name: [heads]}` of the layers that have some of them.
+
+        Raises:
+            TypeError, ValueError: more heads than there are, or than `keep_at_least` lets go.
+        """
+        check_size("keep_at_least", keep_at_least, 0)
+        left = {
+            name: len(scores) - keep_at_least
+            for name, scores in zip(self.layers, self.scores, strict=True)
+        }
+        most = sum(max(0, room) for room in left.values())
+        if not is_int(count) or not 0 <= count <= most:
+            kept = f" ({keep_at_least} stay in each layer)" if keep_at_least else ""
+            refuse("count", f"is {count!r}", f"pass an int from 0 to {most}{kept}")
+        chosen: dict[str, list[int]] = {}
+        for name, head in self.ranked():
+            if count and left[name] > 0:
+                chosen.setdefault(name, []).append(head)
+                count, left[name] = count - 1, left[name] - 1
+        return {name: sorted(chosen[name]) for name in self.layers if name in chosen}
+
+    def spearman(self, other: HeadScores) -> float:
+        """Spearman's rank correlation with other scores of the same heads, equals at their mean rank.
+
+        NaN where either has the same score for all heads.
+
+        Raises:
+            ValueError: `other` is of other layers, or of layers with another number of heads.
+        """
+        if self._sizes() != other._sizes():
+            was = f"is of {other._sizes()}"
+            refuse("other", was, f"pass scores of the same heads: {self._sizes()}")
+        ranks = [_ranks(torch.cat(scores.scores)) for scores in (self, other)]
+        centred = [each - each.mean() for each in ranks]
+        norm = centred[0].norm() * centred[1].norm()
+        return float((centred[0] @ centred[1]) / norm)
+
+    def normalised(self) -> HeadScores:
+        """The scores of each layer over their l2 norm, as Michel et al. 2019 do (section 4.1).
+
+        It makes the layers alike, and so hides that whole layers matter less. A layer of zeros stays one.
+        """
+        scores = (each / norm if (norm := each.norm()) > 0 else each for each in self.scores)
+        return replace(self, scores=tuple(scores), method=f"{self.method}, l2 per layer")
+
+    def table(self) -> Tensor:
+        """`[L, H]`, a row for each layer; NaN behind the heads of layers that have fewer."""
+        width = max(map(len, self.scores), default=0)
+        table = torch.full((len(self.scores), width), torch.nan, dtype=torch.float64)
+        for row, scores in zip(table, self.scores, strict=True):
+            row[: len(scores)] = scores
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold: the method, and name, kind and scores of each layer."""
+        rows = zip(self.layers, self.kinds, self.scores, strict=True)
+        layers = [
+            {"name": name, "kind": kind, "scores": each.tolist()} for name, kind, each in rows
+        ]
+        return {"method": self.method, "layers": layers}
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: len(scores) for name, scores in zip(self.layers, self.scores, strict=True)}
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Rank of each value, counted from 1; equal values have the mean of theirs."""
+    below = values[:, None] > values
+    equal = values[:, None] == values
+    return below.sum(1) + (equal.sum(1) + 1).double() / 2
