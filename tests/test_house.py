@@ -26,7 +26,7 @@ LAYERS = (
     {"dispatch"},
     {"ops"},
     {"functional"},
-    {"nn", "convert", "heads", "integrations", "testing"},
+    {"nn", "convert", "heads", "integrations", "report", "testing"},
 )
 LAYER = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 TOP = len(LAYERS) - 1
@@ -140,30 +140,41 @@ def test_import_needs_no_extra() -> None:
     assert "torch._dynamo" not in modules  # longer to load than the package and half of PyTorch
 
 
-# ---------------------------------------------------------------------- README
-def readme_examples() -> list[pytest.param]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+# ---------------------------------------------------------------------- examples of the documentation
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def examples(document: Path) -> list[pytest.param]:
+    text = document.read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     headings = [
         re.findall(r"^#+ (.+)$", text[: block.start()], re.MULTILINE)[-1] for block in blocks
     ]
     return [
-        pytest.param(block[1], text[: block.start()].count("\n") + 1, id=f"{number}-{heading}")
+        pytest.param(
+            document,
+            block[1],
+            text[: block.start()].count("\n") + 1,
+            id=f"{document.stem}-{number}-{heading}",
+        )
         for number, (block, heading) in enumerate(zip(blocks, headings, strict=True))
     ]
 
 
-@pytest.mark.parametrize(("code", "line"), readme_examples())
-def test_readme_example_runs(
-    code: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("document", "code", "line"),
+    [example for document in DOCUMENTS for example in examples(document)],
+)
+def test_example_of_the_documentation_runs(
+    document: Path, code: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # The blank lines make a traceback point at the line of README.md.
-    exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "__main__"})
+    # The blank lines make a traceback point at the line of the document.
+    exec(compile("\n" * line + code, str(document), "exec"), {"__name__": "__main__"})
 
 
 def test_readme_has_examples() -> None:
-    assert len(readme_examples()) >= 6
+    assert len(examples(DOCUMENTS[0])) >= 6
 
 
 # ---------------------------------------------------------------------- metadata

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -45,11 +44,6 @@ def test_table_says_whose_heads_are_known() -> None:
     for line in tested.table().splitlines()[2:]:
         cells = line.split("|")
         assert cells[7].strip() == ("yes" if TINY[cells[1].strip(" `")].attention else "no")
-
-
-def test_example_of_the_documentation_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(example, str(DOCUMENT), "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("name", TESTED)
