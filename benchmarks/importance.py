@@ -30,16 +30,6 @@ from benchmarks.results import this_machine, write_whole
 Batch = dict[str, Tensor]
 #: [CLS] and [SEP], which confidence leaves out.
 SPECIAL = (101, 102)
-METHODS: dict[str, dict[str, Any]] = {
-    "leave_one_out": {"method": "leave_one_out"},
-    "fisher": {"method": "fisher"},
-    "gradient, by example": {"reduce": "example"},
-    "gradient, by token": {"reduce": "token"},
-    "gradient, by batch": {"reduce": "batch"},
-    "gradient, by example, l2 per layer": {"reduce": "example", "normalise": "l2"},
-    "gradient, by token, l2 per layer": {"reduce": "token", "normalise": "l2"},
-    "confidence": {"method": "confidence", "exclude_keys": SPECIAL},
-}
 
 
 @dataclass(frozen=True)
@@ -57,6 +47,25 @@ def embeddings(model: Any, batch: Batch) -> Tensor:
     real = batch["attention_mask"][..., None]
     hidden: Tensor = model(**batch).last_hidden_state
     return (hidden * real).sum(1) / real.sum(1)
+
+
+def relevant_embeddings(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Embeddings, each number with as much relevance as it is large."""
+    found = embeddings(model, batch)
+    return found, found.abs()
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "leave_one_out": {"method": "leave_one_out"},
+    "fisher": {"method": "fisher"},
+    "gradient, by example": {"reduce": "example"},
+    "gradient, by token": {"reduce": "token"},
+    "gradient, by batch": {"reduce": "batch"},
+    "gradient, by example, l2 per layer": {"reduce": "example", "normalise": "l2"},
+    "gradient, by token, l2 per layer": {"reduce": "token", "normalise": "l2"},
+    "confidence": {"method": "confidence", "exclude_keys": SPECIAL},
+    "lrp": {"method": "lrp", "loss": relevant_embeddings},
+}
 
 
 def batches(count: int, size: int) -> tuple[list[Batch], list[Batch]]:
@@ -94,7 +103,7 @@ def _of_layer(scores: hk.heads.HeadScores, index: int) -> hk.heads.HeadScores:
 
 def measure(model: Any, read: list[Batch], held_out: list[Batch]) -> list[Row]:
     def scored(data: list[Batch], **options: Any) -> hk.heads.HeadScores:
-        return hk.heads.importance(model, data, embeddings, **options)
+        return hk.heads.importance(model, data, **{"loss": embeddings, **options})
 
     truth = scored(held_out, method="leave_one_out")
     rows = []

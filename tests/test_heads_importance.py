@@ -434,6 +434,19 @@ def test_layers_that_no_pass_reaches_score_nothing() -> None:
 
 
 # ---------------------------------------------------------------------- afterwards
+def test_relevance_is_a_method() -> None:
+    model, data = use(build("bert")), [batch(build("bert"))]
+
+    def hidden(model: Any, arguments: Any) -> Tensor:
+        values: Tensor = model(**arguments).pooler_output
+        return values
+
+    found = importance(model, data, hidden, method="lrp")
+    expected = hk.heads.relevance(model, data, hidden)
+    assert found.method == expected.method == "lrp"
+    assert all(map(torch.equal, found.scores, expected.scores))
+
+
 @pytest.mark.parametrize("method", [*LOSSLESS, "confidence"])
 @pytest.mark.parametrize("stops", [None, ZeroDivisionError, KeyboardInterrupt])
 def test_everything_is_put_back(method: Any, stops: type[BaseException] | None) -> None:

@@ -16,13 +16,14 @@ from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.observing import observe, run
 from heads_kernels.heads.probing import gated, open_gates, probed
 from heads_kernels.heads.reading import each_batch
+from heads_kernels.heads.relevance import relevance
 from heads_kernels.heads.scores import HeadScores
 from heads_kernels.nn.gates import FixedGate
 from heads_kernels.nn.observing import AttentionCall
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
-Method = Literal["gradient", "fisher", "leave_one_out", "confidence"]
+Method = Literal["gradient", "fisher", "leave_one_out", "confidence", "lrp"]
 Reduce = Literal["token", "example", "batch"]
 _Change: TypeAlias = tuple[AttentionLayer, int, Tensor]
 
@@ -55,6 +56,8 @@ def importance(
     "leave_one_out"     mean over examples of L_x without the       Michel et al. 2019, section 3.2
                         head minus L_x with it
     "confidence"        mean over rows of the largest probability   Voita et al. 2019, section 4
+    "lrp"               share of the layer's relevance for the      Voita et al. 2019, section 4; see `relevance`
+                        largest output, mean over examples
     ==================  ==========================================  =============================================
 
     Examples enter by their sums, so how data are cut into batches changes nothing but in reduce="batch". The sources
@@ -76,7 +79,8 @@ def importance(
         data: an iterable of batches; without `loss` a batch is what the model takes: keyword arguments in a mapping,
             arguments in a tuple or list, or one argument.
         loss: `loss(model, batch)` gives a scalar, the SUM over the examples of the batch (a mean times B), losses of
-            examples `[B]`, or outputs `[B, ...]`. "confidence" needs none; where there is one, it runs the model.
+            examples `[B]`, or outputs `[B, ...]`. "confidence" needs none; where there is one, it runs the model. "lrp"
+            takes it for the `output` of `relevance`, which by default is the model's own.
         method: of the table.
         reduce: where "gradient" takes the absolute value.
         normalise: "l2" divides the scores of each layer by their norm (`HeadScores.normalised`).
@@ -228,15 +232,21 @@ def _by_confidence(task: _Task) -> list[Tensor]:
     return [each / max(count, 1) for each, count in zip(sums, rows, strict=True)]
 
 
+def _by_relevance(task: _Task) -> list[Tensor]:
+    found = relevance(task.model, task.data, task.loss, progress=task.progress)
+    return list(found.scores)
+
+
 #: What gives the score of every head of each layer. The names are those of the argument `method`.
 _METHODS: Final[dict[str, Callable[[_Task], list[Tensor]]]] = {
     "gradient": _by_gradients,
     "fisher": _by_gradients,
     "leave_one_out": _by_leaving_out,
     "confidence": _by_confidence,
+    "lrp": _by_relevance,
 }
 #: Those that need no loss.
-_WITHOUT_LOSS: Final = ("confidence",)
+_WITHOUT_LOSS: Final = ("confidence", "lrp")
 
 
 # ---------------------------------------------------------------------- what is refused

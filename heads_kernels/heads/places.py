@@ -1,0 +1,158 @@
+"""Keys by their place beside a query row: what a row attends to within a band of them, without a map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads_kernels.dispatch import select
+from heads_kernels.mask import Intervals, Mask, as_mask
+from heads_kernels.mask.intervals import Device
+from heads_kernels.mask.terms import Term
+from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.ops import collaborative_attention as collaborative_table
+from heads_kernels.ops import formula
+from heads_kernels.ops import gated_attention as gated_table
+from heads_kernels.ops.collaborative_attention import op as collaborative_op
+from heads_kernels.ops.gated_attention import op as gated_op
+from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.problem import Problem
+
+#: Probabilities of a block of query rows, 1 MiB of float32: they stay in a cache of the second level. A block has
+#: 8 rows at least, for fewer make slow products. Heuristic.
+_BLOCK: Final = 1 << 18
+_LEAST_ROWS: Final = 8
+
+
+def own_keys(call: AttentionCall) -> Tensor:
+    """The key that stands at the place of each row, int64 `[B or 1, T]`; it may lie outside of [0, S).
+
+    In self-attention it is the row itself, the last row being the last key. In encoder-decoder attention places are
+    counted from the first real row and the first real key, so that the side of the padding does not matter.
+    """
+    rows = torch.arange(call.T, device=call.query.device)[None]
+    if call.self_attention:
+        return rows + (call.S - call.T)
+    return rows + (first_real(call.real_keys) - first_real(call.real_queries))[:, None]
+
+
+def first_real(real: Tensor) -> Tensor:
+    """The first True of each row of `real` `[B, n]`, int64 `[B]`; 0 where there is none."""
+    return real.byte().argmax(1)  # the first of equals
+
+
+def offset_counts(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
+    """How often a head has chosen a key at each offset from the row, int64 `[H, 2 N + 1]` for offsets -N to N.
+
+    Args:
+        call: of N = max(T, S).
+        keys: `[B, H, T]`, the key that each row has chosen, -1 for none.
+        rows: bool `[B, T]`, those that count.
+    """
+    N = max(call.T, call.S)
+    offsets = (keys - own_keys(call)[:, None]).clamp(-N, N) + N
+    counted = (rows[:, None] & (keys >= 0)).long()
+    counts = counted.new_zeros(call.H, 2 * N + 1)
+    return counts.scatter_add_(1, *(x.transpose(0, 1).flatten(1) for x in (offsets, counted)))
+
+
+def add_counts(some: Tensor, more: Tensor) -> Tensor:
+    """The sum of two tensors `[H, 2 N + 1]` of possibly different N."""
+    if some.shape[1] > more.shape[1]:
+        some, more = more, some
+    missing = (more.shape[1] - some.shape[1]) // 2
+    return more + torch.nn.functional.pad(some, (missing, missing))
+
+
+# ---------------------------------------------------------------------- bands
+class Band(NamedTuple):
+    """Keys `lo <= j < hi` of each row, int64 `[B or 1, T]` each, and `features` of the keys, `[B or 1, S, F]`."""
+
+    lo: Tensor
+    hi: Tensor
+    features: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Within(Term):
+    """Row i sees keys of the band alone."""
+
+    band: Band
+    argument: str = "band"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        return Intervals(k_lo=self.band.lo.clamp(0, S), k_hi=self.band.hi.clamp(0, S))
+
+
+def attended(call: AttentionCall, lse: Tensor, bands: list[Band]) -> list[Tensor]:
+    r"""What each row attends to within bands of keys, `[B, H, T, F]` for each band.
+
+    .. math:: \sum_{lo_i \le j < hi_i} p_{ij} f_j
+
+    The operator of the call computes it, with the features of keys as values: within a band its output is the mean of
+    features by the probabilities of the band, which add up to exp(lse of the band - lse). Calls that no fused operator
+    serves go by `blocks` of rows.
+
+    Args:
+        call: of sizes B, H, T, S.
+        lse: `[B, H, T]`, of all visible keys.
+        bands: with features that are exact in float32.
+    """
+    found = [None if call.bias is not None else _by_operator(call, lse, band) for band in bands]
+    served = [part for part in found if part is not None]
+    return served if len(served) == len(bands) else _by_blocks(call, bands)
+
+
+@formula.without_autocast
+def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
+    """None where eager would serve the call, which holds all its probabilities."""
+    dtype = compute_dtype(call.query.dtype)
+    query, key, features = (x.to(dtype) for x in (call.query, call.key, band.features))
+    mask = as_mask(call.mask, (call.B, call.H, call.T, call.S)) & Mask.of((_Within(band),))
+    if call.mixing is None:
+        value = features[:, None].expand(call.B, key.shape[1], -1, -1)
+        problem = Problem.gated(query, key, value, attn_mask=mask, scale=call.scale)
+        backend = select(gated_table.BACKENDS, problem)
+        op: Any = gated_op.forward_op
+        inputs: tuple[Tensor | None, ...] = (query, key, value)
+    else:
+        shared = call.mixing, call.content_bias
+        value = features[:, None].expand(call.B, call.H, -1, -1)
+        problem = Problem.collaborative(
+            query, key, value, *shared, attn_mask=mask, scale=call.scale
+        )
+        backend = select(collaborative_table.BACKENDS, problem)
+        op, inputs = collaborative_op.forward_op, (query, key, value, *shared)
+    if backend == "eager":
+        return None
+    visible = problem.intervals
+    parts = (
+        visible.k_lo, visible.k_hi, visible.key_visible, visible.dense, visible.band_lo, visible.band_hi,
+    )  # fmt: skip
+    no_gate, no_seed, save = None, None, True
+    rest = no_seed, problem.scale, "identity", 0.0, save, backend
+    out, _, band_lse = op(*inputs, no_gate, *parts, *rest)
+    share = torch.exp(band_lse - lse).masked_fill(band_lse == formula.NEG_INF, 0.0)
+    weighted: Tensor = share[..., None] * out
+    return weighted
+
+
+def _by_blocks(call: AttentionCall, bands: list[Band]) -> list[Tensor]:
+    j = torch.arange(call.S, device=call.query.device)
+    sizes, dtype = (call.B, call.H, call.T), compute_dtype(call.query.dtype)
+    found = [j.new_empty((*sizes, band.features.shape[2]), dtype=dtype) for band in bands]
+    for rows in blocks(call.T, call.B * call.H * call.S):
+        p = call.probabilities(rows)
+        for band, part in zip(bands, found, strict=True):
+            within = (j >= band.lo[:, rows, None]) & (j < band.hi[:, rows, None])
+            part[:, :, rows] = (p * within[:, None]) @ band.features.to(p.dtype)[:, None]
+    return found
+
+
+def blocks(T: int, width: int) -> list[slice]:
+    """Rows 0 to T - 1 in slices of 2^18 numbers, of which a row has `width`, but 8 rows at least."""
+    rows = max(_LEAST_ROWS, _BLOCK // max(1, width))
+    return [slice(start, min(start + rows, T)) for start in range(0, T, rows)]

@@ -1,0 +1,142 @@
+"""Which heads an output rests on: layer-wise relevance propagation from the output down to every layer's heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.evaluation import evaluation
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.observing import observe, run
+from heads_kernels.heads.reading import each_batch
+from heads_kernels.heads.relevance_tape import RelevanceTape
+from heads_kernels.heads.scores import HeadScores
+from heads_kernels.ops.layout import compute_dtype
+
+#: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the relevance of its elements.
+Output: TypeAlias = Callable[[Any, Any], Any]
+
+
+@torch.inference_mode(False)
+def relevance(
+    model: nn.Module,
+    data: Iterable[Any],
+    output: Output | None = None,
+    *,
+    attention: Literal["constant", "full"] = "constant",
+    progress: bool = False,
+) -> HeadScores:
+    r"""The share that each head has in what a model says, by layer-wise relevance propagation (Voita et al. 2019).
+
+    Relevance starts at an output, by default with 1 at its largest score (the top-1 logit), and is handed down function
+    by function by the rules of `relevance_rules`: linear maps, layer norms by their full Jacobian, sums of tensors by
+    their signs; activations and factors let it through. A head's relevance is the sum over its output, rows and
+    features, after its gate: a closed head has exactly 0. It is divided by that of all heads of the layer, and averaged
+    over examples, or over examples and positions where the output has positions: each position is a pass of its own, as
+    the generation steps of the paper are.
+
+    No Jacobian and no map `[T, S]` is in memory: what a batch takes is its activations and tiles of fixed size. Cost is
+    that of m * n multiplications, a tile at a time, for every token and linear map from n to m features. Relevance of
+    rows that are padding is 0, and they cost nothing.
+
+    Args:
+        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
+            It is in evaluation mode meanwhile, and put back at the end.
+        data: an iterable of batches; without `output` a batch is what the model takes: keyword arguments in a mapping,
+            arguments in a tuple or list, or one argument.
+        output: `output(model, batch)` gives scores `[B, C]`, or `[B, T, C]` of every position; those of padding, as
+            self-attention over T rows knows it, do not count. Or it gives a pair, of such a tensor and the relevance
+            that its elements start with, of the same shape and >= 0: where that is 0 for an example or position, it
+            does not count. For an embedding e `(e, e.abs())` does. Default: the model's output, or its `logits`.
+        attention: "constant" takes probabilities as constants, so that relevance goes from a head to its values;
+            "full" goes through the softmax to queries and keys as well, as the code of the paper does by default.
+        progress: whether to show a bar of batches, for which rich is needed.
+
+    Returns:
+        `HeadScores`, of which those of a layer sum to 1, or to less where examples have no relevance for its heads: a
+        layer whose heads are all closed, or one that no output rests on.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; data without batches, or in which nothing counts; an
+            output that rests on no head; a function between heads and output that there is no rule for, by name; a
+            transformers model whose attention function is not the package's.
+    """
+    if attention not in ("constant", "full"):
+        refuse("attention", f"is {attention!r}", "use 'constant' or 'full'")
+    if output is not None and not callable(output):
+        was = f"is a {type(output).__name__}"
+        refuse("output", was, "pass a function of model and batch", TypeError)
+    layers = attention_layers(model)
+    sums = [torch.zeros(layer.num_heads, dtype=torch.float64) for layer in layers]
+    count = 0
+    with evaluation(model), torch.no_grad():
+        for batch in each_batch(data, "relevance", progress):
+            tape = RelevanceTape(attention == "full")
+            with tape.whole_modules(model), observe(model, tape.see), tape:
+                found = _logits(run(model, batch)) if output is None else output(model, batch)
+            for scores, start in _starts(found, tape):
+                for index, heads in tape.heads(scores, start).items():
+                    total = heads.sum(1, keepdim=True)
+                    shares = torch.where(total > 0, heads / total, 0.0)
+                    sums[index] += shares.double().sum(0).cpu()
+                count += int(start.flatten(1).any(1).sum())
+    if not count:
+        refuse("data", "has no example that counts", "give some element of the output relevance")
+    return HeadScores(
+        layers=tuple(layer.name for layer in layers),
+        kinds=tuple(layer.kind for layer in layers),
+        scores=tuple(each / count for each in sums),
+        method="lrp" if attention == "constant" else "lrp, full attention",
+    )
+
+
+def _logits(found: Any) -> Any:
+    return getattr(found, "logits", found)
+
+
+def _starts(found: Any, tape: RelevanceTape) -> Iterator[tuple[Tensor, Tensor]]:
+    """The output, with the relevance that it starts with: once, or for each position that counts."""
+    scores, start = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    layout = "scores [B, C] or [B, T, C], or a pair of those and their relevance"
+    instead = f"pass output(model, batch) that gives {layout}"
+    if not isinstance(scores, Tensor):
+        refuse("output", f"gave a {type(scores).__name__}", instead, TypeError)
+    if scores.dim() not in (2, 3) or not scores.is_floating_point():
+        refuse("output", f"gave {scores.dtype} {list(scores.shape)}", instead)
+    if not tape.carries(scores):
+        refuse("output", "rests on no head of the model", "compute it from what the model gives")
+    if start is None:
+        start = _largest(scores, tape)
+    else:
+        _check_start(start, scores)
+    start = start.to(compute_dtype(scores.dtype))
+    if scores.dim() == 2:
+        yield scores, start
+        return
+    for position in start.any(2).any(0).nonzero().flatten().tolist():
+        alone = torch.zeros_like(start)
+        alone[:, position] = start[:, position]
+        yield scores, alone
+
+
+def _largest(scores: Tensor, tape: RelevanceTape) -> Tensor:
+    """1 at the largest score of every example, or of every position that is a token."""
+    start = torch.zeros_like(scores, dtype=compute_dtype(scores.dtype))
+    start.scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    rows = tape.rows.get((scores.shape[0], scores.shape[1])) if scores.dim() == 3 else None
+    return start if rows is None else start * rows[..., None]
+
+
+def _check_start(start: Any, scores: Tensor) -> None:
+    instead = f"pass a floating tensor {list(scores.shape)} of numbers >= 0"
+    if not isinstance(start, Tensor) or not start.is_floating_point():
+        was = f"is {start.dtype}" if isinstance(start, Tensor) else f"is a {type(start).__name__}"
+        refuse("relevance of the output", was, instead, TypeError)
+    if start.shape != scores.shape:
+        refuse("relevance of the output", f"has shape {list(start.shape)}", instead)
+    if not bool(((start >= 0) & start.isfinite()).all()):
+        refuse("relevance of the output", "has numbers that are negative or not finite", instead)
