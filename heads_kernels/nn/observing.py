@@ -12,7 +12,7 @@ from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.ops import formula
 from heads_kernels.ops.attention_statistics import eager
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics, allocate
 from heads_kernels.ops.layout import compute_dtype
 from heads_kernels.problem import Problem
 
@@ -149,11 +149,15 @@ class AttentionCall:
                 scale=self.scale,
                 exclude_keys=exclude_keys,
             )
-        blocks = [
-            eager.of_scores(*self._scores(slice(start, start + eager.BLOCK_M)), exclude_keys)
-            for start in range(0, self.T, eager.BLOCK_M)
-        ]
-        return AttentionStatistics(*(torch.cat(parts, -1) for parts in zip(*blocks, strict=True)))
+        if exclude_keys is not None:
+            exclude_keys = exclude_keys.expand(self.B, self.S)
+        found = allocate(self.query, self.mixing)
+        for start in range(0, self.T, eager.BLOCK_M):
+            rows = slice(start, start + eager.BLOCK_M)
+            block = eager.of_scores(*self._scores(rows), exclude_keys)
+            for whole, part in zip(found, block, strict=True):
+                whole[..., rows] = part
+        return found
 
     @torch.no_grad()
     def probabilities(self, rows: slice) -> Tensor:

@@ -63,8 +63,9 @@ def rows_of(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 def per_head(grouped: Tensor, query: Tensor) -> Tensor:
     """`[B, Hk, S, W]` as `[B, H, S, W]`, compute dtype: query head h reads `h // (H // Hk)`."""
+    grouped = grouped.to(compute_dtype(query.dtype))
     group = query.shape[1] // max(grouped.shape[1], 1)
-    return grouped.to(compute_dtype(query.dtype)).repeat_interleave(group, dim=1)
+    return grouped if group == 1 else grouped.repeat_interleave(group, dim=1)
 
 
 def per_group(of_heads: Tensor, grouped: Tensor) -> Tensor:

@@ -1,0 +1,229 @@
+"""How alike the heads of a model attend: the Jensen-Shannon divergence between all pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.evaluation import evaluation
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.observing import observe, run
+from heads_kernels.heads.places import blocks, first_real
+from heads_kernels.heads.reading import each_batch
+from heads_kernels.nn.observing import AttentionCall
+
+#: Of probabilities that are compared with those of other heads at a time, half a MiB of float32 for all heads: sums and
+#: logarithms stay in a cache of the second level. Heuristic.
+_PAIRS: Final = 1 << 17
+
+
+@dataclass(frozen=True, eq=False)
+class HeadDistance:
+    """How differently the heads of a model attend, of the layers of one kind.
+
+    Attributes:
+        kind: of the layers.
+        layers: their names in the order in which they ran; a layer that runs several times in a pass (ALBERT) is there
+            as often.
+        heads: (place in `layers`, head) of each row and column of `matrix`, layer after layer.
+        matrix: float64 `[N, N]`, symmetric, of all pairs of N heads: Jensen-Shannon divergence in nats, 0 to ln 2, the
+            mean over rows.
+        rows: how many real query rows it is the mean of.
+    """
+
+    kind: str
+    layers: tuple[str, ...]
+    heads: tuple[tuple[int, int], ...]
+    matrix: Tensor
+    rows: int
+
+    def within(self) -> Tensor:
+        """Mean distance between two heads of each layer, `[L]`; NaN in layers with fewer than two heads."""
+        return torch.stack([_to_others(self.block(i)).mean() for i in range(len(self.layers))])
+
+    def odd(self) -> list[int | None]:
+        """The head of each layer that is farthest from the others of it; None where there are fewer than two."""
+        means = [_to_others(self.block(i)) for i in range(len(self.layers))]
+        return [int(each.argmax()) if len(each) > 1 else None for each in means]
+
+    def block(self, layer: int) -> Tensor:
+        """`[H, H]` of the heads of the layer at this place in `layers`."""
+        own = [row for row, (place, _) in enumerate(self.heads) if place == layer]
+        return self.matrix[own][:, own]
+
+    def embedding(self, dims: int = 2) -> Tensor:
+        """Points `[N, dims]` whose distances come closest to those of the heads: classical multidimensional scaling.
+
+        The square root of the Jensen-Shannon divergence is a distance in a Euclidean space (Fuglede, Topsoe 2004), and
+        so is that of its mean over rows: the points are its principal coordinates, and each column's largest number
+        is positive.
+        """
+        centred = self.matrix - self.matrix.mean(0) - self.matrix.mean(1, keepdim=True)
+        centred = centred + self.matrix.mean()
+        values, vectors = torch.linalg.eigh(-centred / 2)
+        order = values.argsort(descending=True)[:dims]
+        points = vectors[:, order] * values[order].clamp(min=0).sqrt()
+        largest = points.gather(0, points.abs().argmax(0, keepdim=True))
+        signed: Tensor = points * torch.where(largest < 0, -1.0, 1.0)
+        return signed
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        within = [None if mean != mean else mean for mean in self.within().tolist()]
+        return {
+            "kind": self.kind,
+            "layers": list(self.layers),
+            "heads": [list(head) for head in self.heads],
+            "rows": self.rows,
+            "within": within,
+            "odd": self.odd(),
+            "embedding": self.embedding().tolist(),
+            "matrix": self.matrix.tolist(),
+        }
+
+
+def _to_others(block: Tensor) -> Tensor:
+    """The mean distance of each head to the others, `[H]`."""
+    return block.sum(1) / (len(block) - 1)
+
+
+def distance(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    kind: str | None = None,
+    progress: bool = False,
+) -> HeadDistance:
+    r"""The Jensen-Shannon divergence between the attention of all pairs of heads, across layers.
+
+    .. math:: JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2
+              = \ln 2 + \tfrac12 \sum_j \left(p_j \ln p_j + q_j \ln q_j - (p_j + q_j) \ln (p_j + q_j)\right)
+
+    is of the probabilities of two heads in one row; the distance is its mean over all real rows of the data. The code
+    of Clark et al. 2019 gives the sum, of every row, and mixes `0.001 / S` into the probabilities first.
+
+    Queries and keys of the layers are held for one batch. Their probabilities are then there by blocks of rows, 1 MiB
+    for all heads together (or 8 rows); padding, and what lies ahead of causal rows, is not compared.
+
+    Args:
+        model, data, progress: as in `statistics`.
+        kind: "encoder", "decoder" or "cross": of which layers; default the kind of all, if it is one.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; layers of that kind whose T or S differ; data without
+            batches or real rows; layers without heads; a transformers model whose attention function is not the
+            package's.
+    """
+    layers = _of_kind(attention_layers(model), kind)
+    kind, chosen = layers[0].kind, {layer.index for layer in layers}
+    seen: list[tuple[AttentionLayer, AttentionCall]] = []
+    sums: _Sums | None = None
+
+    def keep(layer: AttentionLayer, call: AttentionCall) -> None:
+        if layer.index in chosen:
+            seen.append((layer, replace(call, value=call.key)))  # values are not held
+
+    with torch.no_grad(), evaluation(model):
+        for batch in each_batch(data, "distance", progress):
+            with observe(model, keep):
+                run(model, batch)
+            if not seen:
+                refuse(
+                    "data", f"reaches no layer of kind {kind!r}", "pass all that the model takes"
+                )
+            ran = [layer for layer, _ in seen]
+            sums = _Sums(ran, seen[0][1].query.device) if sums is None else sums
+            sums.add(ran, [call for _, call in seen])
+            seen.clear()
+    assert sums is not None
+    return sums.means()
+
+
+def _of_kind(layers: list[AttentionLayer], kind: str | None) -> list[AttentionLayer]:
+    """The layers of a kind that have heads."""
+    kinds = list(dict.fromkeys(layer.kind for layer in layers))
+    if kind is None and len(kinds) == 1:
+        kind = kinds[0]
+    if kind not in kinds:
+        instead = f"pass one of {', '.join(map(repr, kinds))}, the kinds of layers of this model"
+        refuse("kind", f"is {kind!r}", instead)
+    chosen = [layer for layer in layers if layer.kind == kind and layer.num_heads]
+    if not chosen:
+        refuse("model", f"has no head left in its layers of kind {kind!r}", "pass one that has")
+    return chosen
+
+
+class _Sums:
+    """Over all real rows: what every head's `p` and `p ln p` add up to, and `(p + q) ln (p + q)` of every pair."""
+
+    def __init__(self, layers: list[AttentionLayer], device: torch.device) -> None:
+        self.layers = layers
+        N = sum(layer.num_heads for layer in layers)
+        self.mass = torch.zeros(N, dtype=torch.float64, device=device)
+        self.own = torch.zeros_like(self.mass)
+        self.pairs = torch.zeros(N, N, dtype=torch.float64, device=device)  # above the diagonal
+        self.rows = 0
+
+    def add(self, layers: list[AttentionLayer], calls: list[AttentionCall]) -> None:
+        if layers != self.layers:
+            refuse(
+                "data", "makes other layers run in one batch than in another", "pass batches alike"
+            )
+        first = calls[0]
+        for layer, call in zip(layers, calls, strict=True):
+            if (call.T, call.S) != (first.T, first.S):
+                was = f"has T {call.T} and S {call.S} in {layer}, but others in {layers[0]}"
+                refuse("model", was, "heads that see other tokens can not be compared")
+        real, spans = first.real_queries, _spans(first.real_keys)
+        self.rows += int(real.sum())
+        causal = all(call.is_causal for call in calls)
+        for rows in blocks(first.T, first.B * len(self.mass) * first.S):
+            p = torch.cat([call.probabilities(rows) for call in calls], 1)  # [B, N, rows, S]
+            last = rows.stop + first.S - first.T if causal else first.S
+            parts = [
+                p[b][:, real[b, rows], start : min(end, last)].flatten(1)
+                for b, (start, end) in enumerate(spans)
+            ]
+            self._compare(torch.cat(parts, 1))
+
+    def _compare(self, p: Tensor) -> None:
+        """Add probabilities `[N, pairs of tokens]`, which are written over."""
+        p += torch.finfo(p.dtype).tiny  # x ln x of it is nothing beside a row's
+        for part in torch.split(p, max(1, _PAIRS // len(p)), 1):
+            self.mass += part.sum(1)
+            self.own += _x_ln_x(part)
+            for head in range(len(p) - 1):
+                self.pairs[head, head + 1 :] += _x_ln_x(part[head + 1 :] + part[head])
+
+    def means(self) -> HeadDistance:
+        if not self.rows:
+            refuse("data", "has no real token", "pass batches with some")
+        of_both = self.own + log(2) * self.mass
+        sums = (of_both[:, None] + of_both - self.pairs).triu(1).clamp(min=0) / 2
+        heads = ((i, h) for i, layer in enumerate(self.layers) for h in range(layer.num_heads))
+        return HeadDistance(
+            kind=self.layers[0].kind,
+            layers=tuple(layer.name for layer in self.layers),
+            heads=tuple(heads),
+            matrix=((sums + sums.T) / self.rows).cpu(),
+            rows=self.rows,
+        )
+
+
+def _spans(real: Tensor) -> list[tuple[int, int]]:
+    """The half-open range from the first to the last True of each row of `real` `[B, S]`."""
+    S = real.shape[1]
+    start, behind = first_real(real), first_real(real.flip(1))
+    ends = torch.where(real.any(1), S - behind, start)
+    return list(zip(start.tolist(), ends.tolist(), strict=True))
+
+
+def _x_ln_x(x: Tensor) -> Tensor:
+    """The sum of `x ln x` over the last dimension; `torch.xlogy` takes ten times as long on a CPU."""
+    return x.log().mul_(x).sum(-1)

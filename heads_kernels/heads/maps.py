@@ -1,0 +1,191 @@
+"""Attention maps of one sentence, for a look at chosen heads: as tensors, as a picture, for BertViz."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.checks import check_size
+from heads_kernels.errors import refuse
+from heads_kernels.heads.evaluation import evaluation
+from heads_kernels.heads.layers import (
+    AttentionLayer,
+    HeadsByLayer,
+    attention_layers,
+    heads_of_layers,
+)
+from heads_kernels.heads.observing import observe, run
+from heads_kernels.nn.observing import AttentionCall
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMaps:
+    """Attention maps of some heads of one layer.
+
+    Attributes:
+        layer, kind: name and kind of the layer.
+        heads: their numbers.
+        maps: `[heads, T, S]`, the probabilities of the real rows and keys, on the CPU.
+    """
+
+    layer: str
+    kind: str
+    heads: tuple[int, ...]
+    maps: Tensor
+
+
+def maps(
+    model: nn.Module, batch: Any, heads: HeadsByLayer | None = None, *, example: int = 0
+) -> list[HeadMaps]:
+    """The attention maps of one example of a batch, without its padding: the one reading that does hold maps.
+
+    Args:
+        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
+        batch: as the model takes it: keyword arguments in a mapping, arguments in a tuple or list, or one argument.
+        heads: `{layer: [heads]}`, layers by index or name, heads as they are numbered now; default all.
+        example: which one of the batch.
+
+    Returns:
+        One `HeadMaps` for each run of a layer that has some of the heads, in the order in which the layers ran.
+
+    Raises:
+        TypeError, ValueError: a layer, a head or an example that doesn't exist; a transformers model whose attention
+            function is not the package's.
+    """
+    layers = attention_layers(model)
+    every = {layer.index: range(layer.num_heads) for layer in layers}
+    asked = heads_of_layers(layers, every if heads is None else heads)
+    chosen = {layer.index: tuple(numbers) for layer, numbers in asked if numbers}
+    check_size("example", example, 0)
+    found: list[HeadMaps] = []
+
+    def look(layer: AttentionLayer, call: AttentionCall) -> None:
+        if example >= call.B:
+            refuse("example", f"is {example}", f"this batch has 0 to {call.B - 1}")
+        rows, keys = call.real_queries[example], call.real_keys[example]
+        if numbers := chosen.get(layer.index):
+            whole = call.probabilities(slice(0, call.T))[example, list(numbers)]
+            found.append(HeadMaps(layer.name, layer.kind, numbers, whole[:, rows][..., keys].cpu()))
+
+    with torch.no_grad(), evaluation(model), observe(model, look):
+        run(model, batch)
+    return found
+
+
+def bertviz(
+    found: Sequence[HeadMaps], tokens: Sequence[str], decoder_tokens: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What BertViz's `head_view` and `model_view` take as keyword arguments (Vig 2019).
+
+        head_view(**hk.heads.bertviz(hk.heads.maps(model, batch), tokens))
+
+    Args:
+        found: what `maps` gave.
+        tokens: the words of the sentence, padding left out; of the encoder where there is a decoder beside it.
+        decoder_tokens: of the decoder of a model that has both.
+
+    Returns:
+        A list of `[1, H, T, S]`, one for each layer, under "attention" beside "tokens"; of a model of several kinds
+        under "encoder_attention", "decoder_attention" and "cross_attention", beside "encoder_tokens" and
+        "decoder_tokens". BertViz wants as many heads in each layer: maps of zeros stand behind those of a layer that
+        has fewer. Layers without heads are left out.
+
+    Raises:
+        ValueError: no maps, or not as many tokens as their rows and keys.
+    """
+    if not found:
+        refuse("found", "has no maps", "pass what hk.heads.maps gave")
+    kinds = dict.fromkeys(each.kind for each in found)
+    several = len(kinds) > 1
+    decoder = tokens if decoder_tokens is None else decoder_tokens
+    for each in found:
+        rows = tokens if each.kind == "encoder" or not several else decoder
+        keys = decoder if each.kind == "decoder" and several else tokens
+        _check_tokens(each, rows, keys)
+    most = max(len(each.heads) for each in found)
+    attention = {
+        kind: [_filled(each.maps, most)[None] for each in found if each.kind == kind]
+        for kind in kinds
+    }
+    if not several:
+        return {"attention": attention[next(iter(kinds))], "tokens": list(tokens)}
+    lists = {f"{kind}_attention": layers for kind, layers in attention.items()}
+    return {**lists, "encoder_tokens": list(tokens), "decoder_tokens": list(decoder)}
+
+
+def _filled(maps: Tensor, heads: int) -> Tensor:
+    return torch.nn.functional.pad(maps, (0, 0, 0, 0, 0, heads - len(maps)))
+
+
+def _check_tokens(each: HeadMaps, rows: Sequence[str], keys: Sequence[str]) -> None:
+    _, T, S = each.maps.shape
+    if (len(rows), len(keys)) != (T, S):
+        was = f"are {len(rows)} for rows and {len(keys)} for keys"
+        refuse("tokens", was, f"{each.layer!r} has {T} rows and {S} keys without padding")
+
+
+def plot_maps(
+    found: Sequence[HeadMaps],
+    tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """Draw maps, a line for each layer and a panel for each head: a row of a panel is what one token looks at.
+
+    Args:
+        found: what `maps` gave.
+        tokens: words for the rows, padding left out; without them none are written.
+        key_tokens: words for the keys; default those of the rows.
+        path: of a file to write as well, PNG, SVG or PDF by its ending.
+
+    Returns:
+        The figure; notebooks show it.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no maps, or not as many tokens as their rows and keys.
+    """
+    if not found:
+        refuse("found", "has no maps", "pass what hk.heads.maps gave")
+    rows = [] if tokens is None else tokens
+    keys = rows if key_tokens is None else key_tokens
+    for each in found if rows else []:
+        _check_tokens(each, rows, keys)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("hk.heads.plot_maps needs matplotlib: pip install matplotlib") from error
+    across = max(len(each.heads) for each in found)
+    size = 2.0 + 0.12 * max(found[0].maps.shape[1:])
+    figure = Figure(figsize=(size * across, size * len(found)), layout="constrained")
+    panels = figure.subplots(len(found), across, squeeze=False)
+    for line, each in zip(panels, found, strict=True):
+        for axes in line[len(each.heads) :]:
+            axes.set_axis_off()
+        for axes, head, picture in zip(line, each.heads, each.maps, strict=False):
+            axes.imshow(picture.numpy(), cmap="Blues", vmin=0, vmax=1)
+            axes.set_title(f"{each.layer}, head {head}", fontsize=8)
+            axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
+            axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    if path is not None:
+        _write(figure, Path(path))
+    return figure
+
+
+def _write(figure: Figure, path: Path) -> None:
+    """Beside its place first."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(beside, dpi=150)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,217 @@
+"""What heads do: look at one offset, along a syntactic relation, at the rarest token of a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.checks import check_size
+from heads_kernels.errors import refuse
+from heads_kernels.heads.evaluation import evaluation
+from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.observing import observe, run
+from heads_kernels.heads.places import add_counts, offset_counts
+from heads_kernels.heads.rare_words import Counts, RareWordCounts, RareWords
+from heads_kernels.heads.reading import each_batch, scores_of
+from heads_kernels.heads.relations import Relation, RelationCounts, Relations
+from heads_kernels.heads.scores import HeadScores
+from heads_kernels.nn.observing import AttentionCall
+
+
+@dataclass(frozen=True)
+class Role:
+    """A head with a role: `share` of its rows do `what`; `baseline` is what a head without the role would reach."""
+
+    layer: str
+    head: int
+    role: str
+    what: str
+    share: float
+    baseline: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRoles:
+    """What `roles` found, from which `positional`, `syntactic` and `rare_word` name heads.
+
+    Attributes:
+        offset: int64 `[H]` of each layer: the offset from the row at which its most probable key is most often.
+        offset_share: the share of the rows for which that is so.
+        relations: accuracy along each relation and direction.
+        rare_words: None where no counts were given, or no sentence had a rare token.
+    """
+
+    offset: tuple[Tensor, ...]
+    offset_share: HeadScores
+    relations: tuple[Relation, ...]
+    rare_words: RareWords | None
+
+    def positional(self, at_least: float = 0.9) -> list[Role]:
+        """Heads whose most probable key is at one offset in 90 % of the rows (Voita et al. 2019, section 5.1)."""
+        offsets = {
+            (name, head): int(offset)
+            for name, layer in zip(self.offset_share.layers, self.offset, strict=True)
+            for head, offset in enumerate(layer)
+        }
+        return [
+            Role(name, head, "positional", f"offset {offsets[name, head]:+d}", share, None)
+            for name, head, share in _each(self.offset_share)
+            if share >= at_least
+        ]
+
+    def syntactic(self, margin: float = 0.1) -> list[Role]:
+        """Heads whose accuracy along a relation is above its baseline by 10 points of percent (ibid., section 5.2)."""
+        return [
+            Role(name, head, "syntactic", f"{of.name} {of.direction}", share, of.baseline)
+            for of in self.relations
+            for name, head, share in _each(of.accuracy)
+            if share >= of.baseline + margin
+        ]
+
+    def rare_word(self, at_least: float = 0.5) -> list[Role]:
+        """Heads that look at the rarest token in half of the rows (ibid., section 5.3; there in the first layer)."""
+        if self.rare_words is None:
+            return []
+        chance = self.rare_words.chance[0]
+        return [
+            Role(name, head, "rare words", "the rarest token", share, chance)
+            for name, head, share in _each(self.rare_words.rarest)
+            if share >= at_least
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold: all shares, and the heads that have a role by the usual thresholds."""
+        rare = self.rare_words
+        return {
+            "offset": [offset.tolist() for offset in self.offset],
+            "offset_share": self.offset_share.to_dict(),
+            "relations": [
+                {
+                    "name": of.name,
+                    "direction": of.direction,
+                    "pairs": of.pairs,
+                    "offset": of.offset,
+                    "baseline": of.baseline,
+                    "accuracy": of.accuracy.to_dict(),
+                }
+                for of in self.relations
+            ],
+            "rare_words": rare
+            and {
+                "rarest": rare.rarest.to_dict(),
+                "two_rarest": rare.two_rarest.to_dict(),
+                "chance": list(rare.chance),
+                "sentences": rare.sentences,
+            },
+            "roles": [asdict(r) for r in self.positional() + self.syntactic() + self.rare_word()],
+        }
+
+
+def _each(scores: HeadScores) -> Iterable[tuple[str, int, float]]:
+    for name, layer in zip(scores.layers, scores.scores, strict=True):
+        yield from ((name, head, float(score)) for head, score in enumerate(layer))
+
+
+def roles(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    special: ExcludeKeys | None = None,
+    relations: Sequence[Relations] | None = None,
+    counts: Counts | None = None,
+    common: int = 500,
+    progress: bool = False,
+) -> HeadRoles:
+    """Find out what heads do, from the most probable key of each row, which `hk.attention_statistics` gives.
+
+    Every layer is looked at for positional heads. Relations and counts are of the sentences that the model reads: of
+    the self-attention of its encoder, or of its decoder where there is no encoder. Padding never counts, on whichever
+    side it is. Heads are numbered as they are now. The model is in evaluation mode meanwhile.
+
+    Args:
+        model, data, progress: as in `statistics`.
+        special: tokens that are no words, such as [CLS], [SEP] or EOS: neither a row nor the most probable key of one.
+            Token ids, or a function of a batch: see `excluded_keys`.
+        relations: a mapping `{relation: [(head, dependent), ...]}` for each example of the data, in its order, from any
+            parser. Tokens are counted from the first that is no padding, [CLS] among them.
+        counts: how often each token id occurs in a corpus, for rare words; batches then hold `input_ids`.
+        common: sentences count for rare words whose rarest token is not among so many most frequent ones.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, relations that name tokens that are not there, or are not
+            as many as the examples; data without batches, or whose rows reach a layer nowhere; a transformers model
+            whose attention function is not the package's.
+    """
+    layers = attention_layers(model)
+    reader = _Reader(layers, relations, counts, check_size("common", common, 0))
+    with torch.no_grad(), evaluation(model):
+        for batch in each_batch(data, "roles", progress):
+            reader.next_batch(batch, excluded_keys(special, batch, layers))
+            with observe(model, reader.look):
+                run(model, batch)
+    return reader.result()
+
+
+class _Reader:
+    """An observer that counts what the rows of each layer choose."""
+
+    def __init__(
+        self,
+        layers: list[AttentionLayer],
+        relations: Sequence[Relations] | None,
+        counts: Counts | None,
+        common: int,
+    ) -> None:
+        self.layers = layers
+        self.offsets = {
+            layer.index: torch.zeros(layer.num_heads, 1, dtype=torch.int64) for layer in layers
+        }
+        encoder = [layer for layer in layers if layer.kind == "encoder"]
+        readers = encoder or [layer for layer in layers if layer.kind == "decoder"]
+        self.relations = None if relations is None else RelationCounts(relations, readers)
+        self.rare_words = None if counts is None else RareWordCounts(counts, common, readers)
+        self.special: dict[str, Tensor] = {}
+
+    def next_batch(self, batch: Any, special: dict[str, Tensor]) -> None:
+        self.special = special
+        if self.relations is not None:
+            self.relations.next_batch()
+        if self.rare_words is not None:
+            self.rare_words.next_batch(batch)
+
+    def look(self, layer: AttentionLayer, call: AttentionCall) -> None:
+        chosen = call.statistics(self.special.get(layer.kind)).argmax
+        words = call.real_queries
+        no_words = self.special.get("decoder" if layer.kind == "cross" else layer.kind)
+        if no_words is not None:
+            words = words & ~no_words
+        counts = offset_counts(call, chosen, words)
+        self.offsets[layer.index] = add_counts(self.offsets[layer.index].to(counts.device), counts)
+        if self.relations is not None:
+            self.relations.look(layer, call, chosen)
+        if self.rare_words is not None:
+            self.rare_words.look(layer, call, chosen, words)
+
+    def result(self) -> HeadRoles:
+        most = [self._most(layer) for layer in self.layers]
+        shares = (share for _, share in most)
+        return HeadRoles(
+            offset=tuple(offset for offset, _ in most),
+            offset_share=scores_of(self.layers, shares, "share of the most frequent offset"),
+            relations=() if self.relations is None else self.relations.result(),
+            rare_words=None if self.rare_words is None else self.rare_words.result(),
+        )
+
+    def _most(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+        """The most frequent offset of each head, and its share of the rows."""
+        counts = self.offsets[layer.index].cpu()
+        rows = counts.sum(1)
+        if not bool(rows.all()):
+            refuse("data", f"has no word that reaches {layer}", "pass batches with real tokens")
+        count, place = counts.max(1)
+        return place - counts.shape[1] // 2, count.double() / rows

@@ -1,0 +1,213 @@
+"""What each head attends to on the whole: how sharply, how far, to itself, to neighbours, to chosen tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.evaluation import evaluation
+from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.observing import Observer, observe, run
+from heads_kernels.heads.places import Band, add_counts, attended, offset_counts, own_keys
+from heads_kernels.heads.reading import each_batch, scores_of
+from heads_kernels.heads.scores import HeadScores
+from heads_kernels.nn.observing import AttentionCall
+
+#: What is measured of each head, in this order, before the token sets.
+MEASURES = ("confidence", "entropy", "distance", "to_self", "to_previous", "to_next")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadStatistics:
+    """Means over the real query rows that a model met, of each head of each attention layer.
+
+    Attributes:
+        confidence: the largest probability of a row (Voita et al. 2019, section 4).
+        entropy: of the probabilities of a row, in nats.
+        distance: `sum_j p_ij |j - i|`, how many tokens away a row looks.
+        to_self, to_previous, to_next: probability of the row's own token, of the one before it and the one behind it.
+        to_tokens: probability of a set of tokens, by the name of the set.
+        offsets: int64 `[H, 2 N + 1]` of each layer: in how many rows the most probable key is -N, ..., N tokens from
+            the row; rows all of whose keys are excluded have none.
+        rows: how many rows each layer's means are of, and 0 for layers without heads.
+    """
+
+    confidence: HeadScores
+    entropy: HeadScores
+    distance: HeadScores
+    to_self: HeadScores
+    to_previous: HeadScores
+    to_next: HeadScores
+    to_tokens: dict[str, HeadScores]
+    offsets: tuple[Tensor, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def measures(self) -> dict[str, HeadScores]:
+        """All means, by name; those of token sets are called `to_<name of the set>`."""
+        sets = {f"to_{name}": scores for name, scores in self.to_tokens.items()}
+        return {**{name: getattr(self, name) for name in MEASURES}, **sets}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold: name, kind, rows and every mean of each layer."""
+        layers = []
+        for index, name in enumerate(self.confidence.layers):
+            means = {key: value.scores[index].tolist() for key, value in self.measures.items()}
+            kind = self.confidence.kinds[index]
+            layers.append({"name": name, "kind": kind, "rows": self.rows[index], **means})
+        return {"layers": layers}
+
+
+def statistics(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    exclude_keys: ExcludeKeys | None = None,
+    token_sets: Mapping[str, ExcludeKeys] | None = None,
+    progress: bool = False,
+) -> HeadStatistics:
+    """Read what the heads of a model attend to, layer by layer while it runs; no map `[T, S]` is ever in memory.
+
+    Confidence, entropy and the most probable key come from `hk.attention_statistics`. The rest are sums
+    `sum_j p_ij f_j` within bands of keys: the operator itself computes them, with features of the keys (1, their
+    place, their sets) as values. Memory beyond the model's own is a few numbers for each head and row.
+
+    Padding counts neither as a row nor in any distance: padding on the left, on the right and none give the same. In
+    encoder-decoder attention places are counted from the first real row and the first real key, so that "self" is the
+    key as many tokens from the start. Padding in the middle of a sequence counts as places. A layer that runs several
+    times in a pass (ALBERT) has the mean over its runs. Heads are numbered as they are now. The model is in evaluation
+    mode meanwhile.
+
+    Args:
+        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
+        data: an iterable of batches as the model takes them: keyword arguments in a mapping, arguments in a tuple or
+            list, or one argument.
+        exclude_keys: tokens that may not be the most probable key, for `confidence` and `offsets`: [CLS], [SEP], EOS.
+            Nothing is renormalised, and their rows count. Token ids, or a function of a batch: see `excluded_keys`.
+        token_sets: for `to_tokens`, `{name: tokens}`, each named as in `exclude_keys`.
+        progress: whether to show a bar of batches, for which rich is needed.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; data without batches or without a token that reaches each
+            layer; a transformers model whose attention function is not the package's.
+    """
+    layers = attention_layers(model)
+    sets = _checked(token_sets)
+    sums = {layer.index: _Sums(layer, len(sets)) for layer in layers}
+    with torch.no_grad(), evaluation(model):
+        for batch in each_batch(data, "statistics", progress):
+            excluded = excluded_keys(exclude_keys, batch, layers)
+            members = {name: _members(name, ids, batch, layers) for name, ids in sets.items()}
+            with observe(model, _observer(sums, excluded, members)):
+                run(model, batch)
+    names = [*MEASURES, *(f"to {name}" for name in sets)]
+    means = zip(*(sums[layer.index].means() for layer in layers), strict=True)
+    found = [scores_of(layers, each, name) for name, each in zip(names, means, strict=True)]
+    return HeadStatistics(
+        **dict(zip(MEASURES, found, strict=False)),
+        to_tokens=dict(zip(sets, found[len(MEASURES) :], strict=True)),
+        offsets=tuple(sums[layer.index].offsets.cpu() for layer in layers),
+        rows=tuple(int(sums[layer.index].rows) for layer in layers),
+    )
+
+
+def _checked(token_sets: Mapping[str, ExcludeKeys] | None) -> Mapping[str, ExcludeKeys]:
+    if token_sets is None:
+        return {}
+    if not isinstance(token_sets, Mapping):
+        was = f"is a {type(token_sets).__name__}"
+        refuse("token_sets", was, "pass {name: token ids or function of a batch}", TypeError)
+    return token_sets
+
+
+def _members(
+    name: str, tokens: ExcludeKeys, batch: Any, layers: list[AttentionLayer]
+) -> dict[str, Tensor]:
+    try:
+        return excluded_keys(tokens, batch, layers)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"token_sets[{name!r}], as in exclude_keys: {error}") from None
+
+
+class _Sums:
+    """What the rows of a layer add up to: `[measures, H]`, the counts of offsets, and how many rows."""
+
+    def __init__(self, layer: AttentionLayer, sets: int) -> None:
+        self.layer = layer
+        self.total = torch.zeros(len(MEASURES) + sets, layer.num_heads, dtype=torch.float64)
+        self.offsets = torch.zeros(layer.num_heads, 1, dtype=torch.int64)
+        self.rows = torch.zeros((), dtype=torch.int64)
+
+    def add(self, measures: list[Tensor], offsets: Tensor, rows: Tensor) -> None:
+        """`measures` `[B, H, T]` each, of which `rows` `[B, T]` count."""
+        kept = rows[:, None]
+        added = [torch.where(kept, x, 0).sum((0, 2), dtype=torch.float64) for x in measures]
+        self.total = self.total.to(rows.device) + torch.stack(added)
+        self.offsets = add_counts(self.offsets.to(rows.device), offsets)
+        self.rows = self.rows.to(rows.device) + rows.sum()
+
+    def means(self) -> Tensor:
+        if self.layer.num_heads and not self.rows:
+            refuse("data", f"has no token that reaches {self.layer}", "pass batches with real ones")
+        return self.total / self.rows.clamp(min=1)
+
+
+def _observer(
+    sums: dict[int, _Sums],
+    excluded: Mapping[str, Tensor],
+    members: Mapping[str, Mapping[str, Tensor]],
+) -> Observer:
+    """The observer of one batch; `excluded` and each of `members` are `{kind of layer: bool [B, S]}`."""
+
+    def look(layer: AttentionLayer, call: AttentionCall) -> None:
+        rows = call.real_queries
+        found = call.statistics(excluded.get(layer.kind))
+        sets = [_set(name, member.get(layer.kind), call) for name, member in members.items()]
+        measures = [found.max_prob, found.entropy, *_shares(call, found.lse, sets)]
+        sums[layer.index].add(measures, offset_counts(call, found.argmax, rows), rows)
+
+    return look
+
+
+def _set(name: str, member: Tensor | None, call: AttentionCall) -> Tensor:
+    """A token set among the keys of a call; kinds of layers that it does not name have none of it."""
+    sizes = (call.B, call.S)
+    if member is None:
+        return call.real_keys.new_zeros(sizes)
+    if member.dtype != torch.bool or member.shape != sizes:
+        was = f"is {member.dtype} {list(member.shape)}"
+        refuse(f"token_sets[{name!r}]", was, f"give bool [B, S] = {list(sizes)}, True for members")
+    return member
+
+
+def _shares(call: AttentionCall, lse: Tensor, sets: list[Tensor]) -> list[Tensor]:
+    """Distance, the shares of the row's own token, the previous and the next, and those of `sets`, `[B, H, T]` each."""
+    own = own_keys(call)  # [B or 1, T]
+    place = torch.arange(call.S, device=own.device)
+    one = torch.ones_like(place)
+    features = torch.stack([x.expand(call.B, -1).double() for x in (one, place, *sets)], -1)
+    # Of three keys in a row each has a remainder of its own.
+    remainder = torch.nn.functional.one_hot(place % 3, 3)[None]
+    start, end = torch.zeros_like(own), torch.full_like(own, call.S)
+    behind, ahead, near = attended(
+        call,
+        lse,
+        [
+            Band(start, own + 1, features),
+            Band(own + 1, end, features),
+            Band(own - 1, own + 2, remainder),
+        ],
+    )
+    share, place_sum = (behind - ahead)[..., :2].unbind(-1)
+    distance = own[:, None] * share - place_sum
+    beside = [
+        near.gather(3, ((own + step) % 3)[:, None, :, None].expand(*near.shape[:3], 1))[..., 0]
+        for step in (0, -1, 1)
+    ]
+    return [distance, *beside, *(behind + ahead)[..., 2:].unbind(-1)]

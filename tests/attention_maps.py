@@ -1,0 +1,128 @@
+"""What readings of heads are held to: attention maps in memory, from stock eager attention, and plain sums of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """Of the layers of one kind: `[L, B, H, T, S]`, bool `[B, T]` and `[B, S]`."""
+
+    maps: Tensor
+    rows: Tensor
+    keys: Tensor
+
+    @property
+    def offsets(self) -> Tensor:
+        """`[B, T, S]`: places from row to key, each counted from the first real one."""
+        places = [
+            torch.arange(real.shape[1])[None]
+            - torch.tensor([[row.tolist().index(True)] for row in real])
+            for real in (self.rows, self.keys)
+        ]
+        return places[1][:, None, :] - places[0][:, :, None]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Of `[L, B, H, T]` over the real rows, `[L, H]`."""
+        return values.permute(0, 2, 1, 3)[:, :, self.rows].mean(2)
+
+    def share(self, pairs: Tensor) -> Tensor:
+        """Mean probability of the pairs, `[B, T, S]`, by which they are weighted, `[L, H]`."""
+        return self.mean((self.maps * pairs[None, :, None]).sum(-1))
+
+    def measures(self) -> dict[str, Tensor]:
+        """The means that `hk.heads.statistics` gives, `[L, H]` each."""
+        logs = self.maps.clamp(min=1e-300).log()
+        return {
+            "confidence": self.mean(self.maps.amax(-1)),
+            "entropy": self.mean(-(self.maps * logs).sum(-1)),
+            "distance": self.share(self.offsets.abs().double()),
+            "to_self": self.share(self.offsets == 0),
+            "to_previous": self.share(self.offsets == -1),
+            "to_next": self.share(self.offsets == 1),
+        }
+
+    def divergences(self) -> Tensor:
+        """`[L H, L H]`: mean Jensen-Shannon divergence of all pairs of heads, by its definition."""
+        rows = self.maps.permute(0, 2, 1, 3, 4).flatten(0, 1)[:, self.rows]  # [L H, rows, S]
+        matrix = [[_divergence(p, q) for q in rows] for p in rows]
+        return torch.tensor(matrix, dtype=torch.float64)
+
+
+def _divergence(p: Tensor, q: Tensor) -> float:
+    middle = (p + q) / 2
+    kl = [torch.where(x > 0, x * (x / middle).log(), 0.0).sum(-1) for x in (p, q)]
+    return float((kl[0] + kl[1]).mean() / 2)
+
+
+def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
+    """By kind of layer, from a transformers model of eager attention."""
+    with torch.no_grad():
+        out = model(**arguments, output_attentions=True)
+    rows = {
+        "encoder": arguments.get("attention_mask"),
+        "decoder": arguments.get("decoder_attention_mask"),
+    }
+    if not model.config.is_encoder_decoder:
+        maps = torch.stack([each for each in out.attentions if each is not None])
+        real = _real(rows["encoder"], maps)
+        kinds = [layer.kind for layer in hk.heads.attention_layers(model)]
+        return {kinds[0]: Maps(maps, real, real)}
+    found = {}
+    for kind, queries, keys in (
+        ("encoder", "encoder", "encoder"),
+        ("decoder", "decoder", "decoder"),
+        ("cross", "decoder", "encoder"),
+    ):
+        maps = torch.stack(out[f"{kind}_attentions"])
+        found[kind] = Maps(maps, rows[queries].bool(), rows[keys].bool())
+    return found
+
+
+def _real(mask: Tensor | None, maps: Tensor) -> Tensor:
+    return (
+        torch.ones(maps.shape[1], maps.shape[3], dtype=torch.bool) if mask is None else mask.bool()
+    )
+
+
+class Layers(nn.Module):
+    """Attention layers of the package one after the other, with residuals; `padding` `[B, T]` is True where hidden."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None, **options: Any) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, key_padding_mask=padding, **options)[0]
+        return x
+
+
+def maps_of_layers(model: Layers, x: Tensor, visible: Tensor) -> Maps:
+    """Of a model of `Layers`, from its weights: `visible` is `[B, T, S]`; a row is real that sees itself."""
+    maps = []
+    for layer in model.layers:
+        query, key = layer.q_proj(x), layer.k_proj(x)
+        if isinstance(layer, hk.nn.CollaborativeMultiheadAttention):
+            scores = torch.einsum("btd,hd,bsd->bhts", query, layer.mixing, key)
+            if layer.content_proj is not None:
+                scores = scores + layer.content_proj(x).transpose(1, 2)[:, :, None]
+        else:
+            H, Hk = layer.num_heads, layer.num_key_heads
+            query, key = query.unflatten(2, (H, -1)), key.unflatten(2, (Hk, -1))
+            scores = torch.einsum("bthd,bshd->bhts", query, key.repeat_interleave(H // Hk, 2))
+        scores = (layer.scale * scores).masked_fill(~visible[:, None], -torch.inf)
+        p = scores.softmax(-1).nan_to_num(0.0)
+        value = layer.v_proj(x).unflatten(2, (-1, layer.value_dim))
+        value = value.repeat_interleave(layer.num_heads // value.shape[2], 2)
+        x = x + layer.out_proj(torch.einsum("bhts,bshd->bthd", p, value).flatten(2))
+        maps.append(p)
+    real = visible.diagonal(0, 1, 2)
+    return Maps(torch.stack(maps), real, real)
