@@ -1,0 +1,57 @@
+"""`python -m heads_kernels`: commands, and without one what is installed."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import heads_kernels as hk
+from heads_kernels.report import command, options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m heads_kernels",
+        description=hk.__doc__,
+        epilog=installed(),
+        formatter_class=raw,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    report = commands.add_parser(
+        "report",
+        help="what the heads of a transformers model do on a text, in one folder",
+        description=options.DESCRIPTION,
+        formatter_class=raw,
+    )
+    options.add_options(report)
+    chosen = parser.parse_args(arguments)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
+    return command.run(chosen, report)
+
+
+def installed() -> str:
+    """Versions, and what the kernels were built for."""
+    built = hk.build_info()
+    cpu = ", ".join(built.get("cpu", {}).get("levels", [])) or "none built"
+    cuda = built.get("cuda", {})
+    lines = {
+        "heads_kernels": f"{hk.__version__} {(built.get('commit') or '')[:12]}".strip(),
+        "PyTorch": torch.__version__,
+        "Python": platform.python_version(),
+        "CPU kernels": cpu,
+        "CUDA kernels": ", ".join(cuda.get("architectures", []))
+        or cuda.get("missing", "none built"),
+    }
+    return "\n".join(f"{name:14} {value}" for name, value in lines.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

