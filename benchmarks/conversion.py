@@ -71,10 +71,10 @@ class Quality:
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:
-    """`count` sentences in batches of 100, padded."""
+    """At most `count` sentences in batches of 100, padded."""
     ids, lengths = minilm.tokens(count)
     found = []
-    for start in range(0, count, 100):
+    for start in range(0, len(ids), 100):
         length = lengths[start : start + 100]
         T = int(length.max())
         real = torch.arange(T) < length[:, None]
