@@ -22,7 +22,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Final
 
 import torch
@@ -30,7 +29,14 @@ from corpus import Batch, Corpus, padded
 from languages import invented_pairs
 from options import parse
 from torch import Tensor
-from training import accuracy, seconds_to_translate, train
+from training import (
+    accuracy,
+    attach_gates,
+    learn,
+    learn_gates,
+    learn_on,
+    seconds_to_translate,
+)
 from transformer import Translator
 
 import heads_kernels as hk
@@ -46,10 +52,6 @@ HEADS, LAYERS = 4, 3
 ALL_HEADS: Final = 3 * LAYERS * HEADS  # of encoder, decoder and cross-attention
 PAIRS: Final = 20_000
 TIMED: Final = 128  # sentences of the batch that inference is timed with
-#: Learning rates of Adam: the highest of a new model, that of a trained one.
-RATE, RATE_AFTER = 3e-3, 6e-4
-
-adam = partial(torch.optim.Adam, betas=(0.9, 0.98), fused=True)
 
 
 # ---------------------------------------------------------------------- the experiment
@@ -67,11 +69,12 @@ def experiment(options: argparse.Namespace, results: Results, bar: Bar) -> None:
         results.rows.append(Row(name, open_heads(model), *accuracy(model, corpus), parameters))
 
     model = new_model()
-    learn(model, corpus, options, bar)
+    batches = corpus.batches(options.batch, options.seed)
+    bar.follow("training", options.steps, learn(model, batches, options.steps))
     measure("before", model)
 
     gated = deepcopy(model)
-    learn_gates(gated, corpus, options, results, bar)
+    learn_with_gates(gated, corpus, options, results, bar)
     results.layers = heads_of(gated)
     measure("gated", gated)
 
@@ -81,7 +84,9 @@ def experiment(options: argparse.Namespace, results: Results, bar: Bar) -> None:
     measure("pruned", pruned)
 
     control = deepcopy(model)
-    learn_on(control, corpus, options, bar)
+    batches = corpus.batches(options.batch, options.seed + 1)  # the sentences of the gated one
+    steps = options.gated_steps
+    bar.follow("control", steps, learn_on(control, batches, steps))
     measure("control", control)
 
     file = options.out / "pruned.safetensors"
@@ -105,63 +110,25 @@ def experiment(options: argparse.Namespace, results: Results, bar: Bar) -> None:
         row.seconds = seconds
 
 
-def learn(model: Translator, corpus: Corpus, options: argparse.Namespace, bar: Bar) -> None:
-    """Train a new model. The learning rate rises over a sixth of the steps, then falls to a fifth."""
-    steps = options.steps
-    bar.start("training", steps)
-    optimizer = adam(model.parameters(), RATE)
-    slope = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, 6 * (step + 1) / steps) * (1 - 0.8 * step / steps)
-    )
-    batches = corpus.batches(options.batch, options.seed)
-    for step, loss in train(model, optimizer, batches, steps):
-        slope.step()
-        bar.step(step, f"loss {loss:.2f}")
-
-
-def learn_gates(
+def learn_with_gates(
     model: Translator, corpus: Corpus, options: argparse.Namespace, results: Results, bar: Bar
 ) -> None:
     """Train a model on with gates, until `--heads` are open, or as many as `--penalty` leaves."""
-    steps = options.gated_steps
+    batches, steps = corpus.batches(options.batch, options.seed + 1), options.gated_steps
     bar.start("gates", steps)
-    hk.heads.gate(model, partial(hk.nn.HardConcrete, evaluate="binary"))
-    gates = [p for name, p in model.named_parameters() if "head_gate" in name]
-    weights = [p for name, p in model.named_parameters() if "head_gate" not in name]
-    # From open to closed a gate goes a way of 4 and more, however few the steps are.
-    optimizer = adam([{"params": weights}, {"params": gates, "lr": 50 / steps}], RATE_AFTER)
-
-    schedule = None
     if options.penalty is None:
-        # Heads close in four fifths of the steps. In the last fifth the weights get used to what is left.
-        closing = max(1, steps * 4 // 5)
-        schedule = hk.heads.GateSchedule(
-            model, open_heads=options.heads, steps=closing, warmup=0.7, rate=4 / steps
+        learning = learn_gates(learn_on, model, batches, steps, options.heads)
+    else:
+        attach_gates(model)
+        learning = learn_on(
+            model, batches, steps, lambda: options.penalty * hk.nn.l0_penalty(model)
         )
-
-    def penalty() -> Tensor:
-        return schedule.penalty() if schedule else options.penalty * hk.nn.l0_penalty(model)
-
     results.history = [(0, open_heads(model))]
-    batches = corpus.batches(options.batch, options.seed + 1)
-    for step, loss in train(model, optimizer, batches, steps, penalty):
-        if schedule:
-            schedule.step()
-            if step == schedule.steps:
-                schedule.finish()
+    for step, loss in learning:
         counts = open_heads(model)
         if counts != results.history[-1][1]:
             results.history.append((step, counts))
         bar.step(step, f"loss {loss:.2f}, {in_words(counts)}")
-
-
-def learn_on(model: Translator, corpus: Corpus, options: argparse.Namespace, bar: Bar) -> None:
-    """Train a model on as `learn_gates` does, on the same sentences, but without gates."""
-    bar.start("control", options.gated_steps)
-    optimizer = adam(model.parameters(), RATE_AFTER)
-    batches = corpus.batches(options.batch, options.seed + 1)
-    for step, loss in train(model, optimizer, batches, options.gated_steps):
-        bar.step(step, f"loss {loss:.2f}")
 
 
 @torch.no_grad()

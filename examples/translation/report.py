@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -118,6 +118,12 @@ class Bar:
         self.task = self.progress.add_task(stage, total=steps, note="")
         if self.progress.disable:
             self.console.print(f"{stage}, {steps} steps")
+
+    def follow(self, stage: str, steps: int, learning: Iterable[tuple[int, float]]) -> None:
+        """A stage of training that gives its steps and losses."""
+        self.start(stage, steps)
+        for step, loss in learning:
+            self.step(step, f"loss {loss:.2f}")
 
     def step(self, step: int, note: str) -> None:
         self.reached = f"{self.stage}, step {step} of {self.steps}"

@@ -1,15 +1,93 @@
-"""Training steps, accuracy on held-out sentences, seconds of inference."""
+"""Training with and without gates, accuracy on held-out sentences, seconds of inference."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
+from typing import Final
 
 import torch
 from corpus import PAD, Batch, Corpus, padded
 from torch import Tensor, nn
 from transformer import Translator
+
+import heads_kernels as hk
+
+#: Learning rates of Adam: the highest of a new model, that of a trained one.
+RATE: Final = 3e-3
+RATE_AFTER: Final = 6e-4
+
+Steps = Iterator[tuple[int, float]]
+Learn = Callable[..., Steps]
+
+
+def no_penalty() -> float:
+    return 0.0
+
+
+def learn(
+    model: Translator,
+    batches: Iterator[Batch],
+    steps: int,
+    penalty: Callable[[], Tensor | float] = no_penalty,
+) -> Steps:
+    """`train` a new model. The learning rate rises over a sixth of the steps, then falls to a fifth."""
+    optimizer = adam(model, RATE, steps)
+
+    def slope(step: int) -> float:
+        return min(1.0, 6 * (step + 1) / steps) * (1 - 0.8 * step / steps)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [slope, lambda step: 1.0][: len(optimizer.param_groups)]
+    )
+    for step, loss in train(model, optimizer, batches, steps, penalty):
+        scheduler.step()
+        yield step, loss
+
+
+def learn_on(
+    model: Translator,
+    batches: Iterator[Batch],
+    steps: int,
+    penalty: Callable[[], Tensor | float] = no_penalty,
+) -> Steps:
+    """`train` a trained model, at a constant learning rate."""
+    return train(model, adam(model, RATE_AFTER, steps), batches, steps, penalty)
+
+
+def learn_gates(
+    learn: Learn, model: Translator, batches: Iterator[Batch], steps: int, heads: int
+) -> Steps:
+    """`learn` or `learn_on` with gates, until `heads` of them are open.
+
+    Heads close in four fifths of the steps. In the last fifth the weights get used to what is left.
+    """
+    attach_gates(model)
+    schedule = hk.heads.GateSchedule(
+        model, open_heads=heads, steps=max(1, steps * 4 // 5), warmup=0.7, rate=4 / steps
+    )
+    for step, loss in learn(model, batches, steps, schedule.penalty):
+        schedule.step()
+        if step == schedule.steps:
+            schedule.finish()
+        yield step, loss
+
+
+def attach_gates(model: Translator) -> None:
+    """A gate on every head, open or closed at inference."""
+    hk.heads.gate(model, partial(hk.nn.HardConcrete, evaluate="binary"))
+
+
+def adam(model: nn.Module, rate: float, steps: int) -> torch.optim.Optimizer:
+    """The optimizer of all models here: one group of weights, and one of gates if there are any."""
+    gates = [p for name, p in model.named_parameters() if "head_gate" in name]
+    weights = [p for name, p in model.named_parameters() if "head_gate" not in name]
+    groups = [{"params": weights, "lr": rate}]
+    if gates:  # from open to closed a gate goes a way of 4 and more, however few the steps are
+        groups.append({"params": gates, "lr": 50 / steps})
+    return torch.optim.Adam(groups, betas=(0.9, 0.98), fused=True)
 
 
 def train(
@@ -17,8 +95,8 @@ def train(
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
     steps: int,
-    penalty: Callable[[], Tensor | float] = lambda: 0.0,
-) -> Iterator[tuple[int, float]]:
+    penalty: Callable[[], Tensor | float] = no_penalty,
+) -> Steps:
     """Train, and after every step give its number, from 1, and the cross-entropy of its batch.
 
     What is minimised is the cross-entropy a word, labels smoothed by 0.1, plus `penalty()`.
@@ -36,19 +114,26 @@ def train(
         yield step, loss.item()
 
 
-@torch.no_grad()
 def accuracy(model: Translator, corpus: Corpus) -> tuple[float, float]:
-    """Of the held-out pairs, the share of words that are right, and of sentences.
+    """Of the held-out pairs, the share of words that are right, and of sentences."""
+    return words_right(model, corpus), sentences_right(model, corpus)
 
-    A word is predicted after the right ones before it; a sentence is right if the greedy translation is, to the word.
-    """
-    model.eval()
+
+@torch.no_grad()
+def words_right(model: Translator, corpus: Corpus) -> float:
+    """The share of held-out words that are right, each predicted after the right ones before it."""
     source, target = padded(corpus.held_out)
     real = target[:, 1:] != PAD
-    words = (model(source, target[:, :-1]).argmax(-1) == target[:, 1:])[real].float().mean()
-    pairs = zip(model.translate(source), target, strict=True)
+    right = model.eval()(source, target[:, :-1]).argmax(-1) == target[:, 1:]
+    return right[real].float().mean().item()
+
+
+def sentences_right(model: Translator, corpus: Corpus) -> float:
+    """The share of held-out sentences whose greedy translation is right, to the word."""
+    source, target = padded(corpus.held_out)
+    pairs = zip(model.eval().translate(source), target, strict=True)
     right = [corpus.target.decode(ours) == corpus.target.decode(theirs) for ours, theirs in pairs]
-    return words.item(), sum(right) / len(right)
+    return sum(right) / len(right)
 
 
 def seconds_to_translate(

@@ -1,8 +1,8 @@
-"""A small pre-norm Transformer whose three kinds of attention are `hk.nn.GatedMultiheadAttention`."""
+"""A small pre-norm Transformer with one module of `hk.nn` for its three kinds of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from corpus import END, PAD, START
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 import heads_kernels as hk
 
 Cache = hk.nn.KeyValueCache | None
+#: Makes an attention module of a width and a number of heads.
+Attention = Callable[[int, int], nn.Module]
 
 
 class EncoderLayer(nn.Module):
     """Self-attention and a feed-forward part, each normed before and added to what comes in."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, attention: Attention) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = hk.nn.GatedMultiheadAttention(width, heads)
+        self.attention = attention(width, heads)
         self.feed_forward = feed_forward(width)
 
     def forward(self, x: Tensor, mask: hk.Mask) -> Tensor:
@@ -31,12 +33,12 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """As `EncoderLayer`, with attention to the encoder's output, `memory`, in between."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, attention: Attention) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = hk.nn.GatedMultiheadAttention(width, heads)
+        self.attention = attention(width, heads)
         self.cross_norm = nn.LayerNorm(width)
-        self.cross = hk.nn.GatedMultiheadAttention(width, heads)
+        self.cross = attention(width, heads)
         self.feed_forward = feed_forward(width)
 
     def forward(
@@ -68,6 +70,7 @@ class Translator(nn.Module):
         longest: the most words of a sentence, `START` and `END` among them.
         width: of a word's vector, a multiple of `heads`.
         heads, layers: heads of every attention layer, layers of the encoder and of the decoder.
+        attention: makes the attention of a layer, from `width` and `heads`.
     """
 
     def __init__(
@@ -78,14 +81,15 @@ class Translator(nn.Module):
         width: int = 64,
         heads: int = 4,
         layers: int = 3,
+        attention: Attention = hk.nn.GatedMultiheadAttention,
     ) -> None:
         super().__init__()
         self.source = nn.Embedding(source_words, width)
         self.target = nn.Embedding(target_words, width)
         self.position = nn.Embedding(longest, width)
-        self.encoder = nn.ModuleList(EncoderLayer(width, heads) for _ in range(layers))
+        self.encoder = nn.ModuleList(EncoderLayer(width, heads, attention) for _ in range(layers))
         self.memory_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(DecoderLayer(width, heads) for _ in range(layers))
+        self.decoder = nn.ModuleList(DecoderLayer(width, heads, attention) for _ in range(layers))
         self.words = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, target_words))
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:

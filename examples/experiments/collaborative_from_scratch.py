@@ -1,0 +1,189 @@
+"""Collaborative against ordinary attention, both trained from scratch, at smaller and smaller key widths.
+
+After section 4.1 of Cordonnier et al. 2020: the keys of all heads together have a width of D_k. Ordinary attention
+gives each head its part of it, collaborative attention shares one query and key of that width among them. Values and
+everything else are the same. Mixing starts at Xavier's random numbers, as in the paper's code for translation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+import torch
+from corpus import END, Batch, padded
+from lab import Lab, Run
+from matplotlib.figure import Figure
+from plots import BLUE, ORANGE, line
+from tables import by_seed, each, markdown
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from training import learn, seconds_to_translate
+from transformer import Attention, Translator
+from translators import (
+    corpus_of,
+    new_model,
+    quality,
+    sentence_losses,
+    settings_of,
+    trained,
+)
+
+import heads_kernels as hk
+
+NAME = "collaborative_from_scratch"
+CUTS: Final = (1, 2, 4, 8)  # of the key width
+KINDS: Final = {"ordinary": BLUE, "collaborative": ORANGE}
+ROUNDS: Final = 15
+TIMED: Final = 128  # sentences that are translated to take the time
+
+
+def run(lab: Lab) -> None:
+    """The times of all kinds, in turn; then the models of all seeds."""
+    settings = settings_of(lab)
+    results = lab.results(NAME, settings)
+    results.run("costs", partial(costs, lab))
+    for kind in KINDS:
+        for seed in lab.seeds:
+            for D_k in widths(settings.width):
+                name = f"{label(kind, D_k)}, seed {seed}"
+                results.run(name, partial(model, lab, name, kind, D_k, seed))
+
+
+def widths(width: int) -> list[int]:
+    """Of the keys of all heads together, in a model of `width`."""
+    return [width // cut for cut in CUTS]
+
+
+def label(kind: str, D_k: int) -> str:
+    return f"{kind}, D_k {D_k}"
+
+
+def attention(kind: str, D_k: int) -> Attention:
+    """Makes layers of this kind."""
+    if kind == "ordinary":
+        return lambda width, heads: hk.nn.GatedMultiheadAttention(
+            width, heads, head_dim=D_k // heads, value_dim=width // heads
+        )
+    return lambda width, heads: hk.nn.CollaborativeMultiheadAttention(
+        width, heads, D_k, mixing_init="xavier"
+    )
+
+
+def model(lab: Lab, name: str, kind: str, D_k: int, seed: int) -> Run:
+    """A model of the seed, trained from scratch. Ordinary attention at full width is the other experiments' model."""
+    settings = settings_of(lab)
+    corpus = corpus_of(settings, seed)
+    if (kind, D_k) == ("ordinary", settings.width):
+        made = trained(lab, seed)
+    else:
+        made = new_model(settings, seed, attention(kind, D_k))
+        batches = corpus.batches(settings.batch, seed)
+        lab.bar.follow(name, settings.steps, learn(made, batches, settings.steps))
+    return dict(quality(made, corpus))
+
+
+# ---------------------------------------------------------------------- costs
+def costs(lab: Lab) -> Run:
+    """Of each kind: parameters, those of queries and keys, FLOPs, and times, taken in turn so that noise meets all."""
+    settings = settings_of(lab)
+    corpus = corpus_of(settings, 0)
+    batch = next(corpus.batches(settings.batch, 0))
+    kinds = [(kind, D_k) for kind in KINDS for D_k in widths(settings.width)]
+    models = [new_model(settings, 0, attention(*each)) for each in kinds]
+    lab.bar.start("costs", ROUNDS)
+    times: list[list[float]] = [[] for _ in models]
+    for number in range(1, ROUNDS + 1):
+        for made, taken in zip(models, times, strict=True):
+            taken.append(seconds_to_train(made.train(), batch))
+        lab.bar.step(number, "")
+    source = padded(corpus.held_out[:TIMED]).source
+    for made in models:
+        nn.init.constant_(made.words[-1].bias[END], -1e9)  # untrained: all go on to the longest
+    translating = seconds_to_translate(models, source)
+    rows = {}
+    for (kind, D_k), made, taken, seconds in zip(kinds, models, times, translating, strict=True):
+        rows[label(kind, D_k)] = {
+            "parameters": sum(weight.numel() for weight in made.parameters()),
+            "query_and_key": sum(query_and_key(module) for module in made.modules()),
+            "mflops": flops(made, batch) / 1e6,
+            "train_ms": 1e3 * median(taken),
+            "translate_ms": 1e3 * seconds,
+        }
+    return {"rows": rows, "tokens": [list(side.shape) for side in batch]}
+
+
+def seconds_to_train(made: Translator, batch: Batch) -> float:
+    """Of one forward and backward pass."""
+    start = time.perf_counter()
+    sentence_losses(made, batch).sum().backward()
+    taken = time.perf_counter() - start
+    made.zero_grad()
+    return taken
+
+
+def flops(made: Translator, batch: Batch) -> int:
+    """Dense FLOPs of one forward pass, as `torch.utils.flop_counter` counts them."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        made.eval()(batch.source, batch.target[:, :-1])
+    return counter.get_total_flops()
+
+
+def query_and_key(module: nn.Module) -> int:
+    """Parameters that scores are made of: weights and biases of queries and keys, mixing and content bias."""
+    names = ("q_proj", "k_proj", "content_proj", "mixing")
+    return sum(
+        weight.numel() for name, weight in module.named_parameters() if name.startswith(names)
+    )
+
+
+# ---------------------------------------------------------------------- report
+def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
+    """Quality, a number for each seed; costs."""
+    names = [label(kind, D_k) for D_k in widths(settings["width"]) for kind in KINDS]
+    quality_header = ("", "words, %", "sentences, %", "nats a word")
+    costs_header = ("", "parameters", "of queries and keys", "MFLOP a batch",
+        "ms a training step", "ms to translate")  # fmt: skip
+    rows = runs["costs"]["rows"]
+    return {
+        f"{NAME}-quality": markdown(
+            quality_header, [[name, *quality_cells(by_seed(runs, name))] for name in names]
+        ),
+        f"{NAME}-costs": markdown(
+            costs_header, [[name, *cost_cells(rows[name])] for name in names]
+        ),
+    }
+
+
+def quality_cells(models: list[Run]) -> list[str]:
+    shares = [each(m[what] for m in models) for what in ("words", "sentences")]
+    return [*shares, each((m["loss"] for m in models), ".3f")]
+
+
+def cost_cells(row: Mapping[str, float]) -> list[str]:
+    forms = {"parameters": ",d", "query_and_key": ",d", "mflops": ".1f", "train_ms": ".1f",
+        "translate_ms": ".0f"}  # fmt: skip
+    return [format(row[what], form) for what, form in forms.items()]
+
+
+def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
+    """Quality over the key width, and over the parameters of queries and keys."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    sentences, loss = figure.subplots(1, 2)
+    D_ks = widths(settings["width"])
+    for axes, what, title, factor in (
+        (sentences, "sentences", "Sentences translated right, %", 100),
+        (loss, "loss", "Held-out loss, nats a word", 1),
+    ):
+        for kind, color in KINDS.items():
+            models = [by_seed(runs, label(kind, D_k)) for D_k in D_ks]
+            line(axes, D_ks, [[factor * m[what] for m in of] for of in models], color, kind)
+        axes.set(title=title, xlabel="key width of all heads, D_k", xscale="log")
+        axes.set_xticks(D_ks, [str(D_k) for D_k in D_ks])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    sentences.legend()
+    return figure

@@ -1,0 +1,275 @@
+"""What articles say of the heads of trained models, on the heads of MiniLM; with random weights as the control.
+
+1. Heads of a layer attend the less differently the deeper it is; one or two of a layer differ from the others (Clark
+   et al. 2019).
+2. A few heads look at one offset, or at the rarest word (Voita et al. 2019).
+3. Queries and keys of all heads together need few dimensions, those of a head nearly all (Cordonnier et al. 2020).
+4. The bias of the keys does nothing, that of the queries something (ibid.).
+5. Measures of importance rank heads as leaving them out does, more or less (Michel et al. 2019; Voita et al. 2019).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from statistics import mean
+from typing import Any, Final
+
+import sentences
+import torch
+from lab import Lab, Run
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from plots import BLUE, GREY, ORANGE
+from rankings import relevance_of, scores_of
+from tables import markdown
+from torch import Tensor, nn
+
+import heads_kernels as hk
+
+NAME = "heads_of_minilm"
+MODELS: Final = ("MiniLM", "random weights")
+PARTS: Final = {"query": "queries", "key": "keys", "value": "values"}
+ENERGY: Final = 0.9
+#: A head is odd where its mean distance to the others of its layer is so many times the median of the layer.
+ODD: Final = 1.5
+
+
+def run(lab: Lab) -> None:
+    """All parts, of both models where that says something."""
+    settings = sentences.settings_of(lab)
+    results = lab.results(NAME, settings)
+    for name in MODELS:
+        results.run(f"attention, {name}", partial(attention, lab, settings, name))
+        results.run(f"energy, {name}", partial(energy, name))
+    results.run("biases", partial(biases, settings))
+    results.run("importance", partial(importance, lab, settings))
+
+
+def model_of(name: str) -> nn.Module:
+    """MiniLM, or a model of its shape as it is before training."""
+    model: Any = sentences.load()
+    if name != "MiniLM":
+        torch.manual_seed(0)
+        model = type(model)(model.config).eval()
+        hk.integrations.transformers.use(model)
+    return model
+
+
+# ---------------------------------------------------------------------- 1, 2: what heads attend to
+def attention(lab: Lab, settings: sentences.Settings, name: str) -> Run:
+    """Distances between heads, statistics and roles; a row for each layer."""
+    model = model_of(name)
+    read, _ = sentences.texts(settings)
+    data = sentences.batches(read, settings.batch)
+    lab.bar.start(f"attention, {name}", 3)
+    distance = hk.heads.distance(model, data)
+    lab.bar.step(1, "distances")
+    statistics = hk.heads.statistics(
+        model, data, exclude_keys=sentences.SPECIAL, token_sets={"special": sentences.SPECIAL}
+    )
+    lab.bar.step(2, "statistics")
+    counts = Counter(int(token) for row in sentences.everything() for token in row)
+    roles = hk.heads.roles(model, data, special=sentences.SPECIAL, counts=counts)
+    lab.bar.step(3, "roles")
+    return {
+        "distance": distance.to_dict(),
+        "statistics": statistics.to_dict(),
+        "roles": roles.to_dict(),
+    }
+
+
+def odd_heads(distance: Mapping[str, Any], layer: int) -> list[int]:
+    """The heads of a layer that are far from the others of it, see `ODD`."""
+    own = [row for row, (place, _) in enumerate(distance["heads"]) if place == layer]
+    block = torch.tensor(distance["matrix"])[own][:, own]
+    means = block.sum(1) / (len(own) - 1)
+    return [head for head, mean in enumerate(means) if mean > ODD * means.median()]
+
+
+# ---------------------------------------------------------------------- 3: captured energy
+def energy(name: str) -> Run:
+    """In each layer, how many dimensions hold 90 % of the energy: of all heads together, and of each head."""
+
+    def needed(shares: Tensor) -> Any:
+        return ((shares < ENERGY).sum(-1) + 1).tolist()
+
+    layers = []
+    for layer in hk.heads.attention_layers(model_of(name)):
+        held = hk.convert.captured_energy(hk.convert.read_heads(layer))
+        layers.append({
+            "stacked_query": needed(held.stacked_query),
+            "stacked_key": needed(held.stacked_key),
+            "stacked_product": needed(held.stacked_product),
+            "heads": needed(held.product),
+            "dimensions": [held.stacked_product.shape[-1], held.product.shape[-1]],
+            "curve": held.stacked_product.tolist(),
+            "head_curve": held.product.mean(0).tolist(),
+        })  # fmt: skip
+    return {"layers": layers}
+
+
+# ---------------------------------------------------------------------- 4: biases
+def biases(settings: sentences.Settings) -> Run:
+    """How the embeddings of held-out sentences change where a bias of all layers is set to 0."""
+    _, held_out = sentences.texts(settings)
+    data = sentences.batches(held_out, settings.batch)
+    original = sentences.embedded(sentences.load(), data)
+    found = {}
+    for part in PARTS:
+        model = sentences.load()
+        for layer in hk.heads.attention_layers(model):
+            nn.init.zeros_(getattr(layer, part).linear.bias)
+        changed = sentences.embedded(model, data)
+        largest = (changed - original).abs().max().item()
+        found[part] = {**sentences.agreement(changed, original), "largest": largest}
+    return {"without": found}
+
+
+# ---------------------------------------------------------------------- 5: importance
+def importance(lab: Lab, settings: sentences.Settings) -> Run:
+    """Scores by each measure, with the loss of halves of sentences and, where it has such a form, without a loss."""
+    model = model_of("MiniLM")
+    read, _ = sentences.texts(settings)
+    halves = sentences.halves(read, settings.batch)
+    scores = scores_of(lab, model, halves, sentences.halves_loss, sentences.SPECIAL)
+    whole = sentences.batches(read, settings.batch)
+    free = scores_of(
+        lab, model, whole, sentences.embeddings, sentences.SPECIAL, ("leave one out", "Fisher")
+    )
+    scores |= {f"{name}, without a loss": each for name, each in free.items()}
+    few = sentences.batches(read[: settings.relevance], settings.batch)
+    scores["relevance"] = relevance_of(lab, model, few, output)
+    references = [name for name in scores if name.startswith("leave one out")]
+    return {
+        "scores": {name: each.to_dict() for name, each in scores.items()},
+        "ranked": {name: each.ranked() for name, each in scores.items()},
+        "spearman": {
+            name: {of: each.spearman(scores[of]) for of in references}
+            for name, each in scores.items()
+        },
+    }
+
+
+def output(model: Any, batch: sentences.Batch) -> tuple[Tensor, Tensor]:
+    """What relevance is asked of: the embedding of each sentence, its numbers by their size."""
+    means = sentences.means(model, batch)
+    return means, means.abs()
+
+
+# ---------------------------------------------------------------------- report
+def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
+    """A table for each of the five."""
+    return {
+        f"{NAME}-layers": table_of_layers(runs),
+        f"{NAME}-roles": table_of_roles(runs),
+        f"{NAME}-energy": table_of_energy(runs),
+        f"{NAME}-biases": table_of_biases(runs["biases"]),
+        f"{NAME}-importance": table_of_importance(runs["importance"]),
+    }
+
+
+def table_of_layers(runs: Mapping[str, Any]) -> str:
+    distance, control = (runs[f"attention, {name}"]["distance"] for name in MODELS)
+    rows = []
+    for number, layer in enumerate(runs["attention, MiniLM"]["statistics"]["layers"]):
+        odd = odd_heads(distance, number)
+        rows.append([
+            f"layer {number + 1}", f"{distance['within'][number]:.3f}",
+            f"{control['within'][number]:.3f}", len(odd),
+            *(f"{mean(layer[what]):.2f}" for what in ("confidence", "entropy")),
+            f"{mean(layer['distance']):.1f}", f"{100 * mean(layer['to_special']):.0f}",
+        ])  # fmt: skip
+    header = ("", "distance of its heads, nats", "random weights", "odd heads", "confidence",
+        "entropy, nats", "tokens away", "to [CLS], [SEP], %")  # fmt: skip
+    return markdown(header, rows)
+
+
+def table_of_roles(runs: Mapping[str, Any]) -> str:
+    """Heads at the usual thresholds, and the best."""
+    rows = []
+    for name in MODELS:
+        roles = runs[f"attention, {name}"]["roles"]
+        positional = [r for r in roles["roles"] if r["role"] == "positional"]
+        heads = [f"layer {layer_of(r)}: {r['what']}, {r['share']:.0%}" for r in positional]
+        shares = [value for layer in roles["offset_share"]["layers"] for value in layer["scores"]]
+        rare = [
+            value for layer in roles["rare_words"]["rarest"]["layers"] for value in layer["scores"]
+        ]
+        chance = roles["rare_words"]["chance"][0]
+        rows += [
+            [f"{name}: one offset in 90 % of the rows", len(positional), f"{max(shares):.0%}", "",
+                "; ".join(heads)],
+            [f"{name}: the rarest word in half of the rows", sum(v >= 0.5 for v in rare),
+                f"{max(rare):.0%}", f"{chance:.0%}", ""],
+        ]  # fmt: skip
+    return markdown(("", "heads", "best head", "by chance", "which"), rows)
+
+
+def layer_of(role: Mapping[str, Any]) -> int:
+    """The number in the name of the layer, counted from 1."""
+    return 1 + next(int(part) for part in role["layer"].split(".") if part.isdigit())
+
+
+def table_of_energy(runs: Mapping[str, Any]) -> str:
+    trained, control = (runs[f"energy, {name}"]["layers"] for name in MODELS)
+    rows = []
+    for number, (layer, random) in enumerate(zip(trained, control, strict=True), 1):
+        stacked = [layer[f"stacked_{what}"] for what in ("query", "key", "product")]
+        rows.append([f"layer {number}", *stacked, random["stacked_product"],
+            f"{mean(layer['heads']):.1f}", f"{mean(random['heads']):.1f}"])  # fmt: skip
+    stacked_of, head_of = trained[0]["dimensions"]
+    header = ("", f"W_Q, of {stacked_of}", "W_K", "W_Q W_K^T", "random W_Q W_K^T",
+        f"W_Q W_K^T of a head, of {head_of}", "random weights")  # fmt: skip
+    return markdown(header, rows)
+
+
+def table_of_biases(found: Mapping[str, Any]) -> str:
+    rows = [
+        [f"without the bias of the {PARTS[part]}", f"{row['largest']:.1e}", f"{100 * row['cosine']:.2f}",
+            f"{100 * row['neighbours']:.1f}"]
+        for part, row in found["without"].items()
+    ]  # fmt: skip
+    header = ("", "largest change of a number", "cosine, %", "same nearest neighbour, %")
+    return markdown(header, rows)
+
+
+def table_of_importance(found: Mapping[str, Any]) -> str:
+    references = list(next(iter(found["spearman"].values())))
+    rows = [
+        [name, *(f"{row[of]:.2f}" for of in references)] for name, row in found["spearman"].items()
+    ]
+    return markdown(("Spearman's rank correlation with", *references), rows)
+
+
+def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
+    """Distances over depth, the heads in the plane, energy over dimensions."""
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    depth, plane, held = figure.subplots(1, 3)
+    distance, control = (runs[f"attention, {name}"]["distance"] for name in MODELS)
+    layers = range(1, len(distance["within"]) + 1)
+    depth.plot(layers, distance["within"], color=BLUE, label="MiniLM")
+    depth.plot(layers, control["within"], color=GREY, label="random weights")
+    depth.set(title="Distance between the heads of a layer, nats", xlabel="layer", ylim=(0, None))
+    points = torch.tensor(distance["embedding"])
+    colors = colormaps["viridis"].resampled(len(layers))
+    for number in layers:
+        own = [row for row, (place, _) in enumerate(distance["heads"]) if place == number - 1]
+        color = colors(number - 1)
+        depth.plot(number, distance["within"][number - 1], "o", color=color)
+        plane.plot(*points[own].T, "o", color=color, markersize=4)
+        curve = runs["energy, MiniLM"]["layers"][number - 1]["curve"]
+        places = [place / len(curve) for place in range(1, len(curve) + 1)]
+        held.plot(places, curve, color=color, lw=1.2)
+    plane.set(title="All heads, as far apart as they attend", xticks=[], yticks=[])
+    head = runs["energy, MiniLM"]["layers"][0]["head_curve"]
+    places = [place / len(head) for place in range(1, len(head) + 1)]
+    held.plot(places, head, color=ORANGE, ls="--", label="a head (mean of layer 1)")
+    held.plot([], [], color=colors(0), label="all heads of each layer")
+    held.axhline(ENERGY, color=GREY, lw=1, ls=":")
+    held.set(title="Energy of W_Q W_K^T", xlabel="share of the dimensions", ylim=(0, 1.02))
+    for axes in (depth, held):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    return figure

@@ -1,0 +1,117 @@
+"""Which heads L0 gates leave open in a translation model, by kind of attention, and what that costs.
+
+After section 5 of Voita et al. 2019: gates on all heads of encoder, decoder and cross-attention. "From trained" trains
+a trained model on with gates; "from scratch" trains a new model with gates, for as many steps in all. The controls are
+trained as long without gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from lab import Lab, Results, Run
+from matplotlib.figure import Figure
+from plots import BLUE, GREY, ORANGE, line
+from report import COLORS
+from tables import by_seed, each, markdown
+from training import learn, learn_gates, learn_on
+from translators import corpus_of, measured, more_batches, new_model, settings_of, trained
+
+NAME = "l0_by_kind"
+STARTS = {"from trained": BLUE, "from scratch": ORANGE}
+
+
+def run(lab: Lab) -> None:
+    """The models of all seeds."""
+    settings = settings_of(lab)
+    results = lab.results(NAME, settings)
+    for start in STARTS:
+        for seed in lab.seeds:
+            results.run(f"before, seed {seed}", partial(before, lab, seed))
+            for heads in (None, *settings.open_heads):
+                gated(lab, results, start, heads, seed)
+
+
+def gated(lab: Lab, results: Results, start: str, heads: int | None, seed: int) -> Run:
+    """The run of a model that ends with so many open heads, or with None of its control."""
+    name = f"{label(start, heads)}, seed {seed}"
+    return results.run(name, partial(model, lab, name, start, heads, seed))
+
+
+def label(start: str, heads: int | None) -> str:
+    return f"{start}, {'no gates' if heads is None else f'{heads} heads'}"
+
+
+def before(lab: Lab, seed: int) -> Run:
+    """The trained model that the gates are put on."""
+    return measured(trained(lab, seed), corpus_of(settings_of(lab), seed))
+
+
+def model(lab: Lab, name: str, start: str, heads: int | None, seed: int) -> Run:
+    """A model trained until it has so many open heads; with None, trained as long without gates."""
+    settings = settings_of(lab)
+    corpus = corpus_of(settings, seed)
+    if start == "from trained":
+        made, how, steps = trained(lab, seed), learn_on, settings.more_steps
+        batches = more_batches(settings, seed)
+    else:
+        made, how = new_model(settings, seed), learn
+        steps = settings.steps + settings.more_steps
+        batches = corpus.batches(settings.batch, seed)
+    gates = heads is not None
+    learning = learn_gates(how, made, batches, steps, heads) if gates else how(made, batches, steps)
+    lab.bar.follow(name, steps, learning)
+    return measured(made, corpus)
+
+
+# ---------------------------------------------------------------------- report
+def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
+    """Every model; where there are more seeds than one, a number for each."""
+    rows = [row("before", by_seed(runs, "before"))]
+    for heads in (None, *settings["open_heads"]):
+        rows += [row(name, by_seed(runs, name)) for name in (label(s, heads) for s in STARTS)]
+    header = ("", *COLORS, "words, %", "sentences, %", "nats a word")
+    return {NAME: markdown(header, rows)}
+
+
+def row(name: str, models: list[Run]) -> list[str]:
+    kinds = (each((m["open_heads"][kind] for m in models), "d") for kind in COLORS)
+    shares = (each(m[what] for m in models) for what in ("words", "sentences"))
+    return [name, *kinds, *shares, each((m["loss"] for m in models), ".3f")]
+
+
+def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
+    """Quality over open heads, and which kinds the open heads are of."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    sentences, *kinds = figure.subplots(1, 3)
+    counts = settings["open_heads"]
+    for start, color in STARTS.items():
+        models = [by_seed(runs, label(start, heads)) for heads in counts]
+        values = [[100 * m["sentences"] for m in of_seeds] for of_seeds in models]
+        line(sentences, counts, values, color, start)
+        control = [100 * m["sentences"] for m in by_seed(runs, label(start, None))]
+        level = sum(control) / len(control)
+        sentences.axhline(level, color=color, lw=1, ls=":", label=f"{start}, no gates")
+    sentences.set(title="Sentences translated right, %", xlabel="open heads", xticks=counts)
+    sentences.grid(alpha=0.3)
+    sentences.legend()
+    for axes, start in zip(kinds, STARTS, strict=True):
+        for kind, color in COLORS.items():
+            models = [by_seed(runs, label(start, heads)) for heads in counts]
+            values = [
+                [100 * m["open_heads"][kind] / share_of(settings) for m in of] for of in models
+            ]
+            line(axes, counts, values, color, kind)
+        all_heads = 3 * share_of(settings)
+        axes.plot([0, all_heads], [0, 100], color=GREY, lw=1, ls=":", label="all kinds alike")
+        axes.set(title=f"Open, % of each kind, {start}", xlabel="open heads", xticks=counts)
+        axes.grid(alpha=0.3)
+    kinds[0].legend()
+    return figure
+
+
+def share_of(settings: Mapping[str, Any]) -> int:
+    """Heads of each kind."""
+    return settings["layers"] * settings["heads"]

@@ -1,0 +1,76 @@
+"""Orders in which heads are taken out of a model: by every measure of importance, at random, reversed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from lab import Lab
+from torch import Tensor, nn
+
+import heads_kernels as hk
+
+#: Heads as (layer name, head), the first to go first; lists in JSON.
+Ranking = Sequence[Sequence[Any]]
+Loss = Callable[[Any, Any], Tensor]
+
+#: What `hk.heads.importance` is asked for.
+MEASURES: Final[dict[str, dict[str, str]]] = {
+    "leave one out": {"method": "leave_one_out"},
+    "gradient": {"method": "gradient"},
+    "gradient by token": {"method": "gradient", "reduce": "token"},
+    "gradient, l2 per layer": {"method": "gradient", "normalise": "l2"},
+    "Fisher": {"method": "fisher"},
+    "confidence": {"method": "confidence"},
+}
+
+
+def scores_of(
+    lab: Lab,
+    model: nn.Module,
+    data: Iterable[Any],
+    loss: Loss,
+    special: Any,
+    measures: Iterable[str] = MEASURES,
+) -> dict[str, hk.heads.HeadScores]:
+    """Scores by each measure, from the same data. Confidence is that of keys which are not `special`."""
+    scores = {}
+    for name in measures:
+        lab.bar.start(f"importance: {name}", 1)
+        options: dict[str, Any] = dict(MEASURES[name])
+        if name == "confidence":
+            options["exclude_keys"] = special
+        else:
+            options["loss"] = loss
+        scores[name] = hk.heads.importance(model, data, **options)
+        lab.bar.step(1, "")
+    return scores
+
+
+def relevance_of(
+    lab: Lab, model: nn.Module, data: Iterable[Any], output: Callable[[Any, Any], Any]
+) -> hk.heads.HeadScores:
+    """The heads' shares in what the model says (`hk.heads.relevance`)."""
+    lab.bar.start("importance: relevance", 1)
+    scores = hk.heads.relevance(model, data, output)
+    lab.bar.step(1, "")
+    return scores
+
+
+def random_ranking(model: nn.Module, seed: int) -> Ranking:
+    """All heads in an order that the seed draws."""
+    heads = [
+        (layer.name, head)
+        for layer in hk.heads.attention_layers(model)
+        for head in range(layer.num_heads)
+    ]
+    return random.Random(seed).sample(heads, len(heads))
+
+
+def by_layer(ranking: Ranking) -> dict[str, list[int]]:
+    """`{layer name: [heads]}`, what `prune` and `close` take."""
+    heads: dict[str, list[int]] = {}
+    for layer, head in ranking:
+        heads.setdefault(layer, []).append(head)
+    return heads
