@@ -199,8 +199,8 @@ def attention_flops(stock: Model, conversion: Any, T: int) -> int:
         features = None
         if conversion is not None:
             sizes = (*sizes, conversion.reports[index].dim)
-            features = conversion.reports[index].score_features
-        total += hk.convert.count_flops(T, T, *sizes, score_features=features).total
+            features = conversion.reports[index].executed_features
+        total += hk.convert.count_flops(T, T, *sizes, executed_features=features).total
     return total
 
 

@@ -14,7 +14,7 @@ from tests.tiny_models import TINY, WITH_HEADS, as_linear, build
 
 #: Families of transformers whose scores are products of the weights.
 CONVERTIBLE = [
-    name for name in WITH_HEADS if not hk.heads.layouts.LAYOUTS[TINY[name].attention].turned
+    name for name in WITH_HEADS if not hk.heads.layouts.LAYOUTS[TINY[name].attention].between
 ]
 TURNED = [name for name in WITH_HEADS if name not in CONVERTIBLE]
 

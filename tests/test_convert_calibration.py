@@ -199,7 +199,7 @@ def test_no_tokens() -> None:
     model = tiny("bert")
     with pytest.raises(ValueError, match=r"calibration brings no token to layer 0 \('encoder"):
         calibrate(model, [padded(model)])
-    with pytest.raises(ValueError, match=r"calibration brings no token to layer 0 \('encoder"):
+    with pytest.raises(ValueError, match="calibration has no batches"):
         calibrate(model, [])
 
 
@@ -243,5 +243,7 @@ def test_moments_of_another_model() -> None:
     moments = calibrate(nn.TransformerEncoder(other, 2, enable_nested_tensor=False), [x])
     with pytest.raises(ValueError, match=r"widths \(12, 12\) for layer 0 .*\(24, 24\)"):
         collaborate(encoder(), 8, calibration=moments)
-    with pytest.raises(ValueError, match="brings no token to layer 2"):
-        collaborate(encoder(3), 8, calibration=calibrate(encoder(2), [torch.randn(B, S, E)]))
+    moments = calibrate(encoder(2), [torch.randn(B, S, E)])
+    message = r"has moments of 'layers\.0\.self_attn', .*also has 'layers\.2\.self_attn': calibrate"
+    with pytest.raises(ValueError, match=message):
+        collaborate(encoder(3), 8, calibration=moments)

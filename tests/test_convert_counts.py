@@ -93,9 +93,11 @@ def test_break_even_is_where_the_counts_cross(Ds: int) -> None:
 def test_break_even_without_either_side() -> None:
     assert break_even(64, 64, 64, 4) == 0  # dense mixing of as many features: nothing is saved
     assert break_even(64, 64, 80, 4) == 0
-    assert break_even(64, 64, 64, 4, score_features=64) == math.inf  # the same layer: never dearer
-    assert break_even(64, 64, 80, 4, score_features=60) == 0
-    assert break_even(64, 64, 32, 4, score_features=96) == round(2 * 64 * 32 / 32)
+    assert (
+        break_even(64, 64, 64, 4, executed_features=64) == math.inf
+    )  # the same layer: never dearer
+    assert break_even(64, 64, 80, 4, executed_features=60) == 0
+    assert break_even(64, 64, 32, 4, executed_features=96) == round(2 * 64 * 32 / 32)
 
 
 def test_score_ratio() -> None:
@@ -154,7 +156,7 @@ def test_masks_gates_and_ragged_heads_take_their_share() -> None:
     )  # fmt: skip
     shut = count_flops(T, T, D_in, D_k, H, Ds, open_heads=0)
     assert shut.scores == shut.values == shut.mixing == 0
-    disjoint = count_flops(T, T, D_in, D_k, H, Ds, score_features=Ds)
+    disjoint = count_flops(T, T, D_in, D_k, H, Ds, executed_features=Ds)
     assert disjoint.scores == 2 * T * T * Ds
     assert disjoint.mixing == T * Ds
 
@@ -186,11 +188,11 @@ def test_report() -> None:
     heads = Heads(torch.randn(H, D, D_in), torch.randn(H, D, D_in), D**-0.5, torch.randn(H, D))
     factors = ragged(heads, 32, multiple=16)
     report = Report.of(heads, factors, length=50)
-    assert report.dim == report.score_features == sum(report.features) == 32
+    assert report.dim == report.executed_features == sum(report.features) == 32
     assert report.parameters_before == count_parameters(D_in, H * D, H)
     assert report.parameters == count_parameters(D_in, H * D, H, 32)
     assert report.flops_before == count_flops(50, 50, D_in, H * D, H).total
-    after = count_flops(50, 50, D_in, H * D, H, 32, score_features=32)
+    after = count_flops(50, 50, D_in, H * D, H, 32, executed_features=32)
     assert report.flops == after.total < report.flops_before
     assert report.break_even == math.inf
     assert report.score_error is None

@@ -265,8 +265,8 @@ def test_energy(energy: float) -> None:
 
 
 def test_the_same_number_in_every_layer() -> None:
-    assert collaborate(tiny("bert"), 15, equal=True, method="cp").dims == (15, 15)
-    assert collaborate(torch_encoder(3), 12, equal=True, method="ragged").dims == (12, 12, 12)
+    assert collaborate(tiny("bert"), [15] * 2, method="cp").dims == (15, 15)
+    assert collaborate(torch_encoder(3), [12] * 3, method="ragged").dims == (12, 12, 12)
 
 
 def test_layers_get_what_they_need() -> None:
@@ -280,7 +280,7 @@ def test_layers_get_what_they_need() -> None:
         return model
 
     found = collaborate(weakened(), 30, calibration=[batch(weakened())])
-    equal = collaborate(weakened(), 28, equal=True, calibration=[batch(weakened())])
+    equal = collaborate(weakened(), [28] * 2, calibration=[batch(weakened())])
     assert found.dims[0] < found.dims[1]
     assert all(dim % 8 == 0 for dim in found.dims)
     assert sum(found.dims) == 56
@@ -295,8 +295,8 @@ def test_ragged_heads_get_groups() -> None:
         assert layer.module.ragged
         assert bool(((mixing != 0).sum(0) == 1).all())
         assert all(count % 4 == 0 for count in report.features)
-        assert report.score_features == int(active_widths(mixing.detach()).sum())
-        assert report.score_features < 4 * report.dim
+        assert report.executed_features == int(active_widths(mixing.detach()).sum())
+        assert report.executed_features < 4 * report.dim
 
 
 def test_iterations() -> None:
@@ -385,15 +385,15 @@ def test_the_model_is_what_it_was(
     expected = model.eval()(**arguments)
     model.train()
     module = sys.modules["heads_kernels.convert.collaborate"]
-    install, done = module.install, []
+    put_in, done = module.put_in, []
 
     def failing(*arguments: Any, **options: Any) -> None:
         if done:
             raise error
-        install(*arguments, **options)
+        put_in(*arguments, **options)
         done.append(True)
 
-    monkeypatch.setattr(module, "install", failing)
+    monkeypatch.setattr(module, "put_in", failing)
     with pytest.raises(error):
         collaborate(model, 8, calibration=[arguments])
     assert done
@@ -419,7 +419,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a zero": ({"dim": [8, 0]}, ValueError, r"dim\[1\] is 0"),
     "too few": ({"dim": [8]}, ValueError, "dim has 1 numbers; pass one for each of 2 layers"),
     "a name": ({"dim": {"no": 8}}, ValueError, "names layer 'no'; this model has layers 0 to 1"),
-    "an index": ({"dim": {2: 8}}, ValueError, "names layer 2"),
+    "an index": ({"dim": {2: 8}}, ValueError, "dim names layer 2"),
+    "a bool": ({"dim": {True: 8}}, ValueError, "dim names layer True"),
+    "no dims": ({"dim": {}}, ValueError, "dim is empty"),
     "layers twice": ({"dim": {0: 8}, "layers": [0]}, ValueError, "dim names layers"),
     "no energy": ({"energy": 0}, ValueError, "energy is 0"),
     "much energy": ({"energy": 1.1}, ValueError, "energy is 1.1"),
@@ -427,7 +429,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "params": ({"params": 1e4}, TypeError, "params is a float"),
     "negative error": ({"error": -0.1}, ValueError, "error is -0.1"),
     "nan": ({"error": math.nan}, ValueError, "error is nan"),
-    "equal": ({"dim": [8, 8], "equal": True}, ValueError, r"equal is True with dim=\[8, 8\]"),
     "method": (
         {"dim": 8, "method": "svd"},
         ValueError,

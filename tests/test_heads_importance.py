@@ -494,13 +494,19 @@ def test_gradients_are_there_where_the_caller_wants_none(around: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["gradient", "leave_one_out"])
-def test_a_bar_is_shown(method: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_is_shown(
+    method: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal alone."""
     pytest.importorskip("rich", reason="the bar is drawn by rich")
     _, ours, arguments = pair("bert")
-    importance(ours, [arguments], losses, method=method)
-    assert not capsys.readouterr().out
     importance(ours, [arguments], losses, method=method, progress=True)
-    assert "importance" in capsys.readouterr().out
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    importance(ours, [arguments], losses, method=method)
+    assert capsys.readouterr() == ("", "")
+    importance(ours, [arguments], losses, method=method, progress=True)
+    assert "importance" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- bad input

@@ -33,8 +33,7 @@ from heads_kernels.convert.energy import CapturedEnergy, captured_energy
 from heads_kernels.convert.error import score_error, weight_error
 from heads_kernels.convert.factors import Factors
 from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.install import install
-from heads_kernels.convert.layers import read_heads
+from heads_kernels.convert.install import install, read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.plot import plot
 from heads_kernels.convert.ragged import ragged

@@ -10,7 +10,7 @@ from torch import Tensor
 from heads_kernels.convert.counts import count_parameters
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.spectrum import Spectrum
+from heads_kernels.convert.spectrum import Spectrum, spectra_of
 from heads_kernels.errors import refuse
 
 
@@ -57,15 +57,20 @@ def solve_budget(
         refuse("layers", "is empty", "pass the projections of at least one layer")
     if moments is not None and len(moments) != len(layers):
         refuse("moments", f"are of {len(moments)} layers", f"pass one for each of {len(layers)}")
-    spectra = [
-        Spectrum.of(heads, None if moments is None else moments[n])
-        for n, heads in enumerate(layers)
-    ]
+    return allot(layers, spectra_of(layers, moments), params, error)
+
+
+def allot(
+    layers: Sequence[Heads], spectra: Sequence[Spectrum], params: int | None, error: float | None
+) -> list[int]:
+    """As `solve_budget`, of these spectra."""
     offers = [_offers(heads, spectrum) for heads, spectrum in zip(layers, spectra, strict=True)]
     first = sum(count_parameters(x.D_in, x.D_k, x.H, 1, D_in_k=x.D_in_k) for x in layers)
-    owner = torch.tensor([n for n, (gains, _) in enumerate(offers) for _ in gains[1:]])
+    owner = torch.tensor(
+        [n for n, (gains, _) in enumerate(offers) for _ in gains[1:]], dtype=torch.int64
+    )
     gains = torch.cat([gains[1:].cpu() for gains, _ in offers])
-    costs = torch.tensor([cost for gains, cost in offers for _ in gains[1:]])
+    costs = torch.tensor([cost for gains, cost in offers for _ in gains[1:]], dtype=torch.int64)
     order = (gains / costs).argsort(descending=True, stable=True)
     if params is not None:
         if params < first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.preparing import prepare, runs_operators
-from heads_kernels.convert.progress import bar
-from heads_kernels.convert.snapshot import Snapshot
+from heads_kernels.convert.preparing import prepare
+from heads_kernels.convert.snapshot import undone
 from heads_kernels.errors import refuse
+from heads_kernels.heads.evaluation import evaluation
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
-from heads_kernels.heads.observing import batches, observe, run
+from heads_kernels.heads.observing import observe, run
+from heads_kernels.heads.reading import each_batch
+from heads_kernels.heads.replacing import replace_torch, replaceable
 from heads_kernels.nn.observing import AttentionCall
 
 
@@ -29,11 +31,11 @@ def calibrate(
 ) -> dict[str, Moments]:
     """The moments of the inputs of queries and keys, layer by layer, over all batches of `data`.
 
-    The model runs in evaluation mode and is afterwards what it was. Padding does not count, whatever side it is on, and
-    in a causal layer the keys of a row are those up to its own place; windows and documents are not looked at. Memory
-    is that of one batch and of `[D_in, D_in]` sums in float64 for each layer; a layer that runs several times (ALBERT)
-    has the sum of its runs. Tokens should be several times `D_in`, whose covariance is what counts: on MiniLM (384)
-    2,400 tokens, 100 sentences, serve as well as 10,000.
+    The model runs in evaluation mode and is afterwards what it was, but for what its own forward keeps. Padding does
+    not count, whatever side it is on, and in a causal layer the keys of a row are those up to its own place; windows
+    and documents are not looked at. Memory is that of one batch and of `[D_in, D_in]` sums in float64 for each layer; a
+    layer that runs several times (ALBERT) has the sum of its runs. Tokens should be several times `D_in`, whose
+    covariance is what counts: on MiniLM (384) 2,400 tokens, 100 sentences, serve as well as 10,000.
 
     Args:
         model: as in `collaborate`.
@@ -47,14 +49,11 @@ def calibrate(
 
     Raises:
         TypeError: `data` that is no iterable of batches.
-        ValueError: a layer that no token reached, inputs that are NaN or infinite; keys of a cache, whose inputs
-            are not there. The layer is named, and the batch.
+        ValueError: no batches; a layer that no token reached, or whose keys never vary; inputs that are NaN or
+            infinite; keys of a cache, whose inputs are not there. The layer is named, and the batch.
     """
-    before = Snapshot(model)
-    try:
-        return _gathered(model, prepare(model, layers), data, progress)
-    finally:
-        before.restore()
+    with undone(model, lambda: prepare(model, layers)) as chosen:
+        return _gathered(model, chosen, data, progress)
 
 
 def moments_of(
@@ -72,35 +71,36 @@ def moments_of(
         return None
     if isinstance(calibration, Mapping) and _all_moments(calibration):
         found = calibration
+        _check_same_layers(found, layers)
     else:
         found = _gathered(model, layers, calibration, progress)
     return [_fitting(layer, found) for layer in layers]
+
+
+def _check_same_layers(moments: Mapping[str, Moments], layers: list[AttentionLayer]) -> None:
+    if missing := [layer.name for layer in layers if layer.name not in moments]:
+        theirs, ours = (", ".join(map(repr, names)) for names in (moments, missing))
+        was = f"has moments of {theirs or 'no layer'}"
+        refuse("calibration", was, f"this model also has {ours}: calibrate this model")
 
 
 def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, Moments]]:
     return all(isinstance(each, Moments) for each in calibration.values())
 
 
-@torch.no_grad()
 def _gathered(
     model: nn.Module, layers: list[AttentionLayer], data: Iterable[Any], progress: bool
 ) -> dict[str, Moments]:
-    data = batches(data, "calibration")
+    """PyTorch's own attention runs on the operators meanwhile, for what it hides is observed too."""
     sums: dict[str, Moments] = {}
-    total = len(data) if isinstance(data, Sized) else None
-    before = Snapshot(model)
-    try:
-        model.eval()
-        with bar("Calibration", total, progress) as advance:
-            for number, batch in enumerate(data):
-                with _summed(model, layers) as found:
-                    run(model, batch)
-                for name, moments in found.items():
-                    _check_finite(name, moments, number)
-                    sums[name] = sums[name] + moments if name in sums else moments
-                advance()
-    finally:
-        before.restore()
+    observable = undone(model, lambda: replace_torch(model, replaceable(model)))
+    with observable, evaluation(model), torch.no_grad():
+        for number, batch in enumerate(each_batch(data, "Calibration", progress, "calibration")):
+            with _summed(model, layers) as found:
+                run(model, batch)
+            for name, moments in found.items():
+                _check_finite(name, moments, number)
+                sums[name] = sums[name] + moments if name in sums else moments
     return {layer.name: _fitting(layer, sums) for layer in layers}
 
 
@@ -117,7 +117,8 @@ def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         if layer.name not in chosen:
             return
-        found = _moments(layer, call, inputs[layer.name, "query"], inputs[layer.name, "key"])
+        query, key = (inputs.pop((layer.name, role), None) for role in ("query", "key"))
+        found = _moments(layer, call, query, key)
         sums[layer.name] = sums[layer.name] + found if layer.name in sums else found
 
     with ExitStack() as block:
@@ -126,7 +127,7 @@ def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str
                 hook = _keep(inputs, (layer.name, role))
                 handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
                 block.callback(handle.remove)
-        there = [layer.name for layer in attention_layers(model) if runs_operators(layer.module)]
+        there = [layer.name for layer in attention_layers(model) if layer.runs_operators]
         block.enter_context(observe(model, look, there))
         yield sums
 
@@ -140,13 +141,18 @@ def _keep(
     return hook
 
 
-def _moments(layer: AttentionLayer, call: AttentionCall, query: Tensor, key: Tensor) -> Moments:
-    """Of one call, from the inputs of its projections."""
+def _moments(
+    layer: AttentionLayer, call: AttentionCall, query: Tensor | None, key: Tensor | None
+) -> Moments:
+    """Of one call, from the inputs of its projections, as far as those ran."""
     real_queries, real_keys = call.real_queries, call.real_keys
     for real, rows, what in ((real_queries, query, "queries"), (real_keys, key, "keys")):
-        if rows.shape[:-1] != real.shape:
-            was = f"gives {layer} {list(real.shape)} {what} from inputs {list(rows.shape)}"
+        if rows is None or rows.shape[:-1] != real.shape:
+            there = "no inputs" if rows is None else f"inputs {list(rows.shape)}"
+            was = f"gives {layer} {list(real.shape)} {what} from {there}"
             refuse("calibration", was, "run the model without a cache, on whole sequences")
+    assert query is not None
+    assert key is not None
     is_same = key is query or (call.self_attention and torch.equal(key, query))
     return Moments.of(
         query,
@@ -168,6 +174,9 @@ def _fitting(layer: AttentionLayer, moments: Mapping[str, Moments]) -> Moments:
     if layer.name not in moments or not moments[layer.name].count > 0:
         refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
     found = moments[layer.name]
+    if not found.key_outer.any():
+        was = f"has keys of {layer} that never vary within what a row sees"
+        refuse("calibration", was, "add batches of longer sentences, or leave the layer out")
     if found.widths != (layer.query.inputs, layer.key.inputs):
         was = f"has moments of inputs of widths {found.widths} for {layer}"
         expected = (layer.query.inputs, layer.key.inputs)

@@ -14,17 +14,16 @@ from heads_kernels.convert.conversion import Conversion
 from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
-from heads_kernels.convert.factors import Factors
-from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.install import install
-from heads_kernels.convert.layers import read_heads
+from heads_kernels.convert.install import put_in, read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
-from heads_kernels.convert.progress import bar
 from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.report import Report
 from heads_kernels.convert.snapshot import Snapshot
+from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.errors import refuse
+from heads_kernels.heads.progress import bar
+from heads_kernels.heads.record import record_in_config
 
 _METHODS: Final = ("cp", "ragged")
 
@@ -38,7 +37,6 @@ def collaborate(
     energy: float | None = None,
     params: int | None = None,
     error: float | None = None,
-    equal: bool = False,
     method: str = "cp",
     calibration: Iterable[Any] | Mapping[str, Moments] | None = None,
     layers: Iterable[int | str] | None = None,
@@ -59,25 +57,28 @@ def collaborate(
 
     Layers of transformers models keep their forward, and the model is put in use
     (`hk.integrations.transformers.use`); `GatedMultiheadAttention` and `torch.nn.MultiheadAttention` are replaced by
-    `CollaborativeMultiheadAttention`. Gates, values, outputs and dropout stay. The parameters of queries and keys are
-    new ones: make the optimiser anew. Dense mixing (`cp`) pays off in parameters, in the cache and for short inputs
-    only: each report says below which length it has fewer FLOPs.
+    `CollaborativeMultiheadAttention`. Gates, values, outputs and dropout stay; forward hooks and attributes that were
+    put on a module that is replaced go with it. Keys and values that heads share (grouped keys) are repeated for each
+    head, so that such a model can grow. The parameters of queries and keys are new ones: make the optimiser anew.
+    Convert the whole model, not a part of it, for it to be saved by `save_pretrained`. Dense mixing (`cp`) pays off in
+    parameters, in the cache and for short inputs only: each report says below which length it has fewer FLOPs.
 
     Everything is read and computed before anything is changed, and on an error or Ctrl-C the model is what it was.
 
     Args:
         model: a model with layers of the table (`hk.heads.attention_layers`) or `torch.nn.MultiheadAttention`.
-        dim: features of a layer on average, which layers get as they need them, in multiples of 8 (`solve_budget`, with
-            as many parameters); a list with one number for each layer; or `{layer: number}`, layers by index or name,
-            which converts these alone.
+        dim: features of a layer on average, which layers get as they need them, above 8 in multiples of 8
+            (`solve_budget`, with as many parameters); a list with one number for each layer, such as `[192] * L`; or
+            `{layer: number}`, layers by index or name, which converts these alone.
         energy: in place of `dim`, the share of the mean square of the scores that each layer keeps at least: the
             fewest features with `error_curve <= sqrt(1 - energy)`.
         params: in place of `dim`, query and key parameters of all converted layers together, at most.
         error: in place of `dim`, the relative error of the scores of all layers together, at most.
-        equal: whether every layer gets `dim` features.
         method: "cp", every head mixes all features; or "ragged", every head has some of its own, which needs no
-            iteration, has a larger error and runs scores over fewer features than before. For `dim` and `params` a
-            head gets them in groups of 4, so that a layer may have up to 3 features fewer than it could.
+            iteration and has a larger error. Its scores run over whole chunks of 16 features: over `Ds` and what is
+            left over of chunks, which can be more than before where `Ds` is near `H D` (`Report.executed_features`).
+            For `dim` and `params` a head gets features in groups of 4, so that a layer may have up to 3 fewer than it
+            could.
         calibration: batches, as in `calibrate`, or what `calibrate` gave; None weighs all weights alike.
         layers: indices or names; default all that have heads. `torch.nn.MultiheadAttention` counts too, in the order
             of `model.named_modules()`.
@@ -94,7 +95,7 @@ def collaborate(
             `torch.nn.MultiheadAttention` with batch_first=False, add_bias_kv or add_zero_attn; calibration without
             tokens, of another width, or with NaN.
     """
-    wanted = Wanted(dim, energy, params, error, equal)
+    wanted = Wanted(dim, energy, params, error)
     if method not in _METHODS:
         refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, _METHODS))}")
     if wanted.layers is not None and layers is not None:
@@ -104,40 +105,40 @@ def collaborate(
     check_flag("progress", progress)
     before = Snapshot(model)
     try:
-        chosen = prepare(model, wanted.layers if layers is None else layers)
+        named = wanted.layers
+        chosen = prepare(model, layers) if named is None else prepare(model, named, "dim")
         heads = [read_heads(layer) for layer in chosen]
         moments = moments_of(model, chosen, calibration, progress)
+        spectra = spectra_of(heads, moments)
         factors, reports = [], []
         with bar("Conversion", len(chosen), progress) as advance:
-            for n, each in enumerate(wanted.dims(heads, moments)):
+            for n, each in enumerate(wanted.dims(heads, spectra)):
                 own = None if moments is None else moments[n]
-                made = _factors(heads[n], each, own, method, wanted.multiple, iterations)
+                if method == "cp":
+                    made = cp(heads[n], each, own, iterations=iterations, spectrum=spectra[n])
+                else:
+                    multiple = min(wanted.multiple, each)
+                    made = ragged(heads[n], each, own, multiple=multiple, spectrum=spectra[n])
                 factors.append(made)
-                reports.append(Report.of(heads[n], made, own, length=length))
+                key_heads = chosen[n].num_key_heads
+                reports.append(Report.of(heads[n], made, own, Hk=key_heads, length=length))
                 advance()
-        curves = Curves.of([layer.name for layer in chosen], heads, moments)
+        curves = Curves.of([layer.name for layer in chosen], heads, spectra)
         parameters_before = _parameters(model)
         for layer, made in zip(chosen, factors, strict=True):
-            install(model, layer, made, ragged=method == "ragged")
+            put_in(model, layer, made, ragged=method == "ragged")
+        record_in_config(model)
+        return Conversion(
+            method=method,
+            layers=curves.layers,
+            reports=tuple(reports),
+            curves=curves,
+            parameters_before=parameters_before,
+            parameters=_parameters(model),
+        )
     except BaseException:
         before.restore()
         raise
-    return Conversion(
-        method=method,
-        layers=curves.layers,
-        reports=tuple(reports),
-        curves=curves,
-        parameters_before=parameters_before,
-        parameters=_parameters(model),
-    )
-
-
-def _factors(
-    heads: Heads, dim: int, moments: Moments | None, method: str, multiple: int, iterations: int
-) -> Factors:
-    if method == "cp":
-        return cp(heads, dim, moments, iterations=iterations)
-    return ragged(heads, dim, moments, multiple=min(multiple, dim))
 
 
 def _parameters(model: nn.Module) -> int:

@@ -120,7 +120,7 @@ def _row(name: str, report: Report, exact: bool, error: float) -> tuple[str, ...
         name,
         str(report.dim),
         str(most) if fewest == most else f"{fewest} to {most}",
-        str(report.score_features),
+        str(report.executed_features),
         "exact" if exact else f"{error:.3f}",
         f"{report.parameters_before:,} -> {report.parameters:,}",
         f"{report.flops_before / 1e6:.1f} -> {report.flops / 1e6:.1f}",

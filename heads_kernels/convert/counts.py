@@ -20,18 +20,20 @@ def count_parameters(
     Ds: int | None = None,
     *,
     D_in_k: int | None = None,
+    Hk: int | None = None,
     bias: bool = True,
     trained: bool = False,
 ) -> int:
     """Query and key parameters of one attention layer.
 
-    Ordinary attention (`Ds` None): `(D_in + D_in_k) D_k`, and `2 D_k` biases. Converted: `(D_in + D_in_k + H) Ds` of
-    the projections and mixing, and `H D_in_k` content weights, which the query bias became. Trained as collaborative
-    from the start: `2 Ds` biases instead of those.
+    Ordinary attention (`Ds` None): `D_in D_k + D_in_k D_k Hk / H`, and a bias for each row. Converted:
+    `(D_in + D_in_k + H) Ds` of the projections and mixing, and `H D_in_k` content weights, which the query bias
+    became. Trained as collaborative from the start: `2 Ds` biases instead of those.
 
     Args:
         D_in, D_k, H, Ds: the sizes of the layer.
         D_in_k: width of the keys' inputs; None means `D_in`.
+        Hk: key heads of ordinary attention, which several heads share where they are fewer; None means H.
         bias: whether the projections have biases; a converted layer keeps content weights without, for the mean of its
             calibration inputs.
         trained: the form of a layer that was not converted.
@@ -40,9 +42,10 @@ def count_parameters(
         TypeError, ValueError: a size that is no int, or below 1.
     """
     D_in_k = D_in if D_in_k is None else D_in_k
-    _check_sizes(D_in=D_in, D_k=D_k, H=H, Ds=Ds, D_in_k=D_in_k)
+    _check_sizes(D_in=D_in, D_k=D_k, H=H, Ds=Ds, D_in_k=D_in_k, Hk=Hk)
     if Ds is None:
-        return (D_in + D_in_k) * D_k + 2 * D_k * bias
+        key_rows = _of_key_heads(D_k, H, Hk)
+        return D_in * D_k + D_in_k * key_rows + (D_k + key_rows) * bias
     return (D_in + D_in_k + H) * Ds + (2 * Ds * bias if trained else H * D_in_k)
 
 
@@ -74,8 +77,9 @@ def count_flops(
     D_v: int | None = None,
     D_in_k: int | None = None,
     D_out: int | None = None,
+    Hk: int | None = None,
     pairs: int | None = None,
-    score_features: int | None = None,
+    executed_features: int | None = None,
     open_heads: int | None = None,
 ) -> Flops:
     """FLOPs of the forward pass of one layer: projections, scores, weighted values; the softmax does not count.
@@ -88,14 +92,17 @@ def count_flops(
     | `content` | 0 | `2 S D_in_k H + P H` |
     | `values`, `value`, `output` | `2 P D_v`, `2 S D_in_k D_v`, `2 T D_v D_out` | the same |
 
+    Of ordinary attention with fewer key heads, `key` and `value` are `Hk / H` of that.
+
     Args:
         T, S: query rows and keys, padding left out; summed over a batch.
         D_in, D_k, H, Ds: the sizes of the layer.
         D_v, D_in_k, D_out: concatenated width of the values, widths of the keys' inputs and of the output; None means
             `D_k`, `D_in`, `D_in`.
+        Hk: key heads of ordinary attention; None means H.
         pairs: P, pairs of a row and a key that it sees: `T S` where it is None, about half of it in causal attention,
             the sum over a batch.
-        score_features: F, features that the scores of the open heads run over (`Factors.executed_features`).
+        executed_features: F, features that the scores of the open heads run over (`Factors.executed_features`).
         open_heads: of H; a closed one costs its share of projections alone.
 
     Raises:
@@ -104,33 +111,48 @@ def count_flops(
     D_v, D_out = D_k if D_v is None else D_v, D_in if D_out is None else D_out
     D_in_k = D_in if D_in_k is None else D_in_k
     open_heads = H if open_heads is None else open_heads
-    _check_sizes(T=T, S=S, D_in=D_in, D_k=D_k, H=H, Ds=Ds, D_v=D_v, D_in_k=D_in_k, D_out=D_out)
+    _check_sizes(
+        T=T, S=S, D_in=D_in, D_k=D_k, H=H, Ds=Ds, D_v=D_v, D_in_k=D_in_k, D_out=D_out, Hk=Hk
+    )
     if not 0 <= open_heads <= H:
         refuse("open_heads", f"is {open_heads}", f"pass 0 to {H}, which is H")
     P = T * S if pairs is None else pairs
     width, all_features = (D_k, D_k) if Ds is None else (Ds, H * Ds)
-    F = all_features * open_heads // H if score_features is None else score_features
+    key_width, value_width = width, D_v
+    if Ds is None:
+        key_width, value_width = (_of_key_heads(each, H, Hk) for each in (D_k, D_v))
+    F = all_features * open_heads // H if executed_features is None else executed_features
     return Flops(
         query=2 * T * D_in * width,
-        key=2 * S * D_in_k * width,
+        key=2 * S * D_in_k * key_width,
         mixing=0 if Ds is None else T * F,
         scores=2 * P * F,
         content=0 if Ds is None else 2 * S * D_in_k * H + P * open_heads,
         values=2 * P * D_v * open_heads // H,
-        value=2 * S * D_in_k * D_v,
+        value=2 * S * D_in_k * value_width,
         output=2 * T * D_v * D_out,
     )
 
 
-def break_even(D_in: int, D_k: int, Ds: int, H: int, *, score_features: int | None = None) -> float:
+def break_even(
+    D_in: int,
+    D_k: int,
+    Ds: int,
+    H: int,
+    *,
+    Hk: int | None = None,
+    executed_features: int | None = None,
+) -> float:
     """Below this T collaborative self-attention has fewer FLOPs than ordinary attention.
 
     It saves projections, `4 T D_in (D_k - Ds)`, and pays scores, `2 T^2 (F - D_k)`; mixing and content, which are
-    small, are left out. With dense mixing `F = H Ds`.
+    small, are left out. With dense mixing `F = H Ds`. Of fewer key heads it saves `4 T D_in (D_k Hk / H - Ds)`, values
+    that are as wide as keys and are repeated counted in.
 
     Args:
         D_in, D_k, Ds, H: the sizes of the layer.
-        score_features: F where mixing has zeros (`Factors.executed_features`).
+        Hk: its key heads; None means H.
+        executed_features: F where mixing has zeros (`Factors.executed_features`).
 
     Returns:
         A whole number, rounded; `math.inf` where scores cost no more than they did; 0 where nothing is saved.
@@ -138,11 +160,17 @@ def break_even(D_in: int, D_k: int, Ds: int, H: int, *, score_features: int | No
     Raises:
         TypeError, ValueError: a size that is no int, or below 1.
     """
-    _check_sizes(D_in=D_in, D_k=D_k, Ds=Ds, H=H)
-    saved, paid = D_k - Ds, (H * Ds if score_features is None else score_features) - D_k
+    _check_sizes(D_in=D_in, D_k=D_k, Ds=Ds, H=H, Hk=Hk)
+    saved = _of_key_heads(D_k, H, Hk) - Ds
+    paid = (H * Ds if executed_features is None else executed_features) - D_k
     if paid <= 0:
         return math.inf if saved >= 0 else 0
     return max(0, round(2 * D_in * saved / paid))
+
+
+def _of_key_heads(rows: int, H: int, Hk: int | None) -> int:
+    """What is left of the rows of H heads where only Hk have some."""
+    return rows if Hk is None else rows * Hk // H
 
 
 def _check_sizes(**sizes: int | None) -> None:

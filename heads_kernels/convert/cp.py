@@ -31,6 +31,7 @@ def cp(
     iterations: int = 100,
     tolerance: float = 1e-4,
     callback: Callable[[int, float], None] | None = None,
+    spectrum: Spectrum | None = None,
 ) -> Factors:
     r"""`dim` features that all heads share, each head mixing them with a vector of its own.
 
@@ -50,6 +51,7 @@ def cp(
         tolerance: stop when a step without momentum takes less than this share off the error.
         callback: is called after each iteration with its number from 1 and the relative error, content left out; the
             error never grows.
+        spectrum: `Spectrum.of(heads, moments)`, where it is there already.
 
     Returns:
         Factors whose error is at most that of `ragged` at this `dim`. The same call gives the same numbers.
@@ -62,9 +64,9 @@ def cp(
     check_size("iterations", iterations)
     if not tolerance >= 0:
         refuse("tolerance", f"is {tolerance}", "pass 0 or a small share")
-    spectrum = Spectrum.of(heads, moments)
+    spectrum = Spectrum.of(heads, moments) if spectrum is None else spectrum
     if dim >= spectrum.rank:
-        return ragged(heads, dim, moments)
+        return ragged(heads, dim, moments, spectrum=spectrum)
     products = _Products.of(heads, moments)
     fit = before = _start(products, spectrum, dim)
     momentum = 0
@@ -83,7 +85,7 @@ def cp(
         if done:
             break
     if fit.cut > spectrum.cut(dim):
-        return ragged(heads, dim, moments)
+        return ragged(heads, dim, moments, spectrum=spectrum)
     query, key = (
         coefficients.T @ own.flatten(0, 1)
         for coefficients, own in ((fit.query, heads.query), (fit.key, heads.key))

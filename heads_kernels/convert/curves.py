@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from heads_kernels.convert.calibration import moments_of
 from heads_kernels.convert.energy import CapturedEnergy, captured_energy
 from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.layers import read_heads
+from heads_kernels.convert.install import read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
-from heads_kernels.convert.snapshot import Snapshot
-from heads_kernels.convert.spectrum import Spectrum
+from heads_kernels.convert.snapshot import undone
+from heads_kernels.convert.spectrum import Spectrum, spectra_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +38,8 @@ class Curves:
 
     @classmethod
     def of(
-        cls, layers: Sequence[str], heads: Sequence[Heads], moments: Sequence[Moments] | None
+        cls, layers: Sequence[str], heads: Sequence[Heads], spectra: Sequence[Spectrum]
     ) -> Curves:
-        spectra = [
-            Spectrum.of(each, None if moments is None else moments[n])
-            for n, each in enumerate(heads)
-        ]
         return cls(
             layers=tuple(layers),
             errors=tuple(spectrum.errors().cpu() for spectrum in spectra),
@@ -72,11 +68,7 @@ def curves(
     Raises:
         TypeError, ValueError: as `collaborate`.
     """
-    before = Snapshot(model)
-    try:
-        chosen = prepare(model, layers)
+    with undone(model, lambda: prepare(model, layers)) as chosen:
         heads = [read_heads(layer) for layer in chosen]
         moments = moments_of(model, chosen, calibration, progress)
-    finally:
-        before.restore()
-    return Curves.of([layer.name for layer in chosen], heads, moments)
+    return Curves.of([layer.name for layer in chosen], heads, spectra_of(heads, moments))

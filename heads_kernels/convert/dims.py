@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from heads_kernels.checks import check_flag, check_size, is_int, is_real
-from heads_kernels.convert.budget import error_curve, solve_budget
+from heads_kernels.checks import check_size, is_real
+from heads_kernels.convert.budget import allot
 from heads_kernels.convert.counts import count_parameters
 from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.spectrum import Spectrum
 from heads_kernels.errors import refuse
 
@@ -38,7 +37,6 @@ class Wanted:
     energy: float | None
     params: int | None
     error: float | None
-    equal: bool
 
     def __post_init__(self) -> None:
         ways = {name: getattr(self, name) for name in ("dim", "energy", "params", "error")}
@@ -57,9 +55,6 @@ class Wanted:
             check_size("params", self.params)
         if self.error is not None and not (is_real(self.error) and self.error >= 0):
             refuse("error", f"is {self.error!r}", "pass a relative error, 0 or above")
-        check_flag("equal", self.equal)
-        if self.equal and not is_int(self.dim):
-            refuse("equal", f"is True with {given[0]}={ways[given[0]]!r}", "pass one number as dim")
 
     def _check_dim(self) -> None:
         numbers: dict[str, object]
@@ -82,27 +77,21 @@ class Wanted:
         """Ragged features that a head gets at once: one by one where an error was asked for, so that it is held."""
         return _GROUP if self.energy is None and self.error is None else 1
 
-    def dims(self, heads: Sequence[Heads], moments: Sequence[Moments] | None) -> list[int]:
+    def dims(self, heads: Sequence[Heads], spectra: Sequence[Spectrum]) -> list[int]:
         """For each layer; those above a layer's rank mean its rank."""
         if self.energy is not None:
             bound = (1 - self.energy) ** 0.5
-            curves = [
-                error_curve(each, None if moments is None else moments[n])
-                for n, each in enumerate(heads)
-            ]
-            return [max(1, int((curve > bound).sum())) for curve in curves]
+            return [max(1, int((spectrum.errors() > bound).sum())) for spectrum in spectra]
         if self.error is not None:
-            return solve_budget(heads, moments, error=self.error)
+            return allot(heads, spectra, None, self.error)
         if self.params is not None:
-            return _allotted(heads, moments, self.params)
+            return _in_rows(heads, spectra, self.params)
         if isinstance(self.dim, int):
-            if self.equal:
-                return [self.dim] * len(heads)
             params = sum(
                 count_parameters(each.D_in, each.D_k, each.H, self.dim, D_in_k=each.D_in_k)
                 for each in heads
             )
-            return _allotted(heads, moments, params)
+            return _in_rows(heads, spectra, params)
         assert self.dim is not None
         dims = list(self.dim.values() if isinstance(self.dim, Mapping) else self.dim)
         if len(dims) != len(heads):
@@ -110,17 +99,15 @@ class Wanted:
         return dims
 
 
-def _allotted(heads: Sequence[Heads], moments: Sequence[Moments] | None, params: int) -> list[int]:
-    """As `solve_budget`, but what is over a multiple of `_ROW` goes to the layers that lack least of the next one.
+def _in_rows(heads: Sequence[Heads], spectra: Sequence[Spectrum], params: int) -> list[int]:
+    """As `solve_budget` with `params`, in multiples of `_ROW`.
 
-    Layers stay exact that are, and those with less than a row.
+    What is over a multiple goes to the layers that lack least of the next one. Layers stay exact that are, and those
+    with less than a row.
     """
-    dims = solve_budget(heads, moments, params=params)
+    dims = allot(heads, spectra, params, None)
     costs = [each.D_in + each.D_in_k + each.H for each in heads]
-    missing = [
-        Spectrum.of(each, None if moments is None else moments[n]).rank - dims[n]
-        for n, each in enumerate(heads)
-    ]
+    missing = [spectrum.rank - dim for spectrum, dim in zip(spectra, dims, strict=True)]
     over = [
         dim % _ROW if dim > _ROW and lacks > 0 else 0
         for dim, lacks in zip(dims, missing, strict=True)

@@ -1,18 +1,54 @@
-"""A layer of a model that computes with the factors that conversion made."""
+"""The heads of a layer as conversion reads them, and a layer that computes with the factors made from them."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heads_kernels.checks import check_flag, shape_of
 from heads_kernels.convert.factors import Factors
+from heads_kernels.convert.heads import Heads
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, Projection, is_transposed
 from heads_kernels.heads.record import record_in_config
-from heads_kernels.heads.sharing import check_can_share, share
+from heads_kernels.heads.sharing import check_can_share, check_has_products, share
+
+
+def read_heads(layer: AttentionLayer) -> Heads:
+    """The query and key projections of a layer, float64, on the device of its weights.
+
+    Whatever they lie in: `nn.Linear`, transformers' `Conv1D`, one fused projection. Keys that several heads share are
+    repeated; the scale is that of the layer.
+
+    Raises:
+        ValueError: a layer whose scores are no products of its weights (rotary positions), that is collaborative
+            already, has no heads left, or keeps logits of an output gate among the rows of its queries; weights that
+            are packed, or not finite.
+    """
+    check_has_products(layer)
+    assert layer.scale is not None
+    bias = layer.query.linear.bias
+    if bias is not None:
+        bias = bias[layer.query.features(range(layer.num_heads))].view(layer.num_heads, -1)
+    try:
+        return Heads(
+            query=_rows(layer.query),
+            key=_rows(layer.key).repeat_interleave(layer.num_heads // layer.num_key_heads, 0),
+            scale=layer.scale,
+            query_bias=bias,
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{layer}: {error}") from None
+
+
+def _rows(projection: Projection) -> Tensor:
+    """`[heads, width, D_in]`."""
+    linear = projection.linear
+    weight: Tensor = linear.weight.T if is_transposed(linear) else linear.weight
+    rows = weight[projection.features(range(projection.heads))]
+    return rows.view(projection.heads, projection.width, -1)
 
 
 @torch.inference_mode(False)
@@ -22,11 +58,13 @@ def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
     of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
-    attention function takes them. Its cache then keeps one key and H content biases of a token instead of H keys.
-    Values, output, gates, scale and dropout stay as they are.
+    attention function takes them. Its cache then keeps one key and H content biases of a token instead of H keys; it
+    can not be a static one. Values, output, gates, scale and dropout stay as they are, but values that heads share
+    are repeated for each, and hooks and other attributes of a module that is replaced go with it.
 
     The new parameters have dtype, device and `requires_grad` of the old projections: make the optimiser anew. What
-    was converted is written into the `config.heads_kernels` of transformers models.
+    was converted is written into the `config.heads_kernels` of transformers models: pass the whole model, not a part of
+    it, for it to be saved.
 
     Args:
         model: that holds the layer; a transformers model after `hk.integrations.transformers.use(model)`.
@@ -47,10 +85,14 @@ def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged
         refuse(str(layer), "is not in the model", instead)
     check_can_share(model, layer)
     _check_fit(layer, factors)
-    shared = share(model, layer, factors.dim, ragged=ragged)
-    for name, parameter in shared._asdict().items():
-        parameter.copy_(getattr(factors, name))
+    put_in(model, layer, factors, ragged=ragged)
     record_in_config(model)
+
+
+def put_in(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged: bool) -> None:
+    """As `install`, of what fits, and without the record in configs."""
+    for name, parameter in share(model, layer, factors.dim, ragged=ragged).items():
+        parameter.copy_(getattr(factors, name))
 
 
 def _check_fit(layer: AttentionLayer, factors: Factors) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from heads_kernels.convert.conversion import Conversion
 from heads_kernels.convert.curves import Curves
@@ -12,6 +12,8 @@ from heads_kernels.errors import refuse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_ENDINGS: Final = (".png", ".svg", ".pdf")
 
 
 def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -32,10 +34,12 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: `shown` is something else.
+        ValueError: a `path` of another ending, or in a folder that doesn't exist.
     """
     if not isinstance(shown, (Curves, Conversion)):
         instead = "pass what hk.convert.curves or hk.convert.collaborate gave"
         refuse("shown", f"is a {type(shown).__name__}", instead, TypeError)
+    path = None if path is None else _checked(Path(path))
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -57,7 +61,7 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
         each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
     if path is not None:
-        _write(figure, Path(path))
+        _write(figure, path)
     return figure
 
 
@@ -91,6 +95,14 @@ def _draw_choice(errors: Any, axes: Any, conversion: Conversion, colors: list[An
     axes.bar(places, conversion.dims, color=colors)
     title = f"{sum(conversion.dims)} of {sum(whole)} features"
     axes.set(title=title, xlabel="layer", ylabel="features")
+
+
+def _checked(path: Path) -> Path:
+    if not path.parent.is_dir():
+        refuse("path", f"is {str(path)!r}", "its folder does not exist: make it first")
+    if path.suffix.lower() not in _ENDINGS:
+        refuse("path", f"is {str(path)!r}", f"end it with {', '.join(_ENDINGS)}")
+    return path
 
 
 def _write(figure: Figure, path: Path) -> None:

@@ -14,7 +14,14 @@ from heads_kernels.errors import refuse
 from heads_kernels.problem import MIXING_CHUNK
 
 
-def ragged(heads: Heads, dim: int, moments: Moments | None = None, *, multiple: int = 1) -> Factors:
+def ragged(
+    heads: Heads,
+    dim: int,
+    moments: Moments | None = None,
+    *,
+    multiple: int = 1,
+    spectrum: Spectrum | None = None,
+) -> Factors:
     """The best `dim` features that no two heads share.
 
     The singular values of all heads compete for the `dim` places, so that a head keeps as many features as it is worth;
@@ -30,6 +37,7 @@ def ragged(heads: Heads, dim: int, moments: Moments | None = None, *, multiple: 
         multiple: features that a head gets or loses at once, at most `dim`. With 1 the error is the smallest for its
             `dim`; with `MIXING_CHUNK` no head shares a chunk, scores run over `dim` features and not one more, and
             that error is the smallest for its FLOPs.
+        spectrum: `Spectrum.of(heads, moments)`, where it is there already.
 
     Raises:
         TypeError, ValueError: `dim` that is no int or below 1, `multiple` below 1 or above `dim`; moments that do
@@ -38,7 +46,7 @@ def ragged(heads: Heads, dim: int, moments: Moments | None = None, *, multiple: 
     check_size("dim", dim)
     if not 1 <= multiple <= dim:
         refuse("multiple", f"is {multiple}", f"pass 1 to {dim}, which is dim")
-    spectrum = Spectrum.of(heads, moments)
+    spectrum = Spectrum.of(heads, moments) if spectrum is None else spectrum
     counts = spectrum.largest(dim, multiple)
     owner = torch.tensor(chunked(counts), device=heads.query.device)
     query, key, mixing = own_features(spectrum, owner)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 from torch import nn
 
 from heads_kernels.errors import refuse
+
+Made = TypeVar("Made")
+_ABSENT: Final = object()
 
 
 class Snapshot:
@@ -22,14 +28,14 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
-        self._modules = [
-            (module, type(module), dict(vars(module)), _registries(module))
+        self._modules = {
+            module: (type(module), dict(vars(module)), _registries(module))
             for module in model.modules()
-        ]
+        }
 
     def restore(self) -> None:
         """Make the model again what it was. Registries stay the same objects, which handles of hooks refer to."""
-        for module, kind, attributes, registries in self._modules:
+        for module, (kind, attributes, registries) in self._modules.items():
             module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
@@ -38,10 +44,51 @@ class Snapshot:
                 registry.clear()
                 registry.update(items)
 
+    def undo(self, later: Snapshot) -> None:
+        """Take back what had changed when `later` was taken. What changed after that stays."""
+        for module, (kind, attributes, registries) in self._modules.items():
+            if module not in later._modules:
+                continue
+            then, attributes_then, registries_then = later._modules[module]
+            if then is not kind:
+                module.__class__ = kind
+            _undo(vars(module), attributes, attributes_then)
+            for name in registries.keys() & registries_then.keys() & vars(module).keys():
+                _undo(vars(module)[name], registries[name], registries_then[name])
 
-def _registries(module: nn.Module) -> dict[str, dict[object, object]]:
+
+@contextmanager
+def undone(model: nn.Module, change: Callable[[], Made]) -> Iterator[Made]:
+    """A block that gets what `change()` gives, which changes the model; after it that is taken back.
+
+    What the model's own forward did to it in the block stays; on an error all is what it was.
+    """
+    before = Snapshot(model)
+    try:
+        made = change()
+        after = Snapshot(model)
+        yield made
+    except BaseException:
+        before.restore()
+        raise
+    before.undo(after)
+
+
+def _registries(module: nn.Module) -> dict[str, dict[Any, Any]]:
     return {
         name: dict(value)
         for name, value in vars(module).items()
         if type(value) in (dict, OrderedDict)
     }
+
+
+def _undo(now: dict[Any, Any], before: dict[Any, Any], after: dict[Any, Any]) -> None:
+    """Give the entries that differ between `before` and `after` the value that they had before."""
+    for name in before.keys() | after.keys():
+        was = before.get(name, _ABSENT)
+        if was is after.get(name, _ABSENT):
+            continue
+        if was is _ABSENT:
+            now.pop(name, None)
+        else:
+            now[name] = was

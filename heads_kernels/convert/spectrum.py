@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,3 +87,9 @@ class Spectrum:
     def _cuts(self) -> Tensor:
         rising = self.values.flatten().sort().values.square().cumsum(0)
         return torch.cat([rising.flip(0), rising.new_zeros(1)])
+
+
+def spectra_of(layers: Sequence[Heads], moments: Sequence[Moments] | None) -> list[Spectrum]:
+    """Of each layer."""
+    all_moments = [None] * len(layers) if moments is None else moments
+    return [Spectrum.of(heads, own) for heads, own in zip(layers, all_moments, strict=True)]

@@ -11,6 +11,7 @@ from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
+    attention_function,
     attention_layers,
     find_layer,
     heads_of_layers,
@@ -144,8 +145,7 @@ def _made(
 
 def check_runs_operators(layer: AttentionLayer) -> None:
     """Refuse a module of transformers whose attention function is not the package's."""
-    config = getattr(layer.module, "config", None)
-    runs = getattr(config, "_attn_implementation", "heads_kernels")
-    if runs != "heads_kernels":
+    if not layer.runs_operators:
+        runs = attention_function(layer.module)
         was = f"runs the attention function {runs!r} in {layer}, which does not know heads"
         refuse("model", was, "call hk.integrations.transformers.use(model) first")

@@ -15,6 +15,7 @@ from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.observing import observe, run
 from heads_kernels.heads.probing import gated, open_gates, probed
+from heads_kernels.heads.progress import bar
 from heads_kernels.heads.reading import each_batch
 from heads_kernels.heads.relevance import relevance
 from heads_kernels.heads.scores import HeadScores
@@ -86,7 +87,7 @@ def importance(
         normalise: "l2" divides the scores of each layer by their norm (`HeadScores.normalised`).
         exclude_keys: of "confidence": keys that may not be the maximum, such as EOS; nothing is renormalised, and rows
             of these tokens count. Token ids, or a function of a batch; see `excluded_keys`.
-        progress: whether to show a bar of batches, for which rich is needed.
+        progress: whether to show a bar of batches on a terminal, where rich is installed.
 
     Returns:
         `HeadScores`. "leave_one_out" takes a pass for every open head and batch, the others one a batch.
@@ -184,14 +185,11 @@ def _by_leaving_out(task: _Task) -> list[Tensor]:
         for head in open_gates(layer).nonzero().flatten().tolist()
     ]
     with evaluation(task.model), torch.no_grad():
-        changes: Iterable[_Change] = _changes(task, heads, sizes)
-        if task.progress:
-            from rich.progress import track
-
-            total = len(task.data) * len(heads) if isinstance(task.data, Sized) else None
-            changes = track(changes, "importance", total)
-        for layer, head, change in changes:
-            sums[layer.index][head] += change
+        total = len(task.data) * len(heads) if isinstance(task.data, Sized) else None
+        with bar("importance", total, task.progress) as advance:
+            for layer, head, change in _changes(task, heads, sizes):
+                sums[layer.index][head] += change
+                advance()
     if heads and not any(each.any() for each in sums):
         refuse("loss", "is the same whichever head is left out", _FROM_MODEL)
     return [each / sum(sizes) for each in sums]

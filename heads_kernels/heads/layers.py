@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from heads_kernels.errors import refuse
 from heads_kernels.heads.layouts import LAYOUTS, HeadLayout, layout_of
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.shared import FusedProjection
+
+#: The name of the package's attention function among those of transformers.
+NAME: Final = "heads_kernels"
 
 #: `{layer: heads}`, layers by index or by name.
 HeadsByLayer: TypeAlias = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]]
@@ -92,8 +95,20 @@ class AttentionLayer:
         """The gate of the heads that the module carries."""
         return getattr(self.module, "head_gate", None)
 
+    @property
+    def runs_operators(self) -> bool:
+        """Whether its module calls the operators: those of transformers do where their config says so."""
+        return attention_function(self.module) == NAME
+
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name!r})"
+
+
+def attention_function(module: Any) -> str:
+    """The name of the attention function that a module calls; the package's own modules know no other."""
+    config = getattr(module, "config", None)
+    name: str = getattr(config, "_attn_implementation", NAME)
+    return name
 
 
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -147,13 +162,26 @@ def heads_of_layers(
     return [(layers[index], sorted(asked[index])) for index in sorted(asked)]
 
 
-def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> AttentionLayer:
+class Named(Protocol):
+    """What has a place and a name among layers."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+
+Layer = TypeVar("Layer", bound=Named)
+
+
+def find_layer(layers: Sequence[Layer], key: int | str, argument: str) -> Layer:
     """The layer of this index or name.
 
     Raises:
         ValueError: there is none; the message lists the layers that there are.
     """
-    by_key = {key: layer for layer in layers for key in (layer.index, layer.name)}
+    by_key: dict[int | str, Layer] = {layer.index: layer for layer in layers}
+    by_key |= {layer.name: layer for layer in layers}
     if isinstance(key, bool) or key not in by_key:
         names = ", ".join(repr(layer.name) for layer in layers)
         there = f"this model has layers 0 to {len(layers) - 1}: {names}"

@@ -24,7 +24,7 @@ class HeadLayout:
         shared: all heads share query and key (collaborative attention): those two belong to no head.
         keeps_count: names of head counts that stay as they are when heads are pruned.
         scale: path of the factor of the scores.
-        turned: what stands between the projections of queries and keys and their products, so that no product of
+        between: what stands between the projections of queries and keys and their products, so that no product of
             weights gives the scores: rotary positions, norms. Such layers have no collaborative form.
     """
 
@@ -41,7 +41,7 @@ class HeadLayout:
     shared: bool = False
     keeps_count: tuple[str, ...] = ()
     scale: str = "scaling"
-    turned: str = ""
+    between: str = ""
 
 
 _ROTARY = "rotary positions"
@@ -57,7 +57,7 @@ _BERT = HeadLayout(
 )
 # `n_heads` of T5 counts the heads of the position bias, which layers hand on to each other.
 _T5 = HeadLayout("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",))
-_LLAMA = HeadLayout("Llama", turned=_ROTARY)
+_LLAMA = HeadLayout("Llama", between=_ROTARY)
 _BART = HeadLayout("BART", output="out_proj")
 
 #: By the name of the class; subclasses are served too.
@@ -97,7 +97,7 @@ LAYOUTS: dict[str, HeadLayout] = {
     "DistilBertSelfAttention": HeadLayout(
         "DistilBERT", "q_lin", "k_lin", "v_lin", "out_lin", head_dim="attention_head_size"
     ),
-    "ModernBertAttention": HeadLayout("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", turned=_ROTARY),
+    "ModernBertAttention": HeadLayout("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", between=_ROTARY),
     **dict.fromkeys(
         ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), HeadLayout("ViT")
     ),
@@ -128,16 +128,18 @@ LAYOUTS: dict[str, HeadLayout] = {
     # Their output is gated: the logits are other rows of q_proj, or a projection of their own.
     **dict.fromkeys(
         ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"),
-        HeadLayout("Qwen3-Next", turned=_ROTARY),
+        HeadLayout("Qwen3-Next", between=_ROTARY),
     ),
     **dict.fromkeys(
         ("AfmoeAttention", "HrmTextAttention", "MuseGlimmerTextAttention"),
-        HeadLayout("AFMoE", beside=("gate_proj",), turned=_ROTARY),
+        HeadLayout("AFMoE", beside=("gate_proj",), between=_ROTARY),
     ),
-    "BeamAttention": HeadLayout("BEAM", beside=("gate_proj",), rows=("gate_bias",), turned=_ROTARY),
+    "BeamAttention": HeadLayout(
+        "BEAM", beside=("gate_proj",), rows=("gate_bias",), between=_ROTARY
+    ),
     **dict.fromkeys(
         ("LagunaAttention", "Lfm3Attention", "Step3p7Attention"),
-        HeadLayout("Laguna", beside=("g_proj",), turned=_ROTARY),
+        HeadLayout("Laguna", beside=("g_proj",), between=_ROTARY),
     ),
 }
 

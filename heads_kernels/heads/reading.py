@@ -10,28 +10,29 @@ from torch import Tensor
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.observing import batches
+from heads_kernels.heads.progress import bar
 from heads_kernels.heads.scores import HeadScores
 
 
-def each_batch(data: Iterable[Any], title: str, progress: bool) -> Iterator[Any]:
-    """The batches of `data`, with a bar of that title if `progress`, for which rich is needed.
+def each_batch(
+    data: Iterable[Any], title: str, progress: bool, argument: str = "data"
+) -> Iterator[Any]:
+    """The batches of `data`, with a `bar` of that title if `progress`; errors call it `argument`.
 
     Raises:
         TypeError: `data` is no iterable of batches.
         ValueError: there is none in it.
     """
-    checked = batches(data)
-    if progress:
-        from rich.progress import track
-
-        total = len(data) if isinstance(data, Sized) else None
-        checked = track(checked, title, total)
+    checked = batches(data, argument)
+    total = len(data) if isinstance(data, Sized) else None
     empty = True
-    for batch in checked:
-        empty = False
-        yield batch
+    with bar(title, total, progress) as advance:
+        for batch in checked:
+            empty = False
+            yield batch
+            advance()
     if empty:
-        refuse("data", "has no batches", "pass [batch] for a single one; a generator serves once")
+        refuse(argument, "has no batches", "pass [batch] for a single one; a generator serves once")
 
 
 def scores_of(layers: Sequence[AttentionLayer], scores: Iterable[Tensor], what: str) -> HeadScores:

@@ -11,7 +11,7 @@ from torch import nn
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer, find_layers
-from heads_kernels.heads.sharing import share
+from heads_kernels.heads.sharing import check_can_share, share
 from heads_kernels.heads.shrinking import shrink
 
 #: The key of a file's metadata, and the name of the attribute of transformers' configs: what `record` gives.
@@ -107,26 +107,32 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
     pruned, converted = (record.get(word, {}) for word in _WORDS)
     for layer in find_layers(model):
         if layer.name in converted and not layer.layout.shared:
+            check_can_share(model, layer)
             share(model, layer, converted[layer.name]["dim"], ragged=False)
     layers = find_layers(model)
     for layer in layers:
         if layer.name in converted:
             layer.module.ragged = converted[layer.name]["ragged"]
         if layer.name in pruned:
-            heads, key_heads = _kept(layer, pruned[layer.name])
+            heads, key_heads = _kept(layer, pruned[layer.name], layer.name in converted)
             if len(heads) < layer.num_heads:
                 shrink(layer, heads, key_heads)
 
 
-def _kept(layer: AttentionLayer, left: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+def _kept(
+    layer: AttentionLayer, left: Mapping[str, Any], shared: bool
+) -> tuple[list[int], list[int]]:
     """The heads and key heads of the layer that a record says are left, numbered as they are in the layer."""
     own = kept_heads(layer)
-    fits = (left["head_dim"], left["value_dim"]) == (layer.head_dim, layer.value_dim)
+    widths = layer.head_dim, layer.value_dim
+    fits = layer.layout.shared == shared and (left["head_dim"], left["value_dim"]) == widths
     heads = [own.index(head) for head in left["heads"] if head in own]
     key_heads = _sources(layer, heads, left["key_heads"])
     if not fits or len(heads) < len(left["heads"]) or key_heads is None:
         was = f"was saved with {_words(left)}; the model has {_words(shape(layer))}"
-        instead = "load it into a model of the shape that it had before heads were pruned"
+        instead = (
+            "load it into a model of the shape that it had before heads were pruned or converted"
+        )
         refuse(f"layer {layer.name!r}", was, instead)
     return heads, key_heads
 

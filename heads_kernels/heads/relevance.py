@@ -54,7 +54,7 @@ def relevance(
             does not count. For an embedding e `(e, e.abs())` does. Default: the model's output, or its `logits`.
         attention: "constant" takes probabilities as constants, so that relevance goes from a head to its values;
             "full" goes through the softmax to queries and keys as well, as the code of the paper does by default.
-        progress: whether to show a bar of batches, for which rich is needed.
+        progress: whether to show a bar of batches on a terminal, where rich is installed.
 
     Returns:
         `HeadScores`, of which those of a layer sum to 1, or to less where examples have no relevance for its heads: a

@@ -20,6 +20,7 @@ from heads_kernels.heads.record import (
     restore_shape,
     shape,
 )
+from heads_kernels.heads.replacing import replace_torch
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -56,14 +57,14 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load what `save` saved: the model is brought to the shape of the file, then the weights are copied.
 
-    Layers that are collaborative in the file become so, and the heads that it lacks are taken out.
+    Layers that are collaborative in the file become so, and the heads that it lacks are taken out. A
+    `torch.nn.MultiheadAttention` in the place of a layer of the file is replaced by the package's own.
 
     Args:
         model: of the shape that the saved model once had, before or after it was pruned and converted, on any device
             and of any dtype; a transformers model whose file has converted layers is in use
-            (`hk.integrations.transformers.use`). Gates that
-            were attached when it was saved have to be attached again (`hk.heads.gate`, in the same layers): a file
-            holds their state, not their settings.
+            (`hk.integrations.transformers.use`). Gates that were attached when it was saved have to be attached again
+            (`hk.heads.gate`, in the same layers): a file holds their state, not their settings.
         path: of the file.
 
     Raises:
@@ -77,14 +78,17 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with safe_open(str(path), "pt") as file:
         found = json.loads((file.metadata() or {}).get(RECORD, "{}"))
         names = set(file.keys())
-    there = {layer.name for layer in attention_layers(model)}
-    for name in found.get("pruned", {}):
+    layers = found.get("pruned", {})
+    trial = _without_weights(model)
+    replace_torch(trial, layers)
+    there = {layer.name for layer in attention_layers(trial)}
+    for name in layers:
         if name not in there:
             was = f"of the file {str(path)!r} does not exist in the model"
             refuse(f"layer {name!r}", was, f"the model has {', '.join(sorted(there))}")
-    trial = _without_weights(model)
     restore_shape(trial, found)
     _check_names(trial, names, path)
+    replace_torch(model, layers)
     restore_shape(model, found)
     load_model(model, str(path))
     record_in_config(model)

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import (
+    NAME,
     AttentionLayer,
     Projection,
+    attention_function,
     check_dense,
     existing,
     is_transposed,
 )
+from heads_kernels.heads.replacing import put
 from heads_kernels.heads.shrinking import count_heads, select
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.shared import FusedProjection, SharedProjection
-
-
-class Shared(NamedTuple):
-    """The parameters of one query and one key for all heads.
-
-    Attributes:
-        query: `[Ds, D_in]`.
-        key: `[Ds, D_in_k]`.
-        mixing: `[H, Ds]`.
-        content: `[H, D_in_k]`.
-    """
-
-    query: Tensor
-    key: Tensor
-    mixing: Tensor
-    content: Tensor
 
 
 def check_has_products(layer: AttentionLayer) -> None:
@@ -44,8 +32,8 @@ def check_has_products(layer: AttentionLayer) -> None:
     """
     if layer.layout.shared:
         refuse(str(layer), "is collaborative already", "leave it out")
-    if layer.layout.turned:
-        was = f"has {layer.layout.turned} between its projections and its scores"
+    if layer.layout.between:
+        was = f"has {layer.layout.between} between its projections and its scores"
         refuse(str(layer), was, "only scores that are products of the weights have shared features")
     if not layer.num_heads:
         refuse(str(layer), "has no heads left", "leave it out")
@@ -85,23 +73,31 @@ def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
         refuse(str(layer), f"{was} with one projection for several roles", instead)
 
 
-def check_runs_shared(module: Any, inputs: tuple[Any, ...]) -> None:
+def check_runs_shared(
+    module: Any, inputs: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
+) -> None:
     """Runs before every forward of a converted module of transformers, whose queries and keys only the package reads.
 
     Raises:
-        ValueError: the config names another attention function.
+        ValueError: the config names another attention function; a static cache, which takes keys of as many heads and
+            of the same width as values only.
     """
-    runs = module.config._attn_implementation
-    if runs != "heads_kernels":
+    runs = attention_function(module)
+    if runs != NAME:
         was = f"is {runs!r} in a {type(module).__name__}"
         instead = (
             "queries and keys that heads share need attn_implementation='heads_kernels': "
             "call hk.integrations.transformers.use(model)"
         )
         refuse("attn_implementation", was, instead)
+    cache = (arguments or {}).get("past_key_values")
+    if getattr(cache, "is_compileable", False):
+        was = "is static, with room for keys and values of the same heads alone"
+        instead = "heads share keys here: pass cache_implementation='dynamic', or a DynamicCache"
+        refuse("past_key_values", was, instead)
 
 
-def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) -> Shared:
+def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) -> dict[str, Tensor]:
     """Give a layer the shape of a collaborative one. What its new parameters hold is not set.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. Other
@@ -110,32 +106,32 @@ def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) ->
 
     Args:
         model: that holds the layer.
-        layer: one of `attention_layers(model)`; it is out of date then.
+        layer: one of `attention_layers(model)` that `check_can_share` lets pass; it is out of date then.
         dim: Ds.
         ragged: whether entries of mixing that are 0 stay 0 in training.
 
     Returns:
-        The new parameters, with dtype, device and `requires_grad` of the old projections.
-
-    Raises:
-        TypeError, ValueError: what `check_can_share` refuses. Nothing is changed then.
+        The new parameters, with dtype, device and `requires_grad` of the old projections: `query` `[Ds, D_in]`, `key`
+        `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`.
     """
-    check_can_share(model, layer)
-    if isinstance(layer.module, GatedMultiheadAttention):
-        made = _collaborative(layer, dim, ragged)
-        for part in list(model.modules()):
-            for name, child in list(part._modules.items()):
-                if child is layer.module:
-                    setattr(part, name, made)
-        assert made.content_proj is not None
-        return Shared(made.q_proj.weight, made.k_proj.weight, made.mixing, made.content_proj.weight)
-    query, key = _put_projections(model, layer, dim)
     module = layer.module
-    module.mixing = _mixing(layer, dim)
-    module.ragged = ragged
-    module.register_forward_pre_hook(check_runs_shared)
-    count_heads(layer, layer.num_heads, layer.num_heads)
-    return Shared(query.weight, key.weight, module.mixing, key.content.weight)
+    query: nn.Linear
+    key: nn.Linear
+    if isinstance(module, GatedMultiheadAttention):
+        made = _collaborative(layer, dim, ragged)
+        put(model, {module: made})
+        query, key, content = made.q_proj, made.k_proj, made.content_proj
+        mixing = made.mixing
+    else:
+        query, key = _put_projections(model, layer, dim)
+        content = key.content
+        mixing = module.mixing = _mixing(layer, dim)
+        module.ragged = ragged
+        module.register_forward_pre_hook(check_runs_shared, with_kwargs=True)
+        count_heads(layer, layer.num_heads, layer.num_heads)
+    assert content is not None
+    weights = query.weight, key.weight, mixing, content.weight
+    return dict(zip(("query", "key", "mixing", "content"), weights, strict=True))
 
 
 def _collaborative(
@@ -175,7 +171,7 @@ def _collaborative(
 
 def _put_projections(
     model: nn.Module, layer: AttentionLayer, dim: int
-) -> tuple[SharedProjection, Any]:
+) -> tuple[SharedProjection, SharedProjection]:
     """Put a shared query and key where those of the heads were; of a fused projection the value is a part of its own.
 
     Paths of the layout start from the module that it describes.

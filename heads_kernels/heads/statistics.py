@@ -91,7 +91,7 @@ def statistics(
         exclude_keys: tokens that may not be the most probable key, for `confidence` and `offsets`: [CLS], [SEP], EOS.
             Nothing is renormalised, and their rows count. Token ids, or a function of a batch: see `excluded_keys`.
         token_sets: for `to_tokens`, `{name: tokens}`, each named as in `exclude_keys`.
-        progress: whether to show a bar of batches, for which rich is needed.
+        progress: whether to show a bar of batches on a terminal, where rich is installed.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; data without batches or without a token that reaches each

@@ -6,7 +6,8 @@ Importing this package registers the attention function and the mask function wi
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from heads_kernels.integrations.transformers.attention import NAME, attention_forward
+from heads_kernels.heads.layers import NAME
+from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.models import release, use
 from heads_kernels.integrations.transformers.patches import register_patches, unregister_patches

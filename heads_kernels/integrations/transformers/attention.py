@@ -22,9 +22,6 @@ from heads_kernels.nn.observing import AttentionCall
 from heads_kernels.nn.shared import split_shared
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 
-#: The name of the package among transformers' attention implementations.
-NAME: Final = "heads_kernels"
-
 #: What models may ask of their attention function that the operator does not compute.
 _UNSERVED: Final = {
     "softcap": "scores under a tanh",
@@ -60,7 +57,8 @@ def attention_forward(
 
     The gate of a head is the product of `module.head_gate` (`hk.nn.HeadGate`), if the module has one, and of the head
     mask that was given to the model: `head_mask`, `decoder_head_mask` or `cross_attn_head_mask`, `[H]` or `[L, H]`, of
-    any floating dtype or integers, with gradient. Closed heads cost nothing.
+    any floating dtype or integers, with gradient. Closed heads cost nothing. In a layer converted to ragged heads the
+    gradient of a gate is 0 where the gate is 0: the operator has one flag (`closed_grad`) for zeros of both.
 
     The operators take no additive mask. A call with a `position_bias`, a float mask, or a bool mask that differs by
     row and is no `PreparedMask` runs as transformers' own SDPA function, and its output times the gate. A layer that

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import NAME
 from heads_kernels.heads.record import own_config
-from heads_kernels.integrations.transformers.attention import NAME
 from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import NAME
 from heads_kernels.heads.record import RECORD, number_heads, restore_shape
-from heads_kernels.integrations.transformers.attention import NAME
 
 #: Arguments that say where a checkpoint is, and so where its config is.
 _PLACE = (
@@ -23,8 +23,10 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
 
     `hk.heads.prune` and `hk.convert` write what became of the heads into `model.config.heads_kernels`, and
     `model.save_pretrained` saves it with the config. The model is made in that shape before its weights are loaded, so
-    that dtypes, devices, shards and task heads are as in transformers, which by itself refuses the checkpoint for its
-    sizes. A model with converted layers has `attn_implementation="heads_kernels"`.
+    that dtypes, devices, shards and task heads are as in transformers. By itself transformers refuses most such
+    checkpoints for their sizes, but one whose layers were converted with Ds = H D has the sizes of the stock model: it
+    then loads, with a warning of weights that are new, and computes something else. A model with converted layers has
+    `attn_implementation="heads_kernels"`.
 
     Args:
         path: folder or name of a checkpoint, pruned and converted or not.
