@@ -125,6 +125,13 @@ def test_a_picture(tmp_path: Path) -> None:
     assert hk.heads.plot_maps(found).axes[0].get_xticks().size == 0
 
 
+@pytest.mark.parametrize("name", ["no/such.png", "maps", "maps.txt"])
+def test_a_picture_goes_where_it_can(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"path is .*(make it first|end it with \.png)"):
+        hk.heads.plot_maps([some(1)], path=tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"hk.heads.plot_maps needs matplotlib"):

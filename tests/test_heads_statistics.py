@@ -379,3 +379,11 @@ def test_a_model_that_is_not_in_use() -> None:
     stock = tiny_models.build("bert")
     with pytest.raises(ValueError, match=r"call hk.integrations.transformers.use\(model\) first"):
         read(stock, tiny_models.batch(stock))
+
+
+def test_weights_of_inference_mode_are_read_too() -> None:
+    with torch.inference_mode():
+        model = hk.nn.GatedMultiheadAttention(8, 2)
+    found = hk.heads.statistics(model, [torch.randn(2, 3, 8)])
+    assert found.rows == (6,)
+    assert all(weight.requires_grad for weight in model.parameters())

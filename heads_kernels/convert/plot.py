@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from heads_kernels.convert.conversion import Conversion
 from heads_kernels.convert.curves import Curves
 from heads_kernels.errors import refuse
+from heads_kernels.heads.figures import check_figure_path, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_ENDINGS: Final = (".png", ".svg", ".pdf")
 
 
 def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -39,7 +37,7 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
     if not isinstance(shown, (Curves, Conversion)):
         instead = "pass what hk.convert.curves or hk.convert.collaborate gave"
         refuse("shown", f"is a {type(shown).__name__}", instead, TypeError)
-    path = None if path is None else _checked(Path(path))
+    path = check_figure_path(path)
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -61,7 +59,7 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
         each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
     if path is not None:
-        _write(figure, path)
+        write_figure(figure, path)
     return figure
 
 
@@ -95,21 +93,3 @@ def _draw_choice(errors: Any, axes: Any, conversion: Conversion, colors: list[An
     axes.bar(places, conversion.dims, color=colors)
     title = f"{sum(conversion.dims)} of {sum(whole)} features"
     axes.set(title=title, xlabel="layer", ylabel="features")
-
-
-def _checked(path: Path) -> Path:
-    if not path.parent.is_dir():
-        refuse("path", f"is {str(path)!r}", "its folder does not exist: make it first")
-    if path.suffix.lower() not in _ENDINGS:
-        refuse("path", f"is {str(path)!r}", f"end it with {', '.join(_ENDINGS)}")
-    return path
-
-
-def _write(figure: Figure, path: Path) -> None:
-    """Beside its place first."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(beside, dpi=150)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -10,9 +10,12 @@ from torch import nn
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """In this block the model is in evaluation mode and its weights ask for no gradient; after it all is as before."""
+    """In this block the model is in evaluation mode and its weights ask for no gradient; after it all is as before.
+
+    Weights made under `torch.inference_mode()` stay as they are: they never take part in a gradient.
+    """
     training = {module: module.training for module in model.modules()}
-    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
     try:
         model.eval()
         for parameter in asking:

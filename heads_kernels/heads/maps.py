@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
 from heads_kernels.heads.evaluation import evaluation
+from heads_kernels.heads.figures import check_figure_path, write_figure
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
@@ -100,7 +100,8 @@ def bertviz(
         has fewer. Layers without heads are left out.
 
     Raises:
-        ValueError: no maps, or not as many tokens as their rows and keys.
+        ValueError: no maps, or not as many tokens as their rows and keys; a `path` of another ending, or in a folder
+            that doesn't exist.
     """
     if not found:
         refuse("found", "has no maps", "pass what hk.heads.maps gave")
@@ -152,10 +153,12 @@ def plot_maps(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no maps, or not as many tokens as their rows and keys.
+        ValueError: no maps, or not as many tokens as their rows and keys; a `path` of another ending, or in a folder
+            that doesn't exist.
     """
     if not found:
         refuse("found", "has no maps", "pass what hk.heads.maps gave")
+    path = check_figure_path(path)
     rows = [] if tokens is None else tokens
     keys = rows if key_tokens is None else key_tokens
     for each in found if rows else []:
@@ -174,18 +177,8 @@ def plot_maps(
         for axes, head, picture in zip(line, each.heads, each.maps, strict=False):
             axes.imshow(picture.numpy(), cmap="Blues", vmin=0, vmax=1)
             axes.set_title(f"{each.layer}, head {head}", fontsize=8)
-            axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
-            axes.set_yticks(range(len(rows)), rows, fontsize=7)
+            axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7, parse_math=False)
+            axes.set_yticks(range(len(rows)), rows, fontsize=7, parse_math=False)
     if path is not None:
-        _write(figure, Path(path))
+        write_figure(figure, path)
     return figure
-
-
-def _write(figure: Figure, path: Path) -> None:
-    """Beside its place first."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(beside, dpi=150)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

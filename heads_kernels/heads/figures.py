@@ -1,0 +1,40 @@
+"""Figures of matplotlib as files: their paths checked before anything is drawn, written whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from heads_kernels.errors import refuse
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ENDINGS: Final = (".png", ".svg", ".pdf")
+
+
+def check_figure_path(path: str | os.PathLike[str] | None) -> Path | None:
+    """`path` as a Path, if a figure can be written there.
+
+    Raises:
+        ValueError: its folder doesn't exist, or its ending is another than PNG, SVG or PDF.
+    """
+    if path is None:
+        return None
+    path = Path(path)
+    if not path.parent.is_dir():
+        refuse("path", f"is {str(path)!r}", "its folder does not exist: make it first")
+    if path.suffix.lower() not in _ENDINGS:
+        refuse("path", f"is {str(path)!r}", f"end it with {', '.join(_ENDINGS)}")
+    return path
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Beside its place first."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(beside, dpi=150)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
