@@ -70,19 +70,6 @@ class Quality:
         return self.goal is None or all(a >= b for a, b in zip(got, self.goal, strict=True))
 
 
-def batches(count: int) -> list[dict[str, Tensor]]:
-    """At most `count` sentences in batches of 100, padded."""
-    ids, lengths = minilm.tokens(count)
-    found = []
-    for start in range(0, len(ids), 100):
-        length = lengths[start : start + 100]
-        T = int(length.max())
-        real = torch.arange(T) < length[:, None]
-        rows = ids[start : start + 100, :T]
-        found.append({"input_ids": rows, "attention_mask": real.long()})
-    return found
-
-
 @torch.no_grad()
 def embeddings(model: Model, sentences: Sequence[dict[str, Tensor]]) -> Tensor:
     """`[sentences, width]`: the mean of the hidden states of real tokens, normalised."""
@@ -307,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     try:
         stock = minilm.load(attn_implementation="sdpa")
-        everything = batches(200 if options.smoke else 1200)
+        everything = minilm.batches(200 if options.smoke else 1200, size=100)
     except minilm.Unavailable as error:
         console.print(f"no model: {error}")
         return 2

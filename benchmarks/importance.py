@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 from torch import Tensor
 
@@ -66,24 +65,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "confidence": {"method": "confidence", "exclude_keys": SPECIAL},
     "lrp": {"method": "lrp", "loss": relevant_embeddings},
 }
-
-
-def batches(count: int, size: int) -> tuple[list[Batch], list[Batch]]:
-    """`count` sentences in two halves, every other one, in batches of `size` padded on the right."""
-    ids, lengths = minilm.tokens(count)
-
-    def cut(of: slice) -> list[Batch]:
-        return [
-            {
-                "input_ids": part[:, : int(long.max())],
-                "attention_mask": (torch.arange(int(long.max())) < long[:, None]).long(),
-            }
-            for part, long in zip(
-                torch.split(ids[of], size), torch.split(lengths[of], size), strict=True
-            )
-        ]
-
-    return cut(slice(0, None, 2)), cut(slice(1, None, 2))
 
 
 def within_layers(scores: hk.heads.HeadScores, truth: hk.heads.HeadScores) -> float:
@@ -136,7 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     try:
         model = hk.integrations.transformers.use(minilm.load())
-        read, held_out = batches(options.sentences, options.batch)
+        read, held_out = (
+            minilm.batches(options.sentences, options.batch, slice(half, None, 2))
+            for half in (0, 1)
+        )
     except minilm.Unavailable as error:
         console.print(f"no model: {error}")
         return 2

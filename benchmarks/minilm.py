@@ -84,6 +84,20 @@ def tokens(count: int) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([len(row) for row in rows])
 
 
+def batches(count: int, size: int, rows: slice = slice(None)) -> list[dict[str, Tensor]]:
+    """Those `rows` of `count` sentences in batches of `size`, as the model takes them, padded on the right."""
+    ids, lengths = tokens(count)
+    ids, lengths = ids[rows], lengths[rows]
+    found = []
+    for start in range(0, len(ids), size):
+        length = lengths[start : start + size]
+        T = int(length.max())
+        real = torch.arange(T) < length[:, None]
+        part = ids[start : start + size, :T]
+        found.append({"input_ids": part, "attention_mask": real.long()})
+    return found
+
+
 def _read(reader: Callable[[], Any]) -> Any:
     try:
         return reader()
