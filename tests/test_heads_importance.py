@@ -340,6 +340,58 @@ def test_a_module_by_its_formula_beside_learned_gates() -> None:
     assert layer.head_gate is gate
 
 
+def test_one_head_is_left_out_beside_gates_that_depend_on_the_example() -> None:
+    class ByExample(hk.nn.HeadGate):
+        num_heads = 4
+
+        def forward(self, batch_size: int, length: int) -> Tensor:
+            return torch.arange(1.0, 1 + batch_size * 4).view(batch_size, 4).double() / 4
+
+        def export(self) -> Tensor:
+            return torch.ones(4).double()
+
+        def keep(self, heads: Any) -> None:
+            raise AssertionError
+
+    layer = layer_of()
+    layer.head_gate = ByExample()
+    gates = layer.head_gate(2, 7)
+    visible = ~(HIDDEN[:, None, :, None] | HIDDEN[:, None, None, :]).expand(2, 4, 7, 7)
+
+    def expected(gates: Tensor) -> Tensor:
+        heads = formula(layer, X, X, visible, gates[:, :, None, None])
+        return (X + heads).masked_fill(HIDDEN[..., None], 0).square().sum((1, 2)).mean().detach()
+
+    model = Encoder(layer)
+    found = importance(model, [(X, HIDDEN)], of_encoder, method="leave_one_out").scores[0]
+    for head in range(4):
+        without = gates.clone()
+        without[:, head] = 0
+        assert_alike(found[head], expected(without) - expected(gates), 1e-9)
+    assert not layer.head_gate._forward_hooks
+
+
+def test_padding_alone_has_no_confidence() -> None:
+    _, ours, arguments = pair("bert")
+    arguments["attention_mask"].zero_()
+    with pytest.raises(ValueError, match=r"data has no token that reaches a head"):
+        importance(ours, [arguments], method="confidence")
+
+
+def test_weights_of_inference_mode_have_no_gradients() -> None:
+    with torch.inference_mode():
+        layer = hk.nn.GatedMultiheadAttention(8, 2)
+    data = [torch.randn(2, 3, 8)]
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch)[0].square().sum((1, 2))
+
+    for method in ("gradient", "fisher"):
+        with pytest.raises(ValueError, match=r"model has weights of inference mode"):
+            importance(layer, data, loss, method=method)
+    assert importance(layer, data, loss, method="leave_one_out").scores[0].any()
+
+
 def test_collaborative_heads_score_too() -> None:
     layer = hk.nn.CollaborativeMultiheadAttention(24, 4, shared_dim=8, dtype=torch.float64)
     model = Encoder(layer)

@@ -60,7 +60,7 @@ def test_bad_input() -> None:
         hk.heads.bertviz([], ["a"])
     with pytest.raises(ValueError, match=r"found has no maps"):
         hk.heads.plot_maps([])
-    with pytest.raises(ValueError, match=r"tokens are 2 for rows and 2 for keys; .* has 9 rows"):
+    with pytest.raises(ValueError, match=r"tokens are 2 for rows; .* has 9 rows"):
         hk.heads.bertviz(hk.heads.maps(model, arguments), ["a", "b"])
 
 
@@ -136,3 +136,22 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"hk.heads.plot_maps needs matplotlib"):
         hk.heads.plot_maps([some(1)])
+
+
+def test_an_example_of_padding_alone_is_refused() -> None:
+    model = use(tiny_models.build("bert"))
+    arguments = tiny_models.batch(model)
+    arguments["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match=r"example is 1, which is padding alone"):
+        hk.heads.maps(model, arguments, example=1)
+
+
+def test_each_kind_of_words_is_counted() -> None:
+    with pytest.raises(ValueError, match=r"tokens are 3 for keys; 'attention' has 4 rows and 5"):
+        hk.heads.plot_maps([some(1)], key_tokens=words(3))
+    with pytest.raises(ValueError, match=r"tokens are 0 for rows"):
+        hk.heads.plot_maps([some(1)], [], words(5))
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    figure = hk.heads.plot_maps([some(1)], key_tokens=words(5))
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == words(5)
+    assert figure.axes[0].get_yticks().size == 0

@@ -97,6 +97,43 @@ def test_cross_attention_takes_its_rows_from_the_self_attention_before_it() -> N
     assert not alone.self_attention
 
 
+def translation() -> tuple[nn.Module, dict[str, Tensor], Tensor]:
+    """A model, a batch whose sentences are of one length on both sides, and the tokens of its decoder."""
+    tiny = pytest.importorskip("tests.tiny_models", reason="needs the extra [transformers]")
+    model = hk.integrations.transformers.use(tiny.build("bart"))
+    ids = torch.arange(3, 15).view(2, 6)
+    source = torch.arange(6) < torch.tensor([[3], [6]])
+    arguments = {"input_ids": ids, "attention_mask": source.long()}
+    target = {"decoder_input_ids": ids, "decoder_attention_mask": REAL.long()}
+    return model, arguments | target, REAL
+
+
+def test_rows_of_cross_attention_are_the_decoders_whatever_is_looked_at() -> None:
+    model, arguments, real = translation()
+    layers = hk.heads.attention_layers(model)
+    seen: list[AttentionCall] = []
+
+    def look(layer: hk.heads.AttentionLayer, call: AttentionCall) -> None:
+        assert layer.kind != "decoder"
+        seen.extend([call] if layer.kind == "cross" else [])
+
+    some = [layer.index for layer in layers if layer.kind != "decoder"]
+    with torch.no_grad(), hk.heads.observe(model, look, some) as chosen:
+        model(**arguments)
+    assert [layer.index for layer in chosen] == some
+    assert [torch.equal(call.real_queries, real) for call in seen] == [True, True]
+    assert all(layer.module.__dict__.get("observer") is None for layer in layers)
+
+
+def test_rows_of_cross_attention_are_never_the_encoders() -> None:
+    model, arguments, _ = translation()
+    layers = hk.heads.attention_layers(model)
+    hk.heads.prune(model, {layer.index: range(4) for layer in layers if layer.kind == "decoder"})
+    kinds = {layer.name: layer.kind for layer in layers}
+    calls = [call for name, call in calls_of(model, **arguments) if kinds[name] == "cross"]
+    assert [bool(call.real_queries.all()) for call in calls] == [True, True]
+
+
 def test_collaborative_calls_have_their_maps() -> None:
     torch.manual_seed(1)
     stock = nn.MultiheadAttention(16, 4, batch_first=True).double()

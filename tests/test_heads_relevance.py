@@ -351,6 +351,16 @@ def test_padding_changes_nothing(norm_first: bool) -> None:
         torch.testing.assert_close(found, torch.stack(alone).mean(0))
 
 
+def test_examples_of_padding_alone_do_not_count() -> None:
+    model, x = spread(Encoder()), random(2, 6, 8)
+    real = REAL.clone()
+    real[1] = False
+    alone = relevance(model, [(x[:1], real[:1])]).table()
+    torch.testing.assert_close(relevance(model, [(x, real)]).table(), alone)
+    with pytest.raises(ValueError, match=r"data has no example that counts"):
+        relevance(model, [(x, torch.zeros_like(real))])
+
+
 # ---------------------------------------------------------------------- outputs
 def test_positions_are_passes_of_their_own() -> None:
     model, x = spread(Encoder()), random(2, 6, 8)

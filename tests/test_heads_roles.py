@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -174,6 +175,10 @@ def test_relations_of_a_translation_model_are_of_its_encoder() -> None:
         ([{"x": [(0, -1)]}, {}], r"relations\[0\]\['x'\] has \(0, -1\)"),
         ([{"x": [(0, 1, 2)]}, {}], r"relations\[0\]\['x'\] has \(0, 1, 2\)"),
         ([[(0, 1)], {}], r"relations\[0\] is a list"),
+        ([{"x": [3]}, {}], r"relations\[0\]\['x'\] has 3; pass"),
+        ([{"x": 3}, {}], r"relations\[0\]\['x'\] is 3; pass"),
+        ([{"x": [(0.5, 1)]}, {}], r"relations\[0\]\['x'\] has \(0.5, 1\)"),
+        (5, r"relations is a int; pass a list with an entry for each example"),
     ],
 )
 def test_bad_relations(relations: Any, message: str) -> None:
@@ -181,6 +186,34 @@ def test_bad_relations(relations: Any, message: str) -> None:
     data = [batch(ids([3] * 6, [4] * 6), padding=padding)]
     with pytest.raises((TypeError, ValueError), match=message):
         hk.heads.roles(Planted(), data, relations=relations)
+
+
+def test_accuracy_of_a_layer_that_runs_twice_is_the_mean_of_its_runs() -> None:
+    model = use(tiny_models.build("albert").double())
+    arguments = tiny_models.batch(model)
+    pairs = [{"x": [(head, row) for row in range(9) for head in range(9)]}, {}, {}]
+    [to_head, to_dependent] = hk.heads.roles(model, [arguments], relations=pairs).relations
+    every_key_once = torch.full((1, 4), 1 / 9).double()
+    torch.testing.assert_close(to_head.accuracy.table(), every_key_once)
+    assert to_dependent.accuracy.table().max() <= 1
+
+
+def test_pairs_may_be_of_numpy() -> None:
+    data = [batch(ids([3] * 6), following(1, 6))]
+    numbers = np.array([[1, 0], [2, 1]])
+    plain = hk.heads.roles(Planted(), data, relations=[{"x": numbers.tolist()}], counts={3: 1})
+    of_numpy: dict[str, Any] = {"relations": [{"x": numbers}], "counts": {np.int64(3): np.int64(1)}}
+    found = hk.heads.roles(Planted(), data, **of_numpy)
+    assert json.dumps(found.to_dict()) == json.dumps(plain.to_dict())
+
+
+def test_nothing_is_left_that_reads_the_sentences() -> None:
+    model = use(tiny_models.build("bart"))
+    hk.heads.prune(model, {0: range(4), 1: range(4)})
+    arguments = tiny_models.batch(model)
+    for options in ({"relations": [{}, {}, {}]}, {"counts": {3: 1}}):
+        with pytest.raises(ValueError, match=r"no layer that reads the sentences has a head left"):
+            hk.heads.roles(model, [arguments], **options)
 
 
 # ---------------------------------------------------------------------- rare words
@@ -208,6 +241,16 @@ def test_a_rare_word_head() -> None:
     same = hk.heads.roles(Planted(), data, special=[1, 2], counts=table, common=4).rare_words
     assert same is not None
     assert torch.equal(same.rarest.scores[0], rare.rarest.scores[0])
+
+
+def test_half_of_the_rows_are_no_role_where_chance_gives_them() -> None:
+    """Head 0 always looks at the rarest word, head 1 in half of the rows, as one that chooses at random does."""
+    data = [batch(ids([10, 20]), torch.tensor([1, 1]))]
+    found = hk.heads.roles(Planted(), data, counts={10: 9, 20: 1}, common=0)
+    assert found.rare_words is not None
+    assert found.rare_words.chance[0] == 0.5
+    assert found.rare_words.rarest.scores[0].tolist() == [1.0, 0.5, 0.5, 0.5]
+    assert [role.head for role in found.rare_word()] == [0]
 
 
 def test_rare_words_as_loops_say() -> None:
@@ -250,6 +293,9 @@ def test_rare_words_as_loops_say() -> None:
     [
         ({}, r"counts is empty"),
         ({"word": 3}, r"holds something else than ints"),
+        ({-1: 4}, r"counts has a negative token id"),
+        ({3: -4}, r"counts has the count -4"),
+        (torch.tensor([1, -2]), r"counts has the count -2"),
         (torch.ones(3), r"counts is torch.float32 \[3\]"),
         ([1, 2], r"counts is a list"),
     ],

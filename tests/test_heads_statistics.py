@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from attention_maps import Layers, Maps, maps_of_layers, stock_maps
 from nn_layers import spread
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import heads_kernels as hk
 from heads_kernels.heads.places import Band, attended, own_keys
@@ -373,6 +375,65 @@ def test_bad_sets() -> None:
         read(model, arguments, token_sets={"x": "five"})
     with pytest.raises(ValueError, match=r"token_sets\['x'\], .* a batch has no 'input_ids'"):
         read(model, arguments["input_ids"], token_sets={"x": [5]})
+
+
+class Stream(IterableDataset[Any]):
+    """A batch that comes out of no list: a loader of it has a `len` that raises."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.batch
+
+
+def test_data_that_do_not_know_their_length() -> None:
+    model = use(tiny_models.build("bert"))
+    arguments = tiny_models.batch(model)
+    loader = DataLoader(Stream(arguments), batch_size=None)
+    assert hk.heads.statistics(model, loader).rows == (22, 22)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model(**batch)[0].square().sum((1, 2))
+
+    for method in ("gradient", "leave_one_out"):
+        found, same = (
+            hk.heads.importance(model, data, loss, method=method).table()
+            for data in (loader, [arguments])
+        )
+        assert torch.equal(found, same)
+
+
+def test_excluded_keys_of_a_position_bias_are_checked() -> None:
+    model = use(tiny_models.build("t5"))
+    arguments = tiny_models.batch(model)
+    last = torch.arange(9) == 8
+    for shape in (last, last[None], last.expand(3, 9)):
+        read(model, arguments, exclude_keys=lambda batch, s=shape: {"encoder": s})
+    with pytest.raises(
+        ValueError, match=r"exclude_keys has shape \[3, 2\]; pass bool \[S\] = \[9\]"
+    ):
+        read(model, arguments, exclude_keys=lambda batch: batch["input_ids"][:, :2] == 5)
+    with pytest.raises(TypeError, match=r"exclude_keys has dtype torch.int64"):
+        read(model, arguments, exclude_keys=lambda batch: batch["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, r"exclude_keys gave a NoneType; give a bool tensor"),
+        ([True], r"exclude_keys gave a list"),
+        ({"encoder": None}, r"exclude_keys gave a NoneType"),
+        ({"self": torch.zeros(3, 9, dtype=torch.bool)}, r"exclude_keys gave the kind 'self'"),
+    ],
+)
+def test_what_a_function_of_a_batch_gives_is_checked(given: Any, message: str) -> None:
+    model = use(tiny_models.build("bert"))
+    arguments = tiny_models.batch(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        read(model, arguments, exclude_keys=lambda batch: given)
+    with pytest.raises((TypeError, ValueError), match=message):
+        read(model, arguments, token_sets={"x": lambda batch: given})
 
 
 def test_a_model_that_is_not_in_use() -> None:

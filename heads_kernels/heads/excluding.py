@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from heads_kernels.checks import is_int
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
 
+#: What `AttentionLayer.kind` may be.
+KINDS: Final = ("encoder", "decoder", "cross")
 #: Token ids; or a function of the batch that gives bool `[B, S]`, or `{kind of layer: [B, S]}`.
 ExcludeKeys: TypeAlias = Collection[int] | Callable[[Any], Tensor | Mapping[str, Tensor]]
 
@@ -36,7 +38,9 @@ def excluded_keys(
         return {}
     if callable(exclude_keys):
         given = exclude_keys(batch)
-        return dict(given) if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
+        found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
+        _check_given(found)
+        return found
     if isinstance(exclude_keys, (str, Tensor)) or not isinstance(exclude_keys, Collection):
         was = f"is a {type(exclude_keys).__name__}"
         refuse("exclude_keys", was, "pass a list of token ids or a function of a batch", TypeError)
@@ -54,3 +58,13 @@ def excluded_keys(
         kind: torch.isin(batch[name], torch.tensor(ids, device=batch[name].device))
         for kind, name in names.items()
     }
+
+
+def _check_given(found: Mapping[Any, Any]) -> None:
+    """What a function of a batch gave is of kinds that there are, a tensor each."""
+    instead = "give a bool tensor [B, S], or {kind: [B, S]} of 'encoder', 'decoder' or 'cross'"
+    for kind, keys in found.items():
+        if kind not in KINDS:
+            refuse("exclude_keys", f"gave the kind {kind!r}", instead)
+        if not isinstance(keys, Tensor):
+            refuse("exclude_keys", f"gave a {type(keys).__name__}", instead, TypeError)

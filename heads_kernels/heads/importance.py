@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -14,12 +14,11 @@ from heads_kernels.heads.evaluation import evaluation
 from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.observing import observe, run
-from heads_kernels.heads.probing import gated, open_gates, probed
-from heads_kernels.heads.progress import bar
+from heads_kernels.heads.probing import open_gates, probed, without
+from heads_kernels.heads.progress import bar, length
 from heads_kernels.heads.reading import each_batch
 from heads_kernels.heads.relevance import relevance
 from heads_kernels.heads.scores import HeadScores
-from heads_kernels.nn.gates import FixedGate
 from heads_kernels.nn.observing import AttentionCall
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
@@ -146,6 +145,9 @@ _ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def _by_gradients(task: _Task) -> list[Tensor]:
+    if any(parameter.is_inference() for parameter in task.model.parameters()):
+        was = "has weights of inference mode, through which no gradient goes"
+        refuse("model", was, "load it outside of torch.inference_mode, or use 'leave_one_out'")
     sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
     with evaluation(task.model), torch.enable_grad():
         for batch in each_batch(task.data, "importance", task.progress):
@@ -185,7 +187,8 @@ def _by_leaving_out(task: _Task) -> list[Tensor]:
         for head in open_gates(layer).nonzero().flatten().tolist()
     ]
     with evaluation(task.model), torch.no_grad():
-        total = len(task.data) * len(heads) if isinstance(task.data, Sized) else None
+        count = length(task.data)
+        total = None if count is None else count * len(heads)
         with bar("importance", total, task.progress) as advance:
             for layer, head, change in _changes(task, heads, sizes):
                 sums[layer.index][head] += change
@@ -205,9 +208,7 @@ def _changes(
             whole = task.run(batch)
         examples.append(_check_value(whole, seen))
         for layer, head in heads:
-            gates = open_gates(layer)
-            gates[head] = 0
-            with gated(layer, FixedGate(gates)):
+            with without(layer, head):
                 change = task.run(batch).double() - whole.double()
             yield layer, head, (change.square() if whole.dim() > 1 else change).sum().cpu()
 
@@ -227,6 +228,8 @@ def _by_confidence(task: _Task) -> list[Tensor]:
         for batch in each_batch(task.data, "importance", task.progress):
             excluded = excluded_keys(task.exclude_keys, batch, task.layers)
             task.run(batch)
+    if not any(rows):
+        refuse("data", "has no token that reaches a head", "pass batches with real ones")
     return [each / max(count, 1) for each, count in zip(sums, rows, strict=True)]
 
 

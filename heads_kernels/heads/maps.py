@@ -58,8 +58,8 @@ def maps(
         One `HeadMaps` for each run of a layer that has some of the heads, in the order in which the layers ran.
 
     Raises:
-        TypeError, ValueError: a layer, a head or an example that doesn't exist; a transformers model whose attention
-            function is not the package's.
+        TypeError, ValueError: a layer, a head or an example that doesn't exist, an example of padding alone; a
+            transformers model whose attention function is not the package's.
     """
     layers = attention_layers(model)
     every = {layer.index: range(layer.num_heads) for layer in layers}
@@ -72,6 +72,8 @@ def maps(
         if example >= call.B:
             refuse("example", f"is {example}", f"this batch has 0 to {call.B - 1}")
         rows, keys = call.real_queries[example], call.real_keys[example]
+        if not bool(rows.any()):
+            refuse("example", f"is {example}, which is padding alone", "choose one with tokens")
         if numbers := chosen.get(layer.index):
             whole = call.probabilities(slice(0, call.T))[example, list(numbers)]
             found.append(HeadMaps(layer.name, layer.kind, numbers, whole[:, rows][..., keys].cpu()))
@@ -100,8 +102,7 @@ def bertviz(
         has fewer. Layers without heads are left out.
 
     Raises:
-        ValueError: no maps, or not as many tokens as their rows and keys; a `path` of another ending, or in a folder
-            that doesn't exist.
+        ValueError: no maps, or not as many tokens as their rows and keys.
     """
     if not found:
         refuse("found", "has no maps", "pass what hk.heads.maps gave")
@@ -127,11 +128,13 @@ def _filled(maps: Tensor, heads: int) -> Tensor:
     return torch.nn.functional.pad(maps, (0, 0, 0, 0, 0, heads - len(maps)))
 
 
-def _check_tokens(each: HeadMaps, rows: Sequence[str], keys: Sequence[str]) -> None:
+def _check_tokens(each: HeadMaps, rows: Sequence[str] | None, keys: Sequence[str] | None) -> None:
+    """As many as the map has, where they are given."""
     _, T, S = each.maps.shape
-    if (len(rows), len(keys)) != (T, S):
-        was = f"are {len(rows)} for rows and {len(keys)} for keys"
-        refuse("tokens", was, f"{each.layer!r} has {T} rows and {S} keys without padding")
+    for what, words, number in (("rows", rows, T), ("keys", keys, S)):
+        if words is not None and len(words) != number:
+            instead = f"{each.layer!r} has {T} rows and {S} keys without padding"
+            refuse("tokens", f"are {len(words)} for {what}", instead)
 
 
 def plot_maps(
@@ -159,10 +162,10 @@ def plot_maps(
     if not found:
         refuse("found", "has no maps", "pass what hk.heads.maps gave")
     path = check_figure_path(path)
-    rows = [] if tokens is None else tokens
-    keys = rows if key_tokens is None else key_tokens
-    for each in found if rows else []:
-        _check_tokens(each, rows, keys)
+    key_tokens = tokens if key_tokens is None else key_tokens
+    for each in found:
+        _check_tokens(each, tokens, key_tokens)
+    rows, keys = tokens or (), key_tokens or ()
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

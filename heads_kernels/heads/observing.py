@@ -32,7 +32,8 @@ def observe(
 
     What the observer keeps of a call stays in memory; the maps `[T, S]` never are in it. Calls come in the order in
     which layers run, those of a layer that runs several times (ALBERT) several times. The rows of encoder-decoder
-    attention are real where those of the last self-attention of that size in the same pass were.
+    attention are real where those of the decoder's last self-attention of that size were, whether or not that is among
+    `layers`; where none of it has heads, those that see a key are.
 
     Args:
         model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
@@ -45,32 +46,50 @@ def observe(
     """
     there = attention_layers(model)
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
+    knowing = _knowing(there)
+    is_asked = any(layer.kind == "cross" for layer in chosen)
+    beside = [layer for layer in knowing if is_asked and layer not in chosen]
+    looked_at = chosen + beside
     rows: dict[tuple[int, int], Tensor] = {}
-    for layer in chosen:
+    for layer in looked_at:
         check_runs_operators(layer)
         if getattr(layer.module, "observer", None) is not None:
             refuse(str(layer), "is observed already", "leave that block first")
     try:
-        for layer in chosen:
+        for layer in looked_at:
             if layer.num_heads:
-                layer.module.observer = _see(layer, observer, rows)
+                told = None if layer in beside else observer
+                layer.module.observer = _see(layer, told, rows, layer in knowing)
         yield chosen
     finally:
-        for layer in chosen:
+        for layer in looked_at:
             layer.module.__dict__.pop("observer", None)
 
 
+def _knowing(layers: list[AttentionLayer]) -> list[AttentionLayer]:
+    """Those whose rows encoder-decoder attention has: the decoder's, where the model has one."""
+    decoder = [layer for layer in layers if layer.kind == "decoder"]
+    return decoder or [layer for layer in layers if layer.kind != "cross"]
+
+
 def _see(
-    layer: AttentionLayer, observer: Observer, rows: dict[tuple[int, int], Tensor]
+    layer: AttentionLayer,
+    observer: Observer | None,
+    rows: dict[tuple[int, int], Tensor],
+    is_knowing: bool,
 ) -> Callable[[AttentionCall], None]:
+    """What `layer` calls: it hands calls on to `observer`, and keeps the rows of self-attention that `is_knowing`."""
+
     def see(call: AttentionCall) -> None:
         if not isinstance(layer.module, Multihead):  # those know it themselves
             call = replace(call, self_attention=layer.kind != "cross")
         if call.self_attention:
-            rows[call.B, call.T] = call.real_queries
+            if is_knowing:
+                rows[call.B, call.T] = call.real_queries
         elif (call.B, call.T) in rows:
             call = replace(call, rows=rows[call.B, call.T])
-        observer(layer, call)
+        if observer is not None:
+            observer(layer, call)
 
     return see
 

@@ -58,6 +58,23 @@ def probed(model: nn.Module) -> Iterator[dict[int, Probe]]:
 
 
 @contextmanager
+def without(layer: AttentionLayer, head: int) -> Iterator[None]:
+    """In this block this head is closed, beside the gate that the layer has, whatever that depends on."""
+    gate = FixedGate(open_gates(layer)) if layer.gate is None else layer.gate
+    closed = torch.tensor([head], device=layer.output.linear.weight.device)
+
+    def close(gate: nn.Module, sizes: tuple[int, int], gates: Tensor) -> Tensor:
+        return gates.index_fill(min(1, gates.dim() - 1), closed, 0)
+
+    handle = gate.register_forward_hook(close)
+    try:
+        with gated(layer, gate):
+            yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def gated(layer: AttentionLayer, gate: HeadGate) -> Iterator[None]:
     """In this block the layer has this gate."""
     before = layer.gate

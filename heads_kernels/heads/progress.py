@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+
+def length(data: Any) -> int | None:
+    """How many there are; None where `data` doesn't know, such as a loader of an iterable data set."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import is_int
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.reading import scores_of
@@ -113,14 +113,20 @@ def _checked(counts: Counts) -> Tensor:
     """int64 `[V + 1]`: the count of each token id, and a 0 for ids beyond."""
     instead = "pass {token id: count}, or an integer tensor [vocabulary]"
     if isinstance(counts, Mapping):
-        if not counts or not all(is_int(number) for item in counts.items() for number in item):
-            refuse("counts", "is empty or holds something else than ints", instead)
-        table = torch.zeros(max(counts) + 1, dtype=torch.int64)
-        table[list(counts)] = torch.tensor(list(counts.values()))
+        try:
+            ids, times = [[*map(operator.index, each)] for each in (counts, counts.values())]
+        except TypeError:
+            refuse("counts", "holds something else than ints", instead)
+        if not ids or min(ids) < 0:
+            refuse("counts", "has a negative token id" if ids else "is empty", instead)
+        table = torch.zeros(max(ids) + 1, dtype=torch.int64)
+        table[ids] = torch.tensor(times)
     elif isinstance(counts, Tensor):
         if counts.dim() != 1 or counts.is_floating_point() or not len(counts):
             refuse("counts", f"is {counts.dtype} {list(counts.shape)}", instead)
         table = counts.long().cpu()
     else:
         refuse("counts", f"is a {type(counts).__name__}", instead, TypeError)
+    if bool((table < 0).any()):
+        refuse("counts", f"has the count {int(table.min())}", "pass counts of at least 0")
     return torch.nn.functional.pad(table, (0, 1))

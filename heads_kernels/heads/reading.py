@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.observing import batches
-from heads_kernels.heads.progress import bar
+from heads_kernels.heads.progress import bar, length
 from heads_kernels.heads.scores import HeadScores
 
 
@@ -24,9 +24,8 @@ def each_batch(
         ValueError: there is none in it.
     """
     checked = batches(data, argument)
-    total = len(data) if isinstance(data, Sized) else None
     empty = True
-    with bar(title, total, progress) as advance:
+    with bar(title, length(data), progress) as advance:
         for batch in checked:
             empty = False
             yield batch

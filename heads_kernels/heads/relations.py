@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import is_int
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.places import first_real
@@ -32,7 +32,8 @@ class Relation:
         pairs: how many there were.
         offset, baseline: the most frequent offset from the row to its partner, in tokens, and the share of the pairs
             that have it: what a head would reach that looked at this offset always.
-        accuracy: share of the pairs whose row has its partner as most probable key.
+        accuracy: share of the pairs whose row has its partner as most probable key; of a layer that runs several times
+            in a pass (ALBERT) the mean over its runs.
     """
 
     name: str
@@ -52,6 +53,9 @@ class RelationCounts:
     """
 
     def __init__(self, relations: Sequence[Relations], layers: Iterable[AttentionLayer]) -> None:
+        if not isinstance(relations, Sequence):
+            was = f"is a {type(relations).__name__}"
+            refuse("relations", was, "pass a list with an entry for each example", TypeError)
         self.sentences = [_checked(number, entry) for number, entry in enumerate(relations)]
         names = sorted({name for sentence in self.sentences for name, _, _ in sentence})
         self.numbers = {name: 2 * number for number, name in enumerate(names)}
@@ -60,6 +64,9 @@ class RelationCounts:
         self.hits = {
             layer.index: torch.zeros(len(self.offsets), layer.num_heads, dtype=torch.int64)
             for layer in self.layers
+        }
+        self.looked = {  # pairs, once for each run
+            layer.index: torch.zeros(len(self.offsets), dtype=torch.int64) for layer in self.layers
         }
         self.first, self.B = 0, 0  # the first example of this batch, and its size once it is known
         self.pairs = torch.zeros(4, 0, dtype=torch.int64)
@@ -77,6 +84,8 @@ class RelationCounts:
         relation, example, row, key = self.pairs
         hits = (chosen[example, :, row] == key[:, None]).long()  # [pairs, H]
         self.hits[layer.index] = self.hits[layer.index].to(hits.device).index_add(0, relation, hits)
+        looked = torch.bincount(relation, minlength=len(self.offsets))
+        self.looked[layer.index] = self.looked[layer.index].to(hits.device) + looked
 
     def _pairs(self, real: Tensor) -> Tensor:
         """Relation, example, row and key of the pairs of this batch, `[4, pairs]`."""
@@ -119,7 +128,10 @@ class RelationCounts:
     def _relation(self, name: str, number: int, direction: str) -> Relation:
         pairs = self.offsets[number].total()
         offset, count = self.offsets[number].most_common(1)[0]
-        shares = (self.hits[layer.index][number] / pairs for layer in self.layers)
+        shares = (
+            self.hits[layer.index][number] / self.looked[layer.index][number].clamp(min=1)
+            for layer in self.layers
+        )
         accuracy = scores_of(self.layers, shares, f"accuracy of {name} {direction}")
         return Relation(name, direction, pairs, offset, count / pairs, accuracy)
 
@@ -131,8 +143,15 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, int, int]]:
         refuse(f"relations[{number}]", f"is a {type(entry).__name__}", instead, TypeError)
     found = []
     for name, pairs in entry.items():
+        argument = f"relations[{number}][{name!r}]"
+        if not isinstance(pairs, Iterable):
+            refuse(argument, f"is {pairs!r}", instead, TypeError)
         for pair in pairs:
-            if len(pair) != 2 or not all(is_int(token) and token >= 0 for token in pair):
-                refuse(f"relations[{number}][{name!r}]", f"has {pair!r}", instead)
-            found.append((name, *pair))
+            try:
+                head, dependent = map(operator.index, pair)
+            except (TypeError, ValueError):
+                refuse(argument, f"has {pair!r}", instead)
+            if head < 0 or dependent < 0:
+                refuse(argument, f"has {pair!r}", instead)
+            found.append((name, head, dependent))
     return found

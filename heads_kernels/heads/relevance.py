@@ -48,10 +48,11 @@ def relevance(
             It is in evaluation mode meanwhile, and put back at the end.
         data: an iterable of batches; without `output` a batch is what the model takes: keyword arguments in a mapping,
             arguments in a tuple or list, or one argument.
-        output: `output(model, batch)` gives scores `[B, C]`, or `[B, T, C]` of every position; those of padding, as
-            self-attention over T rows knows it, do not count. Or it gives a pair, of such a tensor and the relevance
-            that its elements start with, of the same shape and >= 0: where that is 0 for an example or position, it
-            does not count. For an embedding e `(e, e.abs())` does. Default: the model's output, or its `logits`.
+        output: `output(model, batch)` gives scores `[B, C]`, or `[B, T, C]` of every position; examples of padding
+            alone and positions of padding, as attention over T rows knows it, do not count. Or it gives a pair, of such
+            a tensor and the relevance that its elements start with, of the same shape and >= 0: where that is 0 for an
+            example or position, it does not count. For an embedding e `(e, e.abs())` does. Default: the model's output,
+            or its `logits`.
         attention: "constant" takes probabilities as constants, so that relevance goes from a head to its values;
             "full" goes through the softmax to queries and keys as well, as the code of the paper does by default.
         progress: whether to show a bar of batches on a terminal, where rich is installed.
@@ -124,11 +125,14 @@ def _starts(found: Any, tape: RelevanceTape) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _largest(scores: Tensor, tape: RelevanceTape) -> Tensor:
-    """1 at the largest score of every example, or of every position that is a token."""
+    """1 at the largest score of every example that has a token, or of every position that is a token."""
     start = torch.zeros_like(scores, dtype=compute_dtype(scores.dtype))
     start.scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    rows = tape.rows.get((scores.shape[0], scores.shape[1])) if scores.dim() == 3 else None
-    return start if rows is None else start * rows[..., None]
+    if scores.dim() == 3:
+        rows = tape.rows.get((scores.shape[0], scores.shape[1]))
+        return start if rows is None else start * rows[..., None]
+    real = [rows.any(1) for (B, _), rows in tape.rows.items() if len(scores) == B]
+    return start * torch.stack(real).any(0)[:, None] if real else start
 
 
 def _check_start(start: Any, scores: Tensor) -> None:

@@ -35,8 +35,9 @@ MOVING: Final = {
 }  # fmt: skip
 #: One input and one output for each element: relevance stays where it is.
 _ELEMENTWISE: Final = (
-    "celu", "dropout", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish",
-    "neg", "negative", "prelu", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "tanh",
+    "celu", "clamp", "clamp_max", "clamp_min", "dropout", "elu", "gelu", "hardsigmoid", "hardswish",
+    "hardtanh", "leaky_relu", "mish", "neg", "negative", "prelu", "relu", "relu6", "selu", "sigmoid", "silu",
+    "softplus", "tanh",
 )  # fmt: skip
 #: Ends of the names of modules that divide by the root mean square.
 _NORMS: Final = ("RMSNorm", "T5LayerNorm")

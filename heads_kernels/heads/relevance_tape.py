@@ -53,7 +53,7 @@ class RelevanceTape(TorchFunctionMode):
         full: whether relevance goes through probabilities to query and key, or they are constants.
 
     Attributes:
-        rows: bool `[B, T]`, the tokens of the last self-attention of these sizes, by (B, T).
+        rows: bool `[B, T]`, the tokens of the last attention of these sizes, by (B, T).
     """
 
     def __init__(self, full: bool) -> None:
@@ -71,8 +71,7 @@ class RelevanceTape(TorchFunctionMode):
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
         self._call = layer, call
-        if call.self_attention:
-            self.rows[call.B, call.T] = call.real_queries
+        self.rows[call.B, call.T] = call.real_queries
 
     def heads(self, output: Tensor, relevance: Tensor) -> dict[int, Tensor]:
         """The relevance of each head, `{index of the layer: [B, H]}`, given that of an output that carries it.

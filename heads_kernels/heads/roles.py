@@ -74,14 +74,19 @@ class HeadRoles:
         ]
 
     def rare_word(self, at_least: float = 0.5) -> list[Role]:
-        """Heads that look at the rarest token in half of the rows (ibid., section 5.3; there in the first layer)."""
+        """Heads that look at the rarest token in half of the rows (ibid., section 5.3; there in the first layer).
+
+        Where sentences are short, chance alone comes near: heads have the role too only if their share of the rows is
+        at least midway between chance and all.
+        """
         if self.rare_words is None:
             return []
         chance = self.rare_words.chance[0]
+        least = max(at_least, (1 + chance) / 2)
         return [
             Role(name, head, "rare words", "the rarest token", share, chance)
             for name, head, share in _each(self.rare_words.rarest)
-            if share >= at_least
+            if share >= least
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,6 +178,10 @@ class _Reader:
         }
         encoder = [layer for layer in layers if layer.kind == "encoder"]
         readers = encoder or [layer for layer in layers if layer.kind == "decoder"]
+        for name, given in (("relations", relations), ("counts", counts)):
+            if given is not None and not any(layer.num_heads for layer in readers):
+                was = "are given, but no layer that reads the sentences has a head left"
+                refuse(name, was, "leave it out")
         self.relations = None if relations is None else RelationCounts(relations, readers)
         self.rare_words = None if counts is None else RareWordCounts(counts, common, readers)
         self.special: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import check_excluded
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.ops import formula
@@ -149,12 +150,13 @@ class AttentionCall:
                 scale=self.scale,
                 exclude_keys=exclude_keys,
             )
-        if exclude_keys is not None:
-            exclude_keys = exclude_keys.expand(self.B, self.S)
+        excluded = check_excluded(exclude_keys, self.query, (self.B, self.S))
+        if excluded is not None:
+            excluded = excluded.expand(self.B, self.S)
         found = allocate(self.query, self.mixing)
         for start in range(0, self.T, eager.BLOCK_M):
             rows = slice(start, start + eager.BLOCK_M)
-            block = eager.of_scores(*self._scores(rows), exclude_keys)
+            block = eager.of_scores(*self._scores(rows), excluded)
             for whole, part in zip(found, block, strict=True):
                 whole[..., rows] = part
         return found
