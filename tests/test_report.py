@@ -21,7 +21,8 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.__main__ import main
-from heads_kernels.report import command
+from heads_kernels.report import command, findings, stages
+from heads_kernels.report.maps import sharpest
 from heads_kernels.report.page import SECTIONS
 from heads_kernels.report.stages import STAGES
 
@@ -279,6 +280,53 @@ def test_maps_are_for_bertviz(bert: Path, text: Path, tmp_path: Path) -> None:
     }
 
 
+def test_large_maps_are_of_the_heads_that_are_sharpest_on_the_text() -> None:
+    alone = {"layers": [{"layer": 1, "heads": 2}], "attention": [[[[[0.9]], [[0.2]]]]]}
+    table = [{"layer": 1, "head": head, "confidence": 0.3 + head / 2} for head in range(2)]
+    assert sharpest({"maps": alone}) == [(1, 0)]
+    of_model = {"table": [{"layer": 0}, {"layer": 1}]}
+    found = {"maps": alone, "statistics": {"table": table}, "model": of_model}
+    assert sharpest(found) == [(1, 1)]
+
+
+def test_rarest_word_needs_a_text_of_many_words(
+    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of few words is not read for it; where 2 words are common, this one has enough."""
+    out = tmp_path / "out"
+    report(bert, text, out, "--only", "roles")
+    found = read(out, "roles")
+    assert found["rarest_by_chance"] is None
+    assert "rarest" not in found["table"][0]
+    assert f"{len(set(TEXT.split()))} different words" in (out / "index.html").read_text()
+
+    monkeypatch.setattr(stages, "COMMON", 2)
+    assert report(bert, text, tmp_path / "other", "--only", "roles") == 0
+    found = read(tmp_path / "other", "roles")
+    assert 0 < found["rarest_by_chance"] < 1
+    assert all(0 <= row["rarest"] <= 1 for row in found["table"])
+    said = (tmp_path / "other" / "index.html").read_text()
+    assert "Rare are all words but the 2 most frequent of the text." in said
+
+
+def test_layers_without_heads_are_not_the_first_or_last() -> None:
+    rows = [{"layer": 1, "head": 0, "distance": 4.0}, {"layer": 3, "head": 0, "distance": 2.0}]
+    of_model = {"table": [{"layer": layer} for layer in range(5)]}
+    said = findings.depth({"statistics": {"table": rows}, "model": of_model})
+    assert said == "4.0 tokens in layer 1, 2.0 tokens in layer 3."
+    alone = {"statistics": {"table": rows[:1]}, "model": of_model}
+    assert findings.depth(alone) == "4.0 tokens in layer 1."
+
+
+def test_positions_behind_the_place_of_padding(text: Path, tmp_path: Path) -> None:
+    """RoBERTa of 64 positions takes 62 tokens where padding is token 1."""
+    model, out = saved(tmp_path / "roberta", "roberta", True, pad_token_id=1), tmp_path / "out"
+    long = tmp_path / "long.txt"
+    long.write_text("the cat sat on the mat " * 20)
+    assert report(model, long, out, "--only", "statistics") == 0
+    assert read(out, "model")["tokens"] == 62
+
+
 # ---------------------------------------------------------------------- kept and gone on with
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -439,6 +487,28 @@ def test_models_that_are_refused(
     message = capsys.readouterr().err
     assert "--model" in message
     assert said in message
+
+
+def test_model_of_images(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40
+    )
+    transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
+    save_tokenizer(tmp_path / "vit", special=True)
+    with pytest.raises(SystemExit):
+        report(tmp_path / "vit", text, tmp_path / "out")
+    assert "reads pixel_values (vit), no text" in capsys.readouterr().err
+
+
+def test_file_of_weights_cut_off(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path / "bert", "bert", special=True)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(SystemExit):
+        report(model, text, tmp_path / "out")
+    assert "can not be read" in capsys.readouterr().err
 
 
 def test_tokenizer_that_is_missing_or_another_models(

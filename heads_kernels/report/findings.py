@@ -28,7 +28,8 @@ def importance(found: Findings) -> str:
         for key, name in (("fisher", "Fisher"), ("confidence", "confidence"))
         if agreement[key] is not None
     ]
-    return said + (f" Rank correlation with leaving out: {', '.join(ranks)}." if ranks else "")
+    means = "Rank correlation with leaving out (1: the same order)"
+    return said + (f" {means}: {', '.join(ranks)}." if ranks else "")
 
 
 def pruning(found: Findings) -> str:
@@ -40,9 +41,9 @@ def pruning(found: Findings) -> str:
     }
     random = [count for name, count in most.items() if name.startswith("random")]
     return (
-        f"With the least important first, {most['importance']} of {table[-1]['closed']} heads can be closed "
-        f"while the cosine stays above {CLOSE}; in random order {_range(random)}, "
-        f"with the most important first {most['reversed']}."
+        f"With the least important first, at least {most['importance']} of {table[-1]['closed']} heads can be closed "
+        f"while the cosine stays above {CLOSE}; in random order at least {_range(random)}, "
+        f"with the most important first at least {most['reversed']}."
     )
 
 
@@ -71,27 +72,32 @@ def looks(found: Findings) -> str:
 
 
 def depth(found: Findings) -> str:
-    means = [sum(row) / len(row) for row in by_layer(found, "statistics", "distance") if row]
-    return f"From {means[0]:.1f} tokens in the first layer to {means[-1]:.1f} in the last."
+    return f"{_first_and_last(by_layer(found, 'statistics', 'distance'), 1, 'tokens')}."
 
 
 def roles(found: Findings) -> str:
     table, chance = found["roles"]["table"], found["roles"]["rarest_by_chance"]
     named = [f"{_name(row)} ({row['role']})" for row in table if row["role"]]
+    said, common = f"{', '.join(named) or 'No head has one'}. ", found["roles"]["common_words"]
+    if chance is None:
+        return (
+            f"{said}Heads of the rarest word are left out: the text has "
+            f"{found['roles']['different_words']} different words, and among fewer than "
+            f"{2 * common} chance finds it too often."
+        )
     best = max(table, key=lambda row: row["rarest"])
     return (
-        f"{', '.join(named) or 'No head has one'}. Most often at the rarest word looks "
-        f"{_name(best)}, in {_percent(best['rarest'])} of the rows (by chance {_percent(chance)})."
+        f"{said}Most often at the rarest word looks {_name(best)}, in {_percent(best['rarest'])} of the rows "
+        f"(by chance {_percent(chance)}). Rare are all words but the {common} most frequent of the text."
     )
 
 
 def distance(found: Findings) -> str:
-    layers = [row for row in by_layer(found, "distance", "to_own_layer") if row]
-    means = [sum(row) / len(row) for row in layers]
+    means = _first_and_last(by_layer(found, "distance", "to_own_layer"), 2, "nats")
     odd = max(found["distance"]["table"], key=lambda row: row["to_own_layer"])
     return (
-        f"Two heads of a layer are {means[0]:.2f} nats apart in the first layer and {means[-1]:.2f} in the last "
-        f"(at most {log(2):.2f}); the oddest head is {_name(odd)}."
+        f"Two heads of a layer are apart by {means} (at most {log(2):.2f}); "
+        f"the oddest head is {_name(odd)}."
     )
 
 
@@ -110,6 +116,13 @@ def energy(found: Findings) -> str:
 
 def maps(found: Findings) -> str:
     return " ".join(found["maps"]["tokens"])
+
+
+def _first_and_last(layers: list[list[float]], digits: int, unit: str) -> str:
+    """Means of the first and the last layer that have heads."""
+    means = {layer: sum(row) / len(row) for layer, row in enumerate(layers) if row}
+    ends = dict.fromkeys((min(means), max(means)))
+    return ", ".join(f"{means[layer]:.{digits}f} {unit} in layer {layer}" for layer in ends)
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from heads_kernels.report.drawing import WIDTH, canvas, scale
-from heads_kernels.report.pictures import Findings
+from heads_kernels.report.pictures import Findings, by_layer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,11 +63,16 @@ def chosen_maps(found: Findings) -> Figure:
 
 
 def sharpest(found: Findings, most: int = 12) -> list[tuple[int, int]]:
-    """Of at most so many layers, evenly chosen, the head with the highest confidence in this sentence."""
+    """Of at most so many layers, evenly chosen, the head with the highest confidence.
+
+    On the text; in this sentence where there are no statistics of the layer.
+    """
+    on_text = by_layer(found, "statistics", "confidence") if "statistics" in found else []
     shown = list(zip(found["maps"]["layers"], found["maps"]["attention"], strict=True))
     chosen = []
     for layer, (maps,) in shown[:: ceil(len(shown) / most)]:
-        sharp = [sum(map(max, maps[head])) for head in range(layer["heads"])]
+        here = [sum(map(max, maps[head])) for head in range(layer["heads"])]
+        sharp = dict(enumerate(on_text)).get(layer["layer"], here)
         chosen.append((layer["layer"], sharp.index(max(sharp))))
     return chosen
 

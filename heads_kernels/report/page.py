@@ -43,20 +43,21 @@ SECTIONS: Final = (
     Section("importance", "Which heads matter", pictures.importance, findings.importance,
         "Without labels: the embedding of a line is the mean of the last hidden states of its tokens, made of length "
         "1. Leaving out: the mean squared change of it when one head is closed. Fisher: the expected squared slope by "
-        "the head's gate, for all heads at once from one backward pass. Confidence looks at attention alone."),
+        "the head's gate, for all heads at once from one backward pass. The embedding is the last layer's output: "
+        "its heads move it straight, all others only through the layers behind. Confidence looks at attention alone."),
     Section("pruning", "How many can be closed", pictures.pruning, findings.pruning,
         "Heads are closed in steps of 10 %, in the order of Fisher, in the reversed order and in random ones. "
-        "Nothing is trained again; ranked and measured on the same text."),
+        "Nothing is trained again; ranked and measured on the same text. At least: one step "
+        "more is too many, and what lies between was not tried."),
     Section("statistics", "How sharply they look", pictures.sharpness, findings.sharpness,
         "Means over all tokens. Special tokens such as [CLS] do not count as the likeliest word."),
     Section("statistics", "What they look at", pictures.looks, findings.looks,
-        "Mean share of a row's attention. Separators are [SEP] or the end of the text."),
+        "Mean share of a row's attention. Separators are [SEP] or the end of the text. Each grid has its own scale."),
     Section("statistics", "How far they look", pictures.depth, findings.depth,
         "Distance of a row: the mean of how many tokens a key is away, weighed by its probability."),
     Section("roles", "Heads with a role", pictures.roles, findings.roles,
-        "Framed: heads that look most at one place in 90 % of the rows, or at the rarest word in half of them. "
-        "Special tokens count neither as rows nor as places. A word is rare that is not among the "
-        "500 most frequent of this text, or the more frequent half of its words."),
+        "Framed: heads that look most at one place in 90 % of the rows, or at the rarest word in half of them "
+        "and clearly more often than by chance. Special tokens count neither as rows nor as places."),
     Section("distance", "How alike they are", pictures.distance, findings.distance,
         "Jensen-Shannon divergence between the attention of two heads, the mean over rows. On the right all heads, "
         "as far apart as two dimensions allow (classical multidimensional scaling)."),
@@ -66,7 +67,8 @@ SECTIONS: Final = (
     Section("maps", "One sentence", maps.all_maps, findings.maps,
         "Each row of a square is a token, top down, and what it looks at, from left to right."),
     Section("maps", "Some heads of it", maps.chosen_maps, findings.maps,
-        "The heads of --heads, or in each layer the sharpest. For BertViz, found = json.load(open('maps.json')); "
+        "The heads of --heads, or in each layer the sharpest on the whole text (in this sentence if the statistics "
+        "were left out). For BertViz, found = json.load(open('maps.json')); "
         "head_view([torch.tensor(layer) for layer in found['attention']], found['tokens'])."),
 )  # fmt: skip
 
@@ -129,7 +131,7 @@ def _section(section: Section, said: str, drawn: bool) -> Iterator[str]:
     said = html.escape(said)
     yield f'<section id="{section.draw.__name__}"><h2>{section.title}</h2><p>{said}</p>'
     if drawn:
-        yield f'<a href="{section.picture}"><img src="{section.picture}" alt="{said}"></a>'
+        yield f'<a href="{section.picture}"><img src="{section.picture}" alt="{section.title}"></a>'
     files = (
         f'<a href="{section.stage}.{kind}">{section.stage}.{kind}</a>' for kind in ("csv", "json")
     )

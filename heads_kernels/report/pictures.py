@@ -129,16 +129,18 @@ def looks(found: Findings) -> Figure:
         Panel(f"To {title}", "% of attention", by_layer(found, "statistics", column, 100))
         for column, title in titles.items()
     ]
-    return grids(panels, columns=3, top=100)[0]
+    return grids(panels, columns=3)[0]
 
 
 def roles(found: Findings) -> Figure:
-    share, rare = (by_layer(found, "roles", name, 100) for name in ("offset_share", "rarest"))
+    share = by_layer(found, "roles", "offset_share", 100)
     places = [[_signed(int(place)) for place in row] for row in by_layer(found, "roles", "offset")]
-    panels = (
-        Panel("Where heads look most, in tokens from themselves", "% of rows", share, words=places),
-        Panel("Rows that look most at the rarest word", "% of rows", rare),
-    )
+    panels = [
+        Panel("Where heads look most, in tokens from themselves", "% of rows", share, words=places)
+    ]
+    if found["roles"]["rarest_by_chance"] is not None:
+        rare = by_layer(found, "roles", "rarest", 100)
+        panels.append(Panel("Rows that look most at the rarest word", "% of rows", rare))
     figure, axes = grids(panels, top=100)
     for row in found["roles"]["table"]:
         if row["role"]:

@@ -98,6 +98,7 @@ def load(options: argparse.Namespace) -> Reading:
 
 def _model(path: Path) -> Any:
     import transformers
+    from safetensors import SafetensorError
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -110,10 +111,13 @@ def _model(path: Path) -> Any:
         model = hk.integrations.transformers.from_pretrained(
             path, dtype=torch.float32, local_files_only=True
         )
+        if model.main_input_name != "input_ids":
+            was = f"reads {model.main_input_name} ({config.model_type}), no text"
+            raise BadOption("model", was, instead)
         model.config.use_cache = False
         hk.integrations.transformers.use(model.eval())
         heads = [layer.num_heads for layer in hk.heads.attention_layers(model)]
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise BadOption("model", f"can not be read: {error}", instead) from error
     if not any(heads):
         raise BadOption("model", "has no heads left", instead)
@@ -138,7 +142,20 @@ def _tokenizer(path: Path) -> Any:
 def _longest(model: Any, tokenizer: Any, tokens: int) -> int:
     """How many tokens the model takes at most, and the user wants."""
     positions = getattr(model.config, "max_position_embeddings", None) or tokens
-    return int(min(tokens, positions, tokenizer.model_max_length))
+    return int(min(tokens, positions - _first_position(model), tokenizer.model_max_length))
+
+
+def _first_position(model: Any) -> int:
+    """Of the first token: RoBERTa and those like it count from behind the place of padding."""
+    return next(
+        (
+            module.padding_idx + 1
+            for name, module in model.named_modules()
+            if name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+        ),
+        0,
+    )
 
 
 def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:

@@ -6,7 +6,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import torch
@@ -20,7 +20,7 @@ from heads_kernels.report.reading import Batch, Reading, batch_of
 SHARES: Final = tuple(step / 10 for step in range(11))
 #: Random orders of heads that the curve is held against.
 ORDERS: Final = 3
-#: Words that are not rare, or half of those of the text if there are fewer: the number of Voita et al. 2019.
+#: So many most frequent words are not rare: the number of Voita et al. 2019.
 COMMON: Final = 500
 
 
@@ -108,22 +108,35 @@ def _marks(reading: Reading) -> list[int]:
 
 
 def roles(reading: Reading) -> Found:
-    """`hk.heads.roles`: heads of one offset, and of the rarest word, by counts of the text itself."""
+    """`hk.heads.roles`: heads of one offset, and of the rarest word, by counts of the text itself.
+
+    Chance alone finds the rarest word of few: no head is asked for it where fewer than half of the words are rare.
+    """
     special = _special(reading)
     counts = Counter(token for line in reading.ids for token in line if token not in special)
-    common = min(COMMON, len(counts) // 2)
+    enough = len(counts) >= 2 * COMMON
     found = hk.heads.roles(
-        reading.model, reading.batches, special=special, counts=counts, common=common
+        reading.model,
+        reading.batches,
+        special=special,
+        counts=counts if enough else None,
+        common=COMMON,
     )
-    assert found.rare_words is not None
     named = {
         (role.layer, role.head): role.what for role in (*found.rare_word(), *found.positional())
     }
-    table = _rows(reading, {"offset_share": found.offset_share, "rarest": found.rare_words.rarest})
+    rare = found.rare_words
+    columns = {"offset_share": found.offset_share}
+    table = _rows(reading, columns | ({"rarest": rare.rarest} if rare else {}))
     for row in table:
         row["offset"] = int(found.offset[row["layer"]][row["head"]])
         row["role"] = named.get((row["name"], row["head"]), "")
-    return {"table": table, "rarest_by_chance": found.rare_words.chance[0], "common_words": common}
+    return {
+        "table": table,
+        "rarest_by_chance": rare and rare.chance[0],
+        "common_words": COMMON,
+        "different_words": len(counts),
+    }
 
 
 # ---------------------------------------------------------------------- how alike they are
@@ -163,6 +176,7 @@ def importance(reading: Reading) -> Found:
     return {"table": _rows(reading, scores), "spearman_with_leave_one_out": _finite(agreement)}
 
 
+@lru_cache(maxsize=1)
 def _fisher(reading: Reading) -> hk.heads.HeadScores:
     return hk.heads.importance(reading.model, reading.batches, embeddings, method="fisher")
 
