@@ -23,10 +23,10 @@ bench: .venv/stamp-bench .venv/stamp-built
 test: .venv/stamp-test .venv/stamp-built .venv/stamp-emulator .venv/stamp-triton-3.6.0
 	$(PY) -m pytest -n 2 tests
 	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 tests -m "cuda and not slow"
-	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/test_cases.py -m "cuda and not slow" -k bfloat16
+	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests -m "triton and not slow"
-	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/test_cases.py tests/test_statistics.py -m "triton and not slow" -k bfloat16
-	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/test_ahead_of_time.py
+	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and not slow" -k bfloat16
+	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/ops/test_ahead_of_time.py
 
 lint: .venv/stamp-lint
 	$(PY) -m ruff check .
@@ -55,7 +55,7 @@ selftest-cuda: .venv/stamp-test
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --into build/emulator-sanitized
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
-	$(PY) -m pytest -q tests/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
+	$(PY) -m pytest -q tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
 
 test-aarch64: .venv/stamp-base
 	@if command -v $(CROSS) && command -v $(QEMU); then \

@@ -16,7 +16,7 @@ from benchmarks.gpu.pool import ROOT
 from benchmarks.gpu.settings import FAILED, PASSED, Items, Row, Settings, Skipped
 
 _SECONDS: Final = 100  # less than the stage gives an item
-_TESTS: Final = ROOT / "tests" / "test_cuda_wrappers.py"
+_TESTS: Final = ROOT / "tests" / "ops" / "test_cuda_wrappers.py"
 
 
 def items(settings: Settings) -> Items:

@@ -15,7 +15,7 @@ import heads_kernels as hk
 from heads_kernels.integrations.transformers import TESTED, release, tested, use
 from tests.tiny_models import TINY, assert_alike, batch, build, outputs, with_gradients
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "transformers.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 
 # ---------------------------------------------------------------------- every family

@@ -12,7 +12,7 @@ import torch
 import heads_kernels as hk
 from heads_kernels.heads import attention_layers
 from tests.convert_models import CONVERTIBLE, convert, in_use
-from tests.test_heads_saving import assert_same, assert_same_states
+from tests.heads.test_heads_saving import assert_same, assert_same_states
 from tests.tiny_models import build, outputs, transformers
 
 load = hk.integrations.transformers.from_pretrained

@@ -41,7 +41,7 @@ from benchmarks.gpu.summary import lines
 from benchmarks.gpu.worker import run_item
 from benchmarks.gpu.workloads import workloads
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = Settings("cpu", tiny=True)
 GPU = Settings("cuda")
 

@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="needs the extra [transformers]")
 from tests.tiny_models import batch, build
 
 use = hk.integrations.transformers.use
-EXAMPLE = Path(__file__).parent.parent / "examples" / "translation"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "translation"
 
 
 def token_two(model: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report, make_console
 from heads_kernels.testing import Timing
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "benchmarks")
 
 

@@ -18,7 +18,7 @@ import heads_kernels as hk
 for name in ("rich", "matplotlib", "safetensors"):
     pytest.importorskip(name, reason="the examples need heads_kernels[examples]")
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "translation"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "translation"
 FILES = {"pruned.safetensors", "open_heads.png", "results.json"}
 
 

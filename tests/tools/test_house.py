@@ -15,7 +15,7 @@ from setuptools import Distribution
 
 import heads_kernels as hk
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "heads_kernels"
 
 # A part imports itself and the parts below it; those of the top layer may also import each other.

@@ -19,7 +19,7 @@ import heads_kernels as hk
 for name in ("rich", "matplotlib", "safetensors"):
     pytest.importorskip(name, reason="the examples need heads_kernels[examples]")
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = EXAMPLES / "experiments", EXAMPLES / "translation"
 NAMES = (
     "heads_of_minilm", "pruning_curves", "l0_by_kind", "collaborative_from_scratch",

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the example shows its progress with rich")
 
-EXAMPLES = str(Path(__file__).parent.parent / "examples")
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
 @pytest.fixture
