@@ -234,7 +234,7 @@ def overhead(effort: Effort) -> list[Overhead]:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     calls: dict[str, Call] = {
         "gated_attention": lambda: hk.gated_attention(query, key, value),
-        "gated_attention with a gate": lambda: hk.gated_attention(query, key, value, gate),
+        "gated_attention with a gate": lambda: hk.gated_attention(query, key, value, gate=gate),
         "collaborative_attention": lambda: hk.collaborative_attention(
             shared_query, shared_key, value, mixing
         ),

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 _Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
-_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, int, int]
+_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
 _Options = tuple[Tensor | None, str, Tensor | None, float]
 
 def attention_forward(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 _Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
-_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, int, int]
+_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
 _Options = tuple[Tensor | None, str, Tensor | None, float]
 _Read = tuple[Tensor, Tensor, Tensor]
 _Where = tuple[int, int]

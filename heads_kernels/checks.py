@@ -68,17 +68,12 @@ def check_tensors(**tensors: Tensor) -> None:
             )
 
 
-def check_grouped_heads(query: Tensor, key: Tensor) -> tuple[int, int, int, int, int]:
-    """`query` and `key` agree; their sizes (B, H, T, S, D)."""
-    if query.dim() != 4:
-        refuse(
-            "query", f"has {query.dim()} dimensions (shape {shape_of(query)})", "pass [B, H, T, D]"
-        )
-    if key.dim() != 4:
-        refuse("key", f"has {key.dim()} dimensions (shape {shape_of(key)})", "pass [B, Hk, S, D]")
-    (B, H, T, D), (batch, Hk, S, width) = query.shape, key.shape
-    if batch != B:
-        refuse("key", f"has batch {batch}, but query has batch {B}", "make them equal")
+def check_grouped_heads(
+    query: Tensor, key: Tensor, enable_gqa: bool = True
+) -> tuple[int, int, int, int, int]:
+    """`query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree; their sizes (B, H, T, S, D)."""
+    check_flag("enable_gqa", enable_gqa)
+    (B, H, T, D), (_, Hk, S, width) = query.shape, key.shape
     if width != D:
         refuse("key", f"has width {width}, but query has width {D}", "make D equal")
     if (H == 0) != (Hk == 0) or (Hk and H % Hk):
@@ -87,44 +82,33 @@ def check_grouped_heads(query: Tensor, key: Tensor) -> tuple[int, int, int, int,
             f"has {Hk} heads, but query has {H}",
             "H must be a multiple of Hk (grouped-query heads)",
         )
+    if not enable_gqa and Hk not in (1, H):
+        was = f"is False, but query has {H} heads and key has {Hk}"
+        refuse("enable_gqa", was, "pass True, or as many heads of key and value as of query (or 1)")
     return B, H, T, S, D
 
 
 def check_mixing(
     query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None
 ) -> tuple[int, int, int, int, int]:
-    """`query`, `key`, `mixing` and `content_bias` agree; their sizes (B, H, T, S, Ds)."""
-    if query.dim() != 3:
-        refuse(
-            "query",
-            f"has {query.dim()} dimensions (shape {shape_of(query)})",
-            "pass [B, T, Ds], shared by all heads",
-        )
-    if key.dim() != 3:
-        refuse(
-            "key",
-            f"has {key.dim()} dimensions (shape {shape_of(key)})",
-            "pass [B, S, Ds], shared by all heads",
-        )
-    (B, T, Ds), (batch, S, width) = query.shape, key.shape
-    if batch != B:
-        refuse("key", f"has batch {batch}, but query has batch {B}", "make them equal")
+    """`query` `[B, T, Ds]`, `key` `[B, S, Ds]`, `mixing` and `content_bias` agree; their sizes (B, H, T, S, Ds)."""
+    (B, T, Ds), (_, S, width) = query.shape, key.shape
     if width != Ds:
         refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
-    _check_companion("mixing", mixing, query)
+    check_companion("mixing", mixing, query)
     if mixing.dim() != 2 or mixing.shape[1] != Ds:
         was = f"has shape {shape_of(mixing)}, but query has width {Ds}"
         refuse("mixing", was, "pass [H, Ds]")
     H = mixing.shape[0]
     if content_bias is not None:
-        _check_companion("content_bias", content_bias, query)
+        check_companion("content_bias", content_bias, query)
         if content_bias.shape != (B, H, S):
             was = f"has shape {shape_of(content_bias)}"
             refuse("content_bias", was, f"pass [B, H, S] = {[B, H, S]}")
     return B, H, T, S, Ds
 
 
-def _check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
+def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     """A floating tensor beside the query: any floating dtype, the same device."""
     if not isinstance(tensor, Tensor):
         refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
@@ -154,10 +138,12 @@ def check_gate(
                 "gate_activation", f"is {activation!r}, but gate is None", "pass the logits as gate"
             )
         return
-    _check_companion("gate", gate, query)
+    check_companion("gate", gate, query)
     rank = gate.dim()
     if not 1 <= rank <= 4:
-        refuse("gate", f"has {rank} dimensions", "pass [H], [B, H], [B, H, T] or [B, H, T, Dv]")
+        refuse(
+            "gate", f"has {rank} dimensions", "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]"
+        )
     expected = full[1:2] if rank == 1 else full[:rank]
     if any(got not in (1, want) for got, want in zip(gate.shape, expected, strict=True)):
         names = ("H",) if rank == 1 else ("B", "H", "T", "Dv")[:rank]

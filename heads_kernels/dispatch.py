@@ -6,8 +6,12 @@ the list of reasons why it can not serve it. An empty list means that it can.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from heads_kernels.problem import Problem
 
@@ -66,12 +70,26 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
 
 
 def select(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> str:
-    """Name of the backend that serves the problem; raises `ValueError` with every reason where none does."""
+    """Name of the backend that serves the problem; raises `ValueError` with every reason where none does.
+
+    Warns once where the formula alone is left, which holds `[B, H, T, S]` in memory.
+    """
     if backend is None:
         for row in table:
             if not row.unsupported(problem):
+                wide = problem.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
+                if row.name == "eager" and not wide and not torch.compiler.is_compiling():
+                    _warn_of_eager(str(choose(table, problem)))
                 return row.name
     choice = choose(table, problem, backend)
     if choice.backend is None:
         raise ValueError(str(choice))
     return choice.backend
+
+
+@functools.cache
+def _warn_of_eager(choice: str) -> None:
+    warnings.warn(
+        f'{choice}\n  It holds [B, H, T, S] in memory and is slow; backend="eager" asks for it without this warning.',
+        stacklevel=4,  # the caller of the operator
+    )

@@ -25,43 +25,49 @@ def gated_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    gate: Tensor | None = None,
-    *,
     attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    *,
+    gate: Tensor | None = None,
     gate_activation: str = "identity",
     closed_grad: bool = True,
-    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Attention whose heads can be gated and shut, in one fused pass.
+    r"""Attention whose heads can be gated and closed, in one fused pass.
 
     .. math:: out_h = act(gate_h) \cdot softmax(scale \cdot Q_h K_h^T \text{ under the mask}) V_h
 
-    Gates of heads are those of Voita et al. 2019 (eq. 5, Hard Concrete) and Michel et al. 2019 (eq. 3); gates of
-    tokens and elements those of output-gated attention in current language models.
+    Positional arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its order. Gates of heads
+    are those of Voita et al. 2019 (eq. 5, Hard Concrete) and Michel et al. 2019 (eq. 3); gates of tokens and elements
+    those of output-gated attention in current language models.
 
     Args:
-        query: `[B, H, T, D]`; float32, bfloat16, float16 or float64; any strides with a contiguous last dimension.
-        key: `[B, Hk, S, D]`, `H` a multiple of `Hk`: query head `h` reads key head `h // (H // Hk)`. Dtype and device
+        query: `[..., H, T, D]`; float32, bfloat16, float16 or float64; any strides with a contiguous last dimension.
+            Any number of batch dimensions comes first, none included; those of query, key and value broadcast.
+            Behind `B` stands their product, here and in a `Mask`.
+        key: `[..., Hk, S, D]`, `H` a multiple of `Hk`: query head `h` reads key head `h // (H // Hk)`. Dtype and device
             of `key` and `value` are those of `query`; under autocast all three take the autocast dtype.
-        value: `[B, Hk, S, Dv]`; `Dv` may differ from `D`.
-        gate: `[H]`, `[B, H]`, `[B, H, T]` or `[B, H, T, Dv]`; dimensions of size 1 broadcast; any strides and any
-            floating dtype. A head (or batch-head) whose identity gate is exactly 0 gives exact zeros and costs nothing.
-        attn_mask: a `Mask`, or a bool tensor broadcastable to `[B, H, T, S]` with True = may attend. A tensor of two
+        value: `[..., Hk, S, Dv]`; `Dv` may differ from `D`.
+        attn_mask: a `Mask`, or a bool tensor broadcastable to `[..., H, T, S]` with True = may attend. A tensor of two
             dimensions is `[T, S]`; padding is `Mask(key_mask=...)` or `[B, 1, 1, S]`.
+        dropout_p: probability of dropping an attention probability, after the softmax; Philox4x32-10 of a seed drawn
+            from PyTorch's generator and the element's index, so the same on every backend.
         is_causal: row i sees keys 0 to i (upper-left aligned); `Mask(causal="lower_right")` serves decoding.
-        scale: factor of the scores; default `D ** -0.5`.
+        gate: `[H]`, `[..., H]`, `[..., H, T]` or `[..., H, T, Dv]` with all batch dimensions; sizes of 1 broadcast; any
+            strides and any floating dtype. A head (or batch-head) whose identity gate is exactly 0 gives exact zeros
+            and costs nothing.
         gate_activation: "identity", or "sigmoid" / "softplus" where `gate` holds logits.
         closed_grad: False reports gradient 0 for entries of an identity gate that are exactly 0, and skips their work
             in the backward pass too (exact for Hard Concrete gates, whose clamp has no slope there).
-        dropout_p: probability of dropping an attention probability, after the softmax; Philox4x32-10 of a seed drawn
-            from PyTorch's generator and the element's index, so the same on every backend.
+        scale: factor of the scores; default `D ** -0.5`.
+        enable_gqa: False refuses keys of fewer heads than queries, but for one, which all share.
         backend: one of the names that `explain` shows; None takes the first that can serve the call.
 
     Returns:
-        `[B, H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.
+        `[..., H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.
         Values that the mask hides reach no output, NaN included. The same call gives the same bits.
 
     Raises:
@@ -72,17 +78,17 @@ def gated_attention(
         query,
         key,
         value,
-        gate,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
-        dropout_p=dropout_p,
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
-    return gated_op.gated_attention(
-        problem, select(gated_table.BACKENDS, problem, backend), _seed(problem)
-    )
+    chosen = select(gated_table.BACKENDS, problem, backend)
+    return problem.unflatten(gated_op.gated_attention(problem, chosen, _seed(problem)))
 
 
 def collaborative_attention(
@@ -91,14 +97,14 @@ def collaborative_attention(
     value: Tensor,
     mixing: Tensor,
     content_bias: Tensor | None = None,
-    gate: Tensor | None = None,
-    *,
     attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    *,
+    gate: Tensor | None = None,
     gate_activation: str = "identity",
     closed_grad: bool = True,
-    dropout_p: float = 0.0,
+    scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Attention whose heads share one query and one key and mix them with a vector each.
@@ -109,18 +115,20 @@ def collaborative_attention(
     With block-indicator mixing this is ordinary multi-head attention.
 
     Args:
-        query: `[B, T, Ds]`, shared by all heads; any strides with a contiguous last dimension.
-        key: `[B, S, Ds]`, shared by all heads.
-        value: `[B, H, S, Dv]`.
+        query: `[..., T, Ds]`, shared by all heads; any strides with a contiguous last dimension. Batch dimensions come
+            first and broadcast, as in `gated_attention`.
+        key: `[..., S, Ds]`, shared by all heads.
+        value: `[..., H, S, Dv]`.
         mixing: `[H, Ds]`, any floating dtype. Chunks of 16 features of a head's vector that are all zero cost nothing.
-        content_bias: `[B, H, S]`: added to the score of key s for every query, inside the scale.
+        content_bias: `[..., H, S]` with all batch dimensions: added to the score of key s for every query, inside the
+            scale.
         scale: default `(Ds / H) ** -0.5`. A converted layer passes the ORIGINAL scale of its model.
         closed_grad: False reports gradient 0 for entries of `gate` (identity) and `mixing` that are exactly 0, and
             skips their work in the backward pass too.
-        gate, attn_mask, is_causal, gate_activation, dropout_p, backend: as in `gated_attention`.
+        attn_mask, dropout_p, is_causal, gate, gate_activation, backend: as in `gated_attention`.
 
     Returns:
-        `[B, H, T, Dv]` in the dtype of `query`; what `gated_attention` says of masked rows holds here.
+        `[..., H, T, Dv]` in the dtype of `query`; what `gated_attention` says of masked rows holds here.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`.
@@ -131,16 +139,17 @@ def collaborative_attention(
         value,
         mixing,
         content_bias,
-        gate,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
-        dropout_p=dropout_p,
+        scale=scale,
     )
     chosen = select(collaborative_table.BACKENDS, problem, backend)
-    return collaborative_op.collaborative_attention(problem, chosen, _seed(problem))
+    out = collaborative_op.collaborative_attention(problem, chosen, _seed(problem))
+    return problem.unflatten(out)
 
 
 def attention_statistics(
@@ -160,11 +169,11 @@ def attention_statistics(
     Args:
         query, key: as in `gated_attention`, or as in `collaborative_attention` where `mixing` is given.
         mixing, content_bias, attn_mask, is_causal, scale, backend: as in those.
-        exclude_keys: bool `[S]` or `[B, S]`, True for keys such as [CLS], [SEP] or EOS that may not be the maximum
+        exclude_keys: bool `[S]` or `[..., S]`, True for keys such as [CLS], [SEP] or EOS that may not be the maximum
             (Voita et al. 2019, footnote 2). They keep their share of the probability: nothing is renormalised.
 
     Returns:
-        Named tuple of `[B, H, T]` tensors, float32 (float64 for float64 inputs), argmax int64, without gradient:
+        Named tuple of `[..., H, T]` tensors, float32 (float64 for float64 inputs), argmax int64, without gradient:
         `lse`, natural log of the sum of exp(score) over visible keys (-inf where a row sees none);
         `max_prob`, the largest probability among the keys that are not excluded (0 where there is none): the mean of
         it over rows is the confidence of a head; `argmax`, the first key that has it (-1 where there is none);
@@ -184,7 +193,8 @@ def attention_statistics(
         exclude_keys=exclude_keys,
     )
     chosen = select(statistics_table.BACKENDS, problem, backend)
-    return statistics_op.attention_statistics(problem, chosen)
+    statistics = statistics_op.attention_statistics(problem, chosen)
+    return AttentionStatistics(*map(problem.unflatten, statistics))
 
 
 def _seed(problem: Problem) -> Tensor | None:

@@ -11,6 +11,14 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.batch import (
+    GROUPED,
+    SHARED,
+    Batch,
+    flatten_companion,
+    flatten_operands,
+    unflatten,
+)
 from heads_kernels.checks import (
     check_dropout,
     check_excluded,
@@ -36,6 +44,7 @@ MIXING_CHUNK: Final = 16
 class Problem(NamedTuple):
     """One validated call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
 
+    Batch dimensions are flattened: B is their product, `batch` what they were (None: one, of size B).
     `query` is `[B, H, T, D]`, `key` `[B, Hk, S, D]`, `value` `[B, Hk, S, Dv]` for gated attention;
     `query` `[B, T, Ds]`, `key` `[B, S, Ds]`, `value` `[B, H, S, Dv]`, `mixing` `[H, Ds]`, `content_bias` `[B, H, S]`
     for collaborative attention. `attention_statistics` takes either form, without `value` and `gate`.
@@ -54,6 +63,7 @@ class Problem(NamedTuple):
     closed_grad: bool = True
     dropout_p: float = 0.0
     exclude_keys: Tensor | None = None  # bool [B or 1, S]; attention_statistics alone
+    batch: Batch = None
 
     # ------------------------------------------------------------------ the three ways to make one
     @classmethod
@@ -62,29 +72,30 @@ class Problem(NamedTuple):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        gate: Tensor | None = None,
-        *,
         attn_mask: Mask | Tensor | None = None,
+        dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
+        *,
+        gate: Tensor | None = None,
         gate_activation: str = "identity",
         closed_grad: bool = True,
-        dropout_p: float = 0.0,
+        scale: float | None = None,
+        enable_gqa: bool = True,
     ) -> Problem:
         """Check the arguments of `gated_attention`; raises `ValueError` or `TypeError` naming the argument."""
         query, key, value = _autocast(query, key, value)
         check_tensors(query=query, key=key, value=value)
-        B, H, T, S, D = check_grouped_heads(query, key)
-        if value.dim() != 4:
-            refuse("value", f"has shape {shape_of(value)}", "pass [B, Hk, S, Dv]")
-        if value.shape[:3] != key.shape[:3]:
+        batch, (query, key, value) = flatten_operands(GROUPED, query, key, value)
+        B, H, T, S, D = check_grouped_heads(query, key, enable_gqa)
+        if value.shape[1:3] != key.shape[1:3]:
             refuse(
                 "value",
                 f"has shape {shape_of(value)}, but key is {shape_of(key)}",
-                "make batch, heads and S of value equal to those of key: [B, Hk, S, Dv]",
+                "make heads and S of value equal to those of key: [..., Hk, S, Dv]",
             )
         dropout_p = check_dropout(dropout_p)
         check_flag("closed_grad", closed_grad)
+        gate = _flatten_gate(gate, batch)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
         return cls(
             operator="gated_attention",
@@ -94,11 +105,12 @@ class Problem(NamedTuple):
             mixing=None,
             content_bias=None,
             gate=gate,
-            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S)),
+            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
             scale=check_scale(scale, D),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
             dropout_p=dropout_p,
+            batch=batch,
         )
 
     @classmethod
@@ -109,27 +121,30 @@ class Problem(NamedTuple):
         value: Tensor,
         mixing: Tensor,
         content_bias: Tensor | None = None,
-        gate: Tensor | None = None,
-        *,
         attn_mask: Mask | Tensor | None = None,
+        dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
+        *,
+        gate: Tensor | None = None,
         gate_activation: str = "identity",
         closed_grad: bool = True,
-        dropout_p: float = 0.0,
+        scale: float | None = None,
     ) -> Problem:
         """Check the arguments of `collaborative_attention`; raises `ValueError` or `TypeError` naming the argument."""
         query, key, value = _autocast(query, key, value)
         check_tensors(query=query, key=key, value=value)
+        batch, (query, key, value) = flatten_operands(SHARED, query, key, value)
+        content_bias = _flatten("content_bias", content_bias, batch, "H, S")
         B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
-        if value.dim() != 4 or value.shape[:3] != (B, H, S):
+        if value.shape[1:3] != (H, S):
             refuse(
                 "value",
-                f"has shape {shape_of(value)}, but batch, heads and S are [{B}, {H}, {S}] by query, mixing and key",
-                "pass [B, H, S, Dv]",
+                f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}",
+                "pass [..., H, S, Dv]",
             )
         dropout_p = check_dropout(dropout_p)
         check_flag("closed_grad", closed_grad)
+        gate = _flatten_gate(gate, batch)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
         return cls(
             operator="collaborative_attention",
@@ -139,11 +154,12 @@ class Problem(NamedTuple):
             mixing=mixing,
             content_bias=content_bias,
             gate=gate,
-            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S)),
+            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
             scale=check_scale(scale, Ds / max(H, 1)),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
             dropout_p=dropout_p,
+            batch=batch,
         )
 
     @classmethod
@@ -169,9 +185,12 @@ class Problem(NamedTuple):
                     "comes without mixing",
                     "pass mixing [H, Ds] too, or leave it out",
                 )
+            batch, (query, key) = flatten_operands(GROUPED, query, key)
             B, H, T, S, D = check_grouped_heads(query, key)
             width = float(D)
         else:
+            batch, (query, key) = flatten_operands(SHARED, query, key)
+            content_bias = _flatten("content_bias", content_bias, batch, "H, S")
             B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
             width = Ds / max(H, 1)
         return cls(
@@ -182,9 +201,12 @@ class Problem(NamedTuple):
             mixing=mixing,
             content_bias=content_bias,
             gate=None,
-            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S)),
+            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
             scale=check_scale(scale, width),
-            exclude_keys=check_excluded(exclude_keys, query, (B, S)),
+            exclude_keys=check_excluded(
+                _flatten("exclude_keys", exclude_keys, batch, "S"), query, (B, S)
+            ),
+            batch=batch,
         )
 
     # ------------------------------------------------------------------ sizes
@@ -217,6 +239,10 @@ class Problem(NamedTuple):
     @property
     def Dv(self) -> int:
         return 0 if self.value is None else self.value.shape[-1]
+
+    def unflatten(self, result: Tensor) -> Tensor:
+        """A result `[B, ...]` with the batch dimensions of the call."""
+        return unflatten(result, self.batch)
 
     # ------------------------------------------------------------------ what is computed
     def open_heads(self) -> Tensor:
@@ -307,12 +333,39 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def _flatten(argument: str, tensor: Tensor | None, batch: Batch, layout: str) -> Tensor | None:
+    """`flatten_companion`, but for what has no batch dimension (`[H]`, `[S]`) or is no tensor (its check says so)."""
+    if batch is None or not isinstance(tensor, Tensor) or tensor.dim() <= 1:
+        return tensor
+    return flatten_companion(argument, tensor, batch, layout)
+
+
+def _flatten_gate(gate: Tensor | None, batch: Batch) -> Tensor | None:
+    """`[*batch, H]`, `[*batch, H, T]` and `[*batch, H, T, Dv]` with one batch dimension."""
+    if batch is None or not isinstance(gate, Tensor) or gate.dim() == 1:
+        return gate
+    layouts = {1: "H", 2: "H, T", 3: "H, T, Dv"}
+    layout = layouts.get(gate.dim() - len(batch))
+    if layout is None:
+        was = f"has {gate.dim()} dimensions, and the call {len(batch)} batch dimensions"
+        refuse("gate", was, "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]")
+    return _flatten("gate", gate, batch, layout)
+
+
 def _intervals(
     attn_mask: Mask | Tensor | None,
     is_causal: bool,
     query: Tensor,
     shape: tuple[int, int, int, int],
+    batch: Batch,
 ) -> Intervals:
+    if (
+        batch is not None
+        and isinstance(attn_mask, Tensor)
+        and 3 < attn_mask.dim() <= len(batch) + 3
+    ):
+        missing = len(batch) + 3 - attn_mask.dim()
+        attn_mask = _flatten("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
     mask = as_mask(attn_mask, shape)
     check_flag("is_causal", is_causal)
     read = mask.intervals if mask is attn_mask else mask.work_out

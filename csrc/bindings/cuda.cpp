@@ -39,6 +39,7 @@ void check_single(std::initializer_list<const hk::Tensor*> tensors) {
 Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::handle value,
                       const py::tuple& mask, const py::tuple& options) {
   const Sizes n = set_call(params, scores, value, mask, options);
+  require(!params.mask.dense, "the mask: these kernels read no dense one");
   check_single({&params.query, &params.gate, &params.mixing, &params.content_bias});
   return n;
 }

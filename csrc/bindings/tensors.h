@@ -150,7 +150,7 @@ struct Sizes {
   }
 };
 
-// What all kernels take: (k_lo, k_hi, key_visible, band_lo, band_hi).
+// What all kernels take: (k_lo, k_hi, key_visible, dense, band_lo, band_hi).
 inline MaskParams mask_of(const py::tuple& mask, const Sizes& n) {
   const Torch& torch = Torch::get();
   MaskParams result;
@@ -159,8 +159,19 @@ inline MaskParams mask_of(const py::tuple& mask, const Sizes& n) {
   result.k_hi = batched<int32_t>(mask[1], torch.int32, n.B, n.T, &k_hi_stride);
   require(!result.k_lo == !result.k_hi && result.interval_stride == k_hi_stride, "k_hi");
   result.key_visible = batched<uint8_t>(mask[2], torch.boolean, n.B, n.S, &result.visible_stride);
-  result.band_lo = py::cast<int64_t>(mask[3]);
-  result.band_hi = py::cast<int64_t>(mask[4]);
+  if (!mask[3].is_none()) {
+    require(attribute(mask[3], torch.dtype).is(torch.boolean), "the dtype of a dense mask");
+    const Tensor dense = shape_of(mask[3]);
+    const int64_t full[kMaxRank] = {n.B, n.H, n.T, n.S};
+    require(dense.rank == kMaxRank, "the rank of a dense mask");
+    for (int d = 0; d < kMaxRank; ++d) {
+      require(dense.size[d] == 1 || dense.size[d] == full[d], "the shape of a dense mask");
+      result.dense_stride[d] = dense.size[d] == 1 ? 0 : dense.stride[d];
+    }
+    result.dense = static_cast<const uint8_t*>(dense.data);
+  }
+  result.band_lo = py::cast<int64_t>(mask[4]);
+  result.band_hi = py::cast<int64_t>(mask[5]);
   return result;
 }
 

@@ -27,17 +27,19 @@ struct Tensor {
   constexpr explicit operator bool() const { return rank > 0; }
 };
 
-// The mask as data: query row i of batch b sees key j where j is in the band [i + band_lo, i +
-// band_hi), in the interval [k_lo[b][i], k_hi[b][i]) and key_visible[b][j] is not 0. A null pointer
-// hides nothing.
+// The mask as data: query row i of head (b, h) sees key j where j is in the band [i + band_lo, i +
+// band_hi), in the interval [k_lo[b][i], k_hi[b][i]), and key_visible[b][j] and dense[b][h][i][j]
+// are not 0. A null pointer hides nothing.
 struct MaskParams {
   int64_t band_lo = 0;
   int64_t band_hi = 0;
   const int32_t* k_lo = nullptr;         // [B or 1, T]
   const int32_t* k_hi = nullptr;         // [B or 1, T]
   const uint8_t* key_visible = nullptr;  // [B or 1, S]
+  const uint8_t* dense = nullptr;        // [B, H, T, S] by dense_stride, 0 where it broadcasts
   int64_t interval_stride = 0;           // elements between batches, 0 where all share one
   int64_t visible_stride = 0;            // elements between batches, 0 where all share one
+  int64_t dense_stride[kMaxRank] = {0, 0, 0, 0};
 };
 
 // Dropout of probabilities; keep where the Philox word of (b, h, i, j) is at least `threshold`.

@@ -102,7 +102,7 @@ void attention_statistics_of(const StatisticsParams& params) {
                  for (const TilePlace& at : bundles.tiles(item)) {
                    StatisticsTile<Real>* tile = new (tiles + count++)
                        StatisticsTile<Real>{op.head(at.b, at.h),
-                                            {params.mask, at.b, at.first_row, op.T, op.S},
+                                            {params.mask, at.b, at.h, at.first_row, op.T, op.S},
                                             {},
                                             workspace.take<Real>(query_count)};
                    if (tile->visible.any)

@@ -157,7 +157,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
       auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle);
       int64_t count = 0;
       for (int64_t row = first; row < std::min(this->T, first + bundle * BLOCK_M); row += BLOCK_M) {
-        const VisibleRows<Real> visible(p.mask, b, row, this->T, this->S);
+        const VisibleRows<Real> visible(p.mask, b, h, row, this->T, this->S);
         BackwardTile<Real, Operand>& tile =
             *new (tiles + count) BackwardTile<Real, Operand>(workspace, head, visible);
         if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;

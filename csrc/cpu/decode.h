@@ -47,6 +47,8 @@ class FoldedHeads {
     params.mask.k_lo = k_lo_.data();
     params.mask.k_hi = k_hi_.data();
     params.mask.interval_stride = rows_;
+    params.mask.dense_stride[1] = mask.dense_stride[1] * rows_;
+    params.mask.dense_stride[2] = mask.dense_stride[1];
   }
 
   ForwardParams params;

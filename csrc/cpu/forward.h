@@ -26,7 +26,7 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
         QueryTile<Real, Operand>* tiles = workspace.room<QueryTile<Real, Operand>>(bundles.size);
         int64_t count = 0;
         for (const TilePlace& at : bundles.tiles(item)) {
-          const VisibleRows<Real> visible(params.mask, at.b, at.first_row, op.T, op.S);
+          const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
           if (op.gate.closed(at.b, at.h) || !visible.any) {
             store_blind_rows<Real>(outputs(at.b, at.h), at.first_row, visible.count, op.Dv);
             continue;

@@ -84,7 +84,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     auto* tiles = workspace.room<BackwardTile<Real, Operand>>(places.count());
     int64_t count = 0;
     for (const TilePlace& at : places) {
-      const VisibleRows<Real> visible(p.mask, at.b, at.first_row, this->T, this->S);
+      const VisibleRows<Real> visible(p.mask, at.b, at.h, at.first_row, this->T, this->S);
       const bool sees_part =
           std::max(range.begin, visible.hull_lo) < std::min(range.end, visible.hull_hi);
       if (!with_rows && !sees_part) continue;

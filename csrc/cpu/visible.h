@@ -1,5 +1,5 @@
 // Which keys a tile of query rows may see: the hull of its intervals, the part that all rows see,
-// and the holes.
+// the holes, and what a dense mask hides.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,37 @@ struct KeyTile {
   int count() const { return static_cast<int>(end - begin); }
 };
 
-// Rows [first, first + count) of one batch. A row that sees nothing has lo = hi = 0; so have the
+// The dense mask of one head: a byte for every pair, not 0 where it is visible.
+struct DenseMask {
+  const uint8_t* data = nullptr;
+  int64_t row_stride = 0, key_stride = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  const uint8_t* at(int64_t row, int64_t key) const {
+    return data + row * row_stride + key * key_stride;
+  }
+
+  // Keys [begin, begin + count) of a row as bits, the first the lowest; count is at most 64.
+  uint64_t bits(int64_t row, int64_t begin, int count) const {
+    const uint8_t* bytes = at(row, begin);
+    uint64_t found = 0;
+    int n = 0;
+    if (key_stride == 1) {
+      for (; n + 8 <= count; n += 8) {
+        uint64_t eight;
+        std::memcpy(&eight, bytes + n, sizeof eight);
+        // The highest bit of every byte that is not 0, moved to the lowest, then the eight gathered.
+        constexpr uint64_t kLow7 = 0x7f7f7f7f7f7f7f7f;
+        eight = (((eight & kLow7) + kLow7) | eight) >> 7 & 0x0101010101010101;
+        found |= (eight * 0x0102040810204080 >> 56) << n;
+      }
+    }
+    for (; n < count; ++n) found |= static_cast<uint64_t>(bytes[n * key_stride] != 0) << n;
+    return found;
+  }
+};
+
+// Rows [first, first + count) of one head. A row that sees nothing has lo = hi = 0; so have the
 // lanes past `count`.
 template <typename Real>
 struct VisibleRows {
@@ -35,12 +65,16 @@ struct VisibleRows {
   int64_t hull_lo = 0, hull_hi = 0;  // keys that some row sees lie in here
   int64_t core_lo = 0, core_hi = 0;  // keys that every row (which sees any) sees, holes aside
   const uint8_t* key_visible = nullptr;
+  DenseMask dense;
   alignas(64) Int<Real> lo[BLOCK_M];
   alignas(64) Int<Real> hi[BLOCK_M];
 
-  VisibleRows(const MaskParams& mask, int64_t b, int64_t first_row, int64_t T, int64_t S)
+  VisibleRows(const MaskParams& mask, int64_t b, int64_t h, int64_t first_row, int64_t T, int64_t S)
       : first(first_row), count(static_cast<int>(std::min<int64_t>(BLOCK_M, T - first_row))) {
     key_visible = mask.key_visible ? mask.key_visible + b * mask.visible_stride : nullptr;
+    if (mask.dense)
+      dense = {mask.dense + b * mask.dense_stride[0] + h * mask.dense_stride[1],
+               mask.dense_stride[2], mask.dense_stride[3]};
     const Int<Real> keys = static_cast<Int<Real>>(S);
     // Plain loops without branches, which the compiler turns into vectors.
     const Int<Real> band_lo = static_cast<Int<Real>>(first + mask.band_lo);
@@ -81,11 +115,13 @@ struct VisibleRows {
   bool sees(int m) const { return lo[m] < hi[m]; }
 
   bool row_sees_key(int m, int64_t key) const {
-    return key >= lo[m] && key < hi[m] && (!key_visible || key_visible[key]);
+    return key >= lo[m] && key < hi[m] && (!key_visible || key_visible[key]) &&
+           (!dense || *dense.at(first + m, key));
   }
 
-  // What the rows may see of a window; empty where they see nothing.
-  KeyTile part(const KeyTile& window) const {
+  // What the rows may see of a window; empty where they see nothing. `lanes_that_see` answers for
+  // keys of the last part that was asked for.
+  KeyTile part(const KeyTile& window) {
     const int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
     if (begin >= end) return {};
     bool full = begin >= core_lo && end <= core_hi;
@@ -95,6 +131,11 @@ struct VisibleRows {
       if (seen == 0) return {};
       full = full && seen == end - begin;
     }
+    if (dense) {
+      const auto [some, all] = read_dense(begin, static_cast<int>(end - begin));
+      if (!some) return {};
+      full = full && all;
+    }
     return {begin, end, full};
   }
 
@@ -102,7 +143,37 @@ struct VisibleRows {
   IntVec<Real> lanes_that_see(int m, int64_t key) const {
     if (key_visible && !key_visible[key]) return IntVec<Real>{};
     const Int<Real> k = static_cast<Int<Real>>(key);
-    return (load_int<Real>(lo + m) <= k) & (load_int<Real>(hi + m) > k);
+    const IntVec<Real> within = (load_int<Real>(lo + m) <= k) & (load_int<Real>(hi + m) > k);
+    if (!dense) return within;
+    const int n = static_cast<int>(key - dense_begin);
+    return within & ((load_int<Real>(dense_bits[n / kBits] + m) >> (n % kBits) & Int<Real>(1)) != 0);
+  }
+
+ private:
+  static constexpr int kBits = 8 * sizeof(Int<Real>);
+
+  // Bit n % kBits of dense_bits[n / kBits][m]: row m sees key dense_begin + n of the dense mask.
+  int64_t dense_begin = 0;
+  alignas(64) Int<Real> dense_bits[BLOCK_N / kBits][BLOCK_M];
+
+  struct Seen {
+    bool some, all;
+  };
+
+  // Fills dense_bits with keys [begin, begin + count); what the rows that see any key see of them.
+  Seen read_dense(int64_t begin, int count) {
+    const uint64_t every = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+    uint64_t some = 0, all = every;
+    dense_begin = begin;
+    for (int m = 0; m < columns; ++m) {
+      const bool row = m < this->count && sees(m);
+      const uint64_t bits = row ? dense.bits(first + m, begin, count) : 0;
+      some |= bits;
+      all &= row ? bits : every;
+      for (int w = 0; w < BLOCK_N / kBits; ++w)
+        dense_bits[w][m] = static_cast<Int<Real>>(bits >> (w * kBits % 64));
+    }
+    return {some != 0, all == every};
   }
 };
 

@@ -187,7 +187,8 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
 
     A bool tensor means what it means to `scaled_dot_product_attention`: True = may attend,
     broadcastable to `[B, H, T, S]` from the right, so that 2-D is `[T, S]`. `[B|1, 1, 1, S|1]` is
-    taken as a key mask and `[B|1, 1, T, 1]` as a query mask, anything else as a dense mask.
+    taken as a key mask and `[B|1, 1, T, 1]` as a query mask, anything else as a dense mask. A
+    dimension that was expanded (stride 0) counts as one of size 1.
     """
     if attn_mask is None:
         return Mask()
@@ -199,9 +200,12 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
             instead += ". Masks are data and get no gradient; the differentiable bias is"
             instead += " content_bias of collaborative_attention"
         elif attn_mask.is_floating_point():
-            instead += " (additive masks are not served)"
+            instead += " (additive masks are not served); a gate is passed by name, gate=..."
     _parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
     check_broadcast(attn_mask, shape)
+    for dim, stride in enumerate(attn_mask.stride()):
+        if stride == 0:
+            attn_mask = attn_mask.narrow(dim, 0, min(1, attn_mask.shape[dim]))
     b, h, t, s = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
     if h == 1 and t == 1:
         return Mask.of((KeyMask(attn_mask.reshape(b, s).expand(-1, shape[3]), "attn_mask"),))

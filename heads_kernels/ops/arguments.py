@@ -12,8 +12,8 @@ from heads_kernels.mask import Intervals
 
 #: query, key, mixing, content_bias (None for gated attention), scale
 Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
-#: k_lo, k_hi, key_visible, band_lo, band_hi
-MaskParts = tuple[Tensor | None, Tensor | None, Tensor | None, int, int]
+#: k_lo, k_hi, key_visible, dense, band_lo, band_hi
+MaskParts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
 #: gate, gate_activation, seed, dropout_p
 Options = tuple[Tensor | None, str, Tensor | None, float]
 
@@ -21,7 +21,7 @@ Options = tuple[Tensor | None, str, Tensor | None, float]
 def mask_of(intervals: Intervals) -> MaskParts:
     """The parts of the mask that kernels read."""
     i = intervals
-    return i.k_lo, i.k_hi, i.key_visible, i.band_lo, i.band_hi
+    return i.k_lo, i.k_hi, i.key_visible, i.dense, i.band_lo, i.band_hi
 
 
 def asked_for(tensor: Tensor | None) -> Tensor | None:

@@ -79,7 +79,7 @@ def eager(problem: Problem) -> list[str]:
 
 
 def cpu(problem: Problem) -> list[str]:
-    """The C++ kernels read tensors in CPU memory, rows contiguous, masks as intervals."""
+    """The C++ kernels read tensors in CPU memory, rows contiguous, and every mask."""
     reasons = []
     if not _CPU_EXTENSION:
         reasons.append(
@@ -87,7 +87,7 @@ def cpu(problem: Problem) -> list[str]:
         )
     if problem.query.device.type != "cpu":
         reasons.append(f"tensors are on {problem.query.device}; it serves CPU tensors")
-    return reasons + _dense_mask(problem) + _rows_apart(problem)
+    return reasons + _rows_apart(problem)
 
 
 def triton(problem: Problem) -> list[str]:

@@ -104,6 +104,15 @@ def dense_rows(sizes: Sizes, device: torch.device) -> Tensor:
     return ((i * 7 + j * 5) % 4 != 0) & (i != 1)
 
 
+def dense_blocks(sizes: Sizes, device: torch.device) -> Tensor:
+    """A dense bool tensor `[B, 1, T, S]` of blocks of 50 by 70: hidden whole, visible whole, and mixed."""
+    b, i, j = torch.meshgrid(
+        *(torch.arange(size, device=device) for size in (sizes.B, sizes.T, sizes.S)), indexing="ij"
+    )
+    block = (i // 50 + j // 70 + b) % 3
+    return ((block == 1) | ((block == 2) & ((i + j * 3) % 5 != 0)))[:, None]
+
+
 def dense_heads(sizes: Sizes, device: torch.device) -> Tensor:
     """A dense bool tensor `[B, H, T, S]`, another one for every head."""
     b, h, i, j = torch.meshgrid(

@@ -381,7 +381,9 @@ class Layer(nn.Module):
         B, T, _ = x.shape
         query, key, value = self.project(x).view(B, T, 3, 4, 8).permute(2, 0, 3, 1, 4)
         gate = self.head_gate(B, T)
-        out = hk.gated_attention(query, key, value, gate, closed_grad=self.head_gate.closed_grad)
+        out = hk.gated_attention(
+            query, key, value, gate=gate, closed_grad=self.head_gate.closed_grad
+        )
         return out.transpose(1, 2).reshape(B, T, 32)
 
 

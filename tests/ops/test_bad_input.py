@@ -41,38 +41,38 @@ def refused(operator: str, kind: type[Exception], message: str, **bad: Any) -> N
 SHAPES: dict[str, tuple[str, Bad, str]] = {
     "query rank": (
         GATED,
-        {"query": f32(B, T, D)},
-        "query has 3 dimensions (shape [2, 5, 8]); pass [B, H, T, D].",
+        {"query": f32(T, D)},
+        "query has 2 dimensions (shape [5, 8]); pass [..., H, T, D].",
     ),
     "shared query rank": (
         COLLABORATIVE,
-        {"query": f32(B, H, T, D)},
-        "query has 4 dimensions (shape [2, 4, 5, 8]); pass [B, T, Ds], shared by all heads.",
+        {"query": f32(D)},
+        "query has 1 dimensions (shape [8]); pass [..., T, Ds].",
     ),
     "key rank": (
         GATED,
-        {"key": f32(B, S, D)},
-        "key has 3 dimensions (shape [2, 7, 8]); pass [B, Hk, S, D].",
+        {"key": f32(S, D)},
+        "key has 2 dimensions (shape [7, 8]); pass [..., Hk, S, D].",
     ),
     "shared key rank": (
         COLLABORATIVE,
-        {"key": f32(B, Hk, S, D)},
-        "key has 4 dimensions (shape [2, 2, 7, 8]); pass [B, S, Ds], shared by all heads.",
+        {"key": f32(D)},
+        "key has 1 dimensions (shape [8]); pass [..., S, Ds].",
     ),
     "value rank": (
         GATED,
-        {"value": f32(B, S, Dv)},
-        "value has shape [2, 7, 6]; pass [B, Hk, S, Dv].",
+        {"value": f32(S, Dv)},
+        "value has 2 dimensions (shape [7, 6]); pass [..., Hk, S, Dv].",
     ),
     "key batch": (
         GATED,
         {"key": f32(3, Hk, S, D)},
-        "key has batch 3, but query has batch 2; make them equal.",
+        "query, key, value have batch dimensions [2], [3], [2]; make every size equal, or 1.",
     ),
     "shared key batch": (
         COLLABORATIVE,
         {"key": f32(3, S, D)},
-        "key has batch 3, but query has batch 2; make them equal.",
+        "query, key, value have batch dimensions [2], [3], [2]; make every size equal, or 1.",
     ),
     "key width": (
         GATED,
@@ -97,14 +97,14 @@ SHAPES: dict[str, tuple[str, Bad, str]] = {
     "value keys": (
         GATED,
         {"value": f32(B, Hk, 6, Dv)},
-        "value has shape [2, 2, 6, 6], but key is [2, 2, 7, 8]; make batch, heads and S of value",
+        "value has shape [2, 2, 6, 6], but key is [2, 2, 7, 8]; make heads and S of value",
     ),
     "value heads": (
         COLLABORATIVE,
         {"value": f32(B, 3, S, Dv)},
         (
-            "value has shape [2, 3, 7, 6], but batch, heads and S are [2, 4, 7] by query, mixing"
-            " and key; pass [B, H, S, Dv]."
+            "value has shape [2, 3, 7, 6], but mixing has 4 heads and key has S = 7;"
+            " pass [..., H, S, Dv]."
         ),
     ),
     "mixing rank": (
@@ -145,12 +145,12 @@ SHARED: dict[str, tuple[Bad, type[Exception], str]] = {
     "gate rank 5": (
         {"gate": f32(1, 1, 1, 1, 1)},
         ValueError,
-        "gate has 5 dimensions; pass [H], [B, H], [B, H, T] or [B, H, T, Dv].",
+        "gate has 5 dimensions; pass [H], [..., H], [..., H, T] or [..., H, T, Dv].",
     ),
     "gate rank 0": (
         {"gate": torch.tensor(1.0)},
         ValueError,
-        "gate has 0 dimensions; pass [H], [B, H], [B, H, T] or [B, H, T, Dv].",
+        "gate has 0 dimensions; pass [H], [..., H], [..., H, T] or [..., H, T, Dv].",
     ),
     "gate heads": (
         {"gate": f32(3)},

@@ -22,7 +22,7 @@ B, H, T, S, D, Dv, Ds = 2, 4, 32, 48, 16, 24, 64
 def gated(**options: Any) -> Problem:
     gate = options.pop("gate", None)
     sizes = torch.empty(B, H, T, D), torch.empty(B, H, S, D), torch.empty(B, H, S, Dv)
-    return Problem.gated(*sizes, gate, **options)
+    return Problem.gated(*sizes, gate=gate, **options)
 
 
 def collaborative(mixing: torch.Tensor, **options: Any) -> Problem:

@@ -161,7 +161,7 @@ def test_nan_logits_of_a_padded_row_reach_no_gradient(backend: str, activation: 
     gate.requires_grad_()
     mask = hk.Mask(query_lengths=[4, 4])
     out = hk.gated_attention(
-        query, key, value, gate, attn_mask=mask, gate_activation=activation, backend=backend
+        query, key, value, gate=gate, attn_mask=mask, gate_activation=activation, backend=backend
     )
     for grad in torch.autograd.grad(out.sum(), (query, key, value, gate)):
         assert grad.isfinite().all()

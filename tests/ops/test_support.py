@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from calls import tensors
 from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
-from heads_kernels import Problem
+from heads_kernels import Problem, dispatch
 from heads_kernels.ops import support
 
 Unsupported = Callable[[Problem], list[str]]
@@ -170,3 +171,19 @@ def test_the_oldest_triton(monkeypatch: pytest.MonkeyPatch, version: str, words:
     said = support._triton_missing()
     assert said.startswith(words)
     assert bool(said) == bool(words)
+
+
+def test_a_call_that_falls_to_the_formula_warns_once() -> None:
+    """Where a fused backend exists but can't serve the call; silent where eager is asked for by name."""
+    dispatch._warn_of_eager.cache_clear()
+    key = torch.ones(1, 2, 3, 8)[..., ::2]  # rows that are not contiguous
+    with pytest.warns(
+        UserWarning, match=r"runs on 'eager'\n(.*\n)*  not 'cpu': .*key has stride 2"
+    ) as found:
+        hk.gated_attention(torch.ones(1, 2, 3, 4), key, key)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hk.gated_attention(torch.ones(1, 2, 3, 4), key, key)
+        hk.gated_attention(torch.ones(1, 2, 2, 4), key, key, backend="eager")
+        hk.gated_attention(torch.ones(1, 2, 3, 4).double(), key.double()[..., :], key.double())

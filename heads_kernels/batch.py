@@ -1,0 +1,79 @@
+"""Leading batch dimensions: broadcast as `scaled_dot_product_attention` does and flattened to one, B.
+
+Behind a `Problem` every tensor has exactly one batch dimension; `unflatten` gives a result those of the call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.errors import refuse
+
+#: The batch dimensions of a call; None where it has one, equal in all operands, and nothing is to be done.
+Batch = tuple[int, ...] | None
+
+#: What follows the batch dimensions.
+GROUPED: Final = {"query": "H, T, D", "key": "Hk, S, D", "value": "Hk, S, Dv"}
+SHARED: Final = {"query": "T, Ds", "key": "S, Ds", "value": "H, S, Dv"}
+
+
+def flatten_operands(
+    layouts: dict[str, str], *operands: Tensor
+) -> tuple[Batch, tuple[Tensor, ...]]:
+    """The batch of a call, and its operands (`query`, `key`, perhaps `value`) with one batch dimension of size B.
+
+    Broadcasting gives views. With several batch dimensions an operand is copied where no single stride steps
+    through them all. Raises ValueError for too few dimensions, or what does not broadcast.
+    """
+    leads = []
+    for (name, layout), operand in zip(layouts.items(), operands, strict=False):
+        lead = operand.dim() - layout.count(",") - 1
+        if lead < 0:
+            was = f"has {operand.dim()} dimensions (shape {list(operand.shape)})"
+            refuse(name, was, f"pass [..., {layout}]")
+        leads.append(tuple(operand.shape[:lead]))
+    if all(len(lead) == 1 and lead == leads[0] for lead in leads):
+        return None, operands
+    try:
+        batch = tuple(torch.broadcast_shapes(*leads))
+    except RuntimeError:
+        found = ", ".join(str(list(lead)) for lead in leads)
+        names = ", ".join(list(layouts)[: len(leads)])
+        refuse(names, f"have batch dimensions {found}", "make every size equal, or 1")
+    return batch, tuple(
+        _flatten(operand.expand(*batch, *operand.shape[len(lead) :]), len(batch))
+        for operand, lead in zip(operands, leads, strict=True)
+    )
+
+
+def flatten_companion(argument: str, tensor: Tensor, batch: tuple[int, ...], layout: str) -> Tensor:
+    """A gate, bias or mask `[*batch, layout]`, whose sizes of 1 broadcast, as `[B or 1, layout]`."""
+    count = layout.count(",") + 1
+    lead = tuple(tensor.shape[: tensor.dim() - count])
+    if len(lead) != len(batch) or any(
+        got not in (1, size) for got, size in zip(lead, batch, strict=True)
+    ):
+        was = f"has shape {list(tensor.shape)}, but the batch dimensions of the call are {list(batch)}"
+        refuse(
+            argument,
+            was,
+            f"pass [{''.join(f'{size}, ' for size in batch)}{layout}], or 1 where it broadcasts",
+        )
+    rest = tensor.shape[len(lead) :]
+    if all(size == 1 for size in lead):
+        return tensor.reshape(1, *rest)
+    return _flatten(tensor.expand(*batch, *rest), len(batch))
+
+
+def unflatten(result: Tensor, batch: Batch) -> Tensor:
+    """A result `[B, ...]` with the batch dimensions of the call, as a view."""
+    return result if batch is None else result.unflatten(0, batch) if batch else result.squeeze(0)
+
+
+def _flatten(tensor: Tensor, count: int) -> Tensor:
+    """The first `count` dimensions as one."""
+    return tensor.reshape(math.prod(tensor.shape[:count]), *tensor.shape[count:])

@@ -1,0 +1,217 @@
+"""Leading batch dimensions: none, several, broadcast; every argument that has them follows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from calls import EVERY, call
+from torch import Tensor
+from torch.nn import functional as F
+
+import heads_kernels as hk
+
+H, T, S, D = 4, 5, 7, 8
+BOTH = ("gated_attention", "collaborative_attention")
+#: Batch dimensions of query, key and value, and what they broadcast to.
+BATCHES = {
+    "none": ((), (), (), ()),
+    "one": ((1,), (3,), (3,), (3,)),
+    "fewer": ((2, 3), (3,), (), (2, 3)),
+    "crossed": ((2, 1), (1, 3), (2, 3), (2, 3)),
+    "three": ((2, 1, 2), (2, 1, 2), (2, 1, 2), (2, 1, 2)),
+    "empty": ((0, 2), (1, 2), (0, 1), (0, 2)),
+}
+
+
+def operands(
+    operator: str, names: tuple[tuple[int, ...], ...], grad: bool = False
+) -> dict[str, Any]:
+    """Random arguments of `operator` with these batch dimensions of query, key and value."""
+    query, key, value, batch = names
+    shared = operator == "collaborative_attention"
+    heads: tuple[int, ...] = () if shared else (H,)
+    found = {
+        "query": torch.randn(*query, *heads, T, D, dtype=torch.float64),
+        "key": torch.randn(*key, *heads, S, D, dtype=torch.float64),
+    }
+    if operator != "attention_statistics":
+        found["value"] = torch.randn(*value, H, S, D, dtype=torch.float64)
+    if shared:
+        found["mixing"] = torch.randn(H, D, dtype=torch.float64)
+        found["content_bias"] = torch.randn(*batch, H, S, dtype=torch.float64)
+    return {name: tensor.requires_grad_(grad) for name, tensor in found.items()}
+
+
+def expanded(operator: str, arguments: dict[str, Any], batch: tuple[int, ...]) -> dict[str, Any]:
+    """The same call with one batch dimension of size B, made by hand."""
+    B = batch.numel() if isinstance(batch, torch.Size) else int(torch.tensor(batch).prod())
+    result = dict(arguments)
+    for name in ("query", "key", "value"):
+        if name in arguments:
+            tensor = arguments[name]
+            behind = 2 if operator == "collaborative_attention" and name != "value" else 3
+            wide = tensor.expand(*batch, *tensor.shape[-behind:])
+            result[name] = wide.reshape(B, *tensor.shape[-behind:])
+    for name, behind in (("content_bias", 2), ("gate", None), ("exclude_keys", 1)):
+        tensor = arguments.get(name)
+        if tensor is not None and tensor.dim() > 1:
+            count = tensor.dim() - len(batch) if behind is None else behind
+            wide = tensor.expand(*batch, *tensor.shape[tensor.dim() - count :])
+            result[name] = wide.reshape(B, *tensor.shape[tensor.dim() - count :])
+    return result
+
+
+@pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("gate_rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("operator", BOTH)
+def test_batch_dimensions_are_flattened(
+    operator: str, gate_rank: int, names: tuple[tuple[int, ...], ...]
+) -> None:
+    batch = names[3]
+    arguments = operands(operator, names, grad=True)
+    shape = (H,) if gate_rank == 1 else (*batch, *(H, T, D)[: gate_rank - 1])
+    arguments["gate"] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    leaves = list(arguments.values())
+    out = call(operator, "eager", **arguments, is_causal=True)
+    assert out.shape == (*batch, H, T, D)
+    by_hand = call(operator, "eager", **expanded(operator, arguments, batch), is_causal=True)
+    torch.testing.assert_close(out.reshape(by_hand.shape), by_hand, rtol=0, atol=0)
+    got = torch.autograd.grad(out.square().sum(), leaves)
+    want = torch.autograd.grad(by_hand.square().sum(), leaves)
+    for name, a, b in zip(arguments, got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(("operator", "backend"), EVERY)
+def test_on_every_backend(operator: str, backend: str) -> None:
+    names = BATCHES["crossed"]
+    arguments = {n: t.float() for n, t in operands(operator, names).items()}
+    got = call(operator, backend, **arguments)
+    want = call(operator, backend, **expanded(operator, arguments, names[3]))
+    parts = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+    for a, b in parts:
+        assert a.shape[:2] == names[3]
+        assert torch.equal(a.reshape(b.shape), b)
+
+
+def test_statistics_leave_keys_out_by_batch() -> None:
+    names = BATCHES["crossed"]
+    arguments = operands("attention_statistics", names)
+    excluded = torch.rand(2, 1, S) > 0.5
+    by_hand = expanded("attention_statistics", {**arguments, "exclude_keys": excluded}, names[3])
+    got = hk.attention_statistics(**arguments, exclude_keys=excluded)
+    want = hk.attention_statistics(**by_hand)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.reshape(b.shape), b)
+
+
+@pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("mask_rank", [2, 3, 4, 5])
+def test_masks_mean_what_they_mean_to_sdpa(
+    names: tuple[tuple[int, ...], ...], mask_rank: int
+) -> None:
+    batch = names[3]
+    if mask_rank > len(batch) + 3:
+        pytest.skip("more dimensions than the call has")
+    arguments = operands("gated_attention", names)
+    shape = (*batch, H, T, S)[-mask_rank:]
+    mask = torch.rand(shape) > 0.3
+    mask[..., 0] = True  # SDPA's rows that see nothing differ between its kernels
+    out = hk.gated_attention(**arguments, attn_mask=mask, backend="eager")
+    # In PyTorch's own products, which broadcast any dimensions.
+    scores = arguments["query"] @ arguments["key"].mT * D**-0.5
+    want = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ arguments["value"]
+    torch.testing.assert_close(out, want)
+    if batch and 0 not in batch:
+        sdpa = F.scaled_dot_product_attention(*arguments.values(), mask)
+        torch.testing.assert_close(out, sdpa)
+
+
+def test_lengths_count_the_product_of_the_batch_dimensions() -> None:
+    query = torch.randn(2, 3, H, T, D)
+    lengths = torch.tensor([1, 2, 3, 4, 5, 0])
+    out = hk.gated_attention(query, query, query, hk.Mask(key_lengths=lengths))
+    flat = query.flatten(0, 1)
+    want = hk.gated_attention(flat, flat, flat, hk.Mask(key_lengths=lengths))
+    assert torch.equal(out.flatten(0, 1), want)
+
+
+def test_operands_are_views_where_one_stride_serves() -> None:
+    """Broadcasting and flattening copy nothing with one batch dimension, or several in memory order."""
+    wide, key = torch.randn(2, 3, H, T, D), torch.randn(1, 1, H, S, D)
+    problem = hk.Problem.gated(wide, key, key)
+    assert problem.query.data_ptr() == wide.data_ptr()
+    assert problem.key.data_ptr() == key.data_ptr()
+    assert problem.key.stride(0) == 0
+
+
+REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
+    "gate without its batch": (
+        {"gate": torch.ones(1, H)},
+        "gate has 2 dimensions, and the call 2 batch dimensions; pass [H], [..., H], [..., H, T] or",
+    ),
+    "gate of another batch": (
+        {"gate": torch.ones(3, 2, H)},
+        "gate has shape [3, 2, 4], but the batch dimensions of the call are [2, 3]; pass [2, 3, H]",
+    ),
+    "key of another batch": (
+        {"key": torch.ones(3, 3, H, S, D)},
+        "query, key, value have batch dimensions [2, 3], [3, 3], [2, 3]; make every size equal",
+    ),
+    "mask of another batch": (
+        {"attn_mask": torch.ones(3, 2, H, T, S, dtype=torch.bool)},
+        "attn_mask has shape [3, 2, 4, 5, 7], but the batch dimensions of the call are [2, 3];",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_named(name: str) -> None:
+    bad, message = REFUSED[name]
+    arguments = {
+        "query": torch.ones(2, 3, H, T, D),
+        "key": torch.ones(2, 3, H, S, D),
+        "value": torch.ones(2, 3, H, S, D),
+        **bad,
+    }
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        hk.gated_attention(**arguments)
+
+
+# ---------------------------------------------------------------------- SDPA's signature
+def test_positional_arguments_are_those_of_sdpa() -> None:
+    query, key, value = (torch.randn(2, H, T, D) for _ in range(3))
+    mask = torch.rand(T, T) > 0.3
+    mask.fill_diagonal_(True)
+    for arguments in ((mask,), (mask, 0.0), (mask, 0.0, False), (None, 0.0, True)):
+        got = hk.gated_attention(query, key, value, *arguments)
+        want = F.scaled_dot_product_attention(query, key, value, *arguments)
+        torch.testing.assert_close(got, want)
+
+
+def test_a_gate_in_the_place_of_a_mask_is_refused() -> None:
+    """Also where its shape would fit: [B, H, T, Dv] with Dv = S."""
+    query = torch.randn(2, H, T, T)
+    with pytest.raises(TypeError, match=r"attn_mask has dtype torch.float32; .*gate=\.\.\."):
+        hk.gated_attention(query, query, query, torch.rand(2, H, T, T))
+    with pytest.raises(TypeError, match="positional argument"):
+        hk.gated_attention(query, query, query, None, 0.0, False, torch.ones(H))  # type: ignore[misc]
+
+
+def test_enable_gqa() -> None:
+    query, few, one = (torch.randn(2, heads, T, D) for heads in (H, 2, 1))
+    for key in (few, one):
+        got = hk.gated_attention(query, key, key, enable_gqa=True)
+        want = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+        torch.testing.assert_close(got, want)
+    got = hk.gated_attention(query, one, one, enable_gqa=False)  # broadcast, as SDPA does
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(query, one, one))
+    with pytest.raises(
+        ValueError, match="enable_gqa is False, but query has 4 heads and key has 2"
+    ):
+        hk.gated_attention(query, few, few, enable_gqa=False)
+    with pytest.raises(TypeError, match="enable_gqa is a int; pass True or False"):
+        hk.gated_attention(query, query, query, enable_gqa=1)  # type: ignore[arg-type]
