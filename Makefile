@@ -76,7 +76,7 @@ test-wheel:
 	rm -rf build/fresh
 	$(PY) -m venv build/fresh
 	build/fresh/bin/pip --disable-pip-version-check install -q --only-binary :all: "$(TORCH)" dist/*.whl
-	env -i PATH=build/fresh/bin build/fresh/bin/python tests/check_wheel.py dist/*.whl
+	env -i PATH=build/fresh/bin build/fresh/bin/python tests/tools/check_wheel.py dist/*.whl
 
 clean:
 	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -23,7 +23,7 @@ from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
 from heads_kernels.testing import Case
 
 if TRITON_INTERPRETED:
-    import interpreter
+    from tests.support import interpreter
 
     interpreter.mend()
 

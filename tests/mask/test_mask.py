@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
+import pickle
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from masks import B, H, S, T, all_real, from_tensor, in_a_call, longs
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from heads_kernels.mask import UNBOUNDED, Intervals, Mask, as_mask
+from tests.mask.masks import B, H, S, T, all_real, every_kind, from_tensor, in_a_call, longs
 
 Arguments = dict[str, Any]  # what Mask takes, with nested lists for tensors
 
@@ -498,3 +503,58 @@ def test_refusals(
 def test_and_with_anything_else_is_a_type_error() -> None:
     with pytest.raises(TypeError):
         Mask(causal=True) & True  # type: ignore[operator]
+
+
+# ---------------------------------------------------------------------- an object of its own
+def test_mask_is_immutable_and_keeps_tensors_by_reference() -> None:
+    real = all_real(2, 5)
+    mask = Mask(causal=True, key_mask=real)
+    with pytest.raises(FrozenInstanceError):
+        mask.terms = ()  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        mask.terms[0].align = "lower_right"  # type: ignore[attr-defined]
+    assert mask.terms[1].real is real  # type: ignore[attr-defined]
+    before = mask.terms
+    assert (mask & Mask(window=(1, 1))).terms[:2] == before == mask.terms
+
+
+def test_repr() -> None:
+    ids = longs(0, 1)
+    assert repr(Mask()) == "Mask()"
+    assert repr(Mask(causal=True, window=(4, 0))) == "Mask(causal=True, window=(4, 0))"
+    assert repr(Mask(causal="lower_right", window=(4, -1), key_lengths=[3, 5])) == (
+        "Mask(causal='lower_right', window=(4, -1) lower_right, key_lengths=(3, 5))"
+    )
+    assert repr(
+        Mask(causal=True, prefix_lengths=longs(1), key_mask=all_real(2, 5, device="meta"))
+    ) == ("Mask(causal=True, prefix_lengths=int64[1], key_mask=bool[2, 5] on meta)")
+    assert repr(Mask(document_ids=ids) & Mask(document_ids=(ids, ids + 1))) == (
+        "Mask(document_ids=int64[2], document_ids=(int64[2], int64[2]))"
+    )
+    assert repr(from_tensor(all_real(4, 5))) == "Mask(attn_mask=bool[1, 1, 4, 5])"
+
+
+def test_copies_show_the_same() -> None:
+    mask = every_kind() & as_mask(torch.rand(2, 3, 5, 5) > 0.2, (2, 3, 5, 5))
+    expected = mask.to_dense(2, 3, 5, 5)
+    assert 0 < int(expected.sum()) < expected.numel()
+    stored = io.BytesIO()
+    torch.save(mask, stored)
+    stored.seek(0)
+    leaves, spec = pytree.tree_flatten(mask)
+    assert all(isinstance(leaf, Tensor) for leaf in leaves)
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    for twin in (
+        copy.deepcopy(mask),
+        pickle.loads(pickle.dumps(mask)),
+        torch.load(stored, weights_only=True),
+        pytree.tree_unflatten(leaves, spec),
+    ):
+        assert repr(twin) == repr(mask)
+        assert torch.equal(twin.to_dense(2, 3, 5, 5), expected)
+
+
+def test_a_mask_as_pytree_maps_its_tensors() -> None:
+    moved = pytree.tree_map(lambda tensor: tensor.to("meta"), every_kind())
+    assert moved.intervals(2, 1, 5, 5).k_lo.device.type == "meta"
+    assert pytree.tree_flatten(pytree.tree_map(lambda _: 7, every_kind()))[0] == [7] * 6

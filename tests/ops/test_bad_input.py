@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, EVERY, TABLES, call, tensors
 from torch import Tensor
 
 import heads_kernels as hk
+from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, call, tensors
 
 B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
 GATED, COLLABORATIVE = "gated_attention", "collaborative_attention"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from calls import TABLES
 
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import CASES, Case, check, plain
+from tests.ops.calls import TABLES
 
 #: Part of its bound that eager's own error may be. It is bounded by twice itself and the floor, so
 #: that 0.4 says: at most twice the floor.

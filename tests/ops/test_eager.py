@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, EVERY, TABLES, call, serve, tensors
-from reference import attention, keeps, masks, pairs
 from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import functional
+from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, call, serve, tensors
+from tests.support.reference import attention, keeps, masks, pairs
 
 B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
 NAN = float("nan")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, call
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
 from heads_kernels import Problem
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.testing import CASES, Case, Inputs, find, plain
+from tests.ops.calls import DIFFERENTIABLE, call
 
 QUICK = [case for case in CASES if "model" not in case.tags]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, TABLES, call
 from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.ops import parts
+from tests.ops.calls import DIFFERENTIABLE, TABLES, call
 
 GATED = [row.name for row in TABLES["gated_attention"]]
 COLLABORATIVE = [row.name for row in TABLES["collaborative_attention"]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, tensors
 
 import heads_kernels as hk
 from heads_kernels.testing import peak_memory
+from tests.ops.calls import DIFFERENTIABLE, tensors
 
 T = 4096
 MATRIX = 4 * T * T  # bytes of one head's scores in float32: 64 MiB

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, call, tensors
-from reference import keeps
-from reference import philox4x32 as reference_philox4x32
 
 from heads_kernels import functional
 from heads_kernels.ops.philox import keep_mask, philox4x32, threshold
+from tests.ops.calls import DIFFERENTIABLE, call, tensors
+from tests.support.reference import keeps
+from tests.support.reference import philox4x32 as reference_philox4x32
 
 CPU = torch.device("cpu")
 FULL = 0xFFFFFFFF

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import TABLES
 from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, hide, surrounded
+from tests.ops.calls import TABLES
 
 QUICK = [case for case in CASES if "model" not in case.tags]
 MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, TABLES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +17,7 @@ import heads_kernels as hk
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes
+from tests.ops.calls import DIFFERENTIABLE, TABLES
 
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
 WIDTH = st.one_of(st.integers(1, 20), st.sampled_from([32, 40, 64, 72, 80]))

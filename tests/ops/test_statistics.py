@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from calls import TABLES, call
 from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import Problem
 from heads_kernels.testing import CASES, Case, peak_memory, plain
+from tests.ops.calls import TABLES, call
 
 BACKENDS = [row.name for row in TABLES["attention_statistics"]]
 QUICK = [case for case in CASES if "model" not in case.tags and not case.dropout_p]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import tensors
 from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from heads_kernels import Problem, dispatch
 from heads_kernels.ops import support
+from tests.ops.calls import tensors
 
 Unsupported = Callable[[Problem], list[str]]
 

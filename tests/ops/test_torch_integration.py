@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from calls import DIFFERENTIABLE, EVERY, call, serve, tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +16,7 @@ from heads_kernels import functional
 from heads_kernels.ops.attention_statistics.op import statistics_op
 from heads_kernels.ops.collaborative_attention import op as collaborative
 from heads_kernels.ops.gated_attention import op as gated
+from tests.ops.calls import DIFFERENTIABLE, EVERY, call, serve, tensors
 
 B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
 OPS = {"gated_attention": gated, "collaborative_attention": collaborative}

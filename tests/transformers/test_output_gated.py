@@ -26,7 +26,7 @@ from heads_kernels.integrations.transformers import (
     use,
 )
 from heads_kernels.integrations.transformers.output_gated import OutputGated
-from tests.tiny_models import assert_alike, batch, build, outputs, with_gradients
+from tests.support.tiny_models import assert_alike, batch, build, outputs, with_gradients
 
 FUSED = [name for name, family in TESTED.items() if family.fused]
 UNFUSED = [name for name, family in TESTED.items() if family.output_gate and not family.fused]

@@ -1,0 +1,227 @@
+"""Distances between heads: against the definition on maps in memory, heads that are the same, the embedding."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.testing import peak_memory
+from tests.analysis.attention_maps import Layers, maps_of_layers, stock_maps
+from tests.support import tiny_models
+from tests.support.nn_layers import spread
+
+use = hk.integrations.transformers.use
+
+
+def layers(count: int = 2) -> Layers:
+    torch.manual_seed(0)
+    make = hk.nn.GatedMultiheadAttention
+    return Layers(*(spread(make(16, 4, dtype=torch.float64)) for _ in range(count)))
+
+
+# ---------------------------------------------------------------------- against maps in memory
+@pytest.mark.parametrize("name", ["albert", "bert", "bart", "t5", "gpt2", "mistral", "llama"])
+def test_transformers_models_as_their_maps_say(name: str) -> None:
+    stock = tiny_models.build(name).double()
+    arguments = tiny_models.batch(stock)
+    model = use(copy.deepcopy(stock))
+    for kind, maps in stock_maps(stock, arguments).items():
+        found = hk.heads.distance(model, [arguments], kind=kind)
+        torch.testing.assert_close(found.matrix, maps.divergences(), rtol=0, atol=1e-7)
+        L, _, H = maps.maps.shape[:3]
+        assert found.kind == kind
+        assert found.rows == int(maps.rows.sum())
+        assert len(found.layers) == L
+        assert found.heads == tuple((layer, head) for layer in range(L) for head in range(H))
+
+
+def test_float32_to_1e_5() -> None:
+    stock = tiny_models.build("bert")
+    arguments = tiny_models.batch(copy.deepcopy(stock).double())
+    expected = stock_maps(copy.deepcopy(stock).double(), arguments)["encoder"].divergences()
+    found = hk.heads.distance(use(stock), [arguments])
+    torch.testing.assert_close(found.matrix, expected, rtol=0, atol=1e-5)
+
+
+def test_our_modules_of_both_kinds() -> None:
+    torch.manual_seed(0)
+    model = Layers(
+        spread(hk.nn.CollaborativeMultiheadAttention(16, 4, 12, dtype=torch.float64)),
+        spread(hk.nn.GatedMultiheadAttention(16, 4, num_key_heads=2, dtype=torch.float64)),
+    )
+    x = torch.randn(2, 70, 16, dtype=torch.float64)
+    real = torch.arange(70) < torch.tensor([[70], [33]])
+    with torch.no_grad():
+        maps = maps_of_layers(model, x, real[:, None] & real[:, :, None])
+    found = hk.heads.distance(model, [(x, ~real)])
+    torch.testing.assert_close(found.matrix, maps.divergences())
+
+
+# ---------------------------------------------------------------------- heads that are the same, and that are not
+def test_heads_of_rotated_queries_and_keys_are_the_same() -> None:
+    """`W_Q R` and `W_K R` give the same scores, though their columns may be orthogonal to those of the other head."""
+    model = layers(1)
+    layer = model.layers[0]
+    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q
+    with torch.no_grad():
+        for projection in (layer.q_proj, layer.k_proj):
+            for parameter in (projection.weight, projection.bias):
+                by_head = parameter.view(4, 4, -1)
+                by_head[2] = rotation @ by_head[0]
+    found = hk.heads.distance(model, [torch.randn(3, 8, 16, dtype=torch.float64)])
+    assert found.matrix[0, 2] < 1e-12
+    others = found.matrix[0, [1, 3]]
+    assert (others > 1e-3).all()
+
+
+def test_a_duplicated_head_in_float32() -> None:
+    torch.manual_seed(0)
+    model = Layers(spread(hk.nn.GatedMultiheadAttention(16, 4)))
+    with torch.no_grad():
+        for projection in (model.layers[0].q_proj, model.layers[0].k_proj):
+            for parameter in (projection.weight, projection.bias):
+                parameter.view(4, 4, -1)[3] = parameter.view(4, 4, -1)[1]
+    found = hk.heads.distance(model, [torch.randn(3, 50, 16)])
+    assert 0 <= found.matrix[1, 3] < 1e-6
+    assert found.matrix[1, 0] > 1e-3
+
+
+def test_heads_that_look_at_different_tokens_are_ln_2_apart() -> None:
+    """Heads 0 and 1 look at the first two tokens, 2 and 3 at the others: 0 within, ln 2 between; no odd head."""
+    model = layers(1)
+    layer = model.layers[0]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.q_proj.bias.fill_(1.0)
+        layer.k_proj.weight.view(4, 4, 16)[:2, :, 0] = 500.0
+        layer.k_proj.weight.view(4, 4, 16)[2:, :, 0] = -500.0
+    x = torch.zeros(1, 6, 16, dtype=torch.float64)
+    x[:, :2, 0] = 1.0
+    found = hk.heads.distance(model, [x])
+    apart = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]).double()
+    torch.testing.assert_close(found.matrix, apart * math.log(2))
+    torch.testing.assert_close(found.within(), torch.tensor([math.log(2) * 2 / 3]).double())
+    points = found.embedding(1)
+    torch.testing.assert_close(points.abs(), torch.full((4, 1), math.log(2) ** 0.5 / 2).double())
+    assert points[:, 0].sign().tolist() in ([1, 1, -1, -1], [-1, -1, 1, 1])
+
+
+def test_the_odd_head_of_each_layer() -> None:
+    model = layers(2)
+    for odd, layer in zip((2, 0), model.layers, strict=True):
+        with torch.no_grad():
+            for projection in (layer.q_proj, layer.k_proj):
+                for parameter in (projection.weight, projection.bias):
+                    by_head = parameter.view(4, 4, -1)
+                    by_head[[h for h in range(4) if h != odd]] = by_head[1].clone()
+    found = hk.heads.distance(model, [torch.randn(2, 8, 16, dtype=torch.float64)])
+    assert found.odd() == [2, 0]
+    block = found.block(0)
+    torch.testing.assert_close(found.within()[0], block.sum() / 12)
+    assert torch.equal(found.block(1), found.matrix[4:, 4:])
+
+
+def test_the_embedding_has_the_distances_of_all_dimensions() -> None:
+    """The root of the divergence is a distance between points, so that all dimensions give it exactly."""
+    found = hk.heads.distance(layers(2), [torch.randn(2, 9, 16, dtype=torch.float64)])
+    points = found.embedding(8)
+    torch.testing.assert_close(torch.cdist(points, points).square(), found.matrix)
+    assert torch.equal(found.embedding(), points[:, :2])
+    spread_of = points.square().sum(0)
+    assert (spread_of[:-1] >= spread_of[1:]).all()
+
+
+# ---------------------------------------------------------------------- what must not matter
+def test_how_data_are_cut_into_batches_and_padded() -> None:
+    model, x = layers(), torch.randn(1, 7, 16, dtype=torch.float64)
+    y = torch.randn(1, 11, 16, dtype=torch.float64)
+    apart = hk.heads.distance(model, [x, y])
+
+    def padded(left: int, right: int) -> tuple[Tensor, Tensor]:
+        both = torch.cat([nn.functional.pad(x, (0, 0, left, right), value=9.0), y])
+        hidden = nn.functional.pad(torch.zeros(1, 7, dtype=torch.bool), (left, right), value=True)
+        return both, torch.cat([hidden, torch.zeros(1, 11, dtype=torch.bool)])
+
+    for sides in ((0, 4), (4, 0), (1, 3)):
+        found = hk.heads.distance(model, [padded(*sides)])
+        assert found.rows == apart.rows == 18
+        torch.testing.assert_close(found.matrix, apart.matrix)
+
+
+def test_pruned_models() -> None:
+    model = use(tiny_models.build("bert", num_hidden_layers=3).double())
+    arguments = tiny_models.batch(model)
+    hk.heads.close(model, {0: [1, 2], 1: [0, 1, 2, 3], 2: [0, 1, 3]})
+    before = hk.heads.distance(model, [arguments])
+    hk.heads.prune(model, hk.heads.closed(model))
+    found = hk.heads.distance(model, [arguments])
+    assert found.heads == ((0, 0), (0, 1), (1, 0))
+    assert [name.split(".")[2] for name in found.layers] == ["0", "2"]
+    left = [0, 3, 10]
+    torch.testing.assert_close(found.matrix, before.matrix[left][:, left])
+    assert found.odd() == [0, None]
+    assert found.within()[1].isnan()
+    assert json.loads(json.dumps(found.to_dict()))["within"][1] is None
+
+
+def test_memory_is_bounded() -> None:
+    """T 1500: the maps of 8 heads would take 69 MiB."""
+    torch.manual_seed(0)
+    model = Layers(*(spread(hk.nn.GatedMultiheadAttention(16, 4)) for _ in range(2)))
+    x = torch.randn(1, 1500, 16)
+    hk.heads.distance(model, [x[:, :200]])
+    assert peak_memory(lambda: hk.heads.distance(model, [x])).extra < 24 << 20
+
+
+# ---------------------------------------------------------------------- bad input
+def test_bad_input() -> None:
+    model = use(tiny_models.build("bart"))
+    arguments = tiny_models.batch(model)
+    with pytest.raises(
+        ValueError, match=r"kind is None; pass one of 'encoder', 'decoder', 'cross'"
+    ):
+        hk.heads.distance(model, [arguments])
+    with pytest.raises(ValueError, match=r"kind is 'both'"):
+        hk.heads.distance(model, [arguments], kind="both")
+    with pytest.raises(ValueError, match=r"data has no batches"):
+        hk.heads.distance(model, [], kind="cross")
+    with pytest.raises(TypeError, match=r"data is a dict"):
+        hk.heads.distance(model, arguments, kind="cross")
+    hk.heads.prune(model, {layer.index: range(4) for layer in hk.heads.attention_layers(model)})
+    with pytest.raises(ValueError, match=r"model has no head left in its layers of kind 'cross'"):
+        hk.heads.distance(model, [arguments], kind="cross")
+
+
+def test_data_that_reach_no_token() -> None:
+    padding = torch.ones(1, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"data has no real token"):
+        hk.heads.distance(layers(), [(torch.randn(1, 5, 16, dtype=torch.float64), padding)])
+
+
+def test_layers_that_do_not_run_or_see_other_tokens() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = layers(2)
+
+        def forward(self, x: Tensor, what: str) -> None:
+            first, second = self.inner.layers
+            if what != "nothing":
+                first(x)
+            if what == "both":
+                second(x[:, :3])
+
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"data reaches no layer of kind 'encoder'"):
+        hk.heads.distance(Branches(), [(x, "nothing")])
+    with pytest.raises(ValueError, match=r"data makes other layers run in one batch"):
+        hk.heads.distance(Branches(), [(x, "one"), (x, "both")])
+    with pytest.raises(ValueError, match=r"model has T 3 and S 3 in layer 1"):
+        hk.heads.distance(Branches(), [(x, "both")])

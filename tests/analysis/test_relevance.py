@@ -1,0 +1,487 @@
+"""Layer-wise relevance propagation against Jacobians: every rule, whole models, padding, pruned heads, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import heads_kernels as hk
+from heads_kernels.heads import relevance, relevance_rules
+from heads_kernels.heads.relevance_functions import RULES
+from tests.analysis.jacobian_relevance import by_jacobian, by_rows
+from tests.support.nn_layers import spread
+
+REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+
+
+def random(*sizes: int, positive: bool = False) -> Tensor:
+    made = torch.randn(*sizes, dtype=torch.float64)
+    return made.abs() if positive else made
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[1 << 18, 40, 1])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of several rows, of some outputs of a row, and of one output."""
+    monkeypatch.setitem(relevance_rules.TILES, "cpu", request.param)
+
+
+# ---------------------------------------------------------------------- rules
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.usefixtures("tile")
+def test_linear(bias: bool) -> None:
+    x, weight, given = random(2, 3, 5), random(7, 5), random(2, 3, 7, positive=True)
+    constant = random(7) if bias else None
+    given[0, 1], given[..., 2] = 0, 0  # a row and an output without relevance
+    found = relevance_rules.linear(x, weight, constant, given)
+    [expected] = by_rows(lambda row: F.linear(row, weight, constant), [x], given)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found.sum(-1), given.sum(-1))
+    assert not found[0, 1].any()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.usefixtures("tile")
+def test_layer_norm(affine: bool) -> None:
+    x, given = random(2, 3, 5), random(2, 3, 5, positive=True)
+    weight, bias = (random(5), random(5)) if affine else (None, None)
+    given[1, 2] = 0
+    found = relevance_rules.norm(x, weight, bias, 0.1, given)
+    [expected] = by_rows(lambda row: F.layer_norm(row, [5], weight, bias, 0.1), [x], given)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found.sum(-1), given.sum(-1))
+
+
+def test_norm_of_squares() -> None:
+    x, weight, given = random(2, 3, 5), random(5), random(2, 3, 5, positive=True)
+    out = F.rms_norm(x, [5], weight, 0.1)
+    found = relevance_rules.rms_norm(x, out, 0.1, given)
+    [expected] = by_rows(lambda row: F.rms_norm(row, [5], weight, 0.1), [x], given)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found.sum(-1), given.sum(-1))
+
+
+def test_sum_of_tensors() -> None:
+    terms, given = [random(2, 3, 5) for _ in range(3)], random(2, 3, 5, positive=True)
+    found = relevance_rules.add(terms, given)
+    expected = by_rows(lambda *rows: sum(rows), terms, given)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(sum(found).sum(-1), given.sum(-1))
+
+
+def test_a_term_that_broadcasts_gets_what_its_copies_get() -> None:
+    x, position, given = random(2, 3, 5), random(3, 5), random(2, 3, 5, positive=True)
+    of_copies = relevance_rules.add([x, position.expand(2, 3, 5)], given)
+    found = relevance_rules.add([x, position], given)
+    torch.testing.assert_close(found, [of_copies[0], of_copies[1].sum(0)])
+
+
+def test_mean_over_tokens() -> None:
+    x, given = random(2, 4, 5), random(2, 5, positive=True)
+    found = relevance_rules.weighted(lambda y: y.mean(1), x, given)
+    for example in range(2):
+        expected = by_jacobian(lambda y: y.mean(0), [x[example]], given[example])
+        torch.testing.assert_close(found[example], expected[0])
+
+
+def test_a_product_is_halved_among_what_carries_relevance() -> None:
+    a, b, given = random(3, 5) * 100, random(3, 5) * 100, random(3, 5, positive=True)
+    inputs, back = RULES["mul"](lambda x: True, a, b)
+    assert inputs == [a, b]
+    expected = by_rows(torch.mul, inputs, given)
+    torch.testing.assert_close(back([given]), expected, rtol=1e-4, atol=1e-6)
+    b[0, 1] = 0
+    [alone], back = RULES["mul"](lambda x: x is a, b, a)
+    assert alone is a
+    torch.testing.assert_close(back([given])[0], given * (b != 0))
+
+
+def test_a_matrix_of_weights_is_a_linear_map() -> None:
+    x, matrix, given = random(2, 3, 5), random(5, 4), random(2, 3, 4, positive=True)
+    _, back = RULES["matmul"](lambda each: each is x, x, matrix)
+    torch.testing.assert_close(back([given]), by_rows(lambda row: row @ matrix, [x], given))
+
+
+def attention_of(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    scores = (query @ key.mT).masked_fill(~visible, -torch.inf)
+    return torch.nan_to_num(scores.softmax(-1)) @ value
+
+
+@pytest.mark.parametrize("border", [0, 3])
+def test_attention(border: int) -> None:
+    blocks, features = ([slice(0, border), slice(border, end)] for end in (4, 6))
+    q, k, v = random(2, 2, 4, 3), random(2, 2, 5, 3), random(2, 2, 5, 6)
+    given = random(2, 2, 4, 6, positive=True)
+    visible = torch.rand(2, 2, 4, 5) > 0.3
+    visible[..., 0] = True
+    visible[0, 0, 1] = False  # a row that sees nothing, whose relevance the others of its head get
+    p = attention_of(q, k, torch.eye(5, dtype=torch.float64), visible)
+    values = relevance_rules.attention_values(lambda rows: p[:, :, rows], v, given, blocks)
+    found = relevance_rules.attention(lambda rows: p[:, :, rows], q, k, v, given, blocks, features)
+    for at in [(b, h) for b in range(2) for h in range(2)]:
+
+        def as_constant(value: Tensor, at: tuple[int, int] = at) -> Tensor:
+            return p[at] @ value
+
+        def whole(*operands: Tensor, at: tuple[int, int] = at) -> Tensor:
+            return attention_of(*operands, visible[at])
+
+        torch.testing.assert_close(values[at], by_jacobian(as_constant, [v[at]], given[at])[0])
+        expected = by_jacobian(whole, [q[at], k[at], v[at]], given[at])
+        torch.testing.assert_close([x[at] for x in found], expected)
+        torch.testing.assert_close(sum(x[at].sum() for x in found), given[at].sum())
+
+
+# ---------------------------------------------------------------------- a whole model, layer by layer
+class Encoder(nn.Module):
+    """Two of PyTorch's own layers around our attention, and scores of the mean token."""
+
+    def __init__(self, norm_first: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                8, 2, 12, batch_first=True, norm_first=norm_first, dtype=torch.float64
+            )
+            for _ in range(2)
+        )
+        for layer in self.layers:
+            layer.self_attn = hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64, **options)
+        self.scores = nn.Linear(8, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=None if real is None else ~real)
+        if real is None:
+            return self.scores(x.mean(1))
+        weights = real[..., None].double()
+        return self.scores((x * weights).sum(1) / weights.sum(1))
+
+
+def attention_by_jacobian(
+    layer: hk.nn.GatedMultiheadAttention, x: Tensor, given: Tensor, full: bool
+) -> tuple[Tensor, Tensor]:
+    """What the input `[T, E]` of self-attention gets, and the relevance of each head."""
+    H, D = layer.num_heads, layer.head_dim
+    parts = layer.q_proj, layer.k_proj, layer.v_proj
+    q, k, v = (part(x).view(-1, H, D).transpose(0, 1) for part in parts)
+    p = (layer.scale * (q @ k.mT)).softmax(-1)
+    heads = (p @ v).transpose(0, 1).flatten(1)
+    [of_heads] = by_rows(layer.out_proj, [heads], given)
+    of_heads = of_heads.view(-1, H, D).transpose(0, 1)  # [H, T, D]
+    found = [torch.zeros_like(q) for _ in parts]
+    for h in range(H):
+        if full:
+
+            def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return (layer.scale * (q @ k.mT)).softmax(-1) @ v
+
+            of_parts = by_jacobian(whole, [q[h], k[h], v[h]], of_heads[h])
+        else:
+            zeros = torch.zeros_like(q[h])
+            [of_value] = by_jacobian(lambda v, h=h: p[h] @ v, [v[h]], of_heads[h])
+            of_parts = [zeros, zeros, of_value]
+        for each, part in zip(found, of_parts, strict=True):
+            each[h] = part
+    flat = [each.transpose(0, 1).flatten(1) for each in found]
+    inputs = [by_rows(part, [x], each)[0] for part, each in zip(parts, flat, strict=True)]
+    return sum(inputs), of_heads.sum((1, 2))
+
+
+def encoder_by_jacobian(model: Encoder, x: Tensor, full: bool) -> list[Tensor]:
+    """The relevance of the heads of each layer for the largest score of one example `[T, E]`, normalised."""
+    states = []
+    for layer in model.layers:
+        attended = x + layer.self_attn(x[None])[0][0]
+        normed = layer.norm1(attended)
+        hidden = layer.linear1(normed).relu()
+        fed = normed + layer.linear2(hidden)
+        states.append((x, attended, normed, hidden, fed))
+        x = layer.norm2(fed)
+    scores = model.scores(x.mean(0))
+    given = F.one_hot(scores.argmax(), 3).double()
+    [given] = by_jacobian(model.scores, [x.mean(0)], given)
+    [given] = by_jacobian(lambda y: y.mean(0), [x], given)
+    found = []
+    for layer, (x, attended, normed, hidden, fed) in reversed(
+        list(zip(model.layers, states, strict=True))
+    ):
+        [given] = by_rows(layer.norm2, [fed], given)
+        beside, given = by_rows(torch.add, [normed, fed - normed], given)
+        [given] = by_rows(layer.linear2, [hidden], given)
+        [given] = by_rows(layer.linear1, [normed], given)  # the activation lets it through
+        [given] = by_rows(layer.norm1, [attended], given + beside)
+        beside, given = by_rows(torch.add, [x, attended - x], given)
+        given, heads = attention_by_jacobian(layer.self_attn, x, given, full)
+        given = given + beside
+        found.append(heads / heads.sum())
+    return found[::-1]
+
+
+@pytest.mark.parametrize("attention", ["constant", "full"])
+def test_a_model_layer_by_layer(attention: str) -> None:
+    model = spread(Encoder())
+    x = random(3, 5, 8)
+    found = relevance(model, [x[:2], x[2:]], attention=attention)
+    with torch.no_grad():
+        each = [encoder_by_jacobian(model, example, attention == "full") for example in x]
+    expected = [torch.stack(of_layer).mean(0) for of_layer in zip(*each, strict=True)]
+    torch.testing.assert_close(list(found.scores), expected)
+    assert found.layers == ("layers.0.self_attn", "layers.1.self_attn")
+    assert found.method == ("lrp" if attention == "constant" else "lrp, full attention")
+
+
+def test_full_attention_differs() -> None:
+    model, x = spread(Encoder()), random(2, 5, 8)
+    tables = [relevance(model, [x], attention=each).table() for each in ("constant", "full")]
+    assert (tables[0][1] - tables[1][1]).abs().max() < 1e-12  # nothing has gone through attention
+    assert (tables[0][0] - tables[1][0]).abs().max() > 1e-4
+
+
+# ---------------------------------------------------------------------- attention of every kind
+class Wrapped(nn.Module):
+    """Two attention modules, each added to what comes in."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.attention:
+            x = x + module(x, is_causal=True)[0]
+        return x[:, -1]
+
+
+@pytest.mark.parametrize("attention", ["constant", "full"])
+def test_collaborative_heads_with_blocks_of_mixing_are_ordinary_heads(attention: str) -> None:
+    sizes = {"embed_dim": 8, "num_heads": 4, "dtype": torch.float64}
+    plain = spread(Wrapped(*(hk.nn.GatedMultiheadAttention(**sizes) for _ in range(2))))
+    for bias in ({"qk_bias": True, "content_bias": False}, {"content_bias": True}):
+        shared = [
+            hk.nn.CollaborativeMultiheadAttention(**sizes, shared_dim=8, **bias) for _ in range(2)
+        ]
+        for made, module in zip(shared, plain.attention, strict=True):
+            made.load_state_dict(module.state_dict())
+        x = random(2, 5, 8)
+        expected = relevance(plain, [x], attention=attention).table()
+        found = relevance(Wrapped(*shared), [x], attention=attention).table()
+        if attention == "full" and "qk_bias" not in bias:  # relevance of the bias lies elsewhere
+            assert (found - expected).abs().max() < 0.05
+        else:
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("attention", ["constant", "full"])
+def test_grouped_keys_are_keys_repeated(attention: str) -> None:
+    grouped = [
+        hk.nn.GatedMultiheadAttention(8, 4, num_key_heads=2, dtype=torch.float64) for _ in range(2)
+    ]
+    spread(nn.ModuleList(grouped))
+
+    class Repeated(hk.nn.GatedMultiheadAttention):
+        def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> Any:
+            found = super().operands(query, source)
+            return found | {n: found[n].repeat_interleave(2, 1) for n in ("key", "value")}
+
+    repeated = [Repeated(8, 4, num_key_heads=2, dtype=torch.float64) for _ in range(2)]
+    for made, module in zip(repeated, grouped, strict=True):
+        made.load_state_dict(module.state_dict())
+    hk.heads.register_layout("Repeated", hk.heads.attention_layers(Wrapped(*grouped))[0].layout)
+    x = random(2, 5, 8)
+    expected = relevance(Wrapped(*repeated), [x], attention=attention).table()
+    found = relevance(Wrapped(*grouped), [x], attention=attention).table()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("output_gate", ["head", "element"])
+def test_an_output_gate_has_half_of_the_relevance(output_gate: str) -> None:
+    """In the operator, or beside a head gate behind it, by which nothing may change."""
+    options = {"output_gate": output_gate, "dtype": torch.float64}
+    modules = [hk.nn.GatedMultiheadAttention(8, 4, **options) for _ in range(2)]
+    model, x = spread(Wrapped(*modules)), random(2, 5, 8)
+    found = relevance(model, [x]).table()
+    hk.heads.gate(model, lambda heads: hk.nn.FixedGate(torch.ones(heads, dtype=torch.float64)))
+    torch.testing.assert_close(relevance(model, [x]).table(), found)
+    torch.testing.assert_close(found.sum(1), torch.ones(2, dtype=torch.float64))
+
+
+# ---------------------------------------------------------------------- closed, pruned, padded
+def test_closed_heads_have_none() -> None:
+    model, x = spread(Encoder()), random(2, 5, 8)
+    hk.heads.close(model, {0: [1], 1: [0, 2]})
+    found = relevance(model, [x]).table()
+    assert (found == 0).nonzero().tolist() == [[0, 1], [1, 0], [1, 2]]
+    torch.testing.assert_close(found.sum(1), torch.ones(2, dtype=torch.float64))
+
+
+def test_pruned_heads_are_gone() -> None:
+    model, x = spread(Encoder()), random(2, 5, 8)
+    hk.heads.prune(model, {0: [1, 2], 1: [0, 1, 2, 3]})
+    found = relevance(model, [x])
+    assert [len(each) for each in found.scores] == [2, 0]
+    assert found.scores[0].sum().item() == pytest.approx(1)
+
+
+def test_a_layer_with_all_heads_closed_has_no_relevance() -> None:
+    model, x = spread(Encoder()), random(2, 5, 8)
+    hk.heads.close(model, {1: [0, 1, 2, 3]})
+    found = relevance(model, [x])
+    assert not found.scores[1].any()
+    assert found.scores[0].sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_padding_changes_nothing(norm_first: bool) -> None:
+    model, x = spread(Encoder(norm_first)), random(2, 6, 8)
+    examples = [(x[:1], REAL[:1]), (x[1:, :4], REAL[1:, :4])]
+    alone = [relevance(model, [example]).table() for example in examples]
+    right = torch.where(REAL[..., None], x, 1e4)
+    left = torch.stack((x[0], x[1].roll(2, 0)))
+    left = torch.where(REAL.flip(1)[..., None], left, 1e4)
+    for padded, real in ((right, REAL), (left, REAL.flip(1))):
+        found = relevance(model, [(padded, real)]).table()
+        torch.testing.assert_close(found, torch.stack(alone).mean(0))
+
+
+def test_examples_of_padding_alone_do_not_count() -> None:
+    model, x = spread(Encoder()), random(2, 6, 8)
+    real = REAL.clone()
+    real[1] = False
+    alone = relevance(model, [(x[:1], real[:1])]).table()
+    torch.testing.assert_close(relevance(model, [(x, real)]).table(), alone)
+    with pytest.raises(ValueError, match=r"data has no example that counts"):
+        relevance(model, [(x, torch.zeros_like(real))])
+
+
+# ---------------------------------------------------------------------- outputs
+def test_positions_are_passes_of_their_own() -> None:
+    model, x = spread(Encoder()), random(2, 6, 8)
+
+    def scores(model: Encoder, batch: Tensor) -> Tensor:
+        for layer in model.layers:
+            batch = layer(batch, src_key_padding_mask=~REAL)
+        return model.scores(batch)
+
+    found = relevance(model, [x], scores).table()
+    each = []
+    for b, t in REAL.nonzero().tolist():
+
+        def one(model: Encoder, batch: Tensor, b: int = b, t: int = t) -> Any:
+            values = scores(model, batch)[:, t]
+            start = torch.zeros_like(values)
+            start[b] = F.one_hot(values[b].argmax(), 3)
+            return values, start
+
+        each.append(relevance(model, [x], one).table())
+    torch.testing.assert_close(found, torch.stack(each).mean(0))
+
+
+def test_the_start_may_be_given() -> None:
+    model, x = spread(Encoder()), random(2, 5, 8)
+
+    def largest(model: Encoder, batch: Tensor) -> Any:
+        scores = model(batch)
+        return scores, 3 * F.one_hot(scores.softmax(-1).argmax(-1), 3).double()
+
+    expected = relevance(model, [x]).table()
+    torch.testing.assert_close(relevance(model, [x], largest).table(), expected)
+
+
+def test_what_does_not_lie_on_the_way_needs_no_rule() -> None:
+    class Aside(Encoder):
+        def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+            x = x.cumsum(1)  # below all heads
+            found = super().forward(x, real)
+            self.aside = found.softmax(-1).cumsum(-1)
+            return found + torch.zeros_like(found) + found.argmax().double()
+
+    model = spread(Aside())
+    assert relevance(model, [random(2, 5, 8)]).table().isfinite().all()
+
+
+# ---------------------------------------------------------------------- refusals
+class Ends(Encoder):
+    """An encoder with something more at its end."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.end = end
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        return self.end(super().forward(x, real))
+
+
+STOCK = nn.MultiheadAttention(3, 1, batch_first=True, dtype=torch.float64).eval()
+REFUSED = {
+    "softmax": lambda x: x.softmax(-1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "matmul": lambda x: x @ x.mT,
+    "mul_": lambda x: x.mul_(2),
+    "__setitem__": lambda x: [x, x.__setitem__(0, 1.0)][0],
+    "div": lambda x: x / x,
+    "__rdiv__": lambda x: 1 / x,
+    "linear": lambda x: F.linear(x, x),
+    "multi_head_attention_forward": lambda x: STOCK(x[None], x[None], x[None])[0][0],
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(*[x[None]] * 3)[0],
+    "layer_norm": lambda x: F.layer_norm(x, x.shape),
+    "mean": lambda x: x.mean(0, keepdim=True).expand(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unknown_functions_are_refused_by_name(name: str) -> None:
+    model = spread(Ends(REFUSED[name]))
+    with pytest.raises(ValueError, match=f"^model computes {name}, .* there are rules for linear"):
+        relevance(model, [random(2, 5, 8)])
+
+
+BAD = {
+    "a tensor of data": ({"data": torch.zeros(2, 5, 8)}, TypeError, "data is a Tensor"),
+    "no data": ({"data": []}, ValueError, "data has no batches"),
+    "output": ({"output": "logits"}, TypeError, "output is a str; pass a function"),
+    "attention": ({"attention": "values"}, ValueError, "attention is 'values'; use 'constant'"),
+    "no tensor": ({"output": lambda m, b: [m(b)]}, TypeError, "output gave a list; pass output"),
+    "a scalar": ({"output": lambda m, b: m(b).sum()}, ValueError, r"output gave torch.float64 \[\]"),
+    "integers": ({"output": lambda m, b: m(b).long()}, ValueError, "output gave torch.int64"),
+    "without heads": (
+        {"output": lambda m, b: m.scores(b[:, 0])}, ValueError, "output rests on no head",
+    ),
+    "detached": ({"output": lambda m, b: m(b).detach()}, ValueError, "output rests on no head"),
+    "another shape": (
+        {"output": lambda m, b: (m(b), torch.ones(2, 4))}, ValueError, r"has shape \[2, 4\]",
+    ),
+    "negative": (
+        {"output": lambda m, b: (m(b), -torch.ones(2, 3))}, ValueError, "negative or not finite",
+    ),
+    "nan": (
+        {"output": lambda m, b: (m(b), torch.full((2, 3), torch.nan))}, ValueError, "not finite",
+    ),
+    "integer relevance": (
+        {"output": lambda m, b: (m(b), torch.ones(2, 3).long())}, TypeError, "is torch.int64",
+    ),
+    "no relevance": (
+        {"output": lambda m, b: (m(b), torch.zeros(2, 3))}, ValueError, "no example that counts",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_and_the_model_put_back(name: str) -> None:
+    changes, kind, told = BAD[name]
+    model = spread(Encoder()).train()
+    model.scores.requires_grad_(False)
+    with pytest.raises(kind, match=told):
+        relevance(model, **{"data": [random(2, 5, 8)], **changes})
+    assert all(module.training for module in model.modules())
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [
+        "scores.weight", "scores.bias",
+    ]  # fmt: skip
+    assert all("observer" not in vars(module) for module in model.modules())

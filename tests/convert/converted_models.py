@@ -1,0 +1,75 @@
+"""Models with converted layers, and ordinary models that compute what those must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.convert import Factors, install, ragged, read_heads
+from heads_kernels.heads import AttentionLayer, Projection, attention_layers
+from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build
+
+#: Families of transformers whose scores are products of the weights.
+CONVERTIBLE = [
+    name for name in WITH_HEADS if not hk.heads.layouts.LAYOUTS[TINY[name].attention].between
+]
+TURNED = [name for name in WITH_HEADS if name not in CONVERTIBLE]
+
+
+def in_use(name: str, **changes: Any) -> Any:
+    return hk.integrations.transformers.use(build(name, **changes))
+
+
+def convert(model: nn.Module, dim: int | None = None) -> Any:
+    """All layers with `dim` features of their heads, or with all."""
+    for layer in attention_layers(model):
+        heads = read_heads(layer)
+        install(model, layer, ragged(heads, dim or heads.D_k), ragged=True)
+    return model
+
+
+def random_factors(layer: AttentionLayer, dim: int) -> Factors:
+    """Any factors of the layer's sizes."""
+    generator = torch.Generator().manual_seed(layer.index)
+
+    def normal(rows: int, columns: int) -> Tensor:
+        drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+        return 0.4 * drawn
+
+    H, widths = layer.num_heads, (layer.query.inputs, layer.key.inputs)
+    assert layer.scale is not None
+    return Factors(
+        normal(dim, widths[0]),
+        normal(dim, widths[1]),
+        normal(H, dim),
+        normal(H, widths[1]),
+        layer.scale,
+    )
+
+
+@torch.no_grad()
+def write(layer: AttentionLayer, factors: Factors) -> None:
+    """Give an ordinary layer, whose heads are wider than `factors`, heads of its own with the same scores.
+
+    `q_h = (mixing_h * query x, 1, 0)` and `k_h = (key y, content_h y, 0)`.
+    """
+    for head, (mixing, content) in enumerate(zip(factors.mixing, factors.content, strict=True)):
+        query = mixing[:, None] * factors.query
+        bias = torch.zeros(layer.head_dim, dtype=torch.float64)
+        bias[len(query)] = 1.0
+        _write_head(layer.query, head, query, bias)
+        key = torch.cat([factors.key, content[None]])
+        _write_head(layer.key, head, key, torch.zeros_like(bias))
+
+
+def _write_head(projection: Projection, head: int, rows: Tensor, bias: Tensor) -> None:
+    linear = projection.linear
+    own = projection.features([head])
+    weight = as_linear(linear, linear.weight)
+    weight[own] = 0.0
+    weight[own[: len(rows)]] = rows.to(weight.dtype)
+    if linear.bias is not None:
+        linear.bias[own] = bias.to(weight.dtype)

@@ -1,0 +1,517 @@
+"""Whole models converted: exact, within their budget, told truthfully, and left as they were on any error."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.convert import (
+    Conversion,
+    Curves,
+    calibrate,
+    collaborate,
+    count_parameters,
+    curves,
+    error_curve,
+    plot,
+    read_heads,
+    solve_budget,
+)
+from heads_kernels.heads import attention_layers
+from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
+from heads_kernels.problem import active_widths
+from tests.convert.model_state import state
+from tests.support.nn_layers import CAUSAL, PADDED, B, E, H, S, T, spread
+
+FAMILIES = ("bert", "albert", "distilbert", "vit", "gpt2", "t5", "bart")
+METHODS = ("cp", "ragged")
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    pytest.importorskip("transformers", reason="a model of transformers")
+    from tests.support.tiny_models import build
+
+    return build(name, **changes)
+
+
+def batch(model: Any) -> dict[str, Tensor]:
+    from tests.support.tiny_models import batch
+
+    return batch(model)
+
+
+def torch_encoder(layers: int = 2, **options: Any) -> nn.TransformerEncoder:
+    made = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, **options)
+    return spread(nn.TransformerEncoder(made, layers, enable_nested_tensor=False))
+
+
+class Own(nn.Module):
+    """Two layers of the package, the second of grouped keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = GatedMultiheadAttention(E, H, output_gate="head", bias=False)
+        self.layers = nn.ModuleList([first, GatedMultiheadAttention(E, H, num_key_heads=2)])
+        spread(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def query_and_key_parameters(model: nn.Module) -> int:
+    """As the modules have them."""
+    total = 0
+    for layer in attention_layers(model):
+        linears = [layer.query.linear, layer.key.linear]
+        content = getattr(layer.module, "content_proj", None)
+        parameters = {each for linear in linears for each in linear.parameters()}
+        parameters |= set() if content is None else set(content.parameters())
+        total += sum(each.numel() for each in [*parameters, layer.module.mixing])
+    return total
+
+
+# ---------------------------------------------------------------------- what the model computes
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exact_from_the_rank_on(name: str, method: str) -> None:
+    from tests.support.tiny_models import assert_alike, outputs
+
+    model = tiny(name, attention="sdpa")
+    arguments = batch(model)
+    expected = outputs(model)
+    found = collaborate(model, 1000, method=method, calibration=[arguments])
+    assert found.exact == (True,) * len(found.layers)
+    assert all(dim <= 32 for dim in found.dims)
+    assert "exact" in str(found)
+    assert_alike(outputs(model), expected, 1e-4)
+    assert found.error < 1e-9
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
+def test_calibration_brings_the_output_closer(name: str) -> None:
+    from tests.support.tiny_models import outputs
+
+    expected, distances = outputs(tiny(name)), []
+    for data in (None, [batch(tiny(name))]):
+        model = tiny(name)
+        found = collaborate(model, 12, calibration=data)
+        distances.append(float((outputs(model) - expected).detach().norm()))
+        assert [report.score_error is None for report in found.reports] == [data is None] * len(
+            found.layers
+        )
+    assert 0 < distances[1] < 0.8 * distances[0]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_torch_encoder(training: bool) -> None:
+    model = torch_encoder(dropout=0.0).train(training)
+    x = torch.randn(B, S, E)
+    arguments = {"src": x, "src_key_padding_mask": PADDED}
+    expected = model(**arguments)[~PADDED]
+    found = collaborate(model, [E, 17], calibration=[torch.randn(40, S, E)])
+    assert found.layers == ("layers.0.self_attn", "layers.1.self_attn")
+    assert found.dims == (E, 17)
+    assert found.exact == (True, False)
+    assert all(
+        isinstance(layer.self_attn, CollaborativeMultiheadAttention) for layer in model.layers
+    )
+    assert all(module.training == training for module in model.modules())
+    close = model(**arguments)[~PADDED]
+    assert 1e-4 < (close - expected).norm() / expected.norm() < 0.1
+    model = torch_encoder(dropout=0.0)
+    expected = model(**arguments)[~PADDED]
+    collaborate(model, E)
+    torch.testing.assert_close(model(**arguments)[~PADDED], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_decoder() -> None:
+    made = nn.TransformerDecoderLayer(E, H, 16, batch_first=True)
+    model = spread(nn.TransformerDecoder(made, 1))
+    x, y = torch.randn(B, T, E), torch.randn(B, S, E)
+    arguments = {"tgt": x, "memory": y, "tgt_mask": CAUSAL[:T, :T], "tgt_is_causal": True}
+    arguments["memory_key_padding_mask"] = PADDED
+    expected = model(**arguments)
+    found = collaborate(model, E, calibration=[arguments])
+    assert found.layers == ("layers.0.self_attn", "layers.0.multihead_attn")
+    torch.testing.assert_close(model(**arguments), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_own_modules() -> None:
+    model, x = Own(), torch.randn(B, S, E)
+    gate = model.layers[1].head_gate = hk.nn.HardConcrete(H)
+    expected = model.eval()(x)
+    assert all(collaborate(model, E, calibration=[x]).exact)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    assert model.layers[1].head_gate is gate
+
+
+def test_layers_without_heads_stay() -> None:
+    model, x = Own(), torch.randn(B, S, E)
+    hk.heads.prune(model, {0: range(H), 1: [1]})
+    expected = model(x)
+    found = collaborate(model, E, calibration=[x])
+    assert found.layers == ("layers.1",)
+    assert found.dims == (3 * E // H,)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_holds_models_of_transformers() -> None:
+    from tests.support.tiny_models import outputs
+
+    model = nn.ModuleDict({"one": tiny("bert"), "other": tiny("bert")})
+    expected = outputs(model["one"])
+    names = [layer.name for layer in attention_layers(model) if layer.name.startswith("one")]
+    assert collaborate(model, 32, layers=names).layers == tuple(names)
+    torch.testing.assert_close(outputs(model["one"]), expected, rtol=1e-3, atol=1e-3)
+    assert model["other"].config._attn_implementation == "eager"
+
+
+# ---------------------------------------------------------------------- which layers
+def test_layers_by_index_and_name() -> None:
+    by_index, by_name = torch_encoder(3), torch_encoder(3)
+    collaborate(by_index, {2: 10, 0: 8})
+    collaborate(by_name, {"layers.2.self_attn": 10, "layers.0.self_attn": 8})
+    for model in (by_index, by_name):
+        kinds = [type(layer.self_attn) for layer in model.layers]
+        assert kinds[1] is nn.MultiheadAttention
+        assert kinds[0] is kinds[2] is CollaborativeMultiheadAttention
+        assert [model.layers[n].self_attn.shared_dim for n in (0, 2)] == [8, 10]
+    found = collaborate(torch_encoder(3), [10, 8], layers=[2, 0])
+    assert found.layers == ("layers.2.self_attn", "layers.0.self_attn")
+    assert found.dims == (10, 8)
+
+
+def test_one_layer_after_the_other() -> None:
+    model = torch_encoder()
+    collaborate(model, {"layers.1.self_attn": 8})
+    with pytest.raises(ValueError, match="is collaborative already"):
+        collaborate(model, 8)
+    collaborate(model, 8, layers=["layers.0.self_attn"])
+    assert [layer.head_dim for layer in attention_layers(model)] == [8, 8]
+
+
+# ---------------------------------------------------------------------- how many features
+@pytest.mark.parametrize("name", ["bert", "t5", "torch"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_average_is_kept(name: str, method: str) -> None:
+    """As many parameters as so many features in every layer, in the modules themselves."""
+    model = torch_encoder() if name == "torch" else tiny(name)
+    data = [torch.randn(B, S, E)] if name == "torch" else [batch(model)]
+    whole = sum(p.numel() for p in model.parameters())
+    found = collaborate(model, 17, method=method, calibration=data)
+    asked = sum(
+        count_parameters(x.query.inputs, 32, x.num_heads, 17) for x in attention_layers(model)
+    )
+    assert query_and_key_parameters(model) <= asked
+    assert query_and_key_parameters(model) == sum(report.parameters for report in found.reports)
+    assert found.parameters_before == whole
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("share", [0.3, 0.55, 0.9])
+def test_budget_of_parameters(method: str, share: float) -> None:
+    model = tiny("bert")
+    before = 2 * count_parameters(32, 32, 4)
+    params = int(share * before)
+    collaborate(model, params=params, method=method, calibration=[batch(model)])
+    assert query_and_key_parameters(model) <= params
+    # what is left would not give one layer another row of 8
+    assert params - query_and_key_parameters(model) < (8 + 8) * (32 + 32 + 4)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_budget_of_error(method: str, calibrated: bool) -> None:
+    model = tiny("bert")
+    data = [batch(model)] if calibrated else None
+    heads = [read_heads(layer) for layer in attention_layers(model)]
+    moments = list(calibrate(model, data).values()) if calibrated else None
+    found = collaborate(model, error=0.2, method=method, calibration=data)
+    assert found.error <= 0.2
+    assert list(found.dims) == solve_budget(heads, moments, error=0.2)
+    if method == "ragged":
+        cuts = sum(q * e**2 for q, e in zip(found.curves.squares, found.errors, strict=True))
+        assert found.error == pytest.approx(math.sqrt(cuts / sum(found.curves.squares)))
+        assert found.error > 0.17
+
+
+@pytest.mark.parametrize("energy", [0.5, 0.95, 1])
+def test_energy(energy: float) -> None:
+    model = tiny("bert")
+    data = [batch(model)]
+    moments = list(calibrate(model, data).values())
+    curves_of = [
+        error_curve(read_heads(layer), each)
+        for layer, each in zip(attention_layers(model), moments, strict=True)
+    ]
+    found = collaborate(model, energy=energy, method="ragged", calibration=data)
+    for dim, error, curve in zip(found.dims, found.errors, curves_of, strict=True):
+        assert error**2 <= 1 - energy + 1e-9
+        assert energy == 1 or curve[dim - 1] ** 2 > 1 - energy
+    assert all(found.exact) == (energy == 1)
+
+
+def test_the_same_number_in_every_layer() -> None:
+    assert collaborate(tiny("bert"), [15] * 2, method="cp").dims == (15, 15)
+    assert collaborate(torch_encoder(3), [12] * 3, method="ragged").dims == (12, 12, 12)
+
+
+def test_layers_get_what_they_need() -> None:
+    """A layer whose queries are weak takes fewer features, whole rows of 8, and the error is smaller than of as many
+    in each."""
+
+    def weakened() -> Any:
+        model = tiny("bert", hidden_size=64, num_attention_heads=4)
+        with torch.no_grad():
+            model.encoder.layer[0].attention.self.query.weight *= 0.1
+        return model
+
+    found = collaborate(weakened(), 30, calibration=[batch(weakened())])
+    equal = collaborate(weakened(), [28] * 2, calibration=[batch(weakened())])
+    assert found.dims[0] < found.dims[1]
+    assert all(dim % 8 == 0 for dim in found.dims)
+    assert sum(found.dims) == 56
+    assert found.error < equal.error
+
+
+def test_ragged_heads_get_groups() -> None:
+    model = tiny("bert", hidden_size=64, num_attention_heads=4)
+    found = collaborate(model, 32, method="ragged", calibration=[batch(model)])
+    for layer, report in zip(attention_layers(model), found.reports, strict=True):
+        mixing = layer.module.mixing
+        assert layer.module.ragged
+        assert bool(((mixing != 0).sum(0) == 1).all())
+        assert all(count % 4 == 0 for count in report.features)
+        assert report.executed_features == int(active_widths(mixing.detach()).sum())
+        assert report.executed_features < 4 * report.dim
+
+
+def test_iterations() -> None:
+    few, many = (collaborate(torch_encoder(), 10, iterations=n).error for n in (1, 60))
+    assert many < few
+
+
+# ---------------------------------------------------------------------- what is told
+def test_the_report() -> None:
+    model = tiny("bert")
+    found = collaborate(model, [32, 10], calibration=[batch(model)], length=50)
+    assert isinstance(found, Conversion)
+    assert found.exact == (True, False)
+    assert found.flops == sum(report.flops for report in found.reports)
+    assert {report.length for report in found.reports} == {50}
+    told = json.loads(json.dumps(found.to_dict()))
+    assert list(told["layers"]) == list(found.layers)
+    assert [layer["dim"] for layer in told["layers"].values()] == [32, 10]
+    assert [layer["exact"] for layer in told["layers"].values()] == [True, False]
+    assert told["parameters"] == found.parameters < told["parameters_before"]
+    lines = str(found).splitlines()
+    assert len(lines) == 5
+    assert [line.split()[0] for line in lines[1:3]] == list(found.layers)
+    assert [line.split()[1] for line in lines[1:3]] == ["32", "10"]
+    assert re.search(rf"\b{found.parameters_before:,} -> {found.parameters:,}$", lines[-1])
+    ragged = collaborate(tiny("bert"), 4, method="ragged").to_dict()
+    assert None in [layer["break_even"] for layer in ragged["layers"].values()]
+
+
+def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="draws")
+    model = tiny("bert")
+    before: Curves = curves(model)
+    figure = plot(before, tmp_path / "before.svg")
+    assert len(figure.axes) == 2
+    assert len(figure.axes[0].lines) == 2
+    found = collaborate(model, [32, 10])
+    figure = plot(found, tmp_path / "after.png")
+    assert [bar.get_height() for bar in figure.axes[2].patches] == [32, 32, 32, 10]
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert [float(dot.get_xdata()[0]) for dot in dots] == [32, 10]
+    assert {path.name for path in tmp_path.iterdir()} == {"before.svg", "after.png"}
+    with pytest.raises(TypeError, match="shown is a list"):
+        plot([1.0])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plot(found)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_bars(
+    there: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal, where rich is; nothing is said elsewhere."""
+    model, x = torch_encoder(), torch.randn(B, S, E)
+    collaborate(model, 8, calibration=[x])
+    assert capsys.readouterr() == ("", "")
+    if there:
+        pytest.importorskip("rich", reason="shows bars")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    collaborate(torch_encoder(), 8, calibration=[x])
+    shown = capsys.readouterr().err
+    assert ("Calibration" in shown and "Conversion" in shown) == there
+    collaborate(torch_encoder(), 8, calibration=[x], progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+# ---------------------------------------------------------------------- nothing changes on an error
+@pytest.mark.parametrize("name", ["bert", "gpt2", "torch", "own"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_model_is_what_it_was(
+    name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes when the second layer is to be changed."""
+    if name in ("torch", "own"):
+        model: Any = torch_encoder() if name == "torch" else Own()
+        arguments: dict[str, Tensor] = {"src" if name == "torch" else "x": torch.randn(B, S, E)}
+    else:
+        model = tiny(name)
+        arguments = batch(model)
+    handle = next(iter(model.children())).register_forward_hook(lambda *seen: None)
+    model.train()
+    before = state(model)
+    expected = model.eval()(**arguments)
+    model.train()
+    module = sys.modules["heads_kernels.convert.collaborate"]
+    put_in, done = module.put_in, []
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        if done:
+            raise error
+        put_in(*arguments, **options)
+        done.append(True)
+
+    monkeypatch.setattr(module, "put_in", failing)
+    with pytest.raises(error):
+        collaborate(model, 8, calibration=[arguments])
+    assert done
+    assert state(model) == before
+    found = model.eval()(**arguments)
+    one, other = (each if isinstance(each, Tensor) else each[0] for each in (found, expected))
+    assert torch.equal(one, other)
+    handle.remove()
+    assert not next(iter(model.children()))._forward_hooks
+    monkeypatch.undo()
+    collaborate(model, 8, calibration=[arguments])
+
+
+# ---------------------------------------------------------------------- bad input
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "nothing": ({}, ValueError, "dim is None; pass one of dim, energy, params and error"),
+    "two": ({"dim": 8, "error": 0.1}, ValueError, "dim is 8 and error is 0.1; pass one"),
+    "zero": ({"dim": 0}, ValueError, "dim is 0"),
+    "negative": ({"dim": -3}, ValueError, "dim is -3"),
+    "float": ({"dim": 8.0}, TypeError, "dim is a float"),
+    "bool": ({"dim": True}, TypeError, "dim is a bool"),
+    "word": ({"dim": "8"}, TypeError, "dim is a str"),
+    "a zero": ({"dim": [8, 0]}, ValueError, r"dim\[1\] is 0"),
+    "too few": ({"dim": [8]}, ValueError, "dim has 1 numbers; pass one for each of 2 layers"),
+    "a name": ({"dim": {"no": 8}}, ValueError, "names layer 'no'; this model has layers 0 to 1"),
+    "an index": ({"dim": {2: 8}}, ValueError, "dim names layer 2"),
+    "a bool": ({"dim": {True: 8}}, ValueError, "dim names layer True"),
+    "no dims": ({"dim": {}}, ValueError, "dim is empty"),
+    "layers twice": ({"dim": {0: 8}, "layers": [0]}, ValueError, "dim names layers"),
+    "no energy": ({"energy": 0}, ValueError, "energy is 0"),
+    "much energy": ({"energy": 1.1}, ValueError, "energy is 1.1"),
+    "few params": ({"params": 100}, ValueError, "params is 100; pass at least"),
+    "params": ({"params": 1e4}, TypeError, "params is a float"),
+    "negative error": ({"error": -0.1}, ValueError, "error is -0.1"),
+    "nan": ({"error": math.nan}, ValueError, "error is nan"),
+    "method": (
+        {"dim": 8, "method": "svd"},
+        ValueError,
+        "method is 'svd'; use one of 'cp', 'ragged'",
+    ),
+    "iterations": ({"dim": 8, "iterations": 0}, ValueError, "iterations is 0"),
+    "length": ({"dim": 8, "length": 0}, ValueError, "length is 0"),
+    "no layers": ({"dim": 8, "layers": []}, ValueError, "layers is empty"),
+    "a layer": ({"dim": 8, "layers": "layers.0"}, TypeError, "pass a list"),
+    "same layer": ({"dim": 8, "layers": [0, "layers.0.self_attn"]}, ValueError, "twice"),
+    "calibration": ({"dim": 8, "calibration": 5}, TypeError, "calibration is a int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+    arguments, kind, message = BAD[name]
+    model = torch_encoder()
+    before = state(model)
+    with pytest.raises(kind, match=message):
+        collaborate(model, **arguments)
+    assert state(model) == before
+
+
+def test_bad_models() -> None:
+    for model, message in (
+        (nn.Linear(3, 3), "no attention layer"),
+        (nn.MultiheadAttention(E, H, batch_first=True), r"nn\.Sequential\(model\)"),
+        (GatedMultiheadAttention(E, H), r"nn\.Sequential\(model\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collaborate(model, 8)
+    with pytest.raises(TypeError, match="model is a list"):
+        collaborate([torch_encoder()], 8)
+
+
+@pytest.mark.parametrize("option", ["batch_first", "add_bias_kv", "add_zero_attn"])
+def test_torch_attention_that_is_refused(option: str) -> None:
+    """Unless it is left alone."""
+    options = {"batch_first": True, option: option != "batch_first"}
+    model = nn.Sequential(
+        nn.MultiheadAttention(E, H, **options), nn.MultiheadAttention(E, H, batch_first=True)
+    )
+    before = state(model)
+    with pytest.raises(ValueError, match=f"layer '0' has {option}"):
+        collaborate(model, 8)
+    assert state(model) == before
+    assert collaborate(model, 8, layers=[1]).layers == ("1",)
+    assert type(model[0]) is nn.MultiheadAttention
+
+
+def test_nan_weights() -> None:
+    model = tiny("bert")
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.key.weight[3, 4] = torch.nan
+    before = state(model)
+    with pytest.raises(ValueError, match=r"layer 1 .*NaN"):
+        collaborate(model, 8)
+    assert state(model) == before
+
+
+def test_rotary_positions() -> None:
+    model = tiny("llama")
+    before = state(model)
+    with pytest.raises(ValueError, match="rotary positions"):
+        collaborate(model, 8)
+    assert state(model) == before
+
+
+# ---------------------------------------------------------------------- anything else
+def test_heads_of_anything() -> None:
+    """The example in the docstring of the package, and what it computes."""
+    text = hk.convert.__doc__ or ""
+    example = textwrap.dedent(text[text.index("    heads = ") :])
+    H, D, D_in, Ds = 4, 6, E, 24
+    W_Q, W_K = (torch.randn(H * D, D_in) for _ in "QK")
+    b_Q, x = torch.randn(H * D), torch.randn(3, 9, D_in)
+    names = {"hk": hk, "H": H, "D": D, "D_in": D_in, "Ds": Ds, "W_Q": W_Q, "W_K": W_K, "b_Q": b_Q}
+    exec(example, names | {"x": x}, found := dict[str, Any]())
+    layer = found["layer"]
+    query, key = ((x @ w.T).unflatten(2, (H, D)).transpose(1, 2) for w in (W_Q, W_K))
+    query = query + b_Q.view(H, 1, D)
+    value = layer.v_proj(x).unflatten(2, (H, D)).transpose(1, 2)
+    attended = (query @ key.mT * D**-0.5).softmax(-1) @ value
+    expected = layer.out_proj(attended.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,247 @@
+"""Factors put into the package's own attention modules, wherever a model holds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.convert import cp, install, ragged, read_heads
+from heads_kernels.heads import attention_layers
+from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
+from tests.convert.converted_models import convert, random_factors, write
+from tests.support.nn_layers import PADDED, Gates, layer_of, spread
+
+E, H = 24, 4
+
+
+class Model(nn.Module):
+    """A decoder layer: causal self-attention, and cross-attention to a memory of another width."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        sizes = {"embed_dim": E, "num_heads": H, "dtype": torch.float64, **options}
+        self.self_attn = spread(GatedMultiheadAttention(**sizes))
+        self.cross_attn = spread(GatedMultiheadAttention(**sizes, kdim=10, vdim=12))
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        x = x + self.self_attn(x, key_padding_mask=PADDED, is_causal=True)[0]
+        out: Tensor = self.cross_attn(x, y, z, query_padding_mask=PADDED)[0]
+        return out
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 7, E), (2, 5, 10), (2, 5, 12))
+    x, y, z = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return x, y, z
+
+
+def with_gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    out = model(*inputs())
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), **found}
+
+
+OPTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "widths": {"head_dim": 5, "value_dim": 7, "scale": 0.7},
+    "grouped": {"num_key_heads": 2},
+    "output gate by head": {"output_gate": "head"},
+    "output gate by element": {"output_gate": "element"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_with_all_features_nothing_changes(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Model(**options)
+    kept = {n: p for n, p in model.named_parameters() if "q_proj" not in n and "k_proj" not in n}
+    expected = with_gradients(model)
+    convert(model)
+    assert isinstance(model.self_attn, CollaborativeMultiheadAttention)
+    found = with_gradients(model)
+    torch.testing.assert_close(found["out"], expected["out"])
+    for name, parameter in kept.items():
+        if "num_key_heads" in options and "v_proj" in name:  # repeated for both heads of a group
+            shape = (2, 2, -1, *parameter.shape[1:])
+            found[name] = found[name].view(shape).sum(1).reshape(parameter.shape)
+        else:
+            assert model.get_parameter(name) is parameter
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_any_factors() -> None:
+    torch.manual_seed(0)
+    expected, found = Model(head_dim=6), Model(head_dim=6)
+    found.load_state_dict(expected.state_dict())
+    layers = zip(attention_layers(expected), attention_layers(found), strict=True)
+    for before, layer in layers:
+        factors = random_factors(layer, 5)
+        write(before, factors)
+        install(found, layer, factors, ragged=False)
+    torch.testing.assert_close(found(*inputs()), expected(*inputs()))
+
+
+def test_what_the_module_was_it_stays() -> None:
+    model = nn.Sequential(layer_of(scale=0.3, dropout=0.1, output_gate="head", dtype=torch.float32))
+    old = model.train()[0]
+    old.head_gate = gate = Gates([1.0, 0.0, 0.5, 1.0])
+    old.q_proj.requires_grad_(False)
+    convert(model, 10)
+    new = model[0]
+    assert (new.scale, new.dropout, new.output_gate, new.training) == (0.3, 0.1, "head", True)
+    assert new.ragged
+    assert new.head_gate is gate
+    assert new.gate_proj is old.gate_proj
+    asked = {n: p.requires_grad for n, p in new.named_parameters() if "_proj.b" not in n}
+    assert [n for n in asked if not asked[n]] == ["mixing", "q_proj.weight"]
+    assert {p.dtype for p in new.parameters()} == {torch.float32}
+    assert new.mixing.shape == (4, 10)
+
+
+def test_a_module_of_several_names_is_replaced_under_each() -> None:
+    shared = layer_of()
+    model = nn.ModuleDict({"first": nn.Sequential(shared), "second": shared})
+    assert len(attention_layers(model)) == 1
+    convert(model)
+    assert model["first"][0] is model["second"]
+    assert isinstance(model["second"], CollaborativeMultiheadAttention)
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_pruned_then_converted_and_converted_then_pruned(left: int) -> None:
+    torch.manual_seed(0)
+    whole = Model(num_key_heads=2)
+    gone = {0: [1, 3][:left], 1: [0]}
+    found = []
+    for steps in ((hk.heads.prune, convert), (convert, hk.heads.prune)):
+        model = Model(num_key_heads=2)
+        model.load_state_dict(whole.state_dict())
+        for step in steps:
+            step(model, gone) if step is hk.heads.prune else step(model)
+        found.append(model(*inputs()))
+        kept = [head for head in range(H) if head not in gone[0]]
+        assert model.self_attn.kept_heads.tolist() == kept
+        assert model.self_attn.heads_before == H
+    torch.testing.assert_close(*found)
+
+
+# ---------------------------------------------------------------------- on disk
+@pytest.mark.parametrize("prunes", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_key_heads": 2}], ids=["plain", "grouped"])
+def test_save_and_load(options: dict[str, Any], prunes: bool, tmp_path: Path) -> None:
+    saved = Model(**options)
+    convert(saved, 11)
+    if prunes:
+        hk.heads.prune(saved, {0: [2], 1: range(H)})
+    hk.heads.save(saved, tmp_path / "model.safetensors")
+    with torch.random.fork_rng():
+        loaded = Model(**options)
+    hk.heads.load(loaded, tmp_path / "model.safetensors")
+    assert loaded.state_dict().keys() == saved.state_dict().keys()
+    assert torch.equal(loaded(*inputs()), saved(*inputs()))
+    assert loaded.self_attn.ragged
+    if prunes:
+        assert loaded.self_attn.kept_heads.tolist() == [0, 1, 3]
+    again = Model(**options)  # converted already, and not pruned
+    convert(again, 11)
+    hk.heads.load(again, tmp_path / "model.safetensors")
+    assert torch.equal(again(*inputs()), saved(*inputs()))
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    saved = Model()
+    convert(saved, 11)
+    path = tmp_path / "model.safetensors"
+    hk.heads.save(saved, path)
+    other = Model()
+    convert(other, 10)
+    with pytest.raises(
+        ValueError, match=r"of widths 11 and 6; the model has .* of widths 10 and 6"
+    ):
+        hk.heads.load(other, path)
+    more = nn.ModuleDict(
+        {"self_attn": layer_of(), "cross_attn": layer_of(), "head": nn.Linear(2, 2)}
+    )
+    with pytest.raises(ValueError, match=r"lacks head\.bias, head\.weight"):
+        hk.heads.load(more, path)
+    assert isinstance(more["self_attn"], GatedMultiheadAttention)
+    gates = Model()
+    hk.heads.gate(gates, hk.nn.HardConcrete)
+    with pytest.raises(ValueError, match=r"lacks cross_attn\.head_gate"):
+        hk.heads.load(gates, path)
+    assert isinstance(gates.self_attn, GatedMultiheadAttention)
+    hk.heads.save(Model(), path)
+    with pytest.raises(ValueError, match=r"of widths 6 and 6; the model has .* of widths 10 and 6"):
+        hk.heads.load(other, path)
+
+
+def test_in_layers_of_torch() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True).double().eval()
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    for each in model.layers:
+        each.self_attn = GatedMultiheadAttention.from_torch(each.self_attn)
+    x = inputs()[0]
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=PADDED)
+        found = convert(model)(x, src_key_padding_mask=PADDED)
+    torch.testing.assert_close(found, expected)
+
+
+# ---------------------------------------------------------------------- bad input
+def test_bad_input() -> None:
+    model = Model()
+    first, second = attention_layers(model)
+    factors = ragged(read_heads(first), 8)
+    state = list(model.state_dict())
+    others = attention_layers(Model())
+    for arguments, said in {
+        (others[0], factors): r"layer 0 \('self_attn'\) is not in the model",
+        (second, factors): r"factors.key has shape \[8, 24\]; layer 1 .* takes \[8, 10\]",
+        (first, read_heads(first)): "factors is a Heads",
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=said):
+            install(model, *arguments, ragged=True)
+    for name, change, said in (
+        ("query", factors.query[:, 1:], r"factors.query has shape \[8, 23\]"),
+        ("mixing", factors.mixing[1:], r"factors.mixing has shape \[3, 8\]; .* takes \[4, 8\]"),
+        ("content", factors.content * torch.inf, "factors.content holds NaN"),
+        ("scale", 2.0, "factors.scale is 2.0; layer 0"),
+    ):
+        changed = hk.convert.Factors(**{**vars(factors), name: change})
+        with pytest.raises(ValueError, match=said):
+            install(model, first, changed, ragged=True)
+    with pytest.raises(TypeError, match="ragged is a int"):
+        install(model, first, factors, ragged=1)
+    assert list(model.state_dict()) == state
+    install(model, first, factors, ragged=True)
+    with pytest.raises(ValueError, match="is not in the model"):
+        install(model, first, factors, ragged=True)
+    with pytest.raises(ValueError, match="is collaborative already"):
+        install(model, attention_layers(model)[0], factors, ragged=True)
+    with pytest.raises(ValueError, match="is collaborative already"):
+        read_heads(attention_layers(model)[0])
+
+
+def test_modules_that_nothing_can_replace() -> None:
+    alone = layer_of()
+    [layer] = attention_layers(alone)
+    with pytest.raises(ValueError, match="pass a module that holds it"):
+        install(alone, layer, cp(read_heads(layer), 6), ragged=False)
+
+    class Own(GatedMultiheadAttention):
+        pass
+
+    model = nn.Sequential(Own(E, H))
+    [layer] = attention_layers(model)
+    with pytest.raises(TypeError, match="is a Own; what its class adds would be lost"):
+        install(model, layer, cp(read_heads(layer), 6), ragged=False)

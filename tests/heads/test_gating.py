@@ -1,0 +1,201 @@
+"""Gates on the heads of models: attached, taken off, closed for a while."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support.tiny_models import build, outputs
+
+
+class Encoder(nn.Module):
+    """Two layers of attention of the package's own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(hk.nn.GatedMultiheadAttention(16, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def encoder() -> tuple[Any, Callable[[], Tensor]]:
+    model = Encoder()
+    x = torch.randn(2, 5, 16)
+    return model, lambda: model(x)
+
+
+def bert() -> tuple[Any, Callable[[], Tensor]]:
+    model = hk.integrations.transformers.use(build("bert"))
+    return model, lambda: outputs(model)
+
+
+def llama() -> tuple[Any, Callable[[], Tensor]]:
+    model = hk.integrations.transformers.use(build("llama"))
+    return model, lambda: outputs(model)
+
+
+MODELS = (encoder, bert, llama)
+
+
+# ---------------------------------------------------------------------- closing
+@pytest.mark.parametrize("model_of", MODELS)
+def test_close_and_reopen(model_of: Callable[[], Any]) -> None:
+    model, run = model_of()
+    whole = run()
+    reference = copy.deepcopy(model.state_dict())
+    layers = hk.heads.attention_layers(model)
+    for layer, heads in zip(layers, ([1], [0, 3]), strict=True):
+        layer.output.linear.weight.data[:, layer.output.features(heads)] = 0.0
+    expected = run()
+    model.load_state_dict(reference)
+
+    names = [layer.name for layer in layers]
+    hk.heads.close(model, {0: [1], names[1]: [3]})
+    hk.heads.close(model, {1: [0, 3]})
+    assert hk.heads.closed(model) == {names[0]: [1], names[1]: [0, 3]}
+    torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-5)
+    assert (run() - whole).abs().max() > 1e-3
+    assert model.state_dict().keys() == reference.keys()  # nothing to save
+    hk.heads.reopen(model)
+    assert hk.heads.closed(model) == {}
+    assert torch.equal(run(), whole)
+
+
+@pytest.mark.parametrize("model_of", MODELS)
+def test_closed_heads_prune(model_of: Callable[[], Any]) -> None:
+    model, run = model_of()
+    hk.heads.close(model, {0: [1, 2]})
+    expected = run()
+    pruned = hk.heads.prune(model, hk.heads.closed(model))
+    assert list(pruned.values()) == [[1, 2]]
+    torch.testing.assert_close(run(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_closed_head_is_trained_no_more_and_opens_as_it_was() -> None:
+    model, run = encoder()
+    hk.heads.close(model, {0: [2], 1: [2]})
+    run().square().mean().backward()
+    for layer in hk.heads.attention_layers(model):
+        for role in (layer.query, layer.key, layer.value):
+            grad = role.linear.weight.grad
+            assert not grad[role.features([2])].any()
+            assert grad[role.features([0, 1, 3])].any()
+
+
+# ---------------------------------------------------------------------- learned gates
+@pytest.mark.parametrize("model_of", MODELS)
+def test_gate_and_ungate(model_of: Callable[[], Any]) -> None:
+    model, run = model_of()
+    whole = run()
+    before = {name for name, _ in model.named_parameters()}
+    hk.heads.gate(model, hk.nn.HardConcrete)
+    layers = hk.heads.attention_layers(model)
+    after = {name for name, _ in model.named_parameters()}
+    assert after - before == {f"{layer.name}.head_gate.log_alpha" for layer in layers}
+    model.train()
+    run().square().mean().backward()
+    for layer in layers:
+        assert layer.module.head_gate.num_heads == layer.num_heads
+        assert layer.module.head_gate.log_alpha.grad is not None
+    model.eval()
+    assert hk.heads.closed(model) == {layer.name: [] for layer in layers}
+    hk.heads.ungate(model)
+    assert {name for name, _ in model.named_parameters()} == before
+    assert torch.equal(run(), whole)
+
+
+def test_gate_takes_the_layers_that_are_asked_for() -> None:
+    model, _ = bert()
+    name = "encoder.layer.1.attention.self"
+    hk.heads.gate(model, hk.nn.HardConcrete, layers=[name])
+    assert list(hk.heads.closed(model)) == [name]
+    model.get_submodule(name).head_gate.log_alpha.data[2] = -9.0
+    assert hk.heads.closed(model) == {name: [2]}
+
+
+def test_gates_take_the_mode_of_their_layer_and_leave_out_empty_ones() -> None:
+    model, run = encoder()
+    hk.heads.prune(model, {1: range(4)})
+    hk.heads.gate(model.train(), hk.nn.HardConcrete)
+    assert model.layers[0].head_gate.training
+    assert model.layers[1].head_gate is None
+    run()
+
+
+# ---------------------------------------------------------------------- bad input
+def test_transformers_models_have_to_be_in_use() -> None:
+    model = build("bert", "sdpa")
+    instead = r"runs the attention function 'sdpa' in layer 0.*transformers\.use\(model\) first"
+    with pytest.raises(ValueError, match=instead):
+        hk.heads.close(model, {0: [1]})
+    with pytest.raises(ValueError, match=instead):
+        hk.heads.gate(model, hk.nn.HardConcrete)
+    assert hk.heads.closed(model) == {}
+
+
+def test_heads_and_layers_that_do_not_exist() -> None:
+    model, _ = encoder()
+    for heads, match in (
+        ({0: [0], 2: [0]}, "names layer 2; this model has layers 0 to 1: 'layers.0', 'layers.1'"),
+        ({0: [0], "layers.1": [4]}, "has head 4; it has heads 0 to 3, 4 in all"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            hk.heads.close(model, heads)
+    with pytest.raises(ValueError, match="layers names layer 'x'"):
+        hk.heads.gate(model, hk.nn.HardConcrete, layers=[0, "x"])
+    assert hk.heads.closed(model) == {}
+
+
+def test_gates_of_their_own_are_not_closed_over() -> None:
+    model, _ = encoder()
+    hk.heads.gate(model, hk.nn.HardConcrete, layers=[1])
+    with pytest.raises(ValueError, match=r"layer 1 .*has a HardConcrete with gates of its own"):
+        hk.heads.close(model, {0: [0], 1: [0]})
+    with pytest.raises(ValueError, match=r"layer 1 .*has a HardConcrete already.*ungate"):
+        hk.heads.gate(model, hk.nn.HardConcrete)
+    hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.full((H,), 0.5)), layers=[0])
+    with pytest.raises(ValueError, match=r"layer 0 .*has a FixedGate with gates of its own"):
+        hk.heads.close(model, {0: [0]})
+    hk.heads.reopen(model)  # takes off what `close` made, nothing else
+    assert set(hk.heads.closed(model)) == {"layers.0", "layers.1"}
+
+
+def test_makes_that_give_no_gates() -> None:
+    model, _ = encoder()
+    with pytest.raises(TypeError, match="make gave a Linear"):
+        hk.heads.gate(model, lambda H: nn.Linear(H, H))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="make gave 3 gates for layer 0"):
+        hk.heads.gate(model, lambda H: hk.nn.HardConcrete(H - 1))
+    one = hk.nn.HardConcrete(4)
+    with pytest.raises(ValueError, match=r"make gave the same gate for layer 1 .* as for layer 0"):
+        hk.heads.gate(model, lambda H: one)
+    assert hk.heads.closed(model) == {}
+
+
+@pytest.mark.parametrize("layers", [0, "layers.0"])
+def test_layers_come_in_a_list(layers: Any) -> None:
+    model, _ = encoder()
+    with pytest.raises(TypeError, match=r"layers is .*pass a list of layers: \["):
+        hk.heads.gate(model, hk.nn.HardConcrete, layers=layers)
+
+
+def test_inference_mode_leaves_models_that_train() -> None:
+    model, run = encoder()
+    with torch.inference_mode():
+        hk.heads.close(model, {0: [0], 1: [1]})
+        hk.heads.prune(model, {0: [0]})
+        hk.heads.gate(model, hk.nn.HardConcrete, layers=[0])
+    hk.heads.close(model, {1: [2]})
+    model.train()
+    run().square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

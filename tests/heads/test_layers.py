@@ -1,0 +1,192 @@
+"""The table of attention layers: every family of it is found, its heads lie where the table says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import heads_kernels as hk
+from heads_kernels.heads.layers import find_layers
+from heads_kernels.heads.layouts import LAYOUTS, layout_of
+from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build, outputs
+
+OWN = {"GatedMultiheadAttention", "CollaborativeMultiheadAttention"}
+
+
+def test_every_class_of_the_table_has_a_model() -> None:
+    assert set(LAYOUTS) == OWN | {TINY[name].attention for name in WITH_HEADS}
+
+
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_layers_of_every_family(name: str) -> None:
+    model = build(name)
+    layers = hk.heads.attention_layers(model)
+    assert [layer.index for layer in layers] == list(range(len(layers)))
+    classes = {type(module).__name__ for module in model.modules()} & set(LAYOUTS)
+    assert classes == {TINY[name].attention}
+    if model.config.is_encoder_decoder:
+        assert [layer.kind for layer in layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
+    else:
+        assert len({layer.kind for layer in layers}) == 1
+    heads = model.config.num_attention_heads
+    for layer in layers:
+        assert model.get_submodule(layer.name) is layer.module
+        assert (layer.num_heads, layer.num_key_heads) == (heads, 2 if heads == 8 else heads)
+        assert layer.head_dim == layer.value_dim == 32 // heads
+        gates_in_query = name.startswith(("qwen3_next", "qwen3_5"))
+        assert layer.query.width == layer.head_dim * (2 if gates_in_query else 1)
+
+
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_heads_lie_where_the_projections_are_read(name: str) -> None:
+    """A head whose value is 0 (its rows of W_V and b_V) leaves its input features of W_O at 0, and no others."""
+    model = build(name)
+    layer = hk.heads.attention_layers(model)[-1]
+    seen = {}
+    layer.output.linear.register_forward_pre_hook(lambda _, inputs: seen.update(heads=inputs[0]))
+    features, linear = layer.value.features([1]), layer.value.linear
+    with torch.no_grad():
+        as_linear(linear, linear.weight)[features] = 0.0
+        if linear.bias is not None:
+            linear.bias[features] = 0.0
+
+    outputs(model)
+    by_head = seen["heads"].reshape(-1, layer.num_heads, layer.value_dim)
+    group = layer.num_heads // layer.num_key_heads
+    zero = (by_head == 0).all(dim=(0, 2)).nonzero().flatten().tolist()
+    assert zero == list(range(group, 2 * group))
+
+
+def test_kinds_of_a_bert_decoder() -> None:
+    model = build("bert", model="BertLMHeadModel", is_decoder=True, add_cross_attention=True)
+    layers = hk.heads.attention_layers(model)
+    assert [layer.kind for layer in layers] == ["decoder", "cross"] * 2
+    assert layers[1].name == "bert.encoder.layer.0.crossattention.self"
+
+
+def test_fused_projection_of_gpt2_and_its_cross_attention() -> None:
+    model = build("gpt2", add_cross_attention=True)
+    own, cross = hk.heads.attention_layers(model)[:2]
+    assert (own.kind, cross.kind) == ("decoder", "cross")
+    assert own.query.linear is own.key.linear is own.value.linear
+    assert (own.query.start, own.key.start, own.value.start) == (0, 32, 64)
+    assert own.value.features([3, 0]).tolist() == [*range(88, 96), *range(64, 72)]
+    assert cross.query.linear is not cross.key.linear
+    assert (cross.query.start, cross.key.start, cross.value.start) == (0, 0, 32)
+
+
+def test_a_shared_module_counts_once() -> None:
+    model = build("albert")
+    assert model.config.num_hidden_layers == 2
+    assert len(hk.heads.attention_layers(model)) == 1
+
+
+def test_projections_beside_the_four() -> None:
+    for name, width in (("afmoe", 4), ("step3p7_text", 1)):
+        (beside,) = hk.heads.attention_layers(build(name))[0].beside
+        assert (beside.heads, beside.width) == (8, width)
+
+
+# ---------------------------------------------------------------------- the package's own modules
+def test_layers_of_the_packages_own_modules() -> None:
+    model = nn.ModuleDict(
+        {
+            "encoder": hk.nn.GatedMultiheadAttention(32, 4, num_key_heads=2, value_dim=3),
+            "decoder": nn.ModuleDict(
+                {
+                    "self_attn": hk.nn.CollaborativeMultiheadAttention(32, 4, 12),
+                    "multihead_attn": hk.nn.GatedMultiheadAttention(32, 4, output_gate="head"),
+                }
+            ),
+        }
+    )
+    gated, collaborative, cross = hk.heads.attention_layers(model)
+    assert [layer.kind for layer in (gated, collaborative, cross)] == [
+        "encoder",
+        "decoder",
+        "cross",
+    ]
+    assert (gated.num_heads, gated.num_key_heads, gated.head_dim, gated.value_dim) == (4, 2, 8, 3)
+    assert (collaborative.num_heads, collaborative.head_dim, collaborative.value_dim) == (4, 12, 8)
+    assert collaborative.query.heads == collaborative.key.heads == 1
+    assert [beside.linear for beside in collaborative.beside] == [collaborative.module.content_proj]
+    assert [beside.width for beside in cross.beside] == [1]
+
+
+# ---------------------------------------------------------------------- models that the table doesn't know
+def test_subclasses_are_served() -> None:
+    class Special(hk.nn.GatedMultiheadAttention):
+        pass
+
+    assert [layer.num_heads for layer in hk.heads.attention_layers(Special(16, 4))] == [4]
+
+
+def test_a_model_without_attention_of_the_table_is_refused() -> None:
+    class OddAttention(nn.Module):
+        pass
+
+    with pytest.raises(
+        ValueError, match=r"OddAttention; known are .*BertAttention.*LlamaAttention"
+    ):
+        hk.heads.attention_layers(nn.Sequential(OddAttention()))
+    with pytest.raises(ValueError, match="no attention at all"):
+        hk.heads.attention_layers(nn.Linear(2, 2))
+    assert find_layers(nn.Linear(2, 2)) == []
+
+
+def test_another_class_of_a_known_name_is_refused() -> None:
+    class LlamaAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = nn.Linear(8, 8)
+
+    message = r"module '0' is a LlamaAttention without 'k_proj', where Llama has it; register"
+    with pytest.raises(ValueError, match=message):
+        hk.heads.attention_layers(nn.Sequential(LlamaAttention()))
+
+
+class Packed(nn.Linear):
+    """A weight of 4 bits, two to a byte, in a column."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        bytes_ = torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(bytes_, requires_grad=False)
+
+
+def test_packed_weights_have_the_heads_that_they_had() -> None:
+    model = build("bert")
+    for attention in (layer.attention for layer in model.encoder.layer):
+        for name in ("query", "key", "value"):
+            setattr(attention.self, name, Packed(getattr(attention.self, name)))
+        attention.output.dense = Packed(attention.output.dense)
+    layers = hk.heads.attention_layers(model)
+    assert [(layer.num_heads, layer.num_key_heads) for layer in layers] == [(4, 4)] * 2
+    with pytest.raises(ValueError, match=r"layer 0 .*is projected by a Packed"):
+        hk.heads.prune(model, {0: [1]})
+
+
+def test_projections_that_hide_their_sizes_are_refused() -> None:
+    model = build("bert")
+    model.encoder.layer[1].attention.output.dense = nn.Sequential(nn.Linear(32, 32))
+    message = r"module 'encoder.layer.1.attention' is projected by a Sequential at 'output.dense'"
+    with pytest.raises(ValueError, match=message):
+        hk.heads.attention_layers(model)
+
+
+def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HouseAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = 4
+            for name in ("q", "k", "v", "out"):
+                setattr(self, name, nn.Linear(8, 8))
+
+    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
+    assert layout_of(HouseAttention()) is None
+    hk.heads.register_layout(
+        "HouseAttention", hk.heads.HeadLayout("house", "q", "k", "v", "out", head_dim="width")
+    )
+    (layer,) = hk.heads.attention_layers(nn.Sequential(HouseAttention()))
+    assert (layer.name, layer.num_heads, layer.layout.name) == ("0", 2, "house")

@@ -1,0 +1,323 @@
+"""Pruned models come back from disk as they were, and what doesn't fit is named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support.tiny_models import (
+    WITH_HEADS,
+    assert_same,
+    assert_same_states,
+    build,
+    outputs,
+    transformers,
+)
+
+pytest.importorskip("safetensors", reason="what models are saved as")
+
+
+def pruned(name: str, **changes: Any) -> Any:
+    """A model of which every layer has lost other heads, the first all of them.
+
+    Checkpoints of HRM hold query, key, value and gate in one tensor of four equal parts, so one head stays there.
+    """
+    model = build(name, "heads_kernels", **changes)
+    for layer in hk.heads.attention_layers(model):
+        H = layer.num_heads
+        gone = range(H) if layer.index == 0 else [layer.index % H, (layer.index + 2) % H]
+        stay = 1 if name == "hrm_text" else 0
+        hk.heads.prune(model, {layer.index: gone}, keep_at_least=stay)
+    return model
+
+
+def reload(path: Path, cls: Any = None, **options: Any) -> Any:
+    options = {
+        "attn_implementation": "heads_kernels", "experts_implementation": "eager", **options
+    }  # fmt: skip
+    return hk.integrations.transformers.from_pretrained(path, cls, **options)
+
+
+# ---------------------------------------------------------------------- save_pretrained, from_pretrained
+@pytest.mark.parametrize("name", WITH_HEADS)
+def test_save_pretrained(name: str, tmp_path: Path) -> None:
+    model = pruned(name)
+    model.save_pretrained(tmp_path)
+    loaded = reload(tmp_path, type(model))
+    assert type(loaded) is type(model)
+    assert_same(loaded, model)
+    for old, new in zip(*map(hk.heads.attention_layers, (model, loaded)), strict=True):
+        assert (old.name, old.num_heads) == (new.name, new.num_heads)
+        assert old.num_key_heads == new.num_key_heads
+        assert torch.equal(old.module.kept_heads, new.module.kept_heads)
+        assert old.module.heads_before == new.module.heads_before
+
+
+def test_the_shape_is_in_the_config(tmp_path: Path) -> None:
+    model = build("bert", model="BertForSequenceClassification")
+    hk.heads.prune(model, {0: [1, 2]})
+    hk.heads.prune(model, {0: [1]})
+    left = {"heads": [0], "key_heads": 1, "head_dim": 8, "value_dim": 8}
+    assert model.config.heads_kernels == {"pruned": {"encoder.layer.0.attention.self": left}}
+    model.config.heads_kernels["another"] = 1
+    hk.heads.prune(model, {1: [0]})
+    assert model.config.heads_kernels["another"] == 1
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert written["heads_kernels"] == model.config.heads_kernels
+
+
+def test_the_config_of_another_model_is_left_alone() -> None:
+    config = build("bert").config
+    pruned, other = (transformers.BertForMaskedLM(config) for _ in range(2))
+    hk.heads.prune(pruned, {0: [1]})
+    assert "heads_kernels" not in vars(other.config)
+    assert pruned.config.heads_kernels
+    assert pruned.config is pruned.bert.config is pruned.bert.encoder.layer[0].attention.self.config
+
+
+def test_configs_inside_configs_stay_those_of_the_parts() -> None:
+    parts = [build("bert", model="BertLMHeadModel", **d).config for d in ({}, {"is_decoder": True})]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    model = transformers.EncoderDecoderModel(config)
+    before = model.config
+    hk.heads.prune(model, {0: [1]})
+    assert model.config is not before
+    assert model.config.encoder is model.encoder.config
+    assert model.config.decoder is model.decoder.config
+    assert not hasattr(before.encoder, "heads_kernels")
+
+
+@pytest.mark.parametrize(
+    ("name", "classifier"),
+    [
+        ("bert", "BertForSequenceClassification"),
+        ("distilbert", "DistilBertForSequenceClassification"),
+    ],
+)
+def test_models_with_and_without_their_task_head(
+    name: str, classifier: str, tmp_path: Path
+) -> None:
+    model = pruned(name, model=classifier)
+    model.save_pretrained(tmp_path)
+    classify = reload(tmp_path, transformers.AutoModelForSequenceClassification)
+    assert type(classify) is type(model)
+    assert_same(classify, model)
+    base = reload(tmp_path)
+    assert type(base) is type(build(name))
+    assert_same_states(base, model.base_model, ignoring="pooler")
+    masked = reload(tmp_path, transformers.AutoModelForMaskedLM)  # a head that the file has not
+    assert torch.isfinite(outputs(masked)).all()
+    base.save_pretrained(tmp_path / "base")
+    again = reload(tmp_path / "base", type(model))
+    assert_same_states(again.base_model, model.base_model, ignoring="pooler")
+
+
+def test_encoder_of_a_model_with_two_stacks(tmp_path: Path) -> None:
+    model = pruned("t5", model="T5ForConditionalGeneration")
+    model.save_pretrained(tmp_path)
+    assert_same(reload(tmp_path, type(model)), model)
+    encoder = reload(tmp_path, transformers.T5EncoderModel)
+    assert_same_states(encoder.encoder, model.encoder)
+
+
+def test_dtype_shards_and_training_go_on(tmp_path: Path) -> None:
+    model = pruned("llama")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    half = reload(tmp_path, transformers.AutoModelForCausalLM, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    loaded, info = reload(tmp_path, type(model), output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    hk.heads.prune(loaded, {1: [0]})
+    hk.heads.prune(model, {1: [0]})
+    loaded.save_pretrained(tmp_path / "again")
+    assert_same(reload(tmp_path / "again", type(model)), model)
+
+
+def test_checkpoints_that_were_never_pruned(tmp_path: Path) -> None:
+    model = build("bert", "heads_kernels")
+    model.save_pretrained(tmp_path)
+    assert_same(reload(tmp_path, type(model)), model)
+    assert not hasattr(model.config, "heads_kernels")
+
+
+def test_transformers_by_itself_refuses_a_pruned_checkpoint(tmp_path: Path) -> None:
+    pruned("bert").save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+def test_learned_gates_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    model = hk.integrations.transformers.use(build("bert"))
+    hk.heads.gate(model, hk.nn.HardConcrete)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"learned gates, encoder.*head_gate.log_alpha.*prune"):
+        reload(tmp_path, type(model))
+
+
+def test_a_config_that_does_not_fit_the_model(tmp_path: Path) -> None:
+    model = pruned("bert")
+    model.config.num_attention_heads = 2
+    model.save_pretrained(tmp_path)
+    there = r"was saved with heads \[\] .*widths 8 and 8; the model has heads \[0, 1\]"
+    with pytest.raises(ValueError, match=there):
+        reload(tmp_path, type(model))
+
+
+# ---------------------------------------------------------------------- models outside transformers
+class Translator(nn.Module):
+    """The three uses of attention, and a weight that two modules share."""
+
+    def __init__(self, heads: int = 4, width: int = 24) -> None:
+        super().__init__()
+        self.encoder = hk.nn.GatedMultiheadAttention(width, heads, num_key_heads=heads // 2)
+        self.decoder = hk.nn.CollaborativeMultiheadAttention(width, heads, 10)
+        self.cross = hk.nn.GatedMultiheadAttention(width, heads, output_gate="head")
+        self.embed = nn.Embedding(9, width)
+        self.logits = nn.Linear(width, 9, bias=False)
+        self.logits.weight = self.embed.weight
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory, x = self.embed(source), self.embed(target)
+        memory = memory + self.encoder(memory)[0]
+        x = x + self.decoder(x, is_causal=True)[0]
+        return self.logits(x + self.cross(x, memory)[0])
+
+
+def translator(seed: int = 0, **sizes: int) -> Translator:
+    torch.manual_seed(seed)
+    model = Translator(**sizes)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def translation(model: Translator) -> Tensor:
+    tokens = torch.arange(12).view(2, 6) % 9
+    return model(tokens, tokens[:, :4])
+
+
+HEADS = {"encoder": [1, 2, 3], "decoder": [0, 2], "cross": [0, 1, 2, 3]}
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    model = translator()
+    hk.heads.prune(model, HEADS)
+    hk.heads.save(model, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    loaded = translator(seed=1)
+    hk.heads.load(loaded, tmp_path / "model.safetensors")
+    assert torch.equal(translation(loaded), translation(model))
+    assert loaded.logits.weight is loaded.embed.weight
+    assert loaded.encoder.kept_heads.tolist() == [0]
+    hk.heads.load(loaded, tmp_path / "model.safetensors")  # a model that has the shape already
+    partly = translator(seed=1).double()
+    hk.heads.prune(partly, {"encoder": [2], "decoder": [0]})
+    hk.heads.load(partly, tmp_path / "model.safetensors")
+    torch.testing.assert_close(translation(partly).float(), translation(model))
+
+
+def test_uneven_groups_load_into_a_whole_model(tmp_path: Path) -> None:
+    model = build("llama")
+    hk.heads.prune(model, {0: [0], 1: [2, 3]})
+    hk.heads.prune(model, {0: [1, 2]})
+    hk.heads.save(model, tmp_path / "model.safetensors")
+    loaded = build("llama")
+    hk.heads.load(loaded, tmp_path / "model.safetensors")
+    assert_same(loaded, model)
+    assert loaded.config.heads_kernels == model.config.heads_kernels
+    loaded.save_pretrained(tmp_path)
+    assert_same(reload(tmp_path, type(model), attn_implementation="eager"), model)
+
+
+def test_gates_are_restored_where_they_are_attached(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model = translator()
+    hk.heads.prune(model, {"encoder": [1]})
+    hk.heads.gate(model, hk.nn.HardConcrete)
+    model.encoder.head_gate.log_alpha.data.copy_(torch.tensor([-9.0, 0.5, 9.0]))
+    hk.heads.save(model, path)
+    fresh = translator(seed=1)
+    with pytest.raises(ValueError, match=r"which has cross\.head_gate\.log_alpha, .*hk.heads.gate"):
+        hk.heads.load(fresh, path)
+    assert fresh.encoder.num_heads == 4
+    hk.heads.gate(fresh, hk.nn.HardConcrete)
+    hk.heads.load(fresh, path)
+    assert torch.equal(fresh.encoder.head_gate.export(), model.encoder.head_gate.export())
+    assert torch.equal(translation(fresh), translation(model))
+
+
+def test_files_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model = translator()
+    hk.heads.prune(model, {"encoder": [0]})
+    hk.heads.save(model, path)
+    wider, gated, untied = translator(), translator(), translator()
+    wider.another = nn.Linear(2, 2)
+    del untied.embed
+    untied.logits = nn.Linear(24, 9)
+    hk.heads.gate(gated, hk.nn.HardConcrete)
+    others = (
+        (translator(heads=2), r"layer 'encoder' was saved with heads \[1, 2, 3\] and 3 key heads"),
+        (translator(heads=8), r"of widths 6 and 6; the model has heads \[0, 1, 2, 3, 4, 5, 6, 7\]"),
+        (hk.nn.GatedMultiheadAttention(24, 4), "layer 'encoder' of the file .* does not exist"),
+    )
+    gone = translator()
+    hk.heads.prune(gone, {"encoder": [1]})
+    others = (
+        *others,
+        (gone, r"the model has heads \[0, 2, 3\]"),
+        (wider, "which lacks another.bias, another.weight"),
+        (gated, r"which lacks cross.head_gate.log_alpha, .*hk\.heads\.ungate"),
+        (untied, "which has embed.weight; the model has not"),
+    )
+    for other, match in others:
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(ValueError, match=match):
+            hk.heads.load(other, path)
+        assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
+
+
+def test_other_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    model = translator()
+    hk.heads.save(model, tmp_path / "model.safetensors")
+    other = translator()
+    other.embed = nn.Embedding(7, 24)
+    other.logits = nn.Linear(24, 7, bias=False)
+    other.logits.weight = other.embed.weight
+    with pytest.raises(RuntimeError, match=r"size mismatch for (embed|logits)\.weight"):
+        hk.heads.load(other, tmp_path / "model.safetensors")
+
+
+def test_an_interrupted_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    model = translator()
+    hk.heads.save(model, path)
+    before = path.read_bytes()
+
+    def interrupted(model: nn.Module, filename: str, **options: Any) -> None:
+        Path(filename).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hk.heads.save(model, path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="its folder does not exist"):
+        hk.heads.save(translator(), tmp_path / "no" / "model.safetensors")

@@ -1,0 +1,81 @@
+"""Attention modules for tests, with biases that are not 0 and sharp attention, and their formula in float64."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support import reference
+
+B, T, S, E, H = 2, 5, 7, 24, 4
+PADDED = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])  # [B, S]: the keys that are hidden
+CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1)
+
+Module = TypeVar("Module", bound=nn.Module)
+WIDTHS = {"plain": {}, "no bias": {"bias": False}, "kdim, vdim": {"kdim": 10, "vdim": 12}}
+
+
+def spread(made: Module) -> Module:
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return made.eval()
+
+
+def torch_attention(**options: Any) -> nn.MultiheadAttention:
+    return spread(nn.MultiheadAttention(E, H, batch_first=True, **options))
+
+
+def layer_of(**options: Any) -> hk.nn.GatedMultiheadAttention:
+    sizes = {"embed_dim": E, "num_heads": H, "dtype": torch.float64}
+    return spread(hk.nn.GatedMultiheadAttention(**{**sizes, **options}))
+
+
+def assert_as_accurate_as(out: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """The accuracy rule: an error of at most twice that of the plain formula, and the rounding of `out` itself."""
+    rounding = torch.finfo(out.dtype).eps / 2 * exact.abs().max()
+    error, bound = ((each.double() - exact).abs().max() for each in (out, plain))
+    assert error <= 2 * bound + rounding
+
+
+def formula(
+    layer: hk.nn.GatedMultiheadAttention,
+    x: Tensor,
+    y: Tensor,
+    visible: Tensor | None = None,
+    gates: Tensor | None = None,
+) -> Tensor:
+    """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`."""
+    D, Dv, Hk = layer.head_dim, layer.value_dim, layer.num_key_heads
+    shape = x.shape[0], layer.num_heads, x.shape[1], y.shape[1]
+    heads = reference.attention(
+        {
+            "query": layer.q_proj(x).unflatten(2, (layer.num_heads, D)).transpose(1, 2),
+            "key": layer.k_proj(y).unflatten(2, (Hk, D)).transpose(1, 2),
+            "value": layer.v_proj(y).unflatten(2, (Hk, Dv)).transpose(1, 2),
+        },
+        torch.ones(shape, dtype=torch.bool) if visible is None else visible,
+        layer.scale,
+    )
+    heads = heads if gates is None else heads * gates
+    return layer.out_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Gates(hk.nn.HeadGate):
+    """Gates that learn, one for each head."""
+
+    def __init__(self, gates: list[float]) -> None:
+        super().__init__()
+        self.num_heads = len(gates)
+        self.gates = nn.Parameter(torch.tensor(gates))
+
+    def forward(self, batch_size: int, length: int) -> Tensor:
+        return self.gates
+
+    def export(self) -> Tensor:
+        return self.gates.detach()
+
+    def keep(self, heads: Any) -> None:
+        self.gates = nn.Parameter(self.gates[heads])

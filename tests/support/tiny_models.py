@@ -1,0 +1,221 @@
+"""A tiny random model of every family of transformers that the package is tested with, and a padded batch for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+
+transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
+transformers.logging.set_verbosity_error()
+
+PLAIN = {
+    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = {**PLAIN, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+LOCAL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+DENSE_MLP = {"mlp_layer_types": ["dense", "dense"]}
+LINEAR = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+SEQ2SEQ = {
+    "vocab_size": 40, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+IMAGES = {
+    "image_size": 12, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 24,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4,
+    "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+DISTILBERT = {
+    "vocab_size": 40, "dim": 32, "hidden_dim": 24, "n_layers": 2, "n_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 40, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BAILING_HYBRID = {
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "qk_nope_head_dim": 8, "head_dim": 8, "num_mtp_layers": 0,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model class, arguments of its config, and the attention class that `hk.heads` knows it by ("": none)."""
+
+    model: str
+    arguments: dict[str, Any]
+    attention: str = ""
+
+
+TINY = {
+    "albert": Tiny("AlbertModel", PLAIN | {"embedding_size": 16}, "AlbertAttention"),
+    "bert": Tiny("BertModel", PLAIN, "BertAttention"),
+    "bert-generation": Tiny("BertGenerationEncoder", PLAIN, "BertGenerationAttention"),
+    "camembert": Tiny("CamembertModel", PLAIN, "CamembertAttention"),
+    "distilbert": Tiny("DistilBertModel", DISTILBERT, "DistilBertSelfAttention"),
+    "electra": Tiny("ElectraModel", PLAIN | {"embedding_size": 16}, "ElectraAttention"),
+    "ernie": Tiny("ErnieModel", PLAIN, "ErnieAttention"),
+    "modernbert": Tiny(
+        "ModernBertModel",
+        PLAIN | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
+        "ModernBertAttention",
+    ),
+    "roberta": Tiny("RobertaModel", PLAIN, "RobertaAttention"),
+    "xlm-roberta": Tiny("XLMRobertaModel", PLAIN, "XLMRobertaAttention"),
+    "deit": Tiny("DeiTModel", IMAGES, "DeiTAttention"),
+    "dinov2": Tiny("Dinov2Model", IMAGES | {"mlp_ratio": 1}, "Dinov2Attention"),
+    "vit": Tiny("ViTModel", IMAGES, "ViTAttention"),
+    "vit_mae": Tiny("ViTMAEModel", IMAGES | {"mask_ratio": 0.0}, "ViTMAEAttention"),
+    "bart": Tiny("BartModel", SEQ2SEQ, "BartAttention"),
+    "marian": Tiny("MarianModel", SEQ2SEQ, "MarianAttention"),
+    "mbart": Tiny("MBartForConditionalGeneration", SEQ2SEQ, "MBartAttention"),
+    "mt5": Tiny("MT5Model", T5, "MT5Attention"),
+    "pegasus": Tiny("PegasusForConditionalGeneration", SEQ2SEQ, "PegasusAttention"),
+    "t5": Tiny("T5Model", T5, "T5Attention"),
+    "eurobert": Tiny("EuroBertModel", GROUPED, "EuroBertAttention"),
+    "gemma": Tiny("GemmaForCausalLM", GROUPED, "GemmaAttention"),
+    "gemma3_text": Tiny("Gemma3ForCausalLM", GROUPED | LOCAL, "Gemma3Attention"),
+    "gpt2": Tiny("GPT2LMHeadModel", GPT2, "GPT2Attention"),
+    "granite": Tiny("GraniteForCausalLM", GROUPED, "GraniteAttention"),
+    "llama": Tiny("LlamaForCausalLM", GROUPED | {"attention_bias": True}, "LlamaAttention"),
+    "ministral": Tiny("MinistralForCausalLM", GROUPED, "MinistralAttention"),
+    "mistral": Tiny("MistralForCausalLM", GROUPED | {"sliding_window": 4}, "MistralAttention"),
+    "mixtral": Tiny("MixtralForCausalLM", GROUPED | {"num_local_experts": 2}, "MixtralAttention"),
+    "qwen2": Tiny("Qwen2ForCausalLM", GROUPED, "Qwen2Attention"),
+    "qwen2_moe": Tiny("Qwen2MoeForCausalLM", GROUPED | EXPERTS, "Qwen2MoeAttention"),
+    "qwen3": Tiny("Qwen3ForCausalLM", GROUPED, "Qwen3Attention"),
+    "qwen3_moe": Tiny("Qwen3MoeForCausalLM", GROUPED | EXPERTS, "Qwen3MoeAttention"),
+    "smollm3": Tiny("SmolLM3ForCausalLM", GROUPED, "SmolLM3Attention"),
+    "starcoder2": Tiny("Starcoder2ForCausalLM", GROUPED, "Starcoder2Attention"),
+    "afmoe": Tiny("AfmoeForCausalLM", GROUPED | LOCAL | {"num_dense_layers": 2}, "AfmoeAttention"),
+    "bailing_hybrid": Tiny("BailingHybridForCausalLM", PLAIN | DENSE_MLP | BAILING_HYBRID),
+    "beam": Tiny("BeamForCausalLM", GROUPED | LOCAL | DENSE_MLP, "BeamAttention"),
+    "hrm_text": Tiny("HrmTextForCausalLM", PLAIN | {"head_dim": 8}, "HrmTextAttention"),
+    "laguna": Tiny("LagunaForCausalLM", GROUPED | LOCAL | DENSE_MLP, "LagunaAttention"),
+    "lfm3": Tiny("Lfm3ForCausalLM", GROUPED | LOCAL, "Lfm3Attention"),
+    "muse_glimmer_text": Tiny("MuseGlimmerTextModel", GROUPED | LOCAL, "MuseGlimmerTextAttention"),
+    "muse_spark_text": Tiny("MuseSparkTextModel", GROUPED | LOCAL | DENSE_MLP),
+    "neomme": Tiny("NeoMMEModel", GROUPED | LOCAL | {"head_dim": 16, "embedding_rank": 16}),
+    "qwen3_5_moe_text": Tiny(
+        "Qwen3_5MoeForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3_5MoeAttention"
+    ),
+    "qwen3_5_text": Tiny("Qwen3_5ForCausalLM", GROUPED | LINEAR, "Qwen3_5Attention"),
+    "qwen3_next": Tiny("Qwen3NextForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3NextAttention"),
+    "step3p7_text": Tiny("Step3p7TextModel", GROUPED | LOCAL | DENSE_MLP, "Step3p7Attention"),
+}
+#: Those whose heads `hk.heads` finds.
+WITH_HEADS = [name for name, tiny in TINY.items() if tiny.attention]
+
+
+def build(name: str, attention: str = "eager", *, model: str = "", **changes: Any) -> Any:
+    """The model of a family, the same every time, in evaluation mode.
+
+    `attention` is its attention function, `model` another class of the family, `changes` are of its config.
+    """
+    assert hk.integrations.transformers  # registers "heads_kernels"
+    tiny = TINY[name]
+    model_class = getattr(transformers, model or tiny.model)
+    config = model_class.config_class(**(tiny.arguments | changes))
+    torch.manual_seed(0)
+    # The default function of experts has no float64.
+    built = model_class._from_config(
+        config, attn_implementation=attention, experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in built.parameters():  # biases start at 0, which hides what is done to them
+            if parameter.requires_grad:
+                parameter.add_(0.15 * torch.randn_like(parameter))
+    return built.eval()
+
+
+def batch(model: Any) -> dict[str, Tensor]:
+    """Arguments of `model(...)`: images, or a row of 9 tokens whole, one padded on the right and one on the left.
+
+    The decoder of a model that has one reads 5 tokens.
+    """
+    generator = torch.Generator().manual_seed(1)
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(2, 3, 12, 12, generator=generator).to(model.dtype)}
+    tokens = torch.randint(3, 40, (3, 14), generator=generator)
+    real = torch.ones_like(tokens)
+    real[1, 6:9] = real[2, :2] = real[0, 12:] = 0
+    if model.dtype == torch.float64:  # stock eager attention makes NaN of rows that see nothing
+        real[1, 6] = real[2, :2] = 1
+    arguments = {"input_ids": tokens[:, :9], "attention_mask": real[:, :9]}
+    if model.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = tokens[:, 9:]
+        arguments["decoder_attention_mask"] = real[:, 9:]
+    return arguments
+
+
+def outputs(model: Any, **changes: Any) -> Tensor:
+    """What a model says of the real tokens of its batch, `[tokens, width]`; `changes` of the batch."""
+    arguments = batch(model) | changes
+    torch.manual_seed(2)  # ViTMAE shuffles its patches
+    values: Tensor = model(**arguments)[0]
+    real = arguments.get("decoder_attention_mask", arguments.get("attention_mask"))
+    whole = real is None or real.shape != values.shape[:2]
+    return values.flatten(0, 1) if whole else values[real.bool()]
+
+
+def with_gradients(model: Any, **changes: Any) -> dict[str, Tensor]:
+    """`outputs`, and the gradient of every parameter under a loss that weighs each of them differently."""
+    model.zero_grad(set_to_none=True)
+    values = outputs(model, **changes)
+    weights = torch.linspace(-1.0, 1.0, values.numel(), dtype=values.dtype).view(values.shape)
+    (values * weights).sum().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"outputs": values.detach(), **gradients}
+
+
+def assert_alike(found: Any, expected: Any, tolerance: float = 1e-5, name: str = "outputs") -> None:
+    """Tensors, or dicts of them, equal to `tolerance` of the largest number of each."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert_alike(found[name], tensor, tolerance, name)
+        return
+    largest = max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(
+        found, expected, rtol=0.0, atol=tolerance * largest, msg=lambda told: f"{name}: {told}"
+    )
+
+
+def assert_same_states(loaded: nn.Module, saved: nn.Module, ignoring: str = "nothing") -> None:
+    states = [dict(model.state_dict()) for model in (loaded, saved)]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert ignoring in name or torch.equal(tensor, states[1][name]), name
+
+
+def assert_same(loaded: nn.Module, saved: nn.Module) -> None:
+    assert_same_states(loaded, saved)
+    assert torch.equal(outputs(loaded), outputs(saved))
+
+
+def as_linear(projection: nn.Module, tensor: Tensor) -> Tensor:
+    """Its weight, or the gradient of that, `[D_out, D_in]`: transformers' Conv1D has it transposed."""
+    return tensor.T if type(projection).__name__ == "Conv1D" else tensor

@@ -1,0 +1,272 @@
+"""Head masks and gates of heads in transformers models, pruned ones too: outputs and gradients, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+import transformers
+from transformers.masking_utils import eager_mask
+
+import heads_kernels as hk
+from heads_kernels.integrations.transformers import TESTED, attention, use
+from tests.support.tiny_models import assert_alike, batch, build, outputs, with_gradients
+
+MASKED = ("albert", "bert", "deit", "distilbert", "gpt2", "llama", "qwen3", "roberta", "t5", "vit", "bart")  # fmt: skip
+KINDS = ("head_mask", "decoder_head_mask", "cross_attn_head_mask")
+
+
+class Reference:
+    """Eager attention in plain PyTorch, its probabilities times a head mask: layers take turns as they are called."""
+
+    def __init__(self, masks: dict[str, Tensor]) -> None:
+        self.masks = masks
+        self.calls = dict.fromkeys(KINDS, 0)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        position_bias: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        for bias in (attention_mask, position_bias):
+            scores = scores if bias is None else scores + bias
+        kind = self.kind(module, query.shape[2], key.shape[2])
+        probabilities = scores.softmax(-1)
+        if kind in self.masks:
+            mask = self.masks[kind]
+            row = mask if mask.dim() == 1 else mask[self.calls[kind]]
+            probabilities = probabilities * row[:, None, None]
+        self.calls[kind] += 1
+        return (probabilities @ value).transpose(1, 2).contiguous(), None
+
+    @staticmethod
+    def kind(module: nn.Module, T: int, S: int) -> str:
+        """By what the tiny batches are: the encoder reads 9 tokens, the decoder 5."""
+        if T == S == 5 and S != 9:
+            return "decoder_head_mask"
+        return "head_mask" if T == S else "cross_attn_head_mask"
+
+
+@pytest.fixture
+def reference() -> Iterator[Reference]:
+    """The reference as an attention implementation of transformers, "reference"."""
+    function = Reference({})
+    transformers.AttentionInterface.register("reference", function)
+    transformers.AttentionMaskInterface.register("reference", eager_mask)
+    yield function
+    for table in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        del table._global_mapping["reference"]
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["H", "LH"])
+@pytest.mark.parametrize("name", MASKED)
+def test_head_mask_is_honoured(name: str, rows: bool, reference: Reference) -> None:
+    model = build(name)
+    H = model.config.num_attention_heads
+    shape = (2, H) if rows else (H,)
+    masks = {kind: torch.rand(shape).round(decimals=1) for kind in TESTED[name].head_masks}
+    for mask in masks.values():
+        mask[..., 1] = 0.0
+        mask.requires_grad_()
+    reference.masks = masks
+    model.set_attn_implementation("reference")
+    expected = with_gradients(model)
+    expected |= {kind: mask.grad for kind, mask in masks.items()}
+    for mask in masks.values():
+        mask.grad = None
+    model.set_attn_implementation("eager")
+    use(model)
+    found = with_gradients(model, **masks)
+    found |= {kind: mask.grad for kind, mask in masks.items()}
+    assert_alike(found, expected)
+    assert not torch.equal(found["outputs"], outputs(model))
+
+
+def test_head_mask_and_gate_multiply() -> None:
+    model = use(build("llama"))
+    layer = model.model.layers[1].self_attn
+    gates = torch.tensor([0.0, 1.0, 0.5, 1.0] * 2)
+    layer.head_gate = hk.nn.FixedGate(gates)
+    mask = torch.tensor([[1.0] * 8, [1.0, 0.0, 1.0, 0.5] * 2])
+    found = outputs(model, head_mask=mask)
+    del layer.head_gate
+    mask[1] *= gates
+    assert_alike(found, outputs(model, head_mask=mask))
+
+
+def test_integer_head_mask() -> None:
+    model = use(build("bert"))
+    mask = torch.tensor([1, 0, 1, 1])
+    assert torch.equal(outputs(model, head_mask=mask), outputs(model, head_mask=mask.float()))
+
+
+def test_head_masks_that_do_not_fit() -> None:
+    model = build("bert", "heads_kernels")
+    with pytest.raises(ValueError, match=r"head_mask is given to a BertSelfAttention not in use"):
+        outputs(model, head_mask=torch.ones(4))
+    use(model)
+    for shape in ((3,), (1, 4), (3, 4), (50, 4), (2, 3), (2, 1, 4)):
+        with pytest.raises(ValueError, match=r"head_mask has shape .* which has 4 heads; pass \[H"):
+            outputs(model, head_mask=torch.ones(shape))
+    with pytest.raises(ValueError, match=r"head_mask has shape \[3, 4\], but the layer runs 2 tim"):
+        outputs(use(build("albert")), head_mask=torch.ones(3, 4))
+
+
+def test_head_masks_that_the_model_has_no_use_for() -> None:
+    mask = torch.ones(4)
+    for name in ("decoder_head_mask", "cross_attn_head_mask"):
+        with pytest.raises(
+            ValueError, match=rf"{name} reaches a Bert.* no use for it; pass head_mask"
+        ):
+            outputs(use(build("bert")), **{name: mask})
+    with pytest.raises(
+        ValueError, match=r"decoder_cross_attn_head_mask reaches .*; pass head_mask, d"
+    ):
+        outputs(use(build("bart")), decoder_cross_attn_head_mask=mask)
+    gpt2 = use(build("gpt2", add_cross_attention=True))
+    with pytest.raises(ValueError, match=r"cross_attn_head_mask reaches a GPT2Attention"):
+        outputs(gpt2, cross_attn_head_mask=mask, encoder_hidden_states=torch.ones(3, 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "whole"),
+    [("bert", "EncoderDecoderModel"), ("vit", "VisionEncoderDecoderModel")],
+)
+def test_head_masks_of_models_made_of_two(encoder: str, whole: str) -> None:
+    """The model strips `decoder_` from what it hands its decoder."""
+    decoder = build("bert", model="BertLMHeadModel", is_decoder=True, add_cross_attention=True)
+    model = use(getattr(transformers, whole)(encoder=build(encoder), decoder=decoder).eval())
+    arguments = {**batch(model.encoder), "decoder_input_ids": torch.arange(3, 18).view(3, 5)}
+    if encoder == "vit":
+        arguments["decoder_input_ids"] = arguments["decoder_input_ids"][:2]
+    layers = {layer.name: layer.index for layer in hk.heads.attention_layers(model)}
+    first = {
+        "head_mask": next(name for name in layers if name.startswith("encoder.")),
+        "decoder_head_mask": "decoder.bert.encoder.layer.0.attention.self",
+        "decoder_cross_attn_head_mask": "decoder.bert.encoder.layer.0.crossattention.self",
+    }
+    mask = torch.ones(2, 4)
+    mask[0, 1] = 0.0
+    for name, layer in first.items():
+        found = model(**arguments, **{name: mask}).logits
+        hk.heads.close(model, {layer: [1]})
+        assert torch.equal(found, model(**arguments).logits)
+        hk.heads.reopen(model)
+        assert not torch.equal(found, model(**arguments).logits)
+    with pytest.raises(ValueError, match=r"cross_attn_head_mask reaches a .* no use for it"):
+        model(**arguments, cross_attn_head_mask=mask)
+
+
+# ---------------------------------------------------------------------- gates
+def test_gates_of_examples_and_their_gradient() -> None:
+    """`head_gate` may give `[B, H]`; a closed head's gradient is left out where the gate says so."""
+
+    class PerExample(hk.nn.HeadGate):
+        closed_grad = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 4
+            self.gates = nn.Parameter(torch.tensor([[1.0, 0.0, 0.5, 1.0]] * 3))
+
+        def forward(self, batch_size: int, length: int) -> Tensor:
+            assert batch_size == 3
+            return self.gates
+
+        def export(self) -> Tensor:
+            return self.gates[0].detach()
+
+        def keep(self, heads: Any) -> None:
+            raise AssertionError("not pruned here")
+
+    model = use(build("bert"))
+    model.encoder.layer[0].attention.self.head_gate = PerExample()
+    gradient = with_gradients(model)["encoder.layer.0.attention.self.head_gate.gates"]
+    assert gradient[:, 1].eq(0).all()
+    assert gradient[:, [0, 2, 3]].ne(0).all()
+
+
+def test_closed_grad_is_that_of_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a head mask too, unless the mask itself asks for gradients."""
+    seen = []
+    operator = attention.gated_attention
+
+    def spy(*args: Any, **named: Any) -> Tensor:
+        seen.append(named["closed_grad"])
+        return operator(*args, **named)
+
+    monkeypatch.setattr(attention, "gated_attention", spy)
+    model = use(build("bert", num_hidden_layers=1))
+    hk.heads.gate(model, hk.nn.HardConcrete)
+    closed_grad = model.encoder.layer[0].attention.self.head_gate.closed_grad
+    mask = torch.ones(4)
+    outputs(model, head_mask=mask)
+    outputs(model, head_mask=mask.requires_grad_())
+    assert seen == [closed_grad, True]
+    assert not closed_grad
+
+
+# ---------------------------------------------------------------------- pruned models
+PRUNED = ("bert", "gpt2", "llama", "t5", "laguna")
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_layer_without_heads(name: str) -> None:
+    """It adds the bias of its projection. Its parameters have gradients all the same."""
+    model = use(build(name))
+    heads = list(range(hk.heads.attention_layers(model)[0].num_heads))
+    hk.heads.close(model, {0: heads})
+    expected = outputs(model)
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(outputs(model), expected)
+    without = {n for n, p in model.named_parameters() if p.requires_grad} - set(
+        with_gradients(model)
+    )
+    assert not [name for name in without if "pooler" not in name]
+
+
+def test_layer_without_heads_has_statistics() -> None:
+    """Those of the other layers keep their places."""
+    model = use(build("bert"))
+    expected = model(**batch(model), output_attentions=True).attentions
+    hk.heads.prune(model, {1: range(4)})
+    found = model(**batch(model), output_attentions=True).attentions
+    assert torch.equal(found[0].entropy, expected[0].entropy)
+    assert found[1].entropy.shape == (3, 0, 9)
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_head_masks_of_pruned_layers(name: str) -> None:
+    """They are numbered as before the pruning, as position biases are; one for the heads that are left does too."""
+    model = use(build(name))
+    H = hk.heads.attention_layers(model)[1].num_heads
+    mask = torch.rand(2, H)
+    mask[1, 1] = 0.0
+    names = TESTED[name].head_masks
+    expected = outputs(model, **dict.fromkeys(names, mask))
+    hk.heads.prune(model, {1: [1]})
+    assert_alike(outputs(model, **dict.fromkeys(names, mask)), expected)
+    for wrong in (torch.ones(2, H + 1), torch.ones(H - 2)):
+        with pytest.raises(ValueError, match="head_mask has shape"):
+            outputs(model, head_mask=wrong)
+    row = torch.rand(H - 1)
+    others = {layer.index for layer in hk.heads.attention_layers(model)} - {1}
+    hk.heads.prune(model, {index: [1] for index in others})
+    whole = torch.cat((row[:1], torch.ones(1), row[1:]))
+    expected = outputs(model, head_mask=whole)
+    assert torch.equal(outputs(model, head_mask=row), expected)

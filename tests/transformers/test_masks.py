@@ -1,0 +1,248 @@
+"""`prepare_mask` against transformers' own `sdpa_mask`, for all that transformers' mask functions say."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import masking_utils as stock
+
+import heads_kernels as hk
+from heads_kernels.integrations.transformers.masks import PreparedMask, prepare_mask
+from tests.support.tiny_models import TINY, build, outputs
+
+B = 3
+WINDOW = 3
+
+
+def padding(length: int) -> Tensor:
+    """A row whole, one padded on the right, one on the left, which may have a hole too."""
+    real = torch.ones(B, length, dtype=torch.bool)
+    real[1, length - 2 :] = False
+    real[2, :2] = False
+    if length > 6:
+        real[2, 5] = False
+    return real
+
+
+def both(**arguments: Any) -> tuple[Any, Tensor]:
+    """What `prepare_mask` makes of a call, and the dense mask of stock."""
+    dense = stock.sdpa_mask(
+        **(
+            arguments
+            | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            | {"device": "cpu"}
+        )
+    )
+    return prepare_mask(**arguments), dense
+
+
+def assert_same(found: Any, dense: Tensor) -> None:
+    assert isinstance(found, PreparedMask)
+    assert torch.equal(found.to_dense(), dense)
+    assert found.shape == tuple(dense.shape)
+
+
+#: (T, S, position of the first row, position of the first key): whole, with a growing cache, while decoding, with a
+#: sliding cache, and in a static cache that is not full.
+SHAPES = [(9, 9, 0, 0), (4, 9, 5, 0), (1, 9, 8, 0), (2, 6, 7, 3), (1, 4, 6, 3), (5, 9, 0, 0)]
+PATTERNS = {
+    "causal": (lambda: stock.causal_mask_function, {}),
+    "sliding": (
+        lambda: stock.sliding_window_causal_mask_function(WINDOW),
+        {"local_size": WINDOW},
+    ),
+    "chunked": (
+        lambda: stock.chunked_causal_mask_function(WINDOW, torch.tensor([0, 0, 2])),
+        {"local_size": WINDOW, "config": transformers.LlamaConfig(attention_chunk_size=WINDOW)},
+    ),
+    "bidirectional": (
+        lambda: stock.bidirectional_mask_function,
+        {"allow_is_bidirectional_skip": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(pattern: str, shape: tuple[int, int, int, int], padded: bool) -> None:
+    function, extra = PATTERNS[pattern]
+    T, S, q_offset, kv_offset = shape
+    found, dense = both(
+        batch_size=B,
+        q_length=T,
+        kv_length=S,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=function(),
+        attention_mask=padding(q_offset + T) if padded else None,
+        **extra,
+    )
+    if pattern == "bidirectional" and not padded:
+        assert found is None
+    else:
+        assert_same(found, dense)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_window_on_both_sides(padded: bool) -> None:
+    arguments = {
+        "batch_size": B, "q_length": 9, "kv_length": 9, "local_size": WINDOW,
+        "mask_function": stock.sliding_window_bidirectional_mask_function(WINDOW),
+        "attention_mask": padding(9) if padded else None, "allow_is_bidirectional_skip": True,
+    }  # fmt: skip
+    assert_same(*both(**arguments))
+    dense, expected = both(**(arguments | {"q_length": 4, "q_offset": 5}))
+    assert isinstance(dense, Tensor)
+    assert torch.equal(dense, expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3])
+@pytest.mark.parametrize("chunk", [False, True])
+def test_packed_sequences(window: int | None, chunk: bool) -> None:
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]])
+    ids = stock.find_packed_sequence_indices(position_ids)
+    if window is None:
+        function = stock.causal_mask_function
+    elif chunk:
+        function = stock.chunked_causal_mask_function(window, torch.zeros(2, dtype=torch.int64))
+    else:
+        function = stock.sliding_window_causal_mask_function(window)
+    function = stock.packed_sequence_compatibility_function(function, position_ids, ids)
+    found, dense = both(
+        batch_size=2, q_length=8, kv_length=8, mask_function=function, local_size=window
+    )
+    assert_same(found, dense)
+
+
+@pytest.mark.parametrize("custom", ["or", "and", "block"])
+def test_functions_of_the_caller_stay_dense(custom: str) -> None:
+    def prefix(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return key < 3
+
+    function = {
+        "or": stock.or_masks(stock.causal_mask_function, prefix),
+        "and": stock.and_masks(stock.causal_mask_function, prefix),
+        "block": stock.or_masks(
+            stock.causal_mask_function,
+            stock.blockwise_overlay(torch.tensor([[0, 0, 0, -1, 1, 1]] * B)),
+        ),
+    }[custom]
+    found, dense = both(
+        batch_size=B,
+        q_length=6,
+        kv_length=6,
+        mask_function=function,
+        attention_mask=padding(6),
+        use_vmap=custom != "block",
+    )
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, dense)
+
+
+def test_offset_of_a_static_cache_is_data() -> None:
+    """Decoding in a static cache: the offset is a tensor, and the mask a key mask by its shape."""
+    found, dense = both(
+        batch_size=B,
+        q_length=1,
+        kv_length=12,
+        q_offset=torch.tensor(6),
+        mask_function=stock.causal_mask_function,
+        attention_mask=padding(7),
+    )
+    assert found.shape == (B, 1, 1, 12)
+    assert torch.equal(found, dense)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_nobody_looks_at_values(pattern: str) -> None:
+    """Fake tensors have no values: looking at one raises."""
+    function, extra = PATTERNS[pattern]
+    with FakeTensorMode():
+        mask = prepare_mask(
+            B, 9, 9, mask_function=function(), attention_mask=torch.ones(B, 9).bool(), **extra
+        )
+        query = torch.randn(B, 2, 9, 8)
+        assert isinstance(mask, PreparedMask)
+        assert hk.gated_attention(query, query, query, attn_mask=mask.mask).shape == query.shape
+
+
+def test_layers_share_intervals() -> None:
+    """One mask a pass: the intervals are worked out once."""
+    model = build("llama", "heads_kernels")
+    seen = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    outputs(model)
+    assert seen[0] is seen[1]
+    assert seen[0].mask.intervals(3, 8, 9, 9) is seen[1].mask.intervals(3, 8, 9, 9)
+
+
+# ---------------------------------------------------------------------- a mask that stands for a tensor
+def prepared() -> tuple[PreparedMask, Tensor]:
+    mask = hk.Mask(causal=True, key_mask=padding(5))
+    return PreparedMask(mask, (B, 1, 5, 5), "cpu"), mask.to_dense(B, 1, 5, 5)
+
+
+def test_it_is_a_tensor_to_those_who_compute_with_it() -> None:
+    mask, dense = prepared()
+    other = torch.rand(B, 1, 5, 5) > 0.5
+    assert isinstance(mask, BlockMask)
+    assert (mask.dtype, mask.ndim, len(mask.shape)) == (torch.bool, 4, 4)
+    assert mask.contiguous() is mask
+    pairs = [
+        (mask[:, :, :, :3], dense[..., :3]),
+        (mask[0], dense[0]),
+        (mask & other, dense & other),
+        (other & mask, dense & other),
+        (mask | other, dense | other),
+        (~mask, ~dense),
+        (mask.to(torch.float32), dense.float()),
+        (mask.expand(B, 2, 5, 5), dense.expand(B, 2, 5, 5)),
+        (mask.size(-1), 5),
+        (torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0)),
+        (torch.zeros(B, 1, 5, 5).masked_fill(mask, 1.0), dense.float()),
+        (torch.cat([mask, other], dim=-1), torch.cat([dense, other], dim=-1)),
+    ]
+    for found, expected in pairs:
+        if isinstance(expected, Tensor):
+            assert torch.equal(found, expected)
+        else:
+            assert found == expected
+
+
+def test_it_survives_copies_and_pickles() -> None:
+    mask, dense = prepared()
+    for found in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert torch.equal(found.to_dense(), dense)
+    assert repr(mask) == str(mask)
+    assert "key_mask=bool[3, 5]" in repr(mask)
+
+
+def test_masks_by_kind_of_layer() -> None:
+    """Models with several kinds of layers, and `generate`, keep a dict of masks."""
+    config = transformers.Gemma3TextConfig(**TINY["gemma3_text"].arguments)
+    config._attn_implementation = "heads_kernels"
+    masks = stock.create_masks_for_generate(
+        config=config,
+        inputs_embeds=torch.empty(B, 9, 0),
+        attention_mask=padding(9),
+        past_key_values=transformers.StaticCache(config=config, max_cache_len=9),
+    )
+    assert set(masks) == {"full_attention", "sliding_attention"}
+    for mask in masks.values():
+        again = stock.create_causal_mask(config, torch.empty(B, 9, 0), mask, None)
+        assert again is mask

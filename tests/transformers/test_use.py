@@ -1,0 +1,161 @@
+"""`use` and `release`: whole models, parts, copies; everything taken back, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+import transformers
+
+import heads_kernels as hk
+from heads_kernels.integrations.transformers import release, use
+from tests.support.tiny_models import TINY, build, outputs
+
+
+def test_release_takes_everything_back() -> None:
+    model = build("qwen3_next")
+    model.config._attn_implementation = "sdpa"
+    modules = {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
+    use(model)
+    assert any(type(m) is not modules[name][0] for name, m in model.named_modules())
+    release(model)
+    assert {name: (type(m), set(vars(m))) for name, m in model.named_modules()} == modules
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_every_part_of_a_composite_model_is_in_use() -> None:
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        *(build(name).config for name in ("vit", "bert"))
+    )
+    model = transformers.VisionTextDualEncoderModel(config)
+    parts = (model, model.text_model, model.vision_model)
+    names = [part.config._attn_implementation for part in parts]
+    use(model)
+    assert [part.config._attn_implementation for part in parts] == ["heads_kernels"] * 3
+    release(model)
+    assert [part.config._attn_implementation for part in parts] == names
+
+
+def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
+    first = build("bert")
+    second = transformers.BertModel(first.config).eval()
+    use(first)
+    assert second.config._attn_implementation == "eager"
+    use(second)
+    release(first)
+    assert not torch.equal(outputs(second), outputs(second, head_mask=torch.zeros(4)))
+    assert release(second).config._attn_implementation == "eager"
+
+
+def state(model: Any) -> dict[str, Any]:
+    """What `use` changes of the modules of a model."""
+    return {
+        name: (type(m), set(vars(m)), m.config._attn_implementation if "config" in vars(m) else "")
+        for name, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("bert", "BertForMaskedLM"),
+        ("afmoe", ""),
+        ("albert", "AlbertForMaskedLM"),
+        ("bart", "BartForConditionalGeneration"),
+    ],
+)
+def test_parts_and_wholes_are_released(name: str, task: str) -> None:
+    """A part and then the whole, the part of a whole, and copies of either."""
+    model = build(name, "sdpa", model=task)
+    closed = torch.zeros(model.config.num_attention_heads)
+    stock, expected = state(model), outputs(model)
+
+    def assert_stock(released: Any) -> None:
+        assert state(released) == stock
+        assert torch.equal(outputs(released), expected)
+
+    use(model.base_model)
+    use(model)
+    copied, part = copy.deepcopy(model), copy.deepcopy(model.base_model)
+    assert_stock(release(model))
+    with pytest.raises(ValueError, match="is not in use"):
+        release(model.base_model)
+    assert not torch.equal(outputs(copied), outputs(copied, head_mask=closed))
+    assert_stock(release(copied))
+    setattr(model, model.base_model_prefix, release(part))
+    assert_stock(model)
+    use(model)
+    release(model.base_model)
+    assert_stock(release(model))
+
+
+def test_encoder_is_released_from_a_model_in_use() -> None:
+    model = use(build("bart"))
+    release(model.encoder)
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
+    assert model.encoder.config._attn_implementation == "eager"
+    assert torch.equal(outputs(model), outputs(model, head_mask=mask))
+    assert not torch.equal(outputs(model), outputs(model, decoder_head_mask=mask))
+
+
+def test_release_keeps_no_gates_that_stock_attention_ignores() -> None:
+    model = build("bert")
+    expected = outputs(model)
+    use(model)
+    hk.heads.close(model, {0: [0]})
+    refusal = (
+        r"model has gates on the heads of 'encoder\.layer\.0\..*; call hk\.heads\.reopen, ungate"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        release(model)
+    hk.heads.reopen(model)
+    assert torch.equal(outputs(release(model)), expected)
+
+
+def test_release_keeps_pruned_layers_with_position_biases() -> None:
+    model = use(build("t5"))
+    hk.heads.prune(model, {0: [0]})
+    with pytest.raises(ValueError, match=r"fewer heads in 'encoder.* than the position bias"):
+        release(model)
+
+
+def test_albert_in_use_is_pickled() -> None:
+    model = use(build("albert"))
+    mask = torch.rand(2, 4)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(outputs(loaded, head_mask=mask), outputs(model, head_mask=mask))
+    assert type(release(loaded).encoder).__name__ == "AlbertTransformer"
+
+
+def test_refusals() -> None:
+    with pytest.raises(TypeError, match=r"model is a Linear; .*tested families: albert, bart"):
+        use(nn.Linear(2, 2))
+    model = build("bert")
+    with pytest.raises(ValueError, match=r"model \(BertModel\) is not in use; call use"):
+        release(model)
+    with pytest.raises(ValueError, match=r"model \(BertModel\) is in use already; call release"):
+        use(use(model))
+
+
+def test_unsupported_families_are_named() -> None:
+    plain = TINY["gpt2"].arguments
+    gptj = transformers.GPTJModel(transformers.GPTJConfig(rotary_dim=4, **plain))
+    with pytest.raises(ValueError, match=r"family 'gptj'\), which computes its attention itself"):
+        use(gptj)
+    sinks = {**TINY["llama"].arguments, "num_local_experts": 2}
+    with pytest.raises(ValueError, match=r"GptOssModel .*more than plain attention .*tested fam"):
+        use(transformers.GptOssModel(transformers.GptOssConfig(**sinks)))
+    doge = transformers.DogeModel(transformers.DogeConfig(**TINY["llama"].arguments))
+    with pytest.raises(ValueError, match=r"family 'doge'\), which has its own way with masks"):
+        use(doge)
+    softcap = transformers.Gemma2Model(transformers.Gemma2Config(**TINY["llama"].arguments))
+    softcap.set_attn_implementation("heads_kernels")
+    with pytest.raises(ValueError, match=r"softcap is given by Gemma2Attention .* use attn_impl"):
+        softcap(torch.ones(1, 3, dtype=torch.long))
