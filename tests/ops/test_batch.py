@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from calls import EVERY, call
 from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
+from tests.ops.calls import EVERY, call
 
 H, T, S, D = 4, 5, 7, 8
 BOTH = ("gated_attention", "collaborative_attention")
