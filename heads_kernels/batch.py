@@ -39,7 +39,7 @@ def flatten_operands(
     if all(len(lead) == 1 and lead == leads[0] for lead in leads):
         return None, operands
     try:
-        batch = tuple(torch.broadcast_shapes(*leads))
+        batch = tuple(torch.broadcast_shapes(*leads))  # type: ignore[no-untyped-call]
     except RuntimeError:
         found = ", ".join(str(list(lead)) for lead in leads)
         names = ", ".join(list(layouts)[: len(leads)])
@@ -71,7 +71,7 @@ def flatten_companion(argument: str, tensor: Tensor, batch: tuple[int, ...], lay
 
 def unflatten(result: Tensor, batch: Batch) -> Tensor:
     """A result `[B, ...]` with the batch dimensions of the call, as a view."""
-    return result if batch is None else result.unflatten(0, batch) if batch else result.squeeze(0)
+    return result if batch is None else result.view(*batch, *result.shape[1:])
 
 
 def _flatten(tensor: Tensor, count: int) -> Tensor:
