@@ -25,14 +25,9 @@ from typing import Any, Final
 import torch
 
 from benchmarks.binaries import TARGETS, Kernel, recorded
-from heads_kernels.ops import (
-    attention_statistics,
-    collaborative_attention,
-    gated_attention,
-    support,
-)
-from heads_kernels.ops.collaborative_attention.op import Call as CollaborativeCall
-from heads_kernels.ops.gated_attention.op import Call as GatedCall
+from heads_kernels.ops import attention_statistics, support
+from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
 from heads_kernels.ops.library import load
 from heads_kernels.problem import Problem
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs
@@ -44,35 +39,17 @@ _DTYPES: Final = {
 
 
 # ---------------------------------------------------------------------- calls
-def _gated(inputs: Inputs, seed: torch.Tensor | None) -> None:
+def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
+    """Forward, with what the backward reads (without a gate also without that), and backward."""
     p = inputs.problem()
-    assert p.value is not None
-    call = GatedCall(
-        p.query, p.key, p.value, p.gate, p.intervals, seed, p.scale, p.gate_activation, p.dropout_p
-    )
-    backend = load(gated_attention.BACKENDS, "triton")
+    operator = GATED if p.mixing is None else COLLABORATIVE
+    arguments = operator.pack(p, seed)
     if p.gate is None:
-        backend.forward(call, False)
-    out, attended, lse = backend.forward(call, True)
+        operator.forward_op(*arguments, False, "triton")
+    out, attended, lse = operator.forward_op(*arguments, True, "triton")
     saved = inputs.dout, out if p.gate is None else attended, lse
-    backend.backward(call, *saved, True, [True, True, True, p.gate is not None])
-
-
-def _collaborative(inputs: Inputs, seed: torch.Tensor | None) -> None:
-    p = inputs.problem()
-    assert p.value is not None
-    assert p.mixing is not None
-    call = CollaborativeCall(
-        p.query, p.key, p.value, p.mixing, p.content_bias, p.gate, p.intervals,
-        seed, p.scale, p.gate_activation, p.dropout_p,
-    )  # fmt: skip
-    backend = load(collaborative_attention.BACKENDS, "triton")
-    if p.gate is None:
-        backend.forward(call, False)
-    out, attended, lse = backend.forward(call, True)
-    saved = inputs.dout, out if p.gate is None else attended, lse
-    bias, gate = p.content_bias is not None, p.gate is not None
-    backend.backward(call, *saved, True, [True, True, True, True, bias, gate])
+    needs = [getattr(p, name) is not None for name in operator.operands]
+    operator.backward_op(*saved, *arguments, True, needs, "triton")
 
 
 def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
@@ -89,8 +66,7 @@ def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A call whose kernels are compiled: forward, with what the backward reads (without a gate also without that), and
-    backward."""
+    """A call whose kernels are compiled, forward and backward."""
 
     name: str
     case: Case
@@ -120,16 +96,16 @@ def _works() -> tuple[Work, ...]:
     for D, (words, options) in itertools.product((64, 32, 96, 128, 256), features.items()):
         if D in (64, 128) or words.startswith("causal, gate"):
             case = GatedCase(f"{words}, D {D}", B, H, T, T, D=D, Dv=D, **options)
-            result.append(Work(f"gated_attention: {case}", case, _gated))
+            result.append(Work(f"gated_attention: {case}", case, _attention))
     for Ds, (words, options) in itertools.product((256, 64, 512, 768), features.items()):
         if Ds == 256 or words.startswith("causal, gate"):
             shared = CollaborativeCase(
                 f"{words}, Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=words != "plain",
                 **options,
             )  # fmt: skip
-            result.append(Work(f"collaborative_attention: {shared}", shared, _collaborative))
+            result.append(Work(f"collaborative_attention: {shared}", shared, _attention))
     wide = CollaborativeCase("plain, Dv 128, Ds 256", B, H, T, T, Ds=256, Dv=128)
-    result.append(Work(f"collaborative_attention: {wide}", wide, _collaborative))
+    result.append(Work(f"collaborative_attention: {wide}", wide, _attention))
     for D in (64, 128, 256):
         case = GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D)
         result.append(Work(f"attention_statistics: {case}", case, _statistics))

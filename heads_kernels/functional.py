@@ -12,12 +12,11 @@ from torch import Tensor
 from heads_kernels.dispatch import Backend, Choice, choose, select
 from heads_kernels.mask import Mask
 from heads_kernels.ops import attention_statistics as statistics_table
-from heads_kernels.ops import collaborative_attention as collaborative_table
-from heads_kernels.ops import gated_attention as gated_table
 from heads_kernels.ops.attention_statistics import op as statistics_op
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
-from heads_kernels.ops.collaborative_attention import op as collaborative_op
-from heads_kernels.ops.gated_attention import op as gated_op
+from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from heads_kernels.ops.operator import Operator
 from heads_kernels.problem import Problem
 
 
@@ -87,8 +86,7 @@ def gated_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    chosen = select(gated_table.BACKENDS, problem, backend)
-    return problem.unflatten(gated_op.gated_attention(problem, chosen, _seed(problem)))
+    return _run(GATED, problem, backend)
 
 
 def collaborative_attention(
@@ -147,9 +145,7 @@ def collaborative_attention(
         closed_grad=closed_grad,
         scale=scale,
     )
-    chosen = select(collaborative_table.BACKENDS, problem, backend)
-    out = collaborative_op.collaborative_attention(problem, chosen, _seed(problem))
-    return problem.unflatten(out)
+    return _run(COLLABORATIVE, problem, backend)
 
 
 def attention_statistics(
@@ -197,6 +193,11 @@ def attention_statistics(
     return AttentionStatistics(*map(problem.unflatten, statistics))
 
 
+def _run(operator: Operator, problem: Problem, backend: str | None) -> Tensor:
+    chosen = select(operator.backends, problem, backend)
+    return problem.unflatten(operator(problem, chosen, _seed(problem)))
+
+
 def _seed(problem: Problem) -> Tensor | None:
     """A seed of 63 bits from PyTorch's generator of the device, drawn only where there is dropout."""
     if problem.dropout_p == 0.0:
@@ -206,11 +207,11 @@ def _seed(problem: Problem) -> Tensor | None:
 
 # ---------------------------------------------------------------------- which backend, and why
 _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Sequence[Backend]]] = {
-    "gated_attention": (gated_attention, Problem.gated, gated_table.BACKENDS),
+    "gated_attention": (gated_attention, Problem.gated, GATED.backends),
     "collaborative_attention": (
         collaborative_attention,
         Problem.collaborative,
-        collaborative_table.BACKENDS,
+        COLLABORATIVE.backends,
     ),
     "attention_statistics": (
         attention_statistics,

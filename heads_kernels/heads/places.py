@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from heads_kernels.dispatch import select
 from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import Device
 from heads_kernels.mask.terms import Term
 from heads_kernels.nn.observing import AttentionCall
-from heads_kernels.ops import collaborative_attention as collaborative_table
 from heads_kernels.ops import formula
-from heads_kernels.ops import gated_attention as gated_table
-from heads_kernels.ops.collaborative_attention import op as collaborative_op
-from heads_kernels.ops.gated_attention import op as gated_op
+from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
 from heads_kernels.ops.layout import compute_dtype
 from heads_kernels.problem import Problem
 
@@ -112,29 +109,20 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     dtype = compute_dtype(call.query.dtype)
     query, key, features = (x.to(dtype) for x in (call.query, call.key, band.features))
     mask = as_mask(call.mask, (call.B, call.H, call.T, call.S)) & Mask.of((_Within(band),))
+    heads = call.H if call.mixing is not None else key.shape[1]
+    value = features[:, None].expand(call.B, heads, -1, -1)
     if call.mixing is None:
-        value = features[:, None].expand(call.B, key.shape[1], -1, -1)
+        operator = GATED
         problem = Problem.gated(query, key, value, attn_mask=mask, scale=call.scale)
-        backend = select(gated_table.BACKENDS, problem)
-        op: Any = gated_op.forward_op
-        inputs: tuple[Tensor | None, ...] = (query, key, value)
     else:
-        shared = call.mixing, call.content_bias
-        value = features[:, None].expand(call.B, call.H, -1, -1)
+        operator = COLLABORATIVE
         problem = Problem.collaborative(
-            query, key, value, *shared, attn_mask=mask, scale=call.scale
+            query, key, value, call.mixing, call.content_bias, attn_mask=mask, scale=call.scale
         )
-        backend = select(collaborative_table.BACKENDS, problem)
-        op, inputs = collaborative_op.forward_op, (query, key, value, *shared)
+    backend = next(row.name for row in operator.backends if not row.unsupported(problem))
     if backend == "eager":
         return None
-    visible = problem.intervals
-    parts = (
-        visible.k_lo, visible.k_hi, visible.key_visible, visible.dense, visible.band_lo, visible.band_hi,
-    )  # fmt: skip
-    no_gate, no_seed, save = None, None, True
-    rest = no_seed, problem.scale, "identity", 0.0, save, backend
-    out, _, band_lse = op(*inputs, no_gate, *parts, *rest)
+    out, _, band_lse = operator.with_lse(problem, backend)
     share = torch.exp(band_lse - lse).masked_fill(band_lse == formula.NEG_INF, 0.0)
     weighted: Tensor = share[..., None] * out
     return weighted

@@ -1,4 +1,4 @@
-"""What both compiled extensions are told of a call.
+"""What both compiled extensions are told of a call, in the tuples that `csrc/bindings/tensors.h` reads.
 
 Tensors go in as they are (the extensions read pointer, dtype, sizes and strides); None stands for what is absent or not
 asked for.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from heads_kernels.mask import Intervals
+from heads_kernels.ops.operator import Call
 
 #: query, key, mixing, content_bias (None for gated attention), scale
 Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
@@ -16,6 +17,16 @@ Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
 MaskParts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
 #: gate, gate_activation, seed, dropout_p
 Options = tuple[Tensor | None, str, Tensor | None, float]
+
+
+def scores_of(call: Call) -> Scores:
+    """What scores are made of."""
+    return call.query, call.key, call.mixing, call.content_bias, call.scale
+
+
+def options_of(call: Call) -> Options:
+    """How heads are gated and their probabilities dropped."""
+    return call.gate, call.gate_activation, call.seed, call.dropout_p
 
 
 def mask_of(intervals: Intervals) -> MaskParts:

@@ -1,45 +1,39 @@
-"""The launcher that both operators share: what the compiled extension `heads_kernels._cpu` is told.
+"""Both operators on the `cpu` backend: what the compiled extension `heads_kernels._cpu` is told.
 
-Threads are those of PyTorch's own pool.
+Its kernels are in `csrc/cpu/`; those of gated attention run where a call has no mixing. Threads are those of PyTorch's
+own pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from heads_kernels import _cpu
-from heads_kernels.mask import Intervals
-from heads_kernels.ops.arguments import Options, Scores, asked_for, mask_of
+from heads_kernels.ops.arguments import asked_for, mask_of, options_of, scores_of
+from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 
-def attention_forward(
-    scores: Scores, value: Tensor, intervals: Intervals, options: Options, outputs: Sequence[Tensor]
-) -> None:
-    """Fill `outputs` (out, attended, lse); empty ones are not kept."""
-    wanted = [asked_for(t) for t in outputs]
+def forward(call: Call, results: Results) -> None:
+    """Fill `results`; empty ones are not kept."""
     _cpu.attention_forward(
-        scores, value, mask_of(intervals), options, wanted, torch.get_num_threads()
+        scores_of(call),
+        call.value,
+        mask_of(call.intervals),
+        options_of(call),
+        [asked_for(result) for result in results],
+        torch.get_num_threads(),
     )
 
 
-def attention_backward(
-    scores: Scores,
-    value: Tensor,
-    intervals: Intervals,
-    options: Options,
-    closed_grad: bool,
-    saved: tuple[Tensor, Tensor, Tensor],
-    gradients: Sequence[Tensor | None],
-) -> None:
-    """Fill `gradients` (dquery, dkey, dvalue, dmixing, dcontent_bias, dgate); empty ones are not computed.
-
-    `saved` is dout, attended, lse.
-    """
-    wanted = [asked_for(t) for t in gradients]
-    threads = torch.get_num_threads()
+def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+    """Fill `gradients`; empty ones are not computed."""
     _cpu.attention_backward(
-        scores, value, mask_of(intervals), options, closed_grad, saved, wanted, threads
+        scores_of(call),
+        call.value,
+        mask_of(call.intervals),
+        options_of(call),
+        closed_grad,
+        saved,
+        [asked_for(gradient) for gradient in gradients],
+        torch.get_num_threads(),
     )

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from heads_kernels.ops.collaborative_attention import op as collaborative_op
-from heads_kernels.ops.gated_attention import op as gated_op
+from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
 from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.rounding import floors
@@ -28,10 +27,7 @@ from heads_kernels.testing.rounding import floors
 #: Times the error of eager in the same dtype: the factor of FlashAttention's tests.
 FACTOR = 2.0
 
-_OPS: dict[str, ModuleType] = {
-    "gated_attention": gated_op,
-    "collaborative_attention": collaborative_op,
-}
+_OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATIVE)}
 
 
 @dataclass(frozen=True)
@@ -158,19 +154,10 @@ def run(inputs: Inputs, backend: str | None, backward: bool = True) -> dict[str,
 
 
 def _lse(inputs: Inputs, backend: str | None) -> Tensor:
-    p = inputs.problem()
-    mask = p.intervals
-    op = _OPS[inputs.operator]
+    p, operator = inputs.problem(), _OPERATORS[inputs.operator]
     if backend is None:
-        backend = next(row.name for row in op.BACKENDS if not row.unsupported(p))
-    operands: tuple[Any, ...] = (p.query, p.key, p.value, p.gate)
-    if p.mixing is not None:
-        operands = (p.query, p.key, p.value, p.mixing, p.content_bias, p.gate)
-    with torch.no_grad():
-        lse: Tensor = op.forward_op(
-            *operands, mask.k_lo, mask.k_hi, mask.key_visible, mask.dense, mask.band_lo,
-            mask.band_hi, _seed(inputs), p.scale, p.gate_activation, p.dropout_p, True, backend,
-        )[2]  # fmt: skip
+        backend = next(row.name for row in operator.backends if not row.unsupported(p))
+    lse = operator.with_lse(p, backend, _seed(inputs)).lse
     return lse.masked_fill(~p.open_heads()[:, :, None], 0.0)
 
 

@@ -14,12 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import heads_kernels as hk
 from heads_kernels import functional
 from heads_kernels.ops.attention_statistics.op import statistics_op
-from heads_kernels.ops.collaborative_attention import op as collaborative
-from heads_kernels.ops.gated_attention import op as gated
+from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
 from tests.ops.calls import DIFFERENTIABLE, EVERY, call, serve, tensors
 
 B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
-OPS = {"gated_attention": gated, "collaborative_attention": collaborative}
+OPERATORS = {operator.name: operator for operator in (GATED, COLLABORATIVE)}
 
 
 def function(
@@ -40,11 +40,6 @@ def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------------- opcheck
-def in_order(arguments: dict[str, Tensor], gate: Tensor | None) -> list[Tensor | None]:
-    values: list[Tensor | None] = list(arguments.values())
-    return [*values, gate]
-
-
 OPCHECKS = {
     "plain": ({}, None, {}),
     "gate": ({}, (H,), {"is_causal": True}),
@@ -68,15 +63,10 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
                 arguments[name] = arguments[name].transpose(1, 2).contiguous().transpose(1, 2)
     gate = None if gate_shape is None else torch.rand(gate_shape)
     serve(operator, backend, **arguments, gate=gate, **options)
-    op = OPS[operator]
+    op = OPERATORS[operator]
     parse = hk.Problem.gated if operator == "gated_attention" else hk.Problem.collaborative
     problem = parse(**arguments, gate=gate, **options)
-    mask, dropout_p = problem.intervals, problem.dropout_p
-    seed = torch.tensor([5]) if dropout_p else None
-    inputs = (
-        *in_order(arguments, gate), mask.k_lo, mask.k_hi, mask.key_visible, mask.dense,
-        mask.band_lo, mask.band_hi, seed, problem.scale, "identity", dropout_p,
-    )  # fmt: skip
+    inputs = op.pack(problem, torch.tensor([5]) if problem.dropout_p else None)
     torch.library.opcheck(op.forward_op, (*inputs, True, backend))
     torch.library.opcheck(op.forward_op, (*inputs, False, backend))
     out, attended, lse = op.forward_op(*inputs, True, backend)
@@ -87,7 +77,7 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
         torch.library.opcheck(op.backward_op, (*saved, *inputs, False, needs, backend))
 
 
-@pytest.mark.parametrize("form", OPS)
+@pytest.mark.parametrize("form", OPERATORS)
 @pytest.mark.parametrize(
     "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
 )
@@ -236,7 +226,7 @@ def test_flop_counter(operator: str, backend: str) -> None:
     assert backward.get_total_flops() == 2 * B * H * T * S * (3 * D + 2 * Dv)
 
 
-@pytest.mark.parametrize("form", OPS)
+@pytest.mark.parametrize("form", OPERATORS)
 @pytest.mark.parametrize(
     "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
 )
@@ -432,12 +422,13 @@ def test_derivatives_that_are_not_there_are_refused(operator: str, backend: str)
 def test_the_op_itself_refuses_what_does_not_fit(operator: str) -> None:
     """The extension never walks out of its tensors, whoever calls the op."""
     arguments = tensors(operator, dtype=torch.float32)
-    op = OPS[operator].forward_op
+    op = OPERATORS[operator]
+
+    parse = hk.Problem.gated if operator == "gated_attention" else hk.Problem.collaborative
+    packed = dict(zip(op.types, op.pack(parse(**arguments), None), strict=True))
 
     def run(**changed: Tensor) -> None:
-        values = list({**arguments, **changed}.values())
-        rest = None, -9, 9, None, 1.0, "identity", 0.0, True, "cpu"
-        op(*values, None, None, None, None, *rest)
+        op.forward_op(*{**packed, **changed}.values(), True, "cpu")
 
     run()
     with pytest.raises(ValueError, match="key does not fit"):

@@ -10,29 +10,16 @@ Inside everything is float32 (float64 for float64 inputs); the mixed query `[B, 
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from heads_kernels.ops import formula
-from heads_kernels.ops.collaborative_attention.op import Call, allocate, allocate_gradients
 from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 
 @formula.without_autocast
-def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, and with `save` `lse` and (where there is a gate) `attended`, also of closed heads."""
-    (
-        query,
-        key,
-        value,
-        mixing,
-        content_bias,
-        gate,
-        intervals,
-        seed,
-        scale,
-        gate_activation,
-        dropout_p,
-    ) = call
+def forward(call: Call, results: Results) -> None:
+    """Fill `out`, and `lse` and `attended` as far as they are asked for, also of closed heads."""
+    query, key, value, mixing, content_bias, gate, intervals = call[:7]
+    seed, scale, gate_activation, dropout_p = call[7:]
     dtype = compute_dtype(query.dtype)
     mixed = formula.mixed_query(query, mixing)
     scores = formula.collaborative_scores(mixed, key, content_bias, scale)  # [B, H, T, S]
@@ -43,68 +30,44 @@ def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     gated = formula.times(attended, formula.opened(gate, gate_activation, dtype))
     pairs = formula.contributing(visible, gate, gate_activation)
 
-    results = allocate(query, value, gate, save)
-    results[0].copy_(formula.only_rows(gated, pairs))
-    if save:
-        results[2].copy_(lse)
-        if gate is not None:
-            results[1].copy_(attended)
-    return results
+    results.out.copy_(formula.only_rows(gated, pairs))
+    if results.lse.numel():
+        results.lse.copy_(lse)
+    if results.attended.numel():
+        results.attended.copy_(attended)
 
 
 @formula.without_autocast
-def backward(
-    call: Call,
-    dout: Tensor,
-    attended: Tensor,
-    lse: Tensor,
-    closed_grad: bool,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dquery, dkey, dvalue, rows of dmixing, dcontent_bias, rows of dgate, from what was saved."""
-    (
-        query,
-        key,
-        value,
-        mixing,
-        content_bias,
-        gate,
-        intervals,
-        seed,
-        scale,
-        gate_activation,
-        dropout_p,
-    ) = call
+def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+    """Fill the gradients that are asked for, from what `forward` saved."""
+    query, key, value, mixing, content_bias, gate, intervals = call[:7]
+    seed, scale, gate_activation, dropout_p = call[7:]
     dtype = compute_dtype(query.dtype)
     q, k, v, m = query.to(dtype), key.to(dtype), value.to(dtype), mixing.to(dtype)
-    dout, attended = dout.to(dtype), attended.to(dtype)
+    dout, attended = saved.dout.to(dtype), saved.attended.to(dtype)
     mixed = formula.mixed_query(query, mixing)
     scores = formula.collaborative_scores(mixed, key, content_bias, scale)  # [B, H, T, S]
     visible = formula.visible_matrix(intervals, scores)
     pairs = formula.contributing(visible, gate, gate_activation)
     transposed = None if pairs is None else pairs.mT
-    p = formula.probabilities(scores, lse, pairs)
+    p = formula.probabilities(scores, saved.lse, pairs)
     kept = formula.kept_share(seed, dropout_p, scores.shape, scores)
     dattended = formula.times(dout, formula.opened(gate, gate_activation, dtype))  # [B, H, T, Dv]
 
-    grads = allocate_gradients(query, key, value, content_bias, gate, needs)
-    dquery, dkey, dvalue, dmixing_rows, dcontent_bias, dgate_rows = grads
-    if needs[0] or needs[1] or needs[3] or needs[4]:
+    dquery, dkey, dvalue, dmixing, dcontent_bias, dgate = gradients
+    if dquery.numel() or dkey.numel() or dmixing.numel() or dcontent_bias.numel():
         dscores = scale * formula.score_gradient(dattended, attended, v, p, kept, pairs)
-        if needs[0] or needs[3]:
+        if dquery.numel() or dmixing.numel():
             dmixed = formula.product(dscores, k[:, None], pairs)  # [B, H, T, Ds]
-            if needs[0]:
+            if dquery.numel():
                 dquery.copy_(formula.only_rows(dmixed * m[:, None], pairs).sum(1))
-            if needs[3]:
-                dmixing_rows.copy_(formula.only_rows(dmixed * q[:, None], pairs).sum(2))
-        if needs[1]:
+            if dmixing.numel():
+                dmixing.copy_(formula.only_rows(dmixed * q[:, None], pairs).sum(2))
+        if dkey.numel():
             dkey.copy_(formula.product(dscores.mT, mixed, transposed).sum(1))
-        if needs[4] and content_bias is not None:
+        if dcontent_bias.numel():
             dcontent_bias.copy_(dscores.sum(2))
-    if needs[2]:
+    if dvalue.numel():
         dvalue.copy_(formula.product(formula.times(p, kept).mT, dattended, transposed))
-    if needs[5] and gate is not None:
-        dgate_rows.copy_(
-            formula.gate_rows(dout, attended, visible, gate, gate_activation, closed_grad)
-        )
-    return grads
+    if dgate.numel() and gate is not None:
+        dgate.copy_(formula.gate_rows(dout, attended, visible, gate, gate_activation, closed_grad))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.ops.collaborative_attention.op import Call
+from heads_kernels.ops.operator import Call
 from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, load_mixing, mixed
 from heads_kernels.ops.triton.dropout import kept

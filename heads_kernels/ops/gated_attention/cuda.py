@@ -6,33 +6,27 @@ from torch import Tensor
 
 from heads_kernels.ops import cuda
 from heads_kernels.ops.arguments import mask_of
-from heads_kernels.ops.gated_attention.op import Call, allocate, allocate_gradients
 from heads_kernels.ops.layout import contiguous_rows
+from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 
 
-def forward(call: Call, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, and `attended` and `lse` where `save` asks for them (see `allocate`)."""
-    outputs = allocate(call.query, call.value, call.gate, save)
-    cuda.attention_forward(_told(call, call.gate), outputs)
-    return outputs
+def forward(call: Call, results: Results) -> None:
+    """Fill `results`; empty ones are not kept."""
+    cuda.attention_forward(_told(call, call.gate), results)
 
 
-def backward(
-    call: Call, dout: Tensor, attended: Tensor, lse: Tensor, closed_grad: bool, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`dquery`, `dkey`, `dvalue` and the rows of the gate's gradient, those that `needs` asks for."""
-    gradients = allocate_gradients(call.query, call.key, call.value, call.gate, needs)
-    dquery, dkey, dvalue, dgate_rows = gradients
-    told, dout = _told(call, call.gate), contiguous_rows(dout)
-    delta, dattended, gate = cuda.attention_rows(told, dout, attended, lse, dgate_rows)
+def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+    """Fill `gradients`; empty ones are not computed."""
+    dquery, dkey, dvalue, _, _, dgate = gradients
+    told, dout = _told(call, call.gate), contiguous_rows(saved.dout)
+    delta, dattended, gate = cuda.attention_rows(told, dout, saved.attended, saved.lse, dgate)
     if closed_grad:
-        cuda.attention_closed(told, dout, dgate_rows)
-    told, read = _told(call, gate), (dattended, lse, delta)
+        cuda.attention_closed(told, dout, dgate)
+    told, read = _told(call, gate), (dattended, saved.lse, delta)
     _keys_pass(told, read, dkey, dvalue)
     if dquery.numel():
         cuda.attention_queries(told, read, (dquery, None), 1, closed_grad)
-    return gradients
 
 
 def _keys_pass(

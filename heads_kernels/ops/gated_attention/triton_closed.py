@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.ops.gate import can_close
-from heads_kernels.ops.gated_attention.op import Call
 from heads_kernels.ops.gated_attention.triton_attend import attend
+from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile

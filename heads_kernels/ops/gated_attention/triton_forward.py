@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from heads_kernels.ops.gated_attention.op import Call
 from heads_kernels.ops.gated_attention.triton_attend import attend
+from heads_kernels.ops.operator import Call, Results
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import store_tile
@@ -50,7 +49,7 @@ def _forward_kernel(
     store_tile(out, b, h, first_row, T, gated, DV, BLOCK_M, BLOCK_DV)
 
 
-def forward_pass(call: Call, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
     (B, H, T, D), Dv = call.query.shape, call.value.shape[3]

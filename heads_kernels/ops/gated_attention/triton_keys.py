@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.ops.gated_attention.op import Call
+from heads_kernels.ops.operator import Call
 from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
