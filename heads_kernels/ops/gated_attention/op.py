@@ -13,6 +13,7 @@ from torch import Tensor
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals
 from heads_kernels.ops import gate as gates
+from heads_kernels.ops.arguments import check_operands
 from heads_kernels.ops.autograd import first_order_only, is_recorded
 from heads_kernels.ops.gated_attention import BACKENDS
 from heads_kernels.ops.layout import compute_dtype, empty_gradient, empty_heads
@@ -64,6 +65,26 @@ def allocate_gradients(
     )
 
 
+def _check(backend: str | None, call: Call, **saved: Tensor) -> None:
+    """Refuse tensors that do not fit each other; `saved` are `dout`, `attended` and `lse` of a backward pass."""
+    check_operands(
+        backend,
+        {"query": call.query, "key": call.key, "value": call.value},
+        call.intervals,
+        gate=call.gate,
+        gate_activation=call.gate_activation,
+        seed=call.seed,
+        saved=saved,
+    )
+
+
+def _call_of(query: Any, key: Any, value: Any, gate: Any, *rest: Any) -> Call:
+    """The call of an op by its arguments, from `query` to `dropout_p`."""
+    k_lo, k_hi, key_visible, dense_mask, band_lo, band_hi, *options = rest
+    intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
+    return Call(query, key, value, gate, intervals, *options)
+
+
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None,
     k_lo: Tensor | None, k_hi: Tensor | None, key_visible: Tensor | None, dense_mask: Tensor | None,
@@ -72,14 +93,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
     call = Call(query, key, value, gate, intervals, seed, scale, gate_activation, dropout_p)
+    _check(backend, call)
     result: tuple[Tensor, Tensor, Tensor] = load(BACKENDS, backend).forward(call, save)
     return result
 
 
 def _forward_fake(
-    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, *call: Any
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return allocate(query, value, gate, call[-2])
+    *options, save, _ = rest
+    _check(None, _call_of(query, key, value, gate, *options))
+    return allocate(query, value, gate, save)
 
 
 def _forward_flops(query: Any, key: Any, value: Any, *call: Any, **kwargs: Any) -> int:
@@ -106,6 +130,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
     call = Call(query, key, value, gate, intervals, seed, scale, gate_activation, dropout_p)
+    _check(backend, call, dout=dout, attended=attended, lse=lse)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = load(BACKENDS, backend).backward(
         call, dout, attended, lse, closed_grad, needs
     )
@@ -120,9 +145,12 @@ def _backward_fake(
     key: Tensor,
     value: Tensor,
     gate: Tensor | None,
-    *call: Any,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return allocate_gradients(query, key, value, gate, call[-2])
+    *options, _, needs, _ = rest
+    call = _call_of(query, key, value, gate, *options)
+    _check(None, call, dout=dout, attended=attended, lse=lse)
+    return allocate_gradients(query, key, value, gate, needs)
 
 
 def _backward_flops(
