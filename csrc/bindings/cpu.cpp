@@ -86,6 +86,24 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
   launch(hk::kernels().attention_statistics, params);
 }
 
+// How many multiply-adds (`products`) or powers of numbers of this dtype were computed.
+int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int64_t steps,
+                 int threads) {
+  const hk::DType of = dtype_of(dtype);
+  require(steps >= 0, "steps", "is negative");
+  checked_threads(threads);
+  const py::gil_scoped_release release;
+  return peak(of, steps, threads);
+}
+
+int64_t run_products(py::handle dtype, int64_t steps, int threads) {
+  return run_peak(hk::kernels().products, dtype, steps, threads);
+}
+
+int64_t run_powers(py::handle dtype, int64_t steps, int threads) {
+  return run_peak(hk::kernels().powers, dtype, steps, threads);
+}
+
 py::list available_levels() {
   py::list names;
   for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level)
@@ -107,6 +125,9 @@ PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);
+  m.def("run_products", &run_products,
+        "Multiply-adds in registers at the level in use, `steps` on each thread; their number.");
+  m.def("run_powers", &run_powers, "The same of powers of 2.");
   m.def("available_levels", &available_levels,
         "Instruction-set levels this processor can run, best first.");
   m.def("level", [] { return hk::kernels().name; }, "The level in use.");
