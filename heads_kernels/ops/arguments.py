@@ -12,7 +12,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_gate, check_grouped_heads, check_mixing, check_tensors
+from heads_kernels.checks import (
+    check_gate,
+    check_grouped_heads,
+    check_mixing,
+    check_sizes,
+    check_tensors,
+)
 from heads_kernels.errors import refuse
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.layout import compute_dtype
@@ -61,9 +67,9 @@ def check_operands(
 ) -> None:
     """Refuse tensors of an op that are None or do not fit each other; `backend` is None in its fake.
 
-    `tensors` are `query`, `key`, `value` and `mixing` as far as the operator has them, `saved` is `dout`, `attended` and
-    `lse` of a backward pass. The package's own calls come of a `Problem` and pass. This is for whoever calls an op itself: a
-    `Tensor` of its schema may be None, and a GPU kernel reads past the end of a tensor that is too small.
+    `tensors` are `query`, `key`, `value` and `mixing` as far as the operator has them, `saved` is `dout`, `attended`
+    and `lse` of a backward pass. The package's own calls come of a `Problem` and pass. This is for whoever calls an op
+    itself: a `Tensor` of its schema may be None, and a GPU kernel reads past the end of a tensor that is too small.
     """
     saved = saved or {}
     ranks = _SHARED_RANKS if "mixing" in tensors else _RANKS
@@ -83,11 +89,13 @@ def check_operands(
     else:
         B, H, T, S, _ = check_mixing(query, key, mixing, content_bias)
         Hk = H
+    check_sizes(B, H, T, S)
     value = tensors.get("value")
     Dv = 0 if value is None else value.shape[-1]
     check_gate(gate, gate_activation, query, (B, H, T, Dv))
     heads, rows, keys = (B, H, T, Dv), ((1, B), T), ((1, B), S)
     expected: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
+        ("key", key, (B, *key.shape[1:]), query.dtype),
         ("value", value, (B, Hk, S, Dv), query.dtype),
         ("dout", saved.get("dout"), heads, query.dtype),
         ("attended", saved.get("attended"), heads, query.dtype),

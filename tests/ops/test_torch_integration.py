@@ -440,7 +440,7 @@ def test_the_op_itself_refuses_what_does_not_fit(operator: str) -> None:
         op(*values, None, None, None, None, *rest)
 
     run()
-    with pytest.raises(ValueError, match="^key .*does not fit"):
+    with pytest.raises(ValueError, match=r"^key .*does not fit"):
         run(key=arguments["key"][..., :4])
-    with pytest.raises(ValueError, match="^value .*does not fit"):
+    with pytest.raises(ValueError, match=r"^value .*does not fit"):
         run(value=arguments["value"][..., :3, :])

@@ -331,8 +331,8 @@ def floor_of(workload: Workload, direction: problems.Direction, **seconds: float
     Slower samples of these three count for nothing.
     """
     yardstick = floor.Yardstick(workload, direction, workload.make(torch.float32))
-    for run in yardstick.calls.values():
-        run()
+    for one in yardstick.calls.values():
+        one()
     taken = {"ours": 1.0, "products": yardstick._products / 1e9, "copy": 1.0,
         "powers": yardstick._powers / 1e9, "sgemm": floor._SIDE**3 / 1e9, **seconds}  # fmt: skip
     assert {"ours", *yardstick.calls} == {*taken}
@@ -380,9 +380,9 @@ def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
     ],
 )
 def test_peaks_refuse_by_name(arguments: tuple[torch.dtype, int, int], name: str) -> None:
-    for run in (_cpu.run_products, _cpu.run_powers):
+    for peak in (_cpu.run_products, _cpu.run_powers):
         with pytest.raises(ValueError, match=rf"^{name} is "):
-            run(*arguments)
+            peak(*arguments)
 
 
 def test_floor_moves_visible_rows_of_open_heads() -> None:
