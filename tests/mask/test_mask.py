@@ -580,8 +580,8 @@ def test_a_total_that_no_call_has(total: int) -> None:
 def test_windows_wider_than_any_call() -> None:
     """Limits stay within int32, and so do their sums with a row."""
     wide = Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
-    for T, S in ((5, MAX_LENGTH), (MAX_LENGTH, 5)):
-        found = wide.work_out(1, 1, T, S, "cpu")
+    for rows, keys in ((5, MAX_LENGTH), (MAX_LENGTH, 5)):
+        found = wide.work_out(1, 1, rows, keys, "cpu")
         assert -UNBOUNDED <= found.band_lo <= found.band_hi <= UNBOUNDED
     assert MAX_LENGTH < UNBOUNDED
 
