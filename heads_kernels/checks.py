@@ -13,7 +13,7 @@ from heads_kernels.errors import refuse
 GATE_ACTIVATIONS: Final = ("identity", "sigmoid", "softplus")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-#: Most rows or keys: the last rows of a tile, fewer than 1024 past them, plus `UNBOUNDED` (mask/intervals.py) fit int32.
+#: Most rows or keys: the last rows of a tile, fewer than 1024 more, plus `UNBOUNDED` (mask/intervals.py) fit int32.
 MAX_LENGTH: Final = (1 << 30) - 1024
 #: Batches and heads are int32 in the kernels.
 _MAX_COUNT: Final = (1 << 31) - 1

@@ -532,7 +532,7 @@ def test_a_tensor_does_not_join_a_mask_by_an_operator(dense: Tensor) -> None:
 
 
 SPARSE = torch.ones(2, 5, dtype=torch.bool).to_sparse()
-LENGTHS = torch.tensor([1, 2]).to_sparse()
+SPARSE_LENGTHS = torch.tensor([1, 2]).to_sparse()
 
 
 @pytest.mark.parametrize(
@@ -542,18 +542,18 @@ LENGTHS = torch.tensor([1, 2]).to_sparse()
         ("key_mask", SPARSE.to_sparse_csr()),
         ("query_mask", SPARSE),
         ("query_mask", torch.nested.nested_tensor([torch.ones(5, dtype=torch.bool)] * 2)),
-        ("key_lengths", LENGTHS),
-        ("query_lengths", LENGTHS),
-        ("prefix_lengths", LENGTHS),
-        ("document_ids", LENGTHS),
-        ("document_ids", (torch.tensor([0, 1]), LENGTHS)),
+        ("key_lengths", SPARSE_LENGTHS),
+        ("query_lengths", SPARSE_LENGTHS),
+        ("prefix_lengths", SPARSE_LENGTHS),
+        ("document_ids", SPARSE_LENGTHS),
+        ("document_ids", (torch.tensor([0, 1]), SPARSE_LENGTHS)),
     ],
 )
 def test_tensors_that_are_not_dense(argument: str, given: object) -> None:
     with pytest.raises(ValueError, match=rf"^{argument} has layout \w+; pass .* dense\.$"):
         Mask(causal=True, **{argument: given})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^cu_seqlens has layout sparse_coo; pass "):
-        Mask.from_cu_seqlens(LENGTHS, 5)
+        Mask.from_cu_seqlens(SPARSE_LENGTHS, 5)
 
 
 @pytest.mark.parametrize("argument", ["key_lengths", "query_lengths", "prefix_lengths"])

@@ -42,6 +42,7 @@ def call(shared: bool, splits: int = 2) -> Call:
         "k_lo": torch.zeros(B, T, dtype=torch.int32),
         "k_hi": torch.full((B, T), S, dtype=torch.int32),
         "key_visible": torch.ones(1, S, dtype=torch.bool),
+        "dense_mask": None,
         "excluded": torch.zeros(1, S, dtype=torch.bool),
         "gate": torch.ones(H),
         "seed": torch.zeros(1, dtype=torch.int64),
@@ -67,12 +68,13 @@ def of_cpu(shared: bool) -> Call:
     """The same with gradients as the CPU writes them."""
     c = call(shared)
     like = {f"d{name}": torch.zeros_like(c[name]) for name in ("query", "key", "value")}
-    return {**c, **like, "dmixing": rows(B, H, D) if shared else None}
+    dense = torch.ones(1, H, T, S, dtype=torch.bool)
+    return {**c, **like, "dense_mask": dense, "dmixing": rows(B, H, D) if shared else None}
 
 
 def told(c: Call) -> tuple[Any, ...]:
     scores = c["query"], c["key"], c["mixing"], c["content_bias"], 0.5
-    mask = c["k_lo"], c["k_hi"], c["key_visible"], -S, S
+    mask = c["k_lo"], c["k_hi"], c["key_visible"], c["dense_mask"], -S, S
     return scores, c["value"], mask, (c["gate"], "identity", c["seed"], 0.5)
 
 
@@ -119,7 +121,7 @@ def queries(c: Call) -> None:
 
 
 Pass = Callable[[Call], None]
-_SCORES = ("query", "key", "mixing", "content_bias", "k_lo", "k_hi", "key_visible")
+_SCORES = ("query", "key", "mixing", "content_bias", "k_lo", "k_hi", "key_visible", "dense_mask")
 _CALL = (*_SCORES, "value", "gate", "seed")
 _READ = ("dout", "lse", "delta")
 #: Each pass with the tensors that it reads and writes.
@@ -138,16 +140,29 @@ CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
 if cuda is not None:
     PASSES |= CUDA_PASSES
 
-#: Absent: no gate, no mask of this kind, not asked for.
-OPTIONAL = {"content_bias", "key_visible", "excluded", "gate", "attended", "lse", "dgate", "dquery", "dkey", "dvalue",
-            "dmixing", "dcontent_bias"}  # fmt: skip
-#: A pass that needs one of them.
-NEEDED = {(cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"),
-          (first, "lse"), (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse")}  # fmt: skip
-#: Written only where they are there, and an empty one is not.
-OUTPUTS = {cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"},
-    cpu_backward: {name for name in call(True) if name in OPTIONAL and name.startswith("d")},
-    keys: {"dkey", "dvalue", "dcontent_bias"}, queries: {"dquery", "dmixing"}}  # fmt: skip
+#: Gradients, written only where they are asked for; an empty one is not.
+GRADIENTS = {"dquery", "dkey", "dvalue", "dmixing", "dcontent_bias", "dgate"}
+#: What may be absent.
+OPTIONAL = {
+    "content_bias",
+    "key_visible",
+    "dense_mask",
+    "excluded",
+    "gate",
+    "attended",
+    "lse",
+    *GRADIENTS,
+}
+#: But these passes need it.
+NEEDED = {
+    (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
+    (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"),
+}  # fmt: skip
+#: Outputs of passes that may be empty.
+OUTPUTS = {
+    cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"},
+    cpu_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS,
+}  # fmt: skip
 
 
 def freed(t: Tensor) -> Tensor:
@@ -228,7 +243,7 @@ def test_numbers_that_do_not_fit(how: str) -> None:
     scores, value, mask, options = told(c)
     threads = 0 if how == "threads" else 1
     if how == "band":
-        mask = (*mask[:3], -(2**40), S)
+        mask = (*mask[:4], -(2**40), S)
     if how == "dropout_p":
         options = (*options[:3], float("nan"))
     if how == "activation":
@@ -279,7 +294,7 @@ def test_tiles_of_a_kernel_that_is_not_there() -> None:
 # ---------------------------------------------------------------------- the ops
 def op_arguments(shared: bool, backward: bool) -> Call:
     """Arguments of an op by name, in its order; a valid call."""
-    c = {**of_cpu(shared), "dense_mask": None, "band_lo": -S, "band_hi": S, "scale": 0.5}
+    c = {**of_cpu(shared), "band_lo": -S, "band_hi": S, "scale": 0.5}
     c |= {"gate_activation": "identity", "dropout_p": 0.5, "save": True, "closed_grad": True}
     c["needs"] = [True] * (6 if shared else 4)
     tensors = ("query", "key", "value", *(("mixing", "content_bias") if shared else ()), "gate")
@@ -296,7 +311,7 @@ def op_of(shared: bool, backward: bool) -> Any:
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:
     if how == "None":
-        return name in ("content_bias", "key_visible", "gate") or (
+        return name in ("content_bias", "key_visible", "dense_mask", "gate") or (
             name == "seed" and backend != "cpu"
         )
     if how == "double":
