@@ -116,9 +116,9 @@ def check_operands(
         dense = saved.get("lse"), intervals.k_lo, intervals.k_hi, intervals.key_visible, excluded
         if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
             refuse("lse, k_lo, k_hi, key_visible or excluded", "is not contiguous", "copy it")
-        for name, given in (*operands.items(), ("attended", saved.get("attended"))):
-            if given is not None and given.shape[-1] > 1 and given.stride(-1) != 1:
-                refuse(name, f"has stride {given.stride(-1)} in its last dimension", "it needs 1")
+        for name, tensor in (*operands.items(), ("attended", saved.get("attended"))):
+            if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                refuse(name, f"has stride {tensor.stride(-1)} in its last dimension", "it needs 1")
 
 
 def _check_one(
