@@ -11,6 +11,7 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.dispatch import Backend
 from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
+from tests.support.alike import assert_alike
 
 TABLES: dict[str, tuple[Backend, ...]] = {
     "gated_attention": gated_attention.BACKENDS,
@@ -40,6 +41,23 @@ def call(operator: str, backend: str, /, **arguments: Any) -> Any:
     """The operator on `backend`; skips the test where it can not serve the call."""
     serve(operator, backend, **arguments)
     return getattr(hk, operator)(backend=backend, **arguments)
+
+
+def assert_same_bits(backend: str, found: Any, expected: Any) -> None:
+    """Tensors, or dicts and sequences of them, that a fused kernel has computed in one order of sums.
+
+    `eager` computes with a BLAS library, which promises no order.
+    """
+    if backend == "eager":
+        assert_alike(found, expected)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    else:
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(backend, one, other)
 
 
 def tensors(

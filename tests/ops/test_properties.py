@@ -17,7 +17,8 @@ import heads_kernels as hk
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes
-from tests.ops.calls import DIFFERENTIABLE, TABLES
+from tests.ops.calls import DIFFERENTIABLE, TABLES, assert_same_bits
+from tests.support.alike import assert_alike
 
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
 WIDTH = st.one_of(st.integers(1, 20), st.sampled_from([32, 40, 64, 72, 80]))
@@ -123,7 +124,7 @@ def test_any_gradients_that_are_asked_for(
     _, some = inputs.requires_grad(*names).backward(backend)
     assert list(some) == names
     for name in names:
-        assert torch.equal(some[name], every[name]), name
+        assert_same_bits(backend, some[name], every[name])
 
 
 def spread(t: Tensor) -> Tensor:
@@ -171,6 +172,6 @@ def test_any_strides(operator: str, backend: str, argument: str, strides: str) -
 
     out, grads = run(view)
     want, want_grads = run(view.contiguous())
-    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    assert_alike(out, want)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, want_grads[name], rtol=1e-4, atol=1e-5)
+        assert_alike(grad, want_grads[name], name=name)
