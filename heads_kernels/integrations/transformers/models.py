@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import NAME
 from heads_kernels.heads.record import own_config
 from heads_kernels.integrations.transformers.classes import replacement
-from heads_kernels.integrations.transformers.head_masks import (
-    PLACE,
-    calls_interface,
-    places,
-    stock_forward,
-)
+from heads_kernels.integrations.transformers.passes import unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
+from heads_kernels.integrations.transformers.support import (
+    calls_interface,
+    check_model,
+    configs_of,
+)
 from heads_kernels.integrations.transformers.tested import TESTED
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,19 +50,18 @@ def use(model: Model) -> Model:
         refuse("model", was, f"{instead}; tested families: {', '.join(TESTED)}", TypeError)
     if _BEFORE in vars(model):
         refuse("model", f"({type(model).__name__}) is in use already", "call release(model) first")
-    _check_supported(model)
+    check_model(model)
     own_config(model)
     before = {
         module: [config._attn_implementation_internal for config in configs]
         for module in model.modules()
-        if (configs := _configs(module))
+        if (configs := configs_of(module))
     }
     for module, implementations in before.items():
         vars(module).setdefault(_BEFORE, implementations)
-        for config in _configs(module):
+        for config in configs_of(module):
             config._attn_implementation_internal = NAME
-    for module, place in places(model):
-        setattr(module, PLACE, place)
+    watch(model)
     for module in model.modules():
         if (made := replacement(type(module))) is not None:
             module.__class__ = made
@@ -91,49 +88,12 @@ def release(model: Model) -> Model:
     own_config(model)
     for module in model.modules():
         before = vars(module).pop(_BEFORE, [])
-        for config, implementation in zip(_configs(module), before, strict=False):
+        for config, implementation in zip(configs_of(module), before, strict=False):
             config._attn_implementation_internal = implementation
-        vars(module).pop(PLACE, None)
         if isinstance(module, Replacement):
             module.__class__ = module.stock  # type: ignore[assignment]
+    unwatch(model)
     return model
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    """The configs that a module holds and those in them, in an order that stays."""
-    found = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
-    for config in found:
-        inner = (getattr(config, name, None) for name in config.sub_configs)
-        found += [each for each in inner if each is not None]
-    return found
-
-
-# ---------------------------------------------------------------------- what is refused
-def _check_supported(model: PreTrainedModel) -> None:
-    """Every submodel with attention of its own lets attention functions compute it, and says that SDPA would do."""
-    for name, part in model.named_modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        if not part._can_set_attn_implementation():
-            why = "computes its attention itself"
-        elif not part._supports_sdpa and any(map(calls_interface, part.modules())):
-            why = "computes more than plain attention (softcap, sinks, relative positions)"
-        elif _knows_block_masks(part):
-            why = (
-                "has its own way with masks of flex attention, for which those of the package pass"
-            )
-        else:
-            continue
-        where = f"model{'.' if name else ''}{name}"
-        was = f"is a {type(part).__name__} (family {part.config.model_type!r}), which {why}"
-        refuse(where, was, f"it can not be used; tested families: {', '.join(TESTED)}")
-
-
-def _knows_block_masks(part: PreTrainedModel) -> bool:
-    """Whether the file of its attention treats masks of flex attention, for which a `PreparedMask` passes."""
-    attention = filter(calls_interface, part.modules())
-    files = {stock_forward(module).__module__ for module in attention}
-    return any("BlockMask" in inspect.getsource(sys.modules[file]) for file in files)
 
 
 def _check_stock_would_do(model: nn.Module) -> None:
