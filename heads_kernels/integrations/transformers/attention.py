@@ -77,6 +77,8 @@ def attention_forward(
     _check_served(module, kwargs)
     if (place := getattr(module, PLACE, None)) is not None and place.statistics:
         output_attentions = True
+    if isinstance(attention_mask, PreparedMask) and isinstance(attention_mask.mask, Tensor):
+        attention_mask = attention_mask.mask
     B, T, D = query.shape[0], *query.shape[2:]
     scale = D**-0.5 if scaling is None else scaling
     operands = _operands(module, query, key, value)

@@ -29,14 +29,14 @@ _ALL_OF: Final = and_masks(causal_mask_function).__code__
 
 
 class PreparedMask(BlockMask):
-    """The `hk.Mask` of a pass, which every layer shares. Only `attention_forward` can read it.
+    """The mask of a pass, which every layer shares. Only `attention_forward` can read it.
 
     transformers takes it for a mask that is prepared already, as it takes those of flex attention. Model code may look
     at its shape, dtype and device and hand it on. Whatever else is done with it is refused: code that computes
     attention itself would add True and False to its scores, and so hide nothing.
 
     Args:
-        mask: what is visible.
+        mask: what is visible; a bool tensor `[B, 1, T, S]` where `hk.Mask` has no word for it.
         shape: (B, 1, T, S) of the call.
         device: of the tensors of the call.
     """
@@ -45,7 +45,7 @@ class PreparedMask(BlockMask):
     ndim = 4
     dense: Tensor | None = None
 
-    def __init__(self, mask: Mask, shape: Shape, device: torch.device | str) -> None:
+    def __init__(self, mask: Mask | Tensor, shape: Shape, device: torch.device | str) -> None:
         self.mask = mask
         self.sizes = shape
         self.device = device
@@ -57,6 +57,8 @@ class PreparedMask(BlockMask):
 
     def to_dense(self) -> Tensor:
         """The bool tensor `[B, 1, T, S]`, True = may attend; made once."""
+        if isinstance(self.mask, Tensor):
+            return self.mask
         if self.dense is None:
             self.dense = self.mask.to_dense(*self.sizes, self.device).expand(self.sizes)
         return self.dense
@@ -138,7 +140,7 @@ def prepare_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> PreparedMask | Tensor | None:
+) -> PreparedMask | None:
     """The mask of a pass, as transformers asks its mask functions for it (`AttentionMaskInterface`).
 
     What transformers' own functions say (causal, bidirectional, windows, chunks, packed sequences; padding on either
@@ -153,9 +155,9 @@ def prepare_mask(
         use_vmap: True where the caller made the function itself.
 
     Returns:
-        A `PreparedMask`; None where a bidirectional pass has no padding; and the bool tensor `[B, 1, T, S]` of stock
-        `sdpa_mask` for functions that a caller made, and where the offset is a tensor (a static cache while
-        decoding: T = 1, and `[B, 1, 1, S]` is a key mask by its shape).
+        A `PreparedMask`; None where a bidirectional pass has no padding. It is of the bool tensor of stock `sdpa_mask`
+        for functions that a caller made, and where the offset is a tensor (a static cache while decoding: T = 1, and
+        `[B, 1, 1, S]` is a key mask by its shape).
     """
     align = _alignment(q_length, kv_length, q_offset, kv_offset)
     sides = "allow_is_bidirectional_skip" in kwargs  # what only bidirectional masks come with
@@ -183,7 +185,7 @@ def prepare_mask(
             mask &= Mask(document_ids=(rows, ids))
     if mask is None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return sdpa_mask(
+        dense = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -195,6 +197,7 @@ def prepare_mask(
             device=device,
             **kwargs,
         )
+        return PreparedMask(dense, tuple(dense.shape), device)
     if attention_mask is not None:
         mask &= Mask(key_mask=_real_keys(attention_mask, kv_length, kv_offset))
     return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,24 +30,24 @@ def use(model: Model) -> Model:
     """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` takes it back.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
-    one op (`TESTED`). Every attention layer learns which row of `head_mask=` (and of `decoder_head_mask=` and
-    `cross_attn_head_mask=`) is its own, so that `model(..., head_mask=...)` works again: `[H]`, or `[L, H]` with a row
-    for each layer of the stack, 0 where a head is closed. The model gets configs of its own, copies of those that it
-    was made from. Parts of it that are in use already become parts of the whole.
+    one op (`TESTED`). `model(..., head_mask=...)` works again, and `decoder_head_mask=` and `cross_attn_head_mask=`:
+    `[H]`, or `[L, H]` with a row for each layer of the stack, 0 where a head is closed. The model gets configs of its
+    own, copies of those that it was made from. Parts of it that are in use already become parts of the whole.
 
     Args:
-        model: a `PreTrainedModel`, in train or eval mode.
+        model: a `PreTrainedModel`, in train or eval mode. Of what holds one (`PeftModel`, `SentenceTransformer`, a
+            pipeline, `torch.compile(model)`, `DistributedDataParallel`) pass the model that it holds.
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError: it is no `PreTrainedModel`.
-        ValueError: it is in use already, or transformers does not let other functions compute its attention.
+        TypeError: it is no `PreTrainedModel`; the message names those that it holds.
+        ValueError: it is in use already, it has no attention, or transformers does not let other functions compute its
+            attention.
     """
     if not isinstance(model, PreTrainedModel):
-        was, instead = f"is a {type(model).__name__}", "pass a transformers PreTrainedModel"
-        refuse("model", was, f"{instead}; tested families: {', '.join(TESTED)}", TypeError)
+        refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
     if _BEFORE in vars(model):
         refuse("model", f"({type(model).__name__}) is in use already", "call release(model) first")
     check_model(model)
@@ -71,8 +71,8 @@ def use(model: Model) -> Model:
 def release(model: Model) -> Model:
     """Take back everything that `use` did to a model or to a part of one, which is stock then.
 
-    Layers that came fused by `register_patches` are stock layers then too. A part that is released of a model in use
-    ignores head masks, as stock layers do.
+    Layers that came fused by `register_patches` are stock layers then too. A head mask for a part that is released of a
+    model in use is refused, for no layer reads it.
 
     Args:
         model: in use, by itself or as a part or a copy of what is.
@@ -93,7 +93,26 @@ def release(model: Model) -> Model:
         if isinstance(module, Replacement):
             module.__class__ = module.stock  # type: ignore[assignment]
     unwatch(model)
+    if any(config._attn_implementation == NAME for config in configs_of(model)):
+        watch(model)  # it was made with this name
     return model
+
+
+# ---------------------------------------------------------------------- what is refused
+def _instead_of(holder: Any) -> str:
+    """What to pass for an object that is no model of transformers, but may hold some."""
+    held: dict[str, Any] = {}
+    if isinstance(holder, nn.Module):  # adapters, compiled and distributed models
+        for name, module in holder.named_modules():
+            is_part = any(name.startswith(f"{outer}.") for outer in held)
+            if isinstance(module, PreTrainedModel) and not is_part:
+                held[name] = module
+    elif isinstance(inner := getattr(holder, "model", None), PreTrainedModel):  # a pipeline
+        return f"pass its model, a {type(inner).__name__}, which is changed in place"
+    if not held:
+        return f"pass a transformers PreTrainedModel; tested families: {', '.join(TESTED)}"
+    calls = (f"use(model.get_submodule({n!r})), a {type(m).__name__}" for n, m in held.items())
+    return f"pass the model that it holds, {' and '.join(calls)}: it is changed in place"
 
 
 def _check_stock_would_do(model: nn.Module) -> None:

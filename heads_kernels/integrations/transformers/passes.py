@@ -24,7 +24,13 @@ from heads_kernels.integrations.transformers.head_masks import (
     is_pair,
     places,
 )
-from heads_kernels.integrations.transformers.support import configs_of
+from heads_kernels.integrations.transformers.support import (
+    INSTEAD,
+    ITSELF,
+    computes_itself,
+    configs_of,
+    family,
+)
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 
 #: The attribute of every model, and of every model in it, that holds its `Pass`.
@@ -43,6 +49,7 @@ class Pass:
         is_one_stack: by name, whether those layers are of one stack: a tower for images and one for texts are two.
             The models in it that are handed the mask see to their own stacks then.
         takes_any: whether its forward takes arguments of any name.
+        computes_itself: whether it has attention, of which none goes through the attention function.
         within: the passes of the models that it is a part of.
         handles: of its hooks.
         is_running: between the hooks, where there are head masks, or statistics are asked for.
@@ -55,6 +62,7 @@ class Pass:
     arguments: dict[str, list[HeadMaskPlace]]
     is_one_stack: dict[str, bool]
     takes_any: bool
+    computes_itself: bool
     within: list[Pass] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     is_running: bool = False
@@ -112,6 +120,7 @@ def _pass_of(model: PreTrainedModel) -> Pass:
         },
         is_one_stack={name: len(kinds) == 1 for name, kinds in stacks.items()},
         takes_any=any(each.kind is each.VAR_KEYWORD for each in parameters),
+        computes_itself=computes_itself(model),
     )
 
 
@@ -136,6 +145,8 @@ def _begin(
     own: Pass = getattr(model, PASS)
     if own.is_running:  # an interrupt cut its last pass off
         _restore(own)
+    if own.computes_itself and not own.within and model.config._attn_implementation == NAME:
+        refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {ITSELF}", INSTEAD)
     masks = {
         name: mask
         for name, mask in kwargs.items()

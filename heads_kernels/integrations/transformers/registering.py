@@ -43,7 +43,6 @@ def register() -> None:
     def post_init(self: PreTrainedModel) -> None:
         finish(self)
         if self.config._attn_implementation == NAME:
-            check_named(self, is_made=True)
             watch(self)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation

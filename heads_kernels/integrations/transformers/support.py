@@ -23,7 +23,8 @@ UNSERVED: Final = {
     "cache": "a paged cache",
 }
 
-_ITSELF: Final = "computes its attention itself"
+ITSELF: Final = "computes its attention itself"
+INSTEAD: Final = "use 'eager' or 'sdpa', if need be for this part of a model alone"
 
 
 def stock_forward(module: nn.Module) -> Any:
@@ -46,20 +47,28 @@ def configs_of(module: nn.Module) -> list[Any]:
     return found
 
 
+def computes_itself(model: nn.Module) -> bool:
+    """Whether no attention of a model goes through an attention function, though it has some."""
+    modules = list(model.modules())
+    looks_like_it = any("Attention" in type(module).__name__ for module in modules)
+    return looks_like_it and not any(map(calls_interface, modules))
+
+
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model unless the attention function can serve every model in it that has attention.
+    """Refuse a model unless the attention function can serve it, and no model in it says that it can't.
 
     Raises:
-        ValueError: one of them can't be served, with the reason; or there is no attention at all.
+        ValueError: the reason, and which of them it is; or there is no attention at all.
     """
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and (why := _why_not(part) or _why_not_sdpa(part)):
             where = f"model{'.' if name else ''}{name}"
             instead = f"it can not be used; tested families: {', '.join(TESTED)}"
-            refuse(where, f"is a {_family(part)}, which {why}", instead)
+            refuse(where, f"is a {family(part)}, which {why}", instead)
     if not any(map(calls_interface, model.modules())):
-        was = f"is a {_family(model)}, which has no attention"
-        refuse("model", was, "pass a model that has")
+        why = ITSELF if computes_itself(model) else "has no attention"
+        instead = f"there is nothing to use it for; tested families: {', '.join(TESTED)}"
+        refuse("model", f"is a {family(model)}, which {why}", instead)
 
 
 def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
@@ -68,25 +77,19 @@ def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
     Args:
         is_made: False while the model has no modules yet.
     """
-    why = _why_not(model) if is_made else _why_not_class(model) or _why_not_made(model)
+    why = _why_not(model)
+    instead = INSTEAD
+    if not why and not is_made and (table := _classes_by_name(model)):
+        why = f"looks its layers up by it while it is made ({table})"
+        instead = "make it with 'eager' or 'sdpa' and call heads_kernels.integrations.transformers.use(model)"
     if why:
-        was = f"is {NAME!r} for a {_family(model)}, which {why}"
-        instead = "use 'eager' or 'sdpa', if need be for this part of a model alone"
-        refuse("attn_implementation", was, instead)
+        refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {why}", instead)
 
 
 def _why_not(model: PreTrainedModel) -> str | None:
-    """Why the attention function can't serve a model, or None."""
-    if why := _why_not_class(model):
-        return why
-    modules = list(model.modules())
-    looks_like_it = any("Attention" in type(module).__name__ for module in modules)
-    return _ITSELF if looks_like_it and not any(map(calls_interface, modules)) else None
-
-
-def _why_not_class(model: PreTrainedModel) -> str | None:
+    """Why the attention function can't serve a model, by the file of its class; or None."""
     if not model._can_set_attn_implementation():
-        return _ITSELF
+        return ITSELF
     try:
         source = inspect.getsource(sys.modules[type(model).__module__])
     except (OSError, TypeError):
@@ -96,14 +99,12 @@ def _why_not_class(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _why_not_made(model: PreTrainedModel) -> str | None:
-    for name, table in vars(sys.modules[type(model).__module__]).items():
-        if name.endswith("ATTENTION_CLASSES") and NAME not in table:
-            return (
-                f"looks its layers up by it while it is made ({name}): make it with 'eager' or 'sdpa' "
-                "and call heads_kernels.integrations.transformers.use(model)"
-            )
-    return None
+def _classes_by_name(model: PreTrainedModel) -> str | None:
+    """The table of attention classes by attention function that the file of the model has without the package's."""
+    tables = vars(sys.modules[type(model).__module__]).items()
+    return next(
+        (n for n, table in tables if n.endswith("ATTENTION_CLASSES") and NAME not in table), None
+    )
 
 
 def _why_not_sdpa(model: PreTrainedModel) -> str | None:
@@ -123,5 +124,5 @@ def _keywords(module: nn.Module) -> set[str]:
     return {str(name) for names in constants if isinstance(names, tuple) for name in names}
 
 
-def _family(model: PreTrainedModel) -> str:
+def family(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} (family {model.config.model_type!r})"
