@@ -278,6 +278,18 @@ def test_head_masks_compile_whole_where_nothing_is_handed_on() -> None:
         assert_alike(outputs(compiled, head_mask=mask, use_cache=False), outcome)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("handed", [False, True])
+def test_head_masks_compile_whole_with_checkpointing(handed: bool) -> None:
+    model = use(build("llama") if handed else dropping("StableLmForCausalLM")).train()
+    model.gradient_checkpointing_enable()
+    changes = {"head_mask": torch.rand(2, 8), "use_cache": False}
+    expected = with_gradients(model, **changes)
+    torch.compiler.reset()
+    found = with_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), **changes)
+    assert_alike({n.removeprefix("_orig_mod."): tensor for n, tensor in found.items()}, expected)
+
+
 def test_layers_compiled_one_by_one_read_head_masks() -> None:
     model = use(build("bert"))
     masks = torch.rand(3, 2, 4)

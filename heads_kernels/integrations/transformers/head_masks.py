@@ -74,7 +74,8 @@ def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | 
     given: Tensor | None = masks.get(place.argument, place.given)
     if given is None:
         return None
-    place.is_read = True
+    if not place.is_read:
+        place.is_read = True
     row = given[place.layer] if given.dim() == 2 and len(given) == place.layers else given
     if row.shape == (getattr(module, "heads_before", None),):
         kept: Any = module.kept_heads

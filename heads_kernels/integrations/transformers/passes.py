@@ -28,7 +28,6 @@ from heads_kernels.integrations.transformers.support import (
     INSTEAD,
     ITSELF,
     computes_itself,
-    configs_of,
     family,
 )
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
@@ -155,14 +154,16 @@ def _begin(
     asks = kwargs.get("output_attentions")
     own.asks = bool(getattr(model.config, "output_attentions", False) if asks is None else asks)
     own.masks = tuple(masks)
-    if not (masks or own.asks) or all(c._attn_implementation != NAME for c in configs_of(model)):
+    if not (masks or own.asks) or not _names_package(model.config):
         return None
     own.is_running = True
     if own.is_outermost:
         for name, mask in masks.items():
             _check(model, own, name, mask)
+        # A compiled layer that is checkpointed can't write down that it read its mask.
+        is_read = model.training and torch.compiler.is_compiling()
         for place in own.places:
-            place.is_read = False
+            place.is_read = is_read
     for name, mask in masks.items():
         if own.is_one_stack.get(name, False):
             own.before += _put([(place, mask, place.statistics) for place in own.arguments[name]])
@@ -173,6 +174,14 @@ def _begin(
     if own.takes_any:
         return None
     return args, {name: value for name, value in kwargs.items() if name not in masks}
+
+
+def _names_package(config: Any) -> bool:
+    """Whether a config or one in it names the package's attention function."""
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    if config._attn_implementation == NAME:
+        return True
+    return any(_names_package(each) for each in inner if each is not None)
 
 
 def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
