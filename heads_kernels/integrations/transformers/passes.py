@@ -189,7 +189,7 @@ def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
     instead = "pass a tensor [H], or [L, H] with one row for each layer of the stack"
     if name not in own.arguments:
         was = f"is given to a {type(model).__name__}, which has no use for it"
-        refuse(name, was, f"pass {', '.join(own.arguments)}")
+        refuse(name, was, f"pass {', '.join(own.arguments) or 'none'}")
     if not isinstance(mask, Tensor):
         refuse(name, f"is a {type(mask).__name__}", instead, TypeError)
     if mask.dim() not in (1, 2):
@@ -208,18 +208,12 @@ def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
     for name in own.masks:
         if not any(place.is_read for place in own.arguments[name]):
             was = f"was read by no layer of the {type(model).__name__}"
-            refuse(
-                name,
-                was,
-                "pass it to the part of the model whose layers it is for, or close heads by hk.heads.close",
-            )
+            instead = "pass it to the part of the model that has them, or call hk.heads.close"
+            refuse(name, was, instead)
     if own.asks and not _has_statistics(output):
         was = f"is True, but a {type(model).__name__} gives no statistics of its layers back"
-        refuse(
-            "output_attentions",
-            was,
-            "read them by hk.heads.statistics, or use attn_implementation='eager' for maps",
-        )
+        instead = "call hk.heads.statistics, or use attn_implementation='eager' for maps"
+        refuse("output_attentions", was, instead)
 
 
 def _has_statistics(output: Any) -> bool:

@@ -20,7 +20,7 @@ from transformers.models.pp_formulanet import modeling_pp_formulanet
 from heads_kernels.heads.layers import NAME
 from heads_kernels.integrations.after_import import after_import
 from heads_kernels.integrations.transformers import use
-from tests.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, assert_alike, build, outputs
+from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, assert_alike, build, outputs
 
 ROOT = Path(__file__).parents[2]
 
