@@ -53,11 +53,7 @@ TESTED: Final[dict[str, Tested]] = {
     "distilbert": Tested("DistilBertModel"),
     "electra": Tested("ElectraModel"),
     "gemma3_text": Tested("Gemma3ForCausalLM"),
-    "gpt2": Tested(
-        "GPT2LMHeadModel",
-        statistics=False,
-        note="the model drops `output_attentions` before it reaches a layer",
-    ),
+    "gpt2": Tested("GPT2LMHeadModel"),
     "llama": Tested("LlamaForCausalLM"),
     "marian": Tested("MarianModel", head_masks=_SEQ2SEQ),
     "mistral": Tested("MistralForCausalLM"),
