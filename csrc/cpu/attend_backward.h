@@ -150,7 +150,8 @@ inline void store_gate_row(void* dgate, bool elementwise, int64_t i, int64_t Dv,
 }
 
 // Reads dout and attended of the tile once: delta, the gate's gradient rows, and the gated dout
-// both ways round.
+// both ways round. delta is that of the dout that products read: where pairs round it, dP - delta
+// is 0 for a row with one key, and not what rounding left.
 template <typename Real, typename Operand>
 inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
                                   const HeadGradients& gradients,
@@ -183,6 +184,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(dout + w, load(dout + w) * tokens[m]);
     }
+    if (gate) round_row<Operand>(dout, padded);
     tile.delta[m] = dot(dout, attended, padded);
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);

@@ -47,6 +47,9 @@ inline Vec<Pair> narrow_lanes(Vec<float> x) {
   return x != x ? 0x7fc0u | Vec<Pair>{} : rounded;
 }
 
+// Rounded to bfloat16, as floats.
+inline Vec<float> rounded(Vec<float> x) { return (Vec<float>)(narrow_lanes(x) << 16); }
+
 // The halves of the words of a and b that are first in theirs (half = 0) or second (half = 1).
 template <int half, size_t... I>
 inline Vec<Pair> halves_of(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {

@@ -72,3 +72,26 @@ def test_rows_that_are_one_row(level: str, operator: str) -> None:
     poisoned = arguments | {"value": row.expand_as(arguments["value"])}
     report = compare(replace(expected, inputs=replace(clean, tensors=poisoned)), "cpu")
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_row_with_one_key_has_no_score_gradient(
+    level: str, operator: str, dtype: torch.dtype
+) -> None:
+    """Its probability is 1 whatever its score: dP and delta are one number, up to two sums in float32."""
+    B, H, Dv = 2, 4, 48
+    arguments = tensors(operator, B=B, H=H, Hk=H, T=70, S=1, D=32, Dv=Dv, dtype=dtype)
+    arguments["gate"] = torch.rand(B, H, 70) + 0.5
+    inputs = inputs_of(operator, arguments)
+    _, grads = inputs.backward("cpu")
+    dattended = arguments["gate"][..., None] * inputs.dout.float()
+    size = (dattended * arguments["value"].float()).abs().sum(-1)  # [B, H, T]
+    off = 2 * (Dv + 1) * torch.finfo(torch.float32).eps * size * inputs.problem().scale
+    if operator == "collaborative_attention":
+        assert (grads["content_bias"].abs() <= off.sum(-1, keepdim=True)).all()
+        mixed = arguments["mixing"][None] * arguments["key"].float()  # [B, H, Ds]
+        bound = torch.einsum("bht,bhd->btd", off, mixed.abs())
+    else:
+        bound = off[..., None] * arguments["key"].float().abs()
+    assert (grads["query"].abs() <= 2 * bound).all()  # 2: rounding to dtype and of its sums
