@@ -34,18 +34,21 @@ struct CollaborativeAttention {
         mixing(H * D),
         factors(H * D),
         features(H) {
+    std::vector<double> own(D);  // the mixing of a head; 0 is 0 in its own dtype
     for (int64_t h = 0; h < H; ++h) {
-      Real* mix = mixing.data() + h * D;
       load_row(
-          mix,
+          own.data(),
           static_cast<char*>(p.mixing.data) + h * p.mixing.stride[0] * element_size(p.mixing.dtype),
           p.mixing.dtype, D, p.mixing.stride[1]);
-      for (int64_t d = 0; d < D; ++d)
+      for (int64_t d = 0; d < D; ++d) {
+        mixing[h * D + d] = static_cast<Real>(own[d]);
         factors[h * D + d] =
-            mix[d] * static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1);
+            mixing[h * D + d] * static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1);
+      }
       for (int64_t begin = 0; begin < D; begin += kMixingChunk) {
         const int64_t end = std::min(D, begin + kMixingChunk);
-        if (std::all_of(mix + begin, mix + end, [](Real x) { return x == Real(0); })) continue;
+        const auto first = own.begin() + begin, last = own.begin() + end;
+        if (std::all_of(first, last, [](double x) { return x == 0; })) continue;
         std::vector<Range>& ranges = features[h];
         if (!ranges.empty() && ranges.back().end == begin) {
           ranges.back().end = end;
