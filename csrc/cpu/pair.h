@@ -50,6 +50,12 @@ inline Vec<Pair> narrow_lanes(Vec<float> x) {
 // Rounded to bfloat16, as floats.
 inline Vec<float> rounded(Vec<float> x) { return (Vec<float>)(narrow_lanes(x) << 16); }
 
+// What rounding to bfloat16 leaves of a number; 0 of one that is not finite, or not after it.
+inline Vec<float> rounding_error(Vec<float> x) {
+  const Vec<float> left = x - rounded(x);
+  return left - left == 0.0f ? left : Vec<float>{};
+}
+
 // The halves of the words of a and b that are first in theirs (half = 0) or second (half = 1).
 template <int half, size_t... I>
 inline Vec<Pair> halves_of(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {
@@ -95,6 +101,32 @@ inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t c
       store(words + r * ldw + c / 2,
             narrow_neighbours(load(row + c), c + L < columns ? load(row + c + L) : Vec<float>{}));
   }
+}
+
+// Rows of numbers transposed as a factor that is read by vectors: words [columns / 2][rows], 64
+// apart, and what rounding left of them in the same way in `rest`. Whether it left anything: all of
+// it, up to 2^-16 of a number. Both sizes in whole vectors; `low` without the rows that are not
+// finite.
+inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64_t columns,
+                             Pair* words, Pair* rest, int64_t ldw) {
+  constexpr int L = kLanes<Pair>;
+  Vec<Pair> any{};
+  for (int64_t r = 0; r < rows; r += L) {
+    for (int64_t c = 0; c < columns; c += 2 * L) {
+      alignas(64) Pair high[L * L], low[L * L];
+      for (int i = 0; i < L; ++i) {
+        const float* row = data + (r + i) * lds + c;
+        const Vec<float> a = load(row), b = c + L < columns ? load(row + L) : Vec<float>{};
+        store(high + i * L, narrow_neighbours(a, b));
+        const Vec<Pair> left = narrow_neighbours(rounding_error(a), rounding_error(b));
+        store(low + i * L, left);
+        any |= left;
+      }
+      transpose_square(high, L, words + c / 2 * ldw + r, ldw);
+      transpose_square(low, L, rest + c / 2 * ldw + r, ldw);
+    }
+  }
+  return any_lane<float>((IntVec<float>)any);
 }
 
 // Rows of numbers as a factor that is read by vectors: words [(first + rows) / 2][columns] of

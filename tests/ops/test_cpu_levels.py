@@ -13,10 +13,14 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import Inputs, compare, reference
+from heads_kernels.testing.accuracy import run
 
 _cpu = pytest.importorskip("heads_kernels._cpu")
 
 OPERATORS = ("gated_attention", "collaborative_attention")
+
+#: Levels that multiply pairs of bfloat16.
+PAIR_LEVELS = ("avx512bf16", "amx")
 
 
 @pytest.fixture(params=_cpu.available_levels())
@@ -95,3 +99,62 @@ def test_a_row_with_one_key_has_no_score_gradient(
     else:
         bound = off[..., None] * arguments["key"].float().abs()
     assert (grads["query"].abs() <= 2 * bound).all()  # 2: rounding to dtype and of its sums
+
+
+@pytest.mark.parametrize("std", [1.0, 30.0])
+def test_the_mixed_query_is_not_rounded(level: str, std: float) -> None:
+    """lse of bfloat16 is as accurate as float32 lets it be, whatever the heads mix.
+
+    A query rounded after mixing is off by up to 2^-8 of every term of a score; two parts of it by 2^-16.
+    """
+    arguments = tensors("collaborative_attention", T=70, S=90, D=40, dtype=torch.bfloat16)
+    arguments["query"] = arguments["query"] * std
+    arguments["mixing"] = torch.randn(4, 40)
+    inputs = inputs_of("collaborative_attention", arguments)
+    exact = reference(inputs, backward=False).oracle["lse"]
+    lse = run(inputs, "cpu", backward=False)["lse"]
+    terms = torch.einsum(
+        "btd,hd,bsd->bhts", *(arguments[name].double().abs() for name in ("query", "mixing", "key"))
+    )
+    size = inputs.problem().scale * (
+        terms + arguments["content_bias"].double().abs()[:, :, None]
+    ).amax(-1)
+    assert ((lse - exact).abs() <= 2.0**-15 * size + 2.0**-20 * (1 + exact.abs())).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bits_of_a_shared_query_and_key(level: str, dtype: torch.dtype) -> None:
+    """Gradients summed over heads: the same whatever the threads, and whatever else is in the batch."""
+    arguments = tensors("collaborative_attention", B=3, H=6, T=130, S=140, D=24, dtype=dtype)
+    inputs = inputs_of("collaborative_attention", arguments, is_causal=True)
+    alone = replace(
+        inputs,
+        tensors={name: t if name == "mixing" else t[:1] for name, t in arguments.items()},
+        dout=inputs.dout[:1],
+    )
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 5, 16):
+            torch.set_num_threads(count)
+            results += [inputs.backward("cpu")[1], alone.backward("cpu")[1]]
+    finally:
+        torch.set_num_threads(threads)
+    for grads in results:
+        for name in ("query", "key", "value", "content_bias"):
+            assert torch.equal(grads[name][:1], results[0][name][:1]), name
+    for grads in results[::2]:
+        assert torch.equal(grads["mixing"], results[0]["mixing"])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_subnormal_numbers(level: str, operator: str) -> None:
+    """The limit of products of bfloat16 pairs: numbers and sums below 2^-126 may count as 0 in them."""
+    arguments = tensors(operator, T=20, S=70, D=8, Dv=8, dtype=torch.bfloat16)
+    arguments["value"] = (arguments["value"] * 2.0**-127).bfloat16()
+    inputs = inputs_of(operator, arguments)
+    exact = reference(inputs, backward=False)
+    error = (run(inputs, "cpu", backward=False)["out"].double() - exact.oracle["out"]).abs()
+    # Each of 70 values, and each sum of two products that an output is made of, the rounding of out.
+    limit = (70 + 35 + 2) * 2.0**-126 if level in PAIR_LEVELS else 2.0**-133
+    assert (error <= limit).all()
