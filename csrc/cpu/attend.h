@@ -54,8 +54,8 @@ constexpr bool kScaledQuery = kNumbers<Operand> == 1;
 template <typename Operand, typename Operator>
 constexpr bool kSplit = kNumbers<Operand> == 2 && Operator::kMixes;
 
-// A tile of query rows as the scores read it. A mixed query that was rounded to pairs would be off
-// by 2^-9 of each score, which the softmax makes relative errors of the size of the scores.
+// A tile of query rows as the scores read it. Pairs hold a mixed query in two parts: rounded alone
+// it would be off by up to 2^-8 of every term of a score.
 template <typename Operand>
 struct PackedQuery {
   Operand* rows;  // [D][64] transposed

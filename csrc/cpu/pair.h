@@ -103,10 +103,9 @@ inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t c
   }
 }
 
-// Rows of numbers transposed as a factor that is read by vectors: words [columns / 2][rows], 64
-// apart, and what rounding left of them in the same way in `rest`. Whether it left anything: all of
-// it, up to 2^-16 of a number. Both sizes in whole vectors; `low` without the rows that are not
-// finite.
+// Rows of numbers as two transposed factors that are read by vectors: words [columns / 2][rows] of
+// the rounded numbers, and of what rounding left, itself rounded. Returns whether it left anything.
+// Both sizes in whole vectors.
 inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64_t columns,
                              Pair* words, Pair* rest, int64_t ldw) {
   constexpr int L = kLanes<Pair>;

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import tensors
 from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import Inputs, compare, reference
 from heads_kernels.testing.accuracy import run
+from tests.ops.calls import tensors
 
 _cpu = pytest.importorskip("heads_kernels._cpu")
 
