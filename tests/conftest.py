@@ -43,6 +43,9 @@ if CUDA_EMULATED:
 
 # No deadline: the first example of a shape may compile. 25 examples a property: heuristic.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
+# `pytest tests/ops/test_properties.py -k "any_call_is_accurate and cpu" --hypothesis-profile=long` holds 20,000 calls
+# of each dtype to the accuracy rule, in about twenty minutes an operator.
+hypothesis.settings.register_profile("long", deadline=None, max_examples=40_000)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 

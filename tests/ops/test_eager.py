@@ -283,6 +283,35 @@ def test_closed_grad_of_mixing(backend: str) -> None:
         assert_alike(got, want)
 
 
+@pytest.mark.parametrize(
+    ("operator", "backend", "name"),
+    [
+        (operator, backend, name)
+        for operator, backend in DIFFERENTIABLE
+        for name in ("gate", "mixing")
+        if name == "gate" or operator == "collaborative_attention"
+    ],
+)
+def test_zero_is_judged_in_its_own_dtype(operator: str, backend: str, name: str) -> None:
+    """A number that float64 holds and float32 does not closes nothing beside float32 queries."""
+    arguments = tensors(operator, Hk=H, D=64, dtype=torch.float32)
+    small = torch.tensor([1e-50, 0.0, -1e-50, 1.0], dtype=torch.float64)
+    if name == "mixing":
+        arguments["mixing"] = arguments["mixing"].double()
+        arguments["mixing"][3] = small.repeat_interleave(16)  # a chunk each
+    else:
+        arguments["gate"] = small
+    grads = []
+    for closed_grad in (True, False):
+        leaves = {key: t.detach().requires_grad_() for key, t in arguments.items()}
+        out = call(operator, backend, **leaves, closed_grad=closed_grad)
+        grads += torch.autograd.grad((out + 1).square().sum(), leaves[name])
+    zero = arguments[name] == 0
+    assert grads[0].all()
+    assert not grads[1][zero].any()
+    torch.testing.assert_close(grads[1][~zero], grads[0][~zero], rtol=1e-5, atol=1e-5)
+
+
 EMPTY = {
     "batch": {"B": 0},
     "rows": {"T": 0},

@@ -82,7 +82,8 @@ def cases(draw: st.DrawFn, operator: str) -> Case:
         "gate_dtype": draw(st.sampled_from([None, torch.float32])),
         "closed": draw(st.sampled_from([0.0, 0.5, 1.0])),
         "mask": draw(masks()),
-        "scale": draw(st.sampled_from([None, 0.4, -0.2])),
+        "scale": draw(st.sampled_from([None, 0.4, -0.2, 1.0, 5.0])),  # 5: scores of a few tens
+        "outlier": draw(st.sampled_from([1.0, 1.0, 20.0])),
         "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.25])),
         "layout": draw(LAYOUT),
     }
