@@ -114,17 +114,7 @@ LAYOUTS: dict[str, HeadLayout] = {
         ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), HeadLayout("ViT")
     ),
     "GPT2Attention": HeadLayout("GPT-2", "q_attn|c_attn", "c_attn", "c_attn", "c_proj"),
-    **dict.fromkeys(
-        (
-            "LongT5Attention",
-            "MT5Attention",
-            "Pop2PianoAttention",
-            "SwitchTransformersAttention",
-            "T5Attention",
-            "UdopAttention",
-        ),
-        _T5,
-    ),
+    **dict.fromkeys(("T5Attention", "MT5Attention"), _T5),
     **dict.fromkeys(
         ("BartAttention", "MBartAttention", "MarianAttention", "PegasusAttention"), _BART
     ),
@@ -194,7 +184,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
             and isinstance(at_path(module, form.head_dim), int)
             and all(is_projection(at_path(module, path)) for path in form.projections)
         ):
-            rotary = "position_embeddings" in inspect.signature(inner.forward).parameters
+            rotary = "position_embeddings" in inspect.signature(type(inner).forward).parameters
             return replace(form, between=_ROTARY if rotary else _UNTESTED)
     return None
 

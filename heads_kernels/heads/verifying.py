@@ -16,6 +16,7 @@ from heads_kernels.heads.layers import (
     AttentionLayer,
     Projection,
     attention_function,
+    existing,
     layer_of,
 )
 from heads_kernels.heads.layouts import HeadLayout, at_path
@@ -103,7 +104,7 @@ def _difference(
     H = layer.num_heads
     head = min(1, H - 1)
     left = [each for each in range(H) if each != head]
-    # The longest sums of the pass, with an error of half a unit of float32 a term, and twice that for two of them.
+    # Two passes that sum in another order differ by a rounding for each term of their sums at most.
     terms = layer.output.inputs + layer.head_dim + _TOKENS + _FEATURES
     tolerance = torch.finfo(torch.float32).eps * terms * whole.abs().max()
 
@@ -112,23 +113,23 @@ def _difference(
             return True
         return not bool((some - other).abs().max() <= tolerance)
 
-    by_gate: Tensor | str | None = None
+    closed_by_gate: Tensor | str | None = None
     if gated:
         layer.module.head_gate = FixedGate(torch.ones(H).index_fill(0, torch.tensor([head]), 0.0))
-        by_gate = _run(trial, inputs)
+        closed_by_gate = _run(trial, inputs)
         layer.module.head_gate = None
     layer.output.linear.weight[:, layer.output.features([head])] = 0.0
     closed = _run(trial, inputs)
-    if not differs(closed, whole):
-        return "computes the same with a head closed"
-    if by_gate is not None and differs(by_gate, closed):
-        return "does not close the head whose gate is 0"
     shrink(layer, left, read_key_heads(layer, left))
     pruned = _run(trial, inputs)
+    if not differs(closed, whole):
+        return "computes the same with a head closed"
     if isinstance(pruned, str):
         return f"can not run with a head pruned ({pruned})"
     if differs(pruned, closed):
         return "computes something else with a head pruned than with that head closed"
+    if closed_by_gate is not None and differs(closed_by_gate, closed):
+        return "does not close the head whose gate is 0"
     return None
 
 
@@ -160,15 +161,27 @@ class _Narrow(nn.Linear):
 
 
 def _random_copy(holder: nn.Module, layout: HeadLayout, function: str) -> Any:
-    """A copy with random parameters in float32 on the CPU, in evaluation mode, without hooks and gates of heads."""
+    """A copy with random parameters in float32 on the CPU, in evaluation mode, without hooks and gates of heads.
+
+    Roles with paths of their own have projections of their own, even if they share one in the module: those are refused
+    when they are pruned.
+    """
     layer = layer_of(0, "", holder, layout)
-    made: dict[int, Any] = {}
-    for projection in (layer.query, layer.key, layer.value, *layer.beside):
-        reads = min(projection.inputs, _FEATURES)
-        made[id(projection.linear)] = _Narrow(projection, reads, projection.outputs)
-    writes = min(layer.output.outputs, _FEATURES)
-    made[id(layer.output.linear)] = _Narrow(layer.output, layer.output.inputs, writes)
-    return _copied(holder, made, function)
+    projections = {layout.output: layer.output}
+    projections |= {layout.query: layer.query, layout.key: layer.key, layout.value: layer.value}
+    beside = [path for path in layout.beside if at_path(holder, path) is not None]
+    projections |= zip(beside, layer.beside, strict=True)
+    made: dict[int, Any] = {id(each.linear): nn.Identity() for each in projections.values()}
+    trial = _copied(holder, made, function)
+    for path, projection in projections.items():
+        reads, writes = projection.inputs, projection.outputs
+        if path == layout.output:
+            writes = min(writes, _FEATURES)
+        else:
+            reads = min(reads, _FEATURES)
+        parent, _, name = existing(holder, path).rpartition(".")
+        setattr(trial.get_submodule(parent), name, _Narrow(projection, reads, writes))
+    return trial
 
 
 def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
