@@ -181,7 +181,7 @@ def _seen(module: nn.Module) -> str:
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """As `attention_layers`, but an empty list where there is none."""
     found = [
-        (name, module, _as_converted(module, layout))
+        (name, module, layout)
         for name, module in model.named_modules()
         if (layout := _layout(name, module)) is not None
     ]
@@ -189,10 +189,14 @@ def find_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def _layout(name: str, module: nn.Module) -> HeadLayout | None:
-    """The layout of a module, which fits it; None where it is no attention that the package knows."""
+    """The layout of a module as it is, which fits it; None where it is no attention that the package knows."""
     if (layout := layout_of(module)) is not None:
-        _check_fits(f"module {name!r}", module, layout)
-        return layout
+        converted = _as_converted(module, layout)
+        if converted is not layout:
+            _check_has_parts(f"module {name!r}", module, converted)
+        else:
+            _check_fits(f"module {name!r}", module, layout)
+        return converted
     form = form_of(module)
     return form if form is not None and _misfit(module, form) is None else None
 

@@ -43,15 +43,14 @@ def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
 
     The module itself is read for its structure alone: weights may be on any device, the meta device too, of any dtype,
     sharded or quantised, and no hook of it runs. It happens once for each class and shape; what was found is kept.
-    Layers that were pruned or converted are not compared: they were before.
+    A layer that was pruned is not compared: it was before.
 
     Args:
         holder: the module that the layout describes.
-        layout: whose paths all exist in it.
+        layout: whose paths all exist in it; of its class, not of a layer that was converted.
     """
     inner = at_path(holder, layout.inner) if layout.inner else holder
-    is_converted = getattr(inner, "mixing", None) is not None and not layout.shared
-    if is_converted or hasattr(inner, "kept_heads"):
+    if hasattr(inner, "kept_heads"):
         return None
     kind = layout, attention_function(inner), *_structure(holder)
     if kind not in _FOUND:
