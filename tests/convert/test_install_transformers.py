@@ -205,6 +205,17 @@ class _Attention(nn.Module):
         if config is not None:
             self.config = config
 
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        gate = getattr(self, "head_gate", None)
+        gates = None if gate is None else gate(len(x), x.shape[1])
+        out = hk.gated_attention(query, key, value, gate=gates)
+        projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        return projected
+
 
 @pytest.mark.parametrize("in_transformers", [False, True])
 def test_modules_of_others_are_read_and_not_converted(

@@ -39,7 +39,9 @@ def test_family_equals_stock(name: str) -> None:
 
 def test_table_of_the_documentation_is_generated() -> None:
     """`python -c "from heads_kernels.integrations.transformers import tested; print(tested.table())"` makes it."""
-    assert tested.table() in DOCUMENT.read_text(encoding="utf-8")
+    document = DOCUMENT.read_text(encoding="utf-8")
+    assert tested.table() in document
+    assert tested.of_a_form() in document
 
 
 def test_table_says_whose_heads_are_known() -> None:
