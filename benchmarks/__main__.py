@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="PATTERN",
         help="workloads whose name has this in it (* and ? allowed); also memory, overhead")  # fmt: skip
     parser.add_argument("--floor", action="store_true",
-        help="beside every time the least that this machine's rates allow (--full has it always)")  # fmt: skip
+        help="beside every time the least that this machine's cores allow (--full has it always)")  # fmt: skip
     parser.add_argument("--threads", type=_threads, metavar="N", help="default: as torch has it")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     parser.add_argument("--json", type=_json_path, metavar="PATH", help="write all numbers here")

@@ -128,14 +128,16 @@ class Report:
             if not known:
                 continue
             products = "; ".join(
-                f"{name} {median(floor.gflops for floor in known if floor.product == name):.0f} GFLOP/s"
+                f"{name} {max(floor.gflops for floor in known if floor.product == name):.0f} GFLOP/s"
                 for name in sorted({floor.product for floor in known})
             )
+            sgemm = median(floor.sgemm for floor in known)
             gbytes = [floor.gbytes for floor in known]
             self._note(
-                f"Floors on {threads} thr: products at {products}, "
-                f"{median(floor.gexps for floor in known):.1f}e9 exp/s (medians), copies at "
-                f"{min(gbytes):.0f} to {max(gbytes):.0f} GB/s by size; b: bytes are the bound."
+                f"Floors on {threads} thr: products at {products} at most, "
+                f"{max(floor.gexps for floor in known):.1f}e9 exp/s, copies at {min(gbytes):.0f} to "
+                f"{max(gbytes):.0f} GB/s by size; b: bytes are the bound. "
+                f"torch.mm: {sgemm:.0f} GFLOP/s (median)."
             )
 
     def _goals(self) -> None:
@@ -208,6 +210,11 @@ def _floor(row: Speed) -> str:
     return _ms(row.floor.ms) + (" b" if row.floor.bound == "bytes" else "")
 
 
+def _of_sgemm(row: Speed) -> str:
+    ratio = row.ratio("sgemm")
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
 def _gap(row: Speed) -> str:
     return "" if row.floor is None else f"{row.floor.gap:.2f}"
 
@@ -222,6 +229,7 @@ _SPEED: Final[tuple[tuple[str, Callable[[Speed], str | Text]], ...]] = (
     ("x", lambda row: _ratio(row.ratio("sdpa"))),
     ("x dense", lambda row: _ratio(row.ratio("dense"))),
     ("x f32", lambda row: _ratio(row.ratio("float32"))),
+    ("x mm", _of_sgemm),
     ("floor", _floor),
     ("gap", _gap),
 )

@@ -13,6 +13,11 @@ from heads_kernels.errors import refuse
 GATE_ACTIVATIONS: Final = ("identity", "sigmoid", "softplus")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+#: Most rows or keys: the last rows of a tile, fewer than 1024 more, plus `UNBOUNDED` (mask/intervals.py) fit int32.
+MAX_LENGTH: Final = (1 << 30) - 1024
+#: Batches and heads are int32 in the kernels.
+_MAX_COUNT: Final = (1 << 31) - 1
+
 
 def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -36,16 +41,31 @@ def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
+def shown(number: object) -> str:
+    """A number as messages show it: of a long one the size."""
+    if is_int(number) and number.bit_length() > 64:
+        return f"about {'-' if number < 0 else ''}2**{number.bit_length() - 1}"
+    return str(number)
+
+
+def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tensor") -> None:
+    """Elements in memory by strides, as every kernel reads them."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        refuse(argument, f"has layout {layout}", instead)
+
+
 def check_tensors(**tensors: Tensor) -> None:
     """`query`, `key` and `value` are tensors of one supported dtype on one device."""
     query = tensors["query"]
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
-        if tensor.layout != torch.strided or tensor.is_nested:
-            layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            instead = "pass a dense tensor; packed sequences go with hk.Mask.from_cu_seqlens"
-            refuse(name, f"has layout {layout}", instead)
+        check_dense(
+            name,
+            tensor,
+            "pass a dense tensor; packed sequences go with hk.Mask.from_cu_seqlens",
+        )
         if tensor.dtype not in DTYPES:
             refuse(
                 name,
@@ -108,10 +128,23 @@ def check_mixing(
     return B, H, T, S, Ds
 
 
+def check_sizes(B: int, H: int, T: int, S: int) -> None:
+    """What int32 holds, in which the kernels have rows, keys, heads and batches."""
+    for name, letter, size, most in (
+        ("query", "T", T, MAX_LENGTH),
+        ("key", "S", S, MAX_LENGTH),
+        ("query", "H", H, _MAX_COUNT),
+        ("query", "B", B, _MAX_COUNT),
+    ):
+        if is_int(size) and size > most:  # symbolic ones are checked when the op runs
+            refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
+
+
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
-    """A floating tensor beside the query: any floating dtype, the same device."""
+    """A dense floating tensor beside the query: any floating dtype, the same device."""
     if not isinstance(tensor, Tensor):
         refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
+    check_dense(name, tensor)
     if tensor.dtype not in DTYPES:
         refuse(
             name,
@@ -123,15 +156,16 @@ def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
         refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move it there")
 
 
+def check_activation(activation: str) -> None:
+    if activation not in GATE_ACTIVATIONS:
+        known = ", ".join(map(repr, GATE_ACTIVATIONS))
+        refuse("gate_activation", f"is {activation!r}", f"use one of {known}")
+
+
 def check_gate(
     gate: Tensor | None, activation: str, query: Tensor, full: tuple[int, int, int, int]
 ) -> None:
-    if activation not in GATE_ACTIVATIONS:
-        refuse(
-            "gate_activation",
-            f"is {activation!r}",
-            f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}",
-        )
+    check_activation(activation)
     if gate is None:
         if activation != "identity":
             refuse(
@@ -163,14 +197,18 @@ def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     return float(dropout_p)
 
 
-def check_scale(scale: float | None, width: float) -> float:
+def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.float64) -> float:
+    """`scale` as a float that is finite in the compute dtype of operands of `dtype`; None is `width ** -0.5`."""
     if scale is None:
         return float(width) ** -0.5 if width else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
         was = "is a tensor" if isinstance(scale, Tensor) else f"is a {type(scale).__name__}"
         refuse("scale", was, "pass a float (scale.item()), or None", TypeError)
-    if scale != scale or scale in (float("inf"), float("-inf")):
-        refuse("scale", f"is {scale}", "pass a finite float")
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    most = torch.finfo(compute).max / 2  # kernels multiply it by log2(e) = 1.44
+    if not -most <= scale <= most:
+        instead = f"pass a finite float of at most {most:.1e}: scores are {compute}"
+        refuse("scale", f"is {shown(scale)}", instead)
     return float(scale)
 
 
@@ -189,6 +227,7 @@ def check_excluded(
     instead = f"pass bool [S] = [{S}] or [B, S] = [{B}, {S}], True for the keys to leave out"
     if not isinstance(exclude_keys, Tensor):
         refuse("exclude_keys", f"is a {type(exclude_keys).__name__}", instead, TypeError)
+    check_dense("exclude_keys", exclude_keys)
     if exclude_keys.dtype != torch.bool:
         refuse("exclude_keys", f"has dtype {exclude_keys.dtype}", instead, TypeError)
     rank, batch = exclude_keys.dim(), exclude_keys.shape[0] if exclude_keys.dim() else 0

@@ -27,6 +27,7 @@ from heads_kernels.checks import (
     check_grouped_heads,
     check_mixing,
     check_scale,
+    check_sizes,
     check_tensors,
     shape_of,
 )
@@ -87,6 +88,7 @@ class Problem(NamedTuple):
         check_tensors(query=query, key=key, value=value)
         batch, (query, key, value) = flatten_operands(GROUPED, query, key, value)
         B, H, T, S, D = check_grouped_heads(query, key, enable_gqa)
+        check_sizes(B, H, T, S)
         if value.shape[1:3] != key.shape[1:3]:
             refuse(
                 "value",
@@ -106,7 +108,7 @@ class Problem(NamedTuple):
             content_bias=None,
             gate=gate,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
-            scale=check_scale(scale, D),
+            scale=check_scale(scale, D, query.dtype),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
             dropout_p=dropout_p,
@@ -136,6 +138,7 @@ class Problem(NamedTuple):
         batch, (query, key, value) = flatten_operands(SHARED, query, key, value)
         content_bias = _flatten("content_bias", content_bias, batch, "H, S")
         B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
+        check_sizes(B, H, T, S)
         if value.shape[1:3] != (H, S):
             refuse(
                 "value",
@@ -155,7 +158,7 @@ class Problem(NamedTuple):
             content_bias=content_bias,
             gate=gate,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
-            scale=check_scale(scale, Ds / max(H, 1)),
+            scale=check_scale(scale, Ds / max(H, 1), query.dtype),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
             dropout_p=dropout_p,
@@ -193,6 +196,7 @@ class Problem(NamedTuple):
             content_bias = _flatten("content_bias", content_bias, batch, "H, S")
             B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
             width = Ds / max(H, 1)
+        check_sizes(B, H, T, S)
         return cls(
             operator="attention_statistics",
             query=query,
@@ -202,7 +206,7 @@ class Problem(NamedTuple):
             content_bias=content_bias,
             gate=None,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
-            scale=check_scale(scale, width),
+            scale=check_scale(scale, width, query.dtype),
             exclude_keys=check_excluded(
                 _flatten("exclude_keys", exclude_keys, batch, "S"), query, (B, S)
             ),

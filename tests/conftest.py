@@ -1,4 +1,4 @@
-"""What every test starts from: threads, seeds, hypothesis, and where `gpu` tests run.
+"""What every test starts from: threads, level, seeds, order, hypothesis; what `make test` leaves out; where `gpu` runs.
 
 What a test asks of a GPU backend runs on CPU tensors, where the process was started for it: with
 TRITON_INTERPRET=1 Triton's interpreter, mended, runs the kernels of `triton`, with
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import random
 import sys
 import zlib
 from pathlib import Path
@@ -40,20 +41,39 @@ if CUDA_EMULATED:
 
     _cuda_emulated.use_schedule(os.environ.get("HK_SCHEDULE", "round_robin"))
 
-# Under xdist the workers share the cores: one thread each, or they wait for one another.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
-
 # No deadline: the first example of a shape may compile. 25 examples a property: heuristic.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
+# `pytest tests/ops/test_properties.py -k "any_call_is_accurate and cpu" --hypothesis-profile=long` holds 20,000 calls
+# of each dtype to the accuracy rule, in about twenty minutes an operator.
+hypothesis.settings.register_profile("long", deadline=None, max_examples=40_000)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--threads", type=int, help="of PyTorch and the CPU kernels")
+    parser.addoption("--level", help="instruction-set level of the CPU kernels: avx2, ...")
+    parser.addoption(
+        "--seed", type=int, default=0, help="other random numbers, in another order of tests"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Under xdist the workers share the cores: one thread each, or they wait for one another.
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    if threads := config.getoption("threads") or (None if alone else 1):
+        torch.set_num_threads(threads)
+    if level := config.getoption("level"):
+        from heads_kernels import _cpu
+
+        _cpu.use_level(level)
+
+
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
-    """Every test draws the same numbers in every run, alone or beside others."""
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    """Every test draws the same numbers in every run, alone or beside others, until --seed asks for others."""
+    own = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(own + request.config.getoption("seed"))
 
 
 #: Of backends that serve CPU tensors only in processes that were started for it: whether this one was, and how.
@@ -72,19 +92,21 @@ LONG = {
     "test_opcheck",
     "test_opcheck_statistics",
 }
-#: And for Triton's interpreter, which takes about 10 ms a tile, five times what the emulator takes: properties,
-#: and every case once more.
-LONG_INTERPRETED = {
-    "test_any_call_is_accurate",
+#: Every case or argument once more.
+AGAIN = {
     "test_any_gradients_that_are_asked_for",
     "test_any_strides",
     "test_nothing_beside_an_input_is_read",
     "test_the_same_bits_from_dirty_memory",
 }
+#: And for Triton's interpreter, which takes about 10 ms a tile, five times what the emulator takes.
+LONG_INTERPRETED = AGAIN | {"test_any_call_is_accurate"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if seed := config.getoption("seed"):
+        random.Random(seed).shuffle(items)  # the same in every worker of xdist
     no_gpu = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
@@ -92,6 +114,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         arguments: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
         backend = arguments.get("backend")
         if backend not in STARTED_FOR:
+            if is_left_out(item, arguments):
+                item.add_marker("check")
             continue
         item.add_marker(backend)
         started, how = STARTED_FOR[backend]
@@ -102,6 +126,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             long = LONG | LONG_INTERPRETED if backend == "triton" else LONG
             if getattr(item, "originalname", "") in long or is_long(**arguments):
                 item.add_marker("slow")
+
+
+def is_left_out(item: pytest.Item, arguments: dict[str, object]) -> bool:
+    """By `make test`: tests of tools; of operators what takes long; families of models that are like another one."""
+    if item.path.parent.name == "tools":
+        return True
+    if getattr(item, "originalname", "") in LONG | AGAIN or is_long(**arguments):
+        return True
+    models = sys.modules.get("tests.support.tiny_models")  # imported by tests of models
+    return models is not None and arguments.get("name") in models.TINY.keys() - models.FEW
 
 
 def is_long(

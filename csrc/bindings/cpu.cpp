@@ -6,16 +6,22 @@ namespace {
 
 using namespace hk::bindings;
 
+const py::object& cpu() { return Torch::get().cpu; }
+
+int checked_threads(int threads) {
+  require(threads >= 1, "threads", "is less than 1");
+  return threads;
+}
+
 // Gated where scores hold no mixing, else collaborative.
 void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                        const py::tuple& options, const py::sequence& outputs, int threads) {
   hk::ForwardParams params;
-  const Sizes n = set_call(params, scores, value, mask, options);
-  set_outputs(params, n, outputs);
-  params.threads = threads;
+  const Sizes n = set_call(params, scores, value, mask, options, cpu());
+  set_outputs(params, n, outputs, cpu());
+  params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
-  launch(scores[2].is_none() ? k.gated_attention_forward : k.collaborative_attention_forward,
-         params);
+  launch(params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward, params);
 }
 
 // `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias,
@@ -24,33 +30,35 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
                         const py::tuple& options, bool closed_grad, const py::tuple& saved,
                         const py::sequence& gradients, int threads) {
   hk::BackwardParams params;
-  const Sizes n = set_call(params, scores, value, mask, options);
+  const Sizes n = set_call(params, scores, value, mask, options, cpu());
   const int64_t Dv = params.value.size[3];
   params.closed_grad = closed_grad;
-  params.dout = floating(saved[0]);
-  params.attended = floating(saved[1]);
-  params.lse = floating(saved[2]);
-  params.dquery = floating(gradients[0]);
-  params.dkey = floating(gradients[1]);
-  params.dvalue = floating(gradients[2]);
-  params.dmixing = floating(gradients[3]);
-  params.dcontent_bias = floating(gradients[4]);
-  params.dgate = floating(gradients[5]);
-  require(is(params.dout, {n.B, n.H, n.T, Dv}) && is(params.attended, {n.B, n.H, n.T, Dv}), "dout");
+  params.dout = needed(saved[0], cpu(), "dout");
+  params.attended = needed(saved[1], cpu(), "attended");
+  params.lse = needed(saved[2], cpu(), "lse");
+  params.dquery = output(gradients[0], cpu(), "dquery");
+  params.dkey = output(gradients[1], cpu(), "dkey");
+  params.dvalue = output(gradients[2], cpu(), "dvalue");
+  params.dmixing = output(gradients[3], cpu(), "dmixing");
+  params.dcontent_bias = output(gradients[4], cpu(), "dcontent_bias");
+  params.dgate = output(gradients[5], cpu(), "dgate");
+  require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
+  require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
   check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
   check_like(params.dquery, params.query, "dquery");
   check_like(params.dkey, params.key, "dkey");
   check_like(params.dvalue, params.value, "dvalue");
+  require(params.mixing || !params.dmixing, "dmixing", "comes without mixing");
+  require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
   check_rows(params.query.dtype, params.dmixing, {n.B, n.H, n.D}, "dmixing");
   check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
   if (is_elementwise(params.gate))
     check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T, Dv}, "dgate");
   else
     check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
-  params.threads = threads;
+  params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
-  launch(scores[2].is_none() ? k.gated_attention_backward : k.collaborative_attention_backward,
-         params);
+  launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
 }
 
 // `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
@@ -58,20 +66,42 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
                           const py::sequence& outputs, int threads) {
   const Torch& torch = Torch::get();
   hk::StatisticsParams params;
-  set_scores(params, scores);
+  set_scores(params, scores, cpu());
   const Sizes n(params);
-  params.excluded = batched<uint8_t>(excluded, torch.boolean, n.B, n.S, &params.excluded_stride);
-  params.mask = mask_of(mask, n);
-  params.lse = floating(outputs[0]);
-  params.max_prob = floating(outputs[1]);
-  params.entropy = floating(outputs[3]);
-  for (const hk::Tensor* t : {&params.lse, &params.max_prob, &params.entropy})
-    check_rows(params.query.dtype, *t, {n.B, n.H, n.T}, "a statistic");
-  const hk::Tensor argmax = shape_of(outputs[2]);
-  require(is(argmax, {n.B, n.H, n.T}) && is_dense(argmax), "argmax");
+  params.excluded = batched<uint8_t>(excluded, cpu(), "excluded", torch.boolean, n.B, n.S,
+                                     &params.excluded_stride);
+  params.mask = mask_of(mask, cpu(), n);
+  params.lse = needed(outputs[0], cpu(), "lse");
+  params.max_prob = needed(outputs[1], cpu(), "max_prob");
+  params.entropy = needed(outputs[3], cpu(), "entropy");
+  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(params.query.dtype, params.max_prob, {n.B, n.H, n.T}, "max_prob");
+  check_rows(params.query.dtype, params.entropy, {n.B, n.H, n.T}, "entropy");
+  const hk::Tensor argmax = shape_of(outputs[2], cpu(), "argmax");
+  require(is(argmax, {n.B, n.H, n.T}) && is_dense(argmax) &&
+              attribute(outputs[2], torch.dtype).is(torch.int64),
+          "argmax");
   params.argmax = static_cast<int64_t*>(argmax.data);
-  params.threads = threads;
+  params.threads = checked_threads(threads);
   launch(hk::kernels().attention_statistics, params);
+}
+
+// How many multiply-adds (`products`) or powers of numbers of this dtype were computed.
+int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int64_t steps,
+                 int threads) {
+  const hk::DType of = dtype_of(dtype);
+  require(steps >= 0, "steps", "is negative");
+  checked_threads(threads);
+  const py::gil_scoped_release release;
+  return peak(of, steps, threads);
+}
+
+int64_t run_products(py::handle dtype, int64_t steps, int threads) {
+  return run_peak(hk::kernels().products, dtype, steps, threads);
+}
+
+int64_t run_powers(py::handle dtype, int64_t steps, int threads) {
+  return run_peak(hk::kernels().powers, dtype, steps, threads);
 }
 
 py::list available_levels() {
@@ -95,6 +125,9 @@ PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);
+  m.def("run_products", &run_products,
+        "Multiply-adds in registers at the level in use, `steps` on each thread; their number.");
+  m.def("run_powers", &run_powers, "The same of powers of 2.");
   m.def("available_levels", &available_levels,
         "Instruction-set levels this processor can run, best first.");
   m.def("level", [] { return hk::kernels().name; }, "The level in use.");

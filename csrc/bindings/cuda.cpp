@@ -22,6 +22,16 @@ namespace {
 using namespace hk::bindings;
 namespace cuda = hk::cuda;
 
+// torch's name of the device that all tensors of a call are on.
+py::object device_of(const py::tuple& where) {
+#ifdef HK_EMULATED
+  (void)where;
+  return Torch::get().cpu;
+#else
+  return Torch::get().make_device("cuda", where[0]);
+#endif
+}
+
 // (index of the device, its stream as an integer).
 cuda::Where where_of(const py::tuple& where) {
   cuda::Where result;
@@ -32,15 +42,18 @@ cuda::Where where_of(const py::tuple& where) {
 }
 
 // The kernels have no double.
-void check_single(std::initializer_list<const hk::Tensor*> tensors) {
-  for (const hk::Tensor* t : tensors) require(t->dtype != hk::DType::kFloat64, "float64");
+void check_single(const hk::Tensor& t, const char* name) {
+  require(t.dtype != hk::DType::kFloat64, name, "is float64");
 }
 
 Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::handle value,
-                      const py::tuple& mask, const py::tuple& options) {
-  const Sizes n = set_call(params, scores, value, mask, options);
-  require(!params.mask.dense, "the mask: these kernels read no dense one");
-  check_single({&params.query, &params.gate, &params.mixing, &params.content_bias});
+                      const py::tuple& mask, const py::tuple& options, const py::object& device) {
+  const Sizes n = set_call(params, scores, value, mask, options, device);
+  require(!params.mask.dense, "dense_mask", "is there, and these kernels read none");
+  check_single(params.query, "query");
+  check_single(params.gate, "gate");
+  check_single(params.mixing, "mixing");
+  check_single(params.content_bias, "content_bias");
   return n;
 }
 
@@ -59,6 +72,11 @@ void check_dout(const hk::AttentionParams& p, const Sizes& n, const hk::Tensor& 
           "dout");
 }
 
+// Absent outputs pass.
+void check_written(const hk::Tensor& t, const char* name) {
+  require(!t || has_rows(t), name, "has rows that are not contiguous");
+}
+
 // Gated where scores hold no mixing, else collaborative.
 template <typename Params>
 void launch_either(void (*gated)(const Params&, const cuda::Where&),
@@ -71,10 +89,11 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
                        const py::tuple& options, const py::sequence& outputs,
                        const py::tuple& where) {
   cuda::AttendParams params;
-  const Sizes n = set_single_call(params, scores, value, mask, options);
-  set_outputs(params, n, outputs);
-  require(params.out && has_rows(params.out), "out");
-  require(!params.attended || has_rows(params.attended), "attended");
+  const py::object device = device_of(where);
+  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  set_outputs(params, n, outputs, device);
+  check_written(params.out, "out");
+  check_written(params.attended, "attended");
   launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
                 where);
 }
@@ -84,11 +103,12 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
                       const py::tuple& options, py::handle dout, py::handle dgate,
                       const py::tuple& where) {
   cuda::AttendParams params;
-  const Sizes n = set_single_call(params, scores, value, mask, options);
-  params.dout = floating(dout);
-  params.dgate = floating(dgate);
+  const py::object device = device_of(where);
+  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  params.dout = needed(dout, device, "dout");
+  params.dgate = needed(dgate, device, "dgate");
   check_dout(params, n, params.dout);
-  require(params.gate && params.dgate, "gate");
+  require(static_cast<bool>(params.gate), "gate", "is None");
   for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
   check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
   launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
@@ -100,27 +120,28 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
 void attention_rows(const py::tuple& gated, const py::tuple& read, const py::tuple& written,
                     const py::tuple& where) {
   cuda::RowsParams params;
-  params.gate = floating(gated[0]);
+  const py::object device = device_of(where);
+  params.gate = floating(gated[0], device, "gate");
   params.activation = activation_of(py::cast<std::string>(gated[1]));
-  params.dout = floating(read[0]);
-  params.attended = floating(read[1]);
-  params.lse = floating(read[2]);
-  params.delta = floating(written[0]);
-  params.dgate = floating(written[1]);
-  params.dattended = floating(written[2]);
-  check_single({&params.dout, &params.gate});
+  params.dout = needed(read[0], device, "dout");
+  params.attended = needed(read[1], device, "attended");
+  params.lse = needed(read[2], device, "lse");
+  params.delta = needed(written[0], device, "delta");
+  params.dgate = floating(written[1], device, "dgate");
+  params.dattended = floating(written[2], device, "dattended");
+  check_single(params.dout, "dout");
+  check_single(params.gate, "gate");
   const hk::Tensor& dout = params.dout;
   require(dout.rank == 4 && has_rows(dout), "dout");
   const int64_t B = dout.size[0], H = dout.size[1], T = dout.size[2], Dv = dout.size[3];
-  require(params.attended && has_rows(params.attended), "attended");
+  check_written(params.attended, "attended");
   check_like(params.attended, dout, "attended");
-  require(params.lse && params.delta, "lse or delta");
   check_rows(dout.dtype, params.lse, {B, H, T}, "lse");
   check_rows(dout.dtype, params.delta, {B, H, T}, "delta");
   check_gate(params.gate, {B, H, T, Dv});
   require(is_elementwise(params.gate) == static_cast<bool>(params.dattended), "dattended");
   if (params.dattended) {
-    require(has_rows(params.dattended), "dattended");
+    check_written(params.dattended, "dattended");
     check_like(params.dattended, dout, "dattended");
     check_rows(dout.dtype, params.dgate, {B, H, T, Dv}, "dgate");
   } else {
@@ -132,14 +153,14 @@ void attention_rows(const py::tuple& gated, const py::tuple& read, const py::tup
 // What the last passes of the backward read: a call, (dattended, lse, delta) and splits.
 Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, py::handle value,
                         const py::tuple& mask, const py::tuple& options, const py::tuple& read,
-                        int splits) {
-  const Sizes n = set_single_call(params, scores, value, mask, options);
-  params.dattended = floating(read[0]);
-  params.lse = floating(read[1]);
-  params.delta = floating(read[2]);
+                        int splits, const py::object& device) {
+  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  params.dattended = needed(read[0], device, "dattended");
+  params.lse = needed(read[1], device, "lse");
+  params.delta = needed(read[2], device, "delta");
   params.splits = splits;
   check_dout(params, n, params.dattended);
-  require(params.lse && params.delta && splits >= 1, "lse, delta or splits");
+  require(splits >= 1, "splits", "is less than 1");
   check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
   check_rows(params.query.dtype, params.delta, {n.B, n.H, n.T}, "delta");
   return n;
@@ -150,10 +171,11 @@ void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& 
                     const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
                     int splits, const py::tuple& where) {
   cuda::KeysParams params;
-  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits);
-  params.dkey = floating(gradients[0]);
-  params.dvalue = floating(gradients[1]);
-  params.dcontent_bias = floating(gradients[2]);
+  const py::object device = device_of(where);
+  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
+  params.dkey = output(gradients[0], device, "dkey");
+  params.dvalue = output(gradients[1], device, "dvalue");
+  params.dcontent_bias = output(gradients[2], device, "dcontent_bias");
   const int64_t parts = n.B * splits, Hk = params.value.size[1], Dv = params.value.size[3];
   if (params.mixing) {
     check_gradient(params, params.dkey, splits, {parts, n.S, n.D}, "dkey");
@@ -162,6 +184,7 @@ void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& 
     check_gradient(params, params.dkey, splits, {parts, Hk, n.S, n.D}, "dkey");
     check_gradient(params, params.dvalue, splits, {parts, Hk, n.S, Dv}, "dvalue");
   }
+  require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
   check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
   launch_either(cuda::gated_attention_keys, cuda::collaborative_attention_keys, params, where);
 }
@@ -172,20 +195,23 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
                        const py::sequence& gradients, int splits, bool closed_grad,
                        const py::tuple& where) {
   cuda::QueriesParams params;
-  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits);
+  const py::object device = device_of(where);
+  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
   params.closed_grad = closed_grad;
-  params.dquery = floating(gradients[0]);
-  params.dmixing = floating(gradients[1]);
+  params.dquery = output(gradients[0], device, "dquery");
+  params.dmixing = output(gradients[1], device, "dmixing");
   if (params.mixing) {
     const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
                                        params.value.size[3])
                             .block_m;
     const int64_t tiles = (n.T + block_m - 1) / block_m;
     check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
-    require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery");
+    require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery",
+            "is not float32");
     check_rows(params.query.dtype, params.dmixing, {n.B, tiles, n.H, n.D}, "dmixing");
   } else {
-    require(splits == 1 && !params.dmixing, "splits or dmixing");
+    require(splits == 1, "splits", "is not 1");
+    require(!params.dmixing, "dmixing", "comes without mixing");
     check_gradient(params, params.dquery, 1, {n.B, n.H, n.T, n.D}, "dquery");
   }
   launch_either(cuda::gated_attention_queries, cuda::collaborative_attention_queries, params,
@@ -200,7 +226,8 @@ py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64
 
 void check_wrapper(const std::string& name, const py::sequence& tensors, const py::tuple& where) {
   std::vector<hk::Tensor> words;
-  for (const py::handle tensor : tensors) words.push_back(floating(tensor));
+  for (const py::handle tensor : tensors)
+    words.push_back(needed(tensor, device_of(where), "a tensor"));
   cuda::check_wrapper(name, words, where_of(where));
 }
 

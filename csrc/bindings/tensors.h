@@ -1,6 +1,10 @@
 // Torch tensors become hk::Tensor (pointer, dtype, sizes, strides) by their methods, so the modules
 // are built without torch and serve every torch; and what is checked of them. Only this folder
 // knows Python.
+//
+// Memory safety is judged here, whoever calls: what the kernels read and write is there, in the
+// memory of their device, of the sizes and dtypes that they take it for. Python has checked what
+// the call means.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,14 +20,18 @@ namespace py = pybind11;
 
 namespace hk::bindings {
 
-// The Python names and the dtypes of torch, looked up once.
+// The Python names, the dtypes and the devices of torch, looked up once.
 struct Torch {
-  py::str data_ptr{"data_ptr"}, stride{"stride"}, shape{"shape"}, dtype{"dtype"};
+  py::str data_ptr{"data_ptr"}, stride{"stride"}, shape{"shape"}, dtype{"dtype"}, device{"device"};
   py::object dtypes[4];
   py::object int32, int64, boolean;
+  py::object tensor, make_device, cpu;
 
   Torch() {
     const py::module_ torch = py::module_::import("torch");
+    tensor = torch.attr("Tensor");
+    make_device = torch.attr("device");
+    cpu = make_device("cpu");
     const char* names[4] = {"float32", "float64", "bfloat16", "float16"};  // in the order of DType
     for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
     int32 = torch.attr("int32");
@@ -51,50 +59,71 @@ inline py::object attribute(py::handle object, const py::str& name) {
   return checked(PyObject_GetAttr(object.ptr(), name.ptr()));
 }
 
-inline void* data_of(py::handle tensor) {
-  return PyLong_AsVoidPtr(call(tensor, Torch::get().data_ptr).ptr());
+[[noreturn]] inline void refuse(const char* name, const std::string& was) {
+  throw std::invalid_argument(std::string(name) + " " + was +
+                              ", which does not fit the call of the kernels");
+}
+
+inline void require(bool holds, const char* name, const char* was = "has another shape or dtype") {
+  if (!holds) refuse(name, was);
 }
 
 inline void read_integers(py::handle tuple, int64_t* values) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.ptr()); ++i)
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.ptr()); ++i) {
     values[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
+    if (values[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
+  }
 }
 
-// Pointer, sizes and strides.
-inline Tensor shape_of(py::handle tensor) {
+// Pointer, sizes and strides of a tensor on `device`, an object of torch.
+inline Tensor shape_of(py::handle tensor, const py::object& device, const char* name) {
   const Torch& torch = Torch::get();
+  if (!PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(torch.tensor.ptr())))
+    refuse(name, tensor.is_none() ? "is None" : "is no tensor");
   Tensor result;
-  const py::object shape = attribute(tensor, torch.shape), stride = call(tensor, torch.stride);
-  result.rank = static_cast<int>(PyTuple_GET_SIZE(shape.ptr()));
-  if (result.rank > kMaxRank)
-    throw std::invalid_argument("a tensor of more than 4 dimensions reached the kernels");
-  read_integers(shape, result.size);
-  read_integers(stride, result.stride);
-  result.data = data_of(tensor);
+  int64_t count = 1;
+  try {
+    const py::object place = attribute(tensor, torch.device);
+    const int same = PyObject_RichCompareBool(place.ptr(), device.ptr(), Py_EQ);
+    if (same < 0) throw py::error_already_set();
+    if (!same)
+      refuse(name,
+             "is on " + std::string(py::str(place)) + ", not " + std::string(py::str(device)));
+    const py::object shape = attribute(tensor, torch.shape), stride = call(tensor, torch.stride);
+    const Py_ssize_t rank = PyTuple_GET_SIZE(shape.ptr());
+    if (rank < 1 || rank > kMaxRank || PyTuple_GET_SIZE(stride.ptr()) != rank)
+      refuse(name, "has " + std::to_string(rank) + " dimensions");
+    result.rank = static_cast<int>(rank);
+    read_integers(shape, result.size);
+    read_integers(stride, result.stride);
+    result.data = PyLong_AsVoidPtr(call(tensor, torch.data_ptr).ptr());
+    for (int d = 0; d < result.rank; ++d) count *= result.size[d];
+  } catch (const py::error_already_set& error) {  // sparse, nested: no sizes, strides or pointer
+    refuse(name, std::string("has no dense memory (") + error.what() + ")");
+  }
+  if (!result.data && count != 0) refuse(name, "has no memory");
   return result;
 }
 
-inline DType dtype_of(py::handle dtype) {
+inline DType dtype_of(py::handle dtype, const char* name = "dtype") {
   const Torch& torch = Torch::get();
   for (int i = 0; i < 4; ++i)
     if (dtype.is(torch.dtypes[i])) return static_cast<DType>(i);
-  throw std::invalid_argument("a tensor of dtype " + std::string(py::str(dtype)) +
-                              " reached the kernels");
+  refuse(name, "is " + std::string(py::str(dtype)));
 }
 
 // A floating tensor; None becomes an absent one.
-inline Tensor floating(py::handle tensor) {
+inline Tensor floating(py::handle tensor, const py::object& device, const char* name) {
   if (tensor.is_none()) return {};
-  Tensor result = shape_of(tensor);
-  result.dtype = dtype_of(attribute(tensor, Torch::get().dtype));
+  Tensor result = shape_of(tensor, device, name);
+  result.dtype = dtype_of(attribute(tensor, Torch::get().dtype), name);
   return result;
 }
 
-// Memory safety: what the kernels will walk over is there. Python has checked the call; this holds
-// for whoever calls the op itself.
-inline void require(bool holds, const char* what) {
-  if (!holds)
-    throw std::invalid_argument(std::string(what) + " does not fit the call of the kernels");
+// A floating tensor that has to be there.
+inline Tensor needed(py::handle tensor, const py::object& device, const char* name) {
+  if (tensor.is_none()) refuse(name, "is None");
+  return floating(tensor, device, name);
 }
 
 inline bool is(const Tensor& t, std::initializer_list<int64_t> sizes) {
@@ -115,17 +144,28 @@ inline bool has_rows(const Tensor& t) {
   return t.size[last] <= 1 || t.stride[last] == 1 || std::count(t.size, t.size + t.rank, 0);
 }
 
+// A floating tensor to be written; None or an empty one is not asked for.
+inline Tensor output(py::handle tensor, const py::object& device, const char* name) {
+  const Tensor t = floating(tensor, device, name);
+  return std::count(t.size, t.size + t.rank, 0) ? Tensor{} : t;
+}
+
 // A dense [B or 1, length] tensor of whole numbers; `stride` becomes the step between batches.
 template <typename T>
-const T* batched(py::handle tensor, const py::object& dtype, int64_t B, int64_t length,
-                 int64_t* stride) {
+const T* batched(py::handle tensor, const py::object& device, const char* name,
+                 const py::object& dtype, int64_t B, int64_t length, int64_t* stride) {
   if (tensor.is_none()) return nullptr;
-  require(attribute(tensor, Torch::get().dtype).is(dtype), "the dtype of a mask");
-  const Tensor t = shape_of(tensor);
-  require((is(t, {B, length}) || is(t, {1, length})) && is_dense(t), "the shape of a mask");
+  const Tensor t = shape_of(tensor, device, name);
+  require(attribute(tensor, Torch::get().dtype).is(dtype), name);
+  require((is(t, {B, length}) || is(t, {1, length})) && is_dense(t), name);
   *stride = t.size[0] == 1 ? 0 : length;
   return static_cast<const T*>(t.data);
 }
+
+// MAX_LENGTH and MAX_COUNT of checks.py: the kernels hold rows, keys, heads and batches in 32 bits,
+// and a band limit that limits nothing is kUnbounded.
+constexpr int64_t kUnbounded = int64_t{1} << 30;
+constexpr int64_t kMaxLength = kUnbounded - 1024, kMaxCount = 0x7fffffff;
 
 // Sizes of a call, read off its query, key and mixing.
 struct Sizes {
@@ -134,7 +174,8 @@ struct Sizes {
   explicit Sizes(const AttentionParams& p) {
     const bool shared = static_cast<bool>(p.mixing);
     const int rank = shared ? 3 : 4;
-    require(p.query.rank == rank && p.key.rank == rank, "the rank of query or key");
+    require(p.query.rank == rank, "query");
+    require(p.key.rank == rank, "key");
     B = p.query.size[0];
     H = shared ? p.mixing.size[0] : p.query.size[1];
     T = p.query.size[rank - 2];
@@ -143,35 +184,43 @@ struct Sizes {
     const int64_t Hk = shared ? 1 : p.key.size[1];
     require(p.key.size[0] == B && p.key.size[rank - 1] == D && (Hk == 0 ? H == 0 : H % Hk == 0),
             "key");
-    require(p.query.dtype == p.key.dtype, "the dtype of key");
+    require(p.query.dtype == p.key.dtype, "key");
     require(!shared || is(p.mixing, {H, D}), "mixing");
-    require(!p.content_bias || is(p.content_bias, {B, H, S}), "content_bias");
-    require(has_rows(p.query) && has_rows(p.key), "the last stride of query or key");
+    require(!p.content_bias || (shared && is(p.content_bias, {B, H, S})), "content_bias");
+    require(has_rows(p.query), "query", "has rows that are not contiguous");
+    require(has_rows(p.key), "key", "has rows that are not contiguous");
+    require(T <= kMaxLength && B <= kMaxCount && H <= kMaxCount, "query", "is too long");
+    require(S <= kMaxLength, "key", "is too long");
   }
 };
 
 // What all kernels take: (k_lo, k_hi, key_visible, dense, band_lo, band_hi).
-inline MaskParams mask_of(const py::tuple& mask, const Sizes& n) {
+inline MaskParams mask_of(const py::tuple& mask, const py::object& device, const Sizes& n) {
   const Torch& torch = Torch::get();
   MaskParams result;
   int64_t k_hi_stride = 0;
-  result.k_lo = batched<int32_t>(mask[0], torch.int32, n.B, n.T, &result.interval_stride);
-  result.k_hi = batched<int32_t>(mask[1], torch.int32, n.B, n.T, &k_hi_stride);
-  require(!result.k_lo == !result.k_hi && result.interval_stride == k_hi_stride, "k_hi");
-  result.key_visible = batched<uint8_t>(mask[2], torch.boolean, n.B, n.S, &result.visible_stride);
+  result.k_lo =
+      batched<int32_t>(mask[0], device, "k_lo", torch.int32, n.B, n.T, &result.interval_stride);
+  result.k_hi = batched<int32_t>(mask[1], device, "k_hi", torch.int32, n.B, n.T, &k_hi_stride);
+  require(!result.k_lo == !result.k_hi && result.interval_stride == k_hi_stride, "k_hi",
+          "is not there or shaped as k_lo is");
+  result.key_visible = batched<uint8_t>(mask[2], device, "key_visible", torch.boolean, n.B, n.S,
+                                        &result.visible_stride);
   if (!mask[3].is_none()) {
-    require(attribute(mask[3], torch.dtype).is(torch.boolean), "the dtype of a dense mask");
-    const Tensor dense = shape_of(mask[3]);
+    const Tensor dense = shape_of(mask[3], device, "dense_mask");
     const int64_t full[kMaxRank] = {n.B, n.H, n.T, n.S};
-    require(dense.rank == kMaxRank, "the rank of a dense mask");
+    require(dense.rank == kMaxRank && attribute(mask[3], torch.dtype).is(torch.boolean),
+            "dense_mask");
     for (int d = 0; d < kMaxRank; ++d) {
-      require(dense.size[d] == 1 || dense.size[d] == full[d], "the shape of a dense mask");
+      require(dense.size[d] == 1 || dense.size[d] == full[d], "dense_mask");
       result.dense_stride[d] = dense.size[d] == 1 ? 0 : dense.stride[d];
     }
     result.dense = static_cast<const uint8_t*>(dense.data);
   }
   result.band_lo = py::cast<int64_t>(mask[4]);
   result.band_hi = py::cast<int64_t>(mask[5]);
+  for (const int64_t limit : {result.band_lo, result.band_hi})
+    require(-kUnbounded <= limit && limit <= kUnbounded, "band", "is past 2^30");
   return result;
 }
 
@@ -187,17 +236,19 @@ inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.s
 inline void check_value(const AttentionParams& p, const Sizes& n) {
   const int64_t heads = p.mixing ? n.H : p.key.size[1];
   require(p.value.rank == 4 && is(p.value, {n.B, heads, n.S, p.value.size[3]}), "value");
-  require(p.value.dtype == p.query.dtype, "the dtype of value");
-  require(has_rows(p.value), "the last stride of value");
+  require(p.value.dtype == p.query.dtype, "value");
+  require(has_rows(p.value), "value", "has rows that are not contiguous");
 }
 
-// lse and the rows of gradients: dense, in the compute type of `operand`.
+// lse and the rows of gradients: dense, in the compute type of `operand`; absent ones pass.
 inline void check_rows(DType operand, const Tensor& t, std::initializer_list<int64_t> sizes,
                        const char* name) {
   const DType compute = operand == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  require(!t || (is(t, sizes) && is_dense(t) && t.dtype == compute), name);
+  require(!t || (is(t, sizes) && is_dense(t) && t.dtype == compute), name,
+          "has another shape or dtype, or is not dense");
 }
 
+// Absent ones pass.
 inline void check_like(const Tensor& t, const Tensor& other, const char* name) {
   require(!t || (t.rank == other.rank && std::equal(t.size, t.size + t.rank, other.size) &&
                  t.dtype == other.dtype),
@@ -208,17 +259,19 @@ inline Activation activation_of(const std::string& name) {
   if (name == "identity") return Activation::kIdentity;
   if (name == "sigmoid") return Activation::kSigmoid;
   if (name == "softplus") return Activation::kSoftplus;
-  throw std::invalid_argument("gate_activation is '" + name + "'");
+  refuse("gate_activation", "is '" + name + "'");
 }
 
 // How the heads are gated and their probabilities dropped: (gate, activation, seed, dropout_p).
-inline void set_head_options(AttentionParams& params, const py::tuple& options) {
-  params.gate = floating(options[0]);
+inline void set_head_options(AttentionParams& params, const py::tuple& options,
+                             const py::object& device) {
+  params.gate = floating(options[0], device, "gate");
   params.activation = activation_of(py::cast<std::string>(options[1]));
   const double p = py::cast<double>(options[3]);
   if (p == 0.0) return;
+  require(p > 0.0 && p < 1.0, "dropout_p", "is no probability in [0, 1)");
   const Torch& torch = Torch::get();
-  const Tensor seed = shape_of(options[2]);
+  const Tensor seed = shape_of(options[2], device, "seed");
   require(is(seed, {1}) && attribute(options[2], torch.dtype).is(torch.int64), "seed");
   params.dropout.active = true;
   params.dropout.seed = static_cast<const int64_t*>(seed.data);
@@ -227,34 +280,37 @@ inline void set_head_options(AttentionParams& params, const py::tuple& options) 
 }
 
 // What scores are made of: (query, key, mixing, content_bias, scale).
-inline void set_scores(AttentionParams& params, const py::tuple& scores) {
-  params.query = floating(scores[0]);
-  params.key = floating(scores[1]);
-  params.mixing = floating(scores[2]);
-  params.content_bias = floating(scores[3]);
+inline void set_scores(AttentionParams& params, const py::tuple& scores, const py::object& device) {
+  params.query = needed(scores[0], device, "query");
+  params.key = needed(scores[1], device, "key");
+  params.mixing = floating(scores[2], device, "mixing");
+  params.content_bias = floating(scores[3], device, "content_bias");
   params.scale = py::cast<double>(scores[4]);
 }
 
 // The arguments that every pass over scores shares.
 inline Sizes set_call(AttentionParams& params, const py::tuple& scores, py::handle value,
-                      const py::tuple& mask, const py::tuple& options) {
-  set_scores(params, scores);
-  params.value = floating(value);
-  set_head_options(params, options);
+                      const py::tuple& mask, const py::tuple& options, const py::object& device) {
+  set_scores(params, scores, device);
+  params.value = needed(value, device, "value");
+  set_head_options(params, options, device);
   const Sizes n(params);
-  params.mask = mask_of(mask, n);
+  params.mask = mask_of(mask, device, n);
   check_value(params, n);
   check_gate(params.gate, {n.B, n.H, n.T, params.value.size[3]});
   return n;
 }
 
-// (out, attended, lse), None is not kept.
-inline void set_outputs(ForwardParams& params, const Sizes& n, const py::sequence& outputs) {
-  params.out = floating(outputs[0]);
-  params.attended = floating(outputs[1]);
-  params.lse = floating(outputs[2]);
-  require(!params.out || (is(params.out, {n.B, n.H, n.T, params.value.size[3]}) &&
-                          params.out.dtype == params.query.dtype),
+// (out, attended, lse), of which the last two may be left out.
+inline void set_outputs(ForwardParams& params, const Sizes& n, const py::sequence& outputs,
+                        const py::object& device) {
+  const int64_t Dv = params.value.size[3];
+  params.out = floating(outputs[0], device, "out");
+  params.attended = output(outputs[1], device, "attended");
+  params.lse = output(outputs[2], device, "lse");
+  const bool empty = n.B == 0 || n.H == 0 || n.T == 0 || Dv == 0;
+  require(params.out ? is(params.out, {n.B, n.H, n.T, Dv}) && params.out.dtype == params.query.dtype
+                     : empty,
           "out");
   check_like(params.attended, params.out, "attended");
   check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");

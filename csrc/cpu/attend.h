@@ -50,25 +50,41 @@ struct Head {
 template <typename Operand>
 constexpr bool kScaledQuery = kNumbers<Operand> == 1;
 
+// Whether the query of an operator is more than its rounded rows.
+template <typename Operand, typename Operator>
+constexpr bool kSplit = kNumbers<Operand> == 2 && Operator::kMixes;
+
+// A tile of query rows as the scores read it. Pairs hold a mixed query in two parts: rounded alone
+// it would be off by up to 2^-8 of every term of a score.
+template <typename Operand>
+struct PackedQuery {
+  Operand* rows;  // [D][64] transposed
+  Operand* rest;  // [D][64] what rounding left of them; null where that is nothing
+};
+
 // A tile of query rows on its way over the keys.
 template <typename Real, typename Operand>
 struct QueryTile {
   Head<Real> head;
   VisibleRows<Real> visible;
   OnlineSoftmax<Real> softmax;
-  Operand* query;  // [D][64] transposed
-  Real* out;       // [Dv][64]; undefined until `started`
+  PackedQuery<Operand> query;
+  Real* out;  // [Dv][64]; undefined until `started`
   bool started = false;
 
-  static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<Operand>(packed<Operand>(D) * BLOCK_M) +
-           piece<Real>(round_up(Dv, kLanes<Real>) * BLOCK_M);
+  static constexpr int64_t query_words(int64_t D) { return packed<Operand>(D) * BLOCK_M; }
+  template <typename Operator>
+  static int64_t bytes(const Operator& op) {
+    return (kSplit<Operand, Operator> ? 2 : 1) * piece<Operand>(query_words(op.D)) +
+           piece<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M);
   }
-  QueryTile(Workspace& w, const Head<Real>& of, const VisibleRows<Real>& rows)
-      : head(of),
+  template <typename Operator>
+  QueryTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
+      : head(op.head(b, h)),
         visible(rows),
-        query(w.take<Operand>(packed<Operand>(of.D) * BLOCK_M)),
-        out(w.take<Real>(round_up(of.Dv, kLanes<Real>) * BLOCK_M)) {}
+        query{w.take<Operand>(query_words(op.D)),
+              kSplit<Operand, Operator> ? w.take<Operand>(query_words(op.D)) : nullptr},
+        out(w.take<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
 // What the tiles of a bundle use in turn.
@@ -115,11 +131,11 @@ inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, in
 // query[d][m] = factor[d] * source[m][d] over the features, zero where a row sees nothing.
 template <typename Real>
 inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ranges features,
-                       const Real* factor, Real* rows, Real* query) {
+                       const Real* factor, Real* rows, PackedQuery<Real>& query) {
   for (const Range& range : features) {
     const Rows columns = source.columns(range.begin);
     const int64_t width = range.end - range.begin, padded = round_up(width, kLanes<Real>);
-    Real* packed = query + range.begin * BLOCK_M;
+    Real* packed = query.rows + range.begin * BLOCK_M;
     if (source.dtype == kDTypeOf<Real> && width == padded && visible.all_rows) {
       for (int m = 0; m < visible.columns; ++m)
         prefetch_next_head<false>(columns, visible.first + m, width);
@@ -131,26 +147,33 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
     }
     for (int64_t d = range.begin; d < range.end; ++d)
       for (int m = 0; m < visible.columns; m += kLanes<Real>)
-        store<Real>(query + d * BLOCK_M + m, load(query + d * BLOCK_M + m) * factor[d]);
+        store<Real>(query.rows + d * BLOCK_M + m, load(query.rows + d * BLOCK_M + m) * factor[d]);
   }
 }
 
 // The same rounded to pairs; features between those that count are there too.
 inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features,
-                       const float* factor, float* rows, Pair* query) {
+                       const float* factor, float* rows, PackedQuery<Pair>& query) {
   if (features.empty()) return;
   const int64_t width = features.end()[-1].end, stride = row_stride<float>(width);
   gather_rows(source, visible, width, rows);
   for (int m = 0; m < visible.columns; ++m)
     for (int64_t d = 0; d < width; ++d) rows[m * stride + d] *= factor[d];
-  pack_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), rows, query);
+  const int64_t padded = round_up(width, kLanes<float>);
+  if (!query.rest) {
+    pack_transposed(rows, stride, visible.columns, padded, rows, query.rows);
+  } else if (!split_transposed(rows, stride, visible.columns, padded, query.rows, query.rest,
+                               BLOCK_M)) {
+    query.rest = nullptr;
+  }
 }
 
 // scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any mask.
 // `key` holds the rows of that tile.
 template <typename Real, typename Operand>
-inline void score_tile(const Head<Real>& head, const Operand* query, const KeyTile& tile,
-                       const Left<Operand, false>& key, int columns, Real* scores) {
+inline void score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
+                       const KeyTile& tile, const Left<Operand, false>& key, int columns,
+                       Real* scores) {
   bool started = false;
   if (head.bias) {
     Real bias[BLOCK_N];
@@ -162,12 +185,15 @@ inline void score_tile(const Head<Real>& head, const Operand* query, const KeyTi
         store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * scale));
     started = true;
   }
-  for (const Range& range : head.features) {
-    const int64_t first = range.begin / kNumbers<Operand>;
-    multiply(tile.count(), columns, ceil_div(range.end, kNumbers<Operand>) - first,
-             rows_of(key.data + first, key.stride), query + first * BLOCK_M, BLOCK_M, scores,
-             BLOCK_M, started);
-    started = true;
+  for (const Operand* rows : {query.rows, query.rest}) {
+    if (!rows) break;
+    for (const Range& range : head.features) {
+      const int64_t first = range.begin / kNumbers<Operand>;
+      multiply(tile.count(), columns, ceil_div(range.end, kNumbers<Operand>) - first,
+               rows_of(key.data + first, key.stride), rows + first * BLOCK_M, BLOCK_M, scores,
+               BLOCK_M, started);
+      started = true;
+    }
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
   if constexpr (!kScaledQuery<Operand>) {

@@ -55,22 +55,26 @@ struct BackwardTile : QueryTile<Real, Operand> {
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
-  static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(D, Dv) +
+  template <typename Operator>
+  static int64_t bytes(const Operator& op) {
+    const int64_t D = op.D, Dv = op.Dv;
+    return piece<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
            piece<Operand>(row_stride<Operand>(D) * kRows) +
            piece<Operand>(row_stride<Operand>(Dv) * kRows) +
            piece<Real>(row_stride<Real>(D) * BLOCK_M) +
            piece<Real>(row_stride<Real>(Dv) * BLOCK_M) +
            piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M);
   }
-  BackwardTile(Workspace& w, const Head<Real>& of, const VisibleRows<Real>& visible)
-      : QueryTile<Real, Operand>(w, of, visible),
-        query_rows(w.take<Operand>(row_stride<Operand>(of.D) * kRows)),
-        dout_rows(w.take<Operand>(row_stride<Operand>(of.Dv) * kRows)),
+  template <typename Operator>
+  BackwardTile(Workspace& w, const Operator& op, int64_t b, int64_t h,
+               const VisibleRows<Real>& visible)
+      : QueryTile<Real, Operand>(w, op, b, h, visible),
+        query_rows(w.take<Operand>(row_stride<Operand>(op.D) * kRows)),
+        dout_rows(w.take<Operand>(row_stride<Operand>(op.Dv) * kRows)),
         dout(reinterpret_cast<Operand*>(this->out)),
-        dquery(w.take<Real>(round_up(of.D, kLanes<Real>) * BLOCK_M)) {
-    bad_queries.rows = w.take<Real>(row_stride<Real>(of.D) * BLOCK_M);
-    bad_douts.rows = w.take<Real>(row_stride<Real>(of.Dv) * BLOCK_M);
+        dquery(w.take<Real>(round_up(op.D, kLanes<Real>) * BLOCK_M)) {
+    bad_queries.rows = w.take<Real>(row_stride<Real>(op.D) * BLOCK_M);
+    bad_douts.rows = w.take<Real>(row_stride<Real>(op.Dv) * BLOCK_M);
   }
 };
 
@@ -150,7 +154,8 @@ inline void store_gate_row(void* dgate, bool elementwise, int64_t i, int64_t Dv,
 }
 
 // Reads dout and attended of the tile once: delta, the gate's gradient rows, and the gated dout
-// both ways round.
+// both ways round. delta is that of the dout that products read: where pairs round it, dP - delta
+// is 0 for a row with one key, and not what rounding left.
 template <typename Real, typename Operand>
 inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
                                   const HeadGradients& gradients,
@@ -183,6 +188,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(dout + w, load(dout + w) * tokens[m]);
     }
+    if (gate) round_row<Operand>(dout, padded);
     tile.delta[m] = dot(dout, attended, padded);
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);

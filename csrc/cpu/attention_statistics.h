@@ -59,7 +59,7 @@ struct StatisticsTile {
   Head<Real> head;
   VisibleRows<Real> visible;
   RowStatistics<Real> statistics;
-  Real* query;  // [D][64] transposed, scaled to base-2 logarithms
+  PackedQuery<Real> query;  // scaled to base-2 logarithms
 };
 
 template <typename Real>
@@ -104,7 +104,7 @@ void attention_statistics_of(const StatisticsParams& params) {
                        StatisticsTile<Real>{op.head(at.b, at.h),
                                             {params.mask, at.b, at.h, at.first_row, op.T, op.S},
                                             {},
-                                            workspace.take<Real>(query_count)};
+                                            {workspace.take<Real>(query_count), nullptr}};
                    if (tile->visible.any)
                      op.pack(at.b, at.h, tile->visible, scratch.rows, tile->query);
                  }

@@ -3,6 +3,8 @@
 // of the query. The tiles are those of attend.h.
 #pragma once
 
+#include <memory>
+
 #include "cpu/attend_backward.h"
 #include "cpu/forward.h"
 
@@ -12,6 +14,7 @@ constexpr int64_t kMixingChunk = 16;  // MIXING_CHUNK of problem.py
 
 template <typename Real, typename Operand>
 struct CollaborativeAttention {
+  static constexpr bool kMixes = true;
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, T, S, D, Dv, query_tiles;
@@ -34,18 +37,21 @@ struct CollaborativeAttention {
         mixing(H * D),
         factors(H * D),
         features(H) {
+    std::vector<double> own(D);  // the mixing of a head; 0 is 0 in its own dtype
     for (int64_t h = 0; h < H; ++h) {
-      Real* mix = mixing.data() + h * D;
       load_row(
-          mix,
+          own.data(),
           static_cast<char*>(p.mixing.data) + h * p.mixing.stride[0] * element_size(p.mixing.dtype),
           p.mixing.dtype, D, p.mixing.stride[1]);
-      for (int64_t d = 0; d < D; ++d)
+      for (int64_t d = 0; d < D; ++d) {
+        mixing[h * D + d] = static_cast<Real>(own[d]);
         factors[h * D + d] =
-            mix[d] * static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1);
+            mixing[h * D + d] * static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1);
+      }
       for (int64_t begin = 0; begin < D; begin += kMixingChunk) {
         const int64_t end = std::min(D, begin + kMixingChunk);
-        if (std::all_of(mix + begin, mix + end, [](Real x) { return x == Real(0); })) continue;
+        const auto first = own.begin() + begin, last = own.begin() + end;
+        if (std::all_of(first, last, [](double x) { return x == 0; })) continue;
         std::vector<Range>& ranges = features[h];
         if (!ranges.empty() && ranges.back().end == begin) {
           ranges.back().end = end;
@@ -81,7 +87,7 @@ struct CollaborativeAttention {
 
   // The mixed query tile of head h, features that do not count left undefined; `rows` is scratch.
   void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
-            Operand* query) const {
+            PackedQuery<Operand>& query) const {
     pack_query(rows_at(params.query, b), visible, features_of(h), factors.data() + h * D, rows,
                query);
   }
@@ -94,23 +100,35 @@ void collaborative_attention_forward(const ForwardParams& params) {
   attention_forward<Real, Operand>(params, CollaborativeAttention<Real, Operand>(params));
 }
 
+// Groups of heads whose sums of dQ [T] and dK [S] are kept apart, and added in their order. They
+// follow from the sizes of a batch alone, so that bits depend neither on the threads nor on how
+// many batches there are. A group has 128 pairs or more for each row of its sums: clearing and
+// adding them takes up to a twentieth of the time (measured at T = S = 128). A power of two divides
+// well among the threads.
+inline int64_t groups_of_heads(int64_t H, int64_t T, int64_t S) {
+  const int64_t most = std::min(H, H * T * S / std::max<int64_t>(1, 128 * (T + S)));
+  int64_t groups = 1;
+  while (2 * groups <= most) groups *= 2;
+  return groups;
+}
+
 // One batch and a group of its heads is one thread's: dQ and dK of the group add up over its heads,
-// head by head. Where batches are too few for the threads the heads are split into groups, whose
-// sums are added in order afterwards.
+// head by head, and those of a batch over its groups.
 template <typename Real, typename Operand>
 struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   const BackwardParams& backward;
   int64_t Ds_stride, Dv_stride;  // between rows of scratch
   int64_t bundle;                // query tiles of a head that go over the keys together
+  int64_t groups;                // of heads
 
   explicit CollaborativeAttentionBackward(const BackwardParams& p)
       : CollaborativeAttention<Real, Operand>(p),
         backward(p),
         Ds_stride(row_stride<Real>(this->D)),
         Dv_stride(row_stride<Real>(this->Dv)),
-        bundle(std::clamp<int64_t>(
-            this->query_tiles, 1,
-            tiles_in_cache(BackwardTile<Real, Operand>::bytes(this->D, this->Dv)))) {}
+        bundle(std::clamp<int64_t>(this->query_tiles, 1,
+                                   tiles_in_cache(BackwardTile<Real, Operand>::bytes(*this)))),
+        groups(groups_of_heads(this->H, this->T, this->S)) {}
 
   // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
   int64_t shared_count() const { return (this->T + this->S) * Ds_stride; }
@@ -159,7 +177,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
       for (int64_t row = first; row < std::min(this->T, first + bundle * BLOCK_M); row += BLOCK_M) {
         const VisibleRows<Real> visible(p.mask, b, h, row, this->T, this->S);
         BackwardTile<Real, Operand>& tile =
-            *new (tiles + count) BackwardTile<Real, Operand>(workspace, head, visible);
+            *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, b, h, visible);
         if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
         load_queries(tile, rows_at(p.query, b), this->mixing.data() + h * D, scratch);
         ++count;
@@ -201,16 +219,18 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     for (int64_t d = 0; d < this->D; ++d) own.dmixing[d] += own.tile_dmixing[d];
   }
 
-  // Heads [begin, end) of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
-  void group(int64_t b, int64_t begin, int64_t end, Real* shared, Workspace& workspace) const {
+  // The heads of group g of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
+  void group(int64_t b, int64_t g, Real* shared, Workspace& workspace) const {
+    const size_t mark = workspace.mark();
     BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundle);
     const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
                        workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
-    for (int64_t h = begin; h < end; ++h)
+    for (int64_t h = g * this->H / groups; h < (g + 1) * this->H / groups; ++h)
       head_backward(b, h, backward.dquery ? shared : nullptr,
                     backward.dkey ? shared + this->T * Ds_stride : nullptr, own, scratch,
                     workspace);
+    workspace.rewind(mark);
   }
 
   void store_shared(int64_t b, const Real* shared) const {
@@ -222,37 +242,61 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   }
 };
 
+// sum[begin .. end) += part[begin .. end).
+template <typename Real>
+inline void add(const Real* part, int64_t begin, int64_t end, Real* sum) {
+  for (int64_t i = begin; i < end; ++i) sum[i] += part[i];
+}
+
+// The sums of as many groups are kept at once as fit in here, and one a thread (heuristic: what
+// hardly any machine lacks).
+constexpr int64_t kGroupBytes = int64_t{32} << 20;
+
+// Batches are divided among the threads; where they are too few, the groups of heads of all of
+// them. Either way the sums of a batch's groups are added in the order of its heads.
 template <typename Real, typename Operand>
 void collaborative_attention_backward(const BackwardParams& params) {
   const CollaborativeAttentionBackward<Real, Operand> op(params);
+  const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + op.head_bytes() +
-                        op.bundle * BackwardTile<Real, Operand>::bytes(op.D, op.Dv);
-  if (op.B >= params.threads || op.B == 0 || op.H == 0) {
-    parallel_for(op.B, params.threads, work, bytes + piece<Real>(op.shared_count()),
+                        op.bundle * BackwardTile<Real, Operand>::bytes(op);
+  if (B == 0 || B >= params.threads || groups == 1) {
+    parallel_for(B, params.threads, work, bytes + 2 * piece<Real>(count),
                  [&](int64_t b, Workspace& workspace) {
-                   Real* shared = workspace.take<Real>(op.shared_count());
-                   op.group(b, 0, op.H, shared, workspace);
-                   op.store_shared(b, shared);
+                   Real* sum = workspace.take<Real>(count);
+                   Real* part = workspace.take<Real>(count);
+                   for (int64_t g = 0; g < groups; ++g) {
+                     op.group(b, g, g ? part : sum, workspace);
+                     if (g) add(part, 0, count, sum);
+                   }
+                   op.store_shared(b, sum);
                  });
     return;
   }
-  const int64_t groups = std::min<int64_t>(op.H, ceil_div(params.threads, op.B));
-  std::vector<Real> sums(op.B * groups * op.shared_count());
-  parallel_for(op.B * groups, params.threads, work, bytes, [&](int64_t item, Workspace& workspace) {
-    const int64_t b = item / groups, g = item % groups;
-    op.group(b, g * op.H / groups, (g + 1) * op.H / groups, sums.data() + item * op.shared_count(),
-             workspace);
-  });
-  parallel_for(op.B, params.threads, op.B * groups * op.shared_count(), 64,
-               [&](int64_t b, Workspace&) {
-                 Real* total = sums.data() + b * groups * op.shared_count();
-                 for (int64_t g = 1; g < groups; ++g) {
-                   const Real* part = total + g * op.shared_count();
-                   for (int64_t i = 0; i < op.shared_count(); ++i) total[i] += part[i];
-                 }
-                 op.store_shared(b, total);
-               });
+  // Of each batch the sum so far, then the sums of the next groups.
+  const int64_t slots = std::min(
+      groups,
+      1 + std::max<int64_t>(ceil_div(params.threads, B), kGroupBytes / (B * piece<Real>(count))));
+  const std::unique_ptr<Real[]> sums(new Real[B * slots * count]);
+  const auto slot = [&](int64_t b, int64_t n) { return sums.get() + (b * slots + n) * count; };
+  constexpr int64_t kPart = 1 << 14;  // of a sum that is one thread's to add: 64 KiB of float
+  const int64_t parts = ceil_div(count, kPart);
+  for (int64_t first = 0; first < groups;) {
+    const int64_t before = first > 0, next = std::min(groups - first, slots - before);
+    parallel_for(B * next, params.threads, work, bytes, [&](int64_t item, Workspace& workspace) {
+      const int64_t b = item / next, n = item % next;
+      op.group(b, first + n, slot(b, before + n), workspace);
+    });
+    parallel_for(B * parts, params.threads, B * next * count, 64, [&](int64_t item, Workspace&) {
+      const int64_t b = item / parts, begin = item % parts * kPart;
+      for (int64_t n = 1; n < before + next; ++n)
+        add(slot(b, n), begin, std::min(count, begin + kPart), slot(b, 0));
+    });
+    first += next;
+  }
+  parallel_for(B, params.threads, B * count, 64,
+               [&](int64_t b, Workspace&) { op.store_shared(b, slot(b, 0)); });
 }
 
 }  // namespace hk::HK_LEVEL

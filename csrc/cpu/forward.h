@@ -11,7 +11,7 @@ namespace hk::HK_LEVEL {
 template <typename Real, typename Operand, typename Operator>
 void attention_forward(const ForwardParams& params, const Operator& op) {
   const int64_t tile_bytes =
-      piece<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op.D, op.Dv);
+      piece<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
   const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
   const int64_t bytes = bundles.size * tile_bytes + TileScratch<Real, Operand>::bytes(op.D, op.Dv);
   parallel_for(
@@ -31,8 +31,8 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
             store_blind_rows<Real>(outputs(at.b, at.h), at.first_row, visible.count, op.Dv);
             continue;
           }
-          QueryTile<Real, Operand>* tile = new (tiles + count++)
-              QueryTile<Real, Operand>(workspace, op.head(at.b, at.h), visible);
+          QueryTile<Real, Operand>* tile =
+              new (tiles + count++) QueryTile<Real, Operand>(workspace, op, at.b, at.h, visible);
           op.pack(at.b, at.h, visible, scratch.rows, tile->query);
         }
         attend(tiles, count, params.dropout, scratch);

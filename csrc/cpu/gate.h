@@ -55,12 +55,12 @@ struct Gate {
     return data + (b * stride[0] + h * stride[1] + t * stride[2]) * element_size(dtype);
   }
 
-  // An identity gate shuts the whole head exactly.
+  // An identity gate closes the whole head where it is exactly 0 in its own dtype.
   bool closed(int64_t b, int64_t h) const {
     if (!data || !per_head || activation != Activation::kIdentity) return false;
-    Real value;
+    double value = 0;
     load_row(&value, at(b, h, 0), dtype, 1);
-    return value == Real(0);
+    return value == 0;
   }
 
   // Values of `count` tokens from `first`, whole vectors of storage.

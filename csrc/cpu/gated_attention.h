@@ -10,6 +10,7 @@ namespace hk::HK_LEVEL {
 
 template <typename Real, typename Operand>
 struct GatedAttention {
+  static constexpr bool kMixes = false;
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, Hk, T, S, D, Dv, query_tiles;
@@ -42,7 +43,7 @@ struct GatedAttention {
 
   // The query tile of head h; `rows` is scratch.
   void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
-            Operand* query) const {
+            PackedQuery<Operand>& query) const {
     pack_query(rows_at(params.query, b, h), visible, {&features, 1}, factors.data(), rows, query);
   }
 
@@ -91,8 +92,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       if (with_dquery && (!visible.any || this->gate.closed(at.b, at.h)))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
       const HeadGradients gradients = head_gradients<Real>(*this, p, at.b, at.h, with_dgate);
-      BackwardTile<Real, Operand>& tile = *new (tiles + count) BackwardTile<Real, Operand>(
-          workspace, this->head(at.b, at.h), visible);
+      BackwardTile<Real, Operand>& tile =
+          *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, at.b, at.h, visible);
       if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
       load_queries<Real>(tile, rows_at(p.query, at.b, at.h), nullptr, scratch);
       ++count;
@@ -131,7 +132,7 @@ template <typename Real, typename Operand>
 void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real, Operand> op(params);
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
-  const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op.D, op.Dv);
+  const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const Bundles whole(op, tiles_in_cache(tile_bytes), 1);
   const int64_t bytes =
       BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + whole.size * tile_bytes;

@@ -18,6 +18,10 @@ struct Kernels {
   void (*collaborative_attention_forward)(const ForwardParams&);
   void (*collaborative_attention_backward)(const BackwardParams&);
   void (*attention_statistics)(const StatisticsParams&);
+  // What the cores do at most (peak.h): multiply-adds of operands of this dtype, and powers, that
+  // were computed in `steps` on each thread.
+  int64_t (*products)(DType, int64_t steps, int threads);
+  int64_t (*powers)(DType, int64_t steps, int threads);
 };
 
 namespace baseline {

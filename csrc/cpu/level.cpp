@@ -4,6 +4,7 @@
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"
 #include "cpu/kernels.h"
+#include "cpu/peak.h"
 
 namespace hk::HK_LEVEL {
 namespace {
@@ -30,11 +31,21 @@ void collaborative_backward(const BackwardParams& p) {
 void statistics(const StatisticsParams& p) {
   in_double(p) ? attention_statistics<double>(p) : attention_statistics<float>(p);
 }
+int64_t products(DType dtype, int64_t steps, int threads) {
+  return on_threads(threads, [=] {
+    return dtype == DType::kFloat64 ? chain_products<double>(steps) : chain_products<float>(steps);
+  });
+}
+int64_t powers(DType dtype, int64_t steps, int threads) {
+  return on_threads(threads, [=] {
+    return dtype == DType::kFloat64 ? chain_powers<double>(steps) : chain_powers<float>(steps);
+  });
+}
 
 }  // namespace
 
 const Kernels kKernels = {
-    HK_STRING(HK_LEVEL),    false,     gated_forward, gated_backward, collaborative_forward,
-    collaborative_backward, statistics};
+    HK_STRING(HK_LEVEL),    false,      gated_forward, gated_backward, collaborative_forward,
+    collaborative_backward, statistics, products,      powers};
 
 }  // namespace hk::HK_LEVEL

@@ -36,6 +36,13 @@ inline const Pair* right_operand(const float* weights, int64_t first, int64_t ke
   return buffer;
 }
 
+// A row as products read it, rounded where they read pairs; `width` in whole vectors.
+template <typename Operand, typename Real>
+inline void round_row(Real* row, int64_t width) {
+  if constexpr (kNumbers<Operand> == 2)
+    for (int64_t i = 0; i < width; i += kLanes<Real>) store(row + i, rounded(load(row + i)));
+}
+
 // Where rows are made that `pack_rows` turns into the operand [64][width]: in it, or in `rows`.
 template <typename Real>
 inline Real* staging(Real* operand, Real*) {

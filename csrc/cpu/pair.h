@@ -47,6 +47,15 @@ inline Vec<Pair> narrow_lanes(Vec<float> x) {
   return x != x ? 0x7fc0u | Vec<Pair>{} : rounded;
 }
 
+// Rounded to bfloat16, as floats.
+inline Vec<float> rounded(Vec<float> x) { return (Vec<float>)(narrow_lanes(x) << 16); }
+
+// What rounding to bfloat16 leaves of a number; 0 of one that is not finite, or not after it.
+inline Vec<float> rounding_error(Vec<float> x) {
+  const Vec<float> left = x - rounded(x);
+  return left - left == 0.0f ? left : Vec<float>{};
+}
+
 // The halves of the words of a and b that are first in theirs (half = 0) or second (half = 1).
 template <int half, size_t... I>
 inline Vec<Pair> halves_of(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {
@@ -92,6 +101,31 @@ inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t c
       store(words + r * ldw + c / 2,
             narrow_neighbours(load(row + c), c + L < columns ? load(row + c + L) : Vec<float>{}));
   }
+}
+
+// Rows of numbers as two transposed factors that are read by vectors: words [columns / 2][rows] of
+// the rounded numbers, and of what rounding left, itself rounded. Returns whether it left anything.
+// Both sizes in whole vectors.
+inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64_t columns,
+                             Pair* words, Pair* rest, int64_t ldw) {
+  constexpr int L = kLanes<Pair>;
+  Vec<Pair> any{};
+  for (int64_t r = 0; r < rows; r += L) {
+    for (int64_t c = 0; c < columns; c += 2 * L) {
+      alignas(64) Pair high[L * L], low[L * L];
+      for (int i = 0; i < L; ++i) {
+        const float* row = data + (r + i) * lds + c;
+        const Vec<float> a = load(row), b = c + L < columns ? load(row + L) : Vec<float>{};
+        store(high + i * L, narrow_neighbours(a, b));
+        const Vec<Pair> left = narrow_neighbours(rounding_error(a), rounding_error(b));
+        store(low + i * L, left);
+        any |= left;
+      }
+      transpose_square(high, L, words + c / 2 * ldw + r, ldw);
+      transpose_square(low, L, rest + c / 2 * ldw + r, ldw);
+    }
+  }
+  return any_lane<float>((IntVec<float>)any);
 }
 
 // Rows of numbers as a factor that is read by vectors: words [(first + rows) / 2][columns] of

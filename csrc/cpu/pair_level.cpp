@@ -4,6 +4,7 @@
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"
 #include "cpu/kernels.h"
+#include "cpu/peak.h"
 
 namespace hk::HK_LEVEL {
 namespace {
@@ -27,12 +28,19 @@ void collaborative_backward(const BackwardParams& p) {
               : HK_PLAIN::kKernels.collaborative_attention_backward(p);
 }
 void statistics(const StatisticsParams& p) { HK_PLAIN::kKernels.attention_statistics(p); }
+int64_t products(DType dtype, int64_t steps, int threads) {
+  if (dtype != DType::kBFloat16) return HK_PLAIN::kKernels.products(dtype, steps, threads);
+  return on_threads(threads, [=] { return chain_products<Pair>(steps); });
+}
+int64_t powers(DType dtype, int64_t steps, int threads) {
+  return HK_PLAIN::kKernels.powers(dtype, steps, threads);
+}
 
 }  // namespace
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    HK_STRING(HK_LEVEL),    true,      gated_forward, gated_backward, collaborative_forward,
-    collaborative_backward, statistics};
+    HK_STRING(HK_LEVEL),    true,       gated_forward, gated_backward, collaborative_forward,
+    collaborative_backward, statistics, products,      powers};
 
 }  // namespace hk::HK_LEVEL

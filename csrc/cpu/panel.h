@@ -23,6 +23,26 @@ struct Summands {
   const std::vector<int64_t>* aside;             // rows of the window that were left out
 };
 
+// Which rows a panel holds. The address of the first one is not enough: where rows overlap, or all
+// are the same memory (a stride of 0), windows of other keys start there too.
+class Held {
+ public:
+  // Whether these are the rows that were held; from now on they are.
+  bool replace(const Rows& source, const KeyTile& window) {
+    const bool same = data_ == source.data && stride_ == source.stride && begin_ == window.begin &&
+                      end_ == window.end;
+    data_ = source.data;
+    stride_ = source.stride;
+    begin_ = window.begin;
+    end_ = window.end;
+    return same;
+  }
+
+ private:
+  const char* data_ = nullptr;
+  int64_t stride_ = 0, begin_ = 0, end_ = 0;
+};
+
 // A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied next to
 // each other once (rows of the projections' layout [B, T, H, D] are a page apart, and reading them
 // costs more than the copy); rows of another dtype are widened; others are read in place.
@@ -44,13 +64,9 @@ class Panel {
     const bool same = source.dtype == kDTypeOf<Real>;
     if (same && (!shared_ || source.stride == width_))
       return rows_of(reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride);
-    const char* first = source.at(window.begin);
-    if (packed_ != first || packed_count_ != window.count()) {
+    if (!held_.replace(source, window))
       for (int64_t r = 0; r < window.count(); ++r)
         read_row(source, window.begin + r, width_, buffer_ + r * stride_);
-      packed_ = first;
-      packed_count_ = window.count();
-    }
     return rows_of<Real>(buffer_ + (tile.begin - window.begin) * stride_, stride_);
   }
 
@@ -81,8 +97,7 @@ class Panel {
   Real* sound_;   // [BLOCK_N][stride_] without NaN and infinity
   int64_t stride_, width_;
   bool shared_;
-  const char* packed_ = nullptr;  // the row that the buffer starts with
-  int packed_count_ = 0;
+  Held held_;  // in the buffer
   std::vector<int64_t> aside_;
 };
 
@@ -101,16 +116,13 @@ class Panel<Pair> {
         width_(width) {}
 
   Left<Pair, false> rows(const Rows& source, const KeyTile& window, const KeyTile& tile) {
-    const char* first = source.at(window.begin);
-    if (packed_ != first || packed_count_ != window.count()) {
+    if (!held_.replace(source, window)) {
       for (int64_t r = 0; r < window.count(); ++r) {
         char* row = reinterpret_cast<char*>(rows_ + r * stride(width_));
         prefetch_next_head<false>(source, window.begin + r, width_);
         std::memcpy(row, source.at(window.begin + r), 2 * width_);
         std::memset(row + 2 * width_, 0, 4 * packed<Pair>(width_) - 2 * width_);
       }
-      packed_ = first;
-      packed_count_ = window.count();
       turned_ = false;
     }
     return rows_of<Pair>(rows_ + (tile.begin - window.begin) * stride(width_), stride(width_));
@@ -131,8 +143,7 @@ class Panel<Pair> {
   Pair* transposed_;  // [width_][BLOCK_N / 2]
   Pair* scratch_;     // [width_ / 2][BLOCK_N]
   int64_t width_;
-  const char* packed_ = nullptr;  // the row that the window starts with
-  int packed_count_ = 0;
+  Held held_;
   bool turned_ = false;  // `transposed_` holds the window
   std::vector<int64_t> aside_;
 

@@ -5,8 +5,9 @@
 // times the largest of those sums in the row). Products of probabilities and sums of a few hundred
 // terms add no more. `off` is carried through the formula with absolute values. What the backward
 // pass reads of the forward pass (`attended`) was rounded to the dtype of storage once. Levels that
-// multiply pairs of bfloat16 round what they multiply: the mixed query, probabilities, the gated
-// gradient of the output and dS, each by `u_pair`.
+// multiply pairs of bfloat16 round what they multiply: probabilities, the gated gradient of the
+// output, dS and the mixed query of dK, each by `u_pair`; the mixed query of scores twice, to its
+// rounded number and what is left of it.
 #pragma once
 
 #include <map>
@@ -82,7 +83,7 @@ class Reference {
     const double sum_exp = keys.empty() ? -kInfinity : top + std::log(total);
     double off = u * (16 + 8 * largest);
     statistics(at, keys, score, p, sum_exp, off);
-    if (in.collaborative) off += 2 * u_pair * largest;
+    if (in.collaborative) off += 2 * u_pair * u_pair * largest;
 
     const bool closed = in.closed(b, h);  // then the forward pass leaves lse and attended alone
     lse.add(at, sum_exp, closed ? kInfinity : off);

@@ -3,8 +3,13 @@
 from heads_kernels.heads.distance import HeadDistance, distance
 from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
 from heads_kernels.heads.importance import importance
-from heads_kernels.heads.layers import AttentionLayer, Projection, attention_layers
-from heads_kernels.heads.layouts import HeadLayout, register_layout
+from heads_kernels.heads.layers import (
+    AttentionLayer,
+    Projection,
+    attention_layers,
+    register_layout,
+)
+from heads_kernels.heads.layouts import HeadLayout
 from heads_kernels.heads.maps import HeadMaps, bertviz, maps, plot_maps
 from heads_kernels.heads.observing import observe
 from heads_kernels.heads.pruning import prune

@@ -5,14 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layouts import LAYOUTS, HeadLayout, layout_of
+from heads_kernels.heads.layouts import (
+    LAYOUTS,
+    HeadLayout,
+    at_path,
+    form_of,
+    is_projection,
+    layout_of,
+)
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.shared import FusedProjection
 
@@ -47,6 +53,11 @@ class Projection:
     def inputs(self) -> int:
         """Input features of `linear`."""
         return _size(self.linear, 0)
+
+    @property
+    def outputs(self) -> int:
+        """Output features of `linear`."""
+        return _size(self.linear, 1)
 
     def features(self, heads: Iterable[int]) -> Tensor:
         """The features of these heads, int64 on the device of the weight, head after head."""
@@ -111,37 +122,96 @@ def attention_function(module: Any) -> str:
     return name
 
 
+def register_layout(class_name: str, layout: HeadLayout, example: nn.Module | None = None) -> None:
+    """Let `attention_layers` find modules of the class of this name, and of its subclasses, as `layout` says.
+
+    Before a layout is used, and at once where there is an example, a head that is closed is compared with the same head
+    pruned, on random input and small random weights on the CPU. It happens once for each class and shape.
+
+    Args:
+        class_name: of modules that call the attention operators, or ask transformers for an attention function.
+        layout: of the class.
+        example: a module of the class, which is left as it is.
+
+    Raises:
+        ValueError: the layout doesn't fit the example, in words; nothing is registered then.
+    """
+    if example is not None:
+        if class_name not in (base.__name__ for base in type(example).__mro__):
+            was = f"is a {type(example).__name__}"
+            refuse("example", was, f"pass a {class_name}, the class that the layout is of")
+        _check_fits("example", example, layout)
+    LAYOUTS[class_name] = layout
+
+
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The attention layers of a model, in the order of `model.named_modules()`; a module that is shared counts once.
 
+    Found are modules of the classes in the table `LAYOUTS` (heads/layouts.py), to which `register_layout` adds, and
+    those of transformers whose projections have the names of one of its `FORMS`. Classes of which a pruned head is not
+    a closed head are refused where they are in the table, and left out where they have a form alone.
+
     Args:
-        model: a model of the table `LAYOUTS` (heads/layouts.py), or any model with such modules in it;
-            `register_layout` adds classes.
+        model: any model with such modules in it.
 
     Raises:
-        ValueError: no attention layer of the table is in the model (it names what looks like attention), or a class has
-            the name of one without having its parts.
+        ValueError: the model has no attention layer that is known (what looks like attention is named, with what is
+            wrong with it), a class has the name of one without having its parts, or a layout doesn't fit its class.
     """
     layers = find_layers(model)
     if not layers:
-        names = sorted({type(module).__name__ for module in model.modules()})
-        seen = ", ".join(name for name in names if "Attention" in name) or "no attention at all"
+        seen = "; ".join(sorted(set(filter(None, map(_seen, model.modules())))))
+        seen = seen or "no attention at all"
         refuse(
             "model",
-            f"has no attention layer of the table, but {seen}",
-            f"known are {', '.join(LAYOUTS)}; hk.heads.register_layout adds others",
+            f"has no attention layer that is known, but {seen}",
+            f"known by name are {', '.join(LAYOUTS)}; hk.heads.register_layout adds others",
         )
     return layers
+
+
+def _seen(module: nn.Module) -> str:
+    """A module that looks like attention, and why it is none that is known; "" for others."""
+    name = type(module).__name__
+    if (form := form_of(module)) is not None:
+        return f"{name}, which {_misfit(module, form)}"
+    return name if "Attention" in name else ""
 
 
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """As `attention_layers`, but an empty list where there is none."""
     found = [
-        (name, module, _as_converted(module, layout))
+        (name, module, layout)
         for name, module in model.named_modules()
-        if (layout := layout_of(module)) is not None
+        if (layout := _layout(name, module)) is not None
     ]
-    return [_layer(index, *item) for index, item in enumerate(found)]
+    return [layer_of(index, *item) for index, item in enumerate(found)]
+
+
+def _layout(name: str, module: nn.Module) -> HeadLayout | None:
+    """The layout of a module as it is, which fits it; None where it is no attention that the package knows."""
+    if (layout := layout_of(module)) is not None:
+        converted = _as_converted(module, layout)
+        if converted is not layout:
+            _check_has_parts(f"module {name!r}", module, converted)
+        else:
+            _check_fits(f"module {name!r}", module, layout)
+        return converted
+    form = form_of(module)
+    return form if form is not None and _misfit(module, form) is None else None
+
+
+def _check_fits(name: str, module: nn.Module, layout: HeadLayout) -> None:
+    _check_has_parts(name, module, layout)
+    if (why := _misfit(module, layout)) is not None:
+        was = f"is a {type(module).__name__}, which does not have the layout {layout.name!r}: it {why}"
+        refuse(name, was, "register a layout that fits (hk.heads.register_layout)")
+
+
+def _misfit(module: nn.Module, layout: HeadLayout) -> str | None:
+    from heads_kernels.heads.verifying import misfit  # it prunes copies of layers
+
+    return misfit(module, layout)
 
 
 def heads_of_layers(
@@ -204,15 +274,15 @@ def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
 
 
 # ---------------------------------------------------------------------- one layer, as its layout says
-def _layer(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> AttentionLayer:
-    _check_has_parts(name, holder, layout)
-    module = _at(holder, layout.inner) if layout.inner else holder
-    D = _at(holder, layout.head_dim)
-    Dv = _at(holder, layout.value_dim) if layout.value_dim else D
-    output = _at(holder, layout.output)
+def layer_of(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> AttentionLayer:
+    """The layer of this index and name, whose parts lie where `layout` says."""
+    module = at_path(holder, layout.inner) if layout.inner else holder
+    D = at_path(holder, layout.head_dim)
+    Dv = at_path(holder, layout.value_dim) if layout.value_dim else D
+    output = at_path(holder, layout.output)
     H = _size(output, 0) // Dv
     query, key, value = _roles(holder, layout, H, (D, Dv))
-    beside = (_at(holder, path) for path in layout.beside)
+    beside = (at_path(holder, path) for path in layout.beside)
     name = ".".join(part for part in (name, layout.inner) if part)
     return AttentionLayer(
         index=index,
@@ -228,7 +298,7 @@ def _layer(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> Atte
         head_dim=D,
         value_dim=Dv,
         layout=layout,
-        scale=_at(holder, layout.scale),
+        scale=at_path(holder, layout.scale),
         beside=tuple(
             Projection(linear, H, _size(linear) // max(H, 1)) for linear in beside if linear
         ),
@@ -237,13 +307,13 @@ def _layer(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> Atte
 
 def _as_converted(holder: nn.Module, layout: HeadLayout) -> HeadLayout:
     """The layout of a module whose heads came to share query and key in its own class, which has `mixing` then."""
-    inner = _at(holder, layout.inner) if layout.inner else holder
+    inner = at_path(holder, layout.inner) if layout.inner else holder
     if layout.shared or getattr(inner, "mixing", None) is None:
         return layout
     paths: dict[str, Any] = {}
     for role in ("query", "key", "value"):
         path = existing(holder, getattr(layout, role))
-        fused = isinstance(_at(holder, path), FusedProjection)
+        fused = isinstance(at_path(holder, path), FusedProjection)
         paths[role] = f"{path}.{role}" if fused else path
     return replace(
         layout,
@@ -259,15 +329,14 @@ def _as_converted(holder: nn.Module, layout: HeadLayout) -> HeadLayout:
 def _check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
     """Classes are found by name: refuse one that is another class of that name."""
     instead = "register another class name for it (hk.heads.register_layout), or rename the class"
-    projections = (layout.query, layout.key, layout.value, layout.output)
-    for path in (*projections, layout.head_dim, layout.value_dim):
-        found = _at(holder, path) if path else 0
+    for path in (*layout.projections, layout.head_dim, layout.value_dim):
+        found = at_path(holder, path) if path else 0
         if found is None:
             was = f"is a {type(holder).__name__} without {path!r}, where {layout.name} has it"
-            refuse(f"module {name!r}", was, instead)
-        if path in projections and not any(hasattr(found, size) for size in _SIZES[0]):
+            refuse(name, was, instead)
+        if path in layout.projections and not is_projection(found):
             was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"
-            refuse(f"module {name!r}", was, "find its heads before it is wrapped")
+            refuse(name, was, "find its heads before it is wrapped")
 
 
 def check_dense(layer: AttentionLayer, instead: str) -> None:
@@ -292,7 +361,7 @@ def _roles(
     """Query, key and value: head by head in projections of their own or fused in this order, or shared by all heads."""
     D, Dv = widths
     paths = [existing(holder, path) for path in (layout.query, layout.key, layout.value)]
-    query, key, value = (_at(holder, path) for path in paths)
+    query, key, value = (at_path(holder, path) for path in paths)
     if layout.shared:
         return Projection(query, 1, D), Projection(key, 1, D), Projection(value, H, Dv)
     has_query, has_value = paths[0] == paths[1], paths[1] == paths[2]
@@ -336,13 +405,4 @@ def is_transposed(linear: Any) -> bool:
 
 def existing(holder: Any, path: str) -> str:
     """Of alternatives `first|second` the first that exists."""
-    return next(one for one in path.split("|") if _at(holder, one) is not None)
-
-
-def _at(module: Any, path: str) -> Any:
-    """What lies at a dotted path; of alternatives `first|second` the first that exists; None where nothing does."""
-    for alternative in path.split("|"):
-        found = reduce(lambda at, part: getattr(at, part, None), alternative.split("."), module)
-        if found is not None:
-            return found
-    return None
+    return next(one for one in path.split("|") if at_path(holder, one) is not None)

@@ -1,8 +1,12 @@
-"""The table of attention layers that the package knows: where each family of models keeps its projections."""
+"""Where attention modules keep their projections: classes that the package knows by name, and forms that many share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from typing import Any, Final
 
 from torch import nn
 
@@ -26,6 +30,8 @@ class HeadLayout:
         scale: path of the factor of the scores.
         between: what stands between the projections of queries and keys and their products, so that no product of
             weights gives the scores: rotary positions, norms. Such layers have no collaborative form.
+        inputs: gives the keyword arguments of a forward pass of a module, on the CPU in float32, for the check that the
+            layout fits (heads/verifying.py). None: made from the names of the arguments of its forward.
     """
 
     name: str
@@ -40,11 +46,18 @@ class HeadLayout:
     rows: tuple[str, ...] = ()
     shared: bool = False
     keeps_count: tuple[str, ...] = ()
-    scale: str = "scaling"
+    scale: str = "scaling|scale"
     between: str = ""
+    inputs: Callable[[Any], Mapping[str, Any]] | None = None
+
+    @property
+    def projections(self) -> tuple[str, str, str, str]:
+        """The paths of query, key, value and output."""
+        return self.query, self.key, self.value, self.output
 
 
 _ROTARY = "rotary positions"
+_UNTESTED = "what conversion is not tested with"
 _BERT = HeadLayout(
     "BERT",
     query="self.query",
@@ -57,7 +70,6 @@ _BERT = HeadLayout(
 )
 # `n_heads` of T5 counts the heads of the position bias, which layers hand on to each other.
 _T5 = HeadLayout("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",))
-_LLAMA = HeadLayout("Llama", between=_ROTARY)
 _BART = HeadLayout("BART", output="out_proj")
 
 #: By the name of the class; subclasses are served too.
@@ -106,25 +118,6 @@ LAYOUTS: dict[str, HeadLayout] = {
     **dict.fromkeys(
         ("BartAttention", "MBartAttention", "MarianAttention", "PegasusAttention"), _BART
     ),
-    **dict.fromkeys(
-        (
-            "EuroBertAttention",
-            "Gemma3Attention",
-            "GemmaAttention",
-            "GraniteAttention",
-            "LlamaAttention",
-            "MinistralAttention",
-            "MistralAttention",
-            "MixtralAttention",
-            "Qwen2Attention",
-            "Qwen2MoeAttention",
-            "Qwen3Attention",
-            "Qwen3MoeAttention",
-            "SmolLM3Attention",
-            "Starcoder2Attention",
-        ),
-        _LLAMA,
-    ),
     # Their output is gated: the logits are other rows of q_proj, or a projection of their own.
     **dict.fromkeys(
         ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"),
@@ -143,13 +136,75 @@ LAYOUTS: dict[str, HeadLayout] = {
     ),
 }
 
-
-def register_layout(class_name: str, layout: HeadLayout) -> None:
-    """Let `attention_layers` find modules of the class of this name, and of its subclasses, as `layout` says."""
-    LAYOUTS[class_name] = layout
+#: Of other modules whose forward asks transformers for an attention function: the names that hundreds of classes share.
+#: The first whose parts are all there counts, and only if it fits (heads/verifying.py).
+FORMS: Final = (
+    HeadLayout("q_proj", output="o_proj|out_proj|dense|proj|projection_layer|Wo"),
+    HeadLayout(
+        "query",
+        "query",
+        "key",
+        "value",
+        "dense|output|proj",
+        head_dim="head_dim|attention_head_size",
+    ),
+    replace(_BERT, name="self.query"),
+    HeadLayout(
+        "attention.query",
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "output.dense",
+        inner="attention",
+        head_dim="attention.attention_head_size",
+    ),
+    HeadLayout("q", "q", "k", "v", "proj"),
+    HeadLayout(
+        "linear_q", "linear_q", "linear_k", "linear_v", "linear_out", head_dim="head_size|head_dim"
+    ),
+    HeadLayout("qkv", "qkv", "qkv", "qkv", "proj|projection"),
+)
 
 
 def layout_of(module: nn.Module) -> HeadLayout | None:
     """The layout of the module's class, or of the nearest of its base classes that is in the table."""
     names = (base.__name__ for base in type(module).__mro__)
     return next((LAYOUTS[name] for name in names if name in LAYOUTS), None)
+
+
+def form_of(module: nn.Module) -> HeadLayout | None:
+    """The form of a module of transformers, by the names of its parts; whether it fits, `misfit` finds out.
+
+    Classes of a form are not converted: what stands between their projections and their scores is not known.
+    """
+    for form in FORMS:
+        inner = at_path(module, form.inner) if form.inner else module
+        if (
+            calls_interface(type(inner))
+            and isinstance(at_path(module, form.head_dim), int)
+            and all(is_projection(at_path(module, path)) for path in form.projections)
+        ):
+            rotary = "position_embeddings" in inspect.signature(type(inner).forward).parameters
+            return replace(form, between=_ROTARY if rotary else _UNTESTED)
+    return None
+
+
+@cache
+def calls_interface(kind: type) -> bool:
+    """Whether the forward of a class asks transformers for an attention function."""
+    code = getattr(inspect.unwrap(getattr(kind, "forward", kind)), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def is_projection(module: Any) -> bool:
+    """Whether it has the sizes of an `nn.Linear` or of transformers' `Conv1D`."""
+    return hasattr(module, "in_features") or hasattr(module, "nx")
+
+
+def at_path(module: Any, path: str) -> Any:
+    """What lies at a dotted path; of alternatives `first|second` the first that exists; None where nothing does."""
+    for alternative in path.split("|"):
+        found = reduce(lambda at, part: getattr(at, part, None), alternative.split("."), module)
+        if found is not None:
+            return found
+    return None

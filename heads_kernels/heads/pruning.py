@@ -72,7 +72,7 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
         _fold_gate(layer, spared)
         if gone:
             left = [head for head in range(layer.num_heads) if head not in gone]
-            shrink(layer, left, _read_key_heads(layer, left))
+            shrink(layer, left, read_key_heads(layer, left))
         taken[layer.name] = gone
     record_in_config(model)
     return taken
@@ -89,7 +89,7 @@ def _gone_and_spared(
     return sorted(strongest[must_stay:]), strongest[:must_stay]
 
 
-def _read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
+def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
     """The key heads that `left` read, repeated where that makes groups of equal size."""
     if layer.layout.shared:
         return [0]

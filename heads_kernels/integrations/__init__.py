@@ -1,10 +1,15 @@
-"""The package inside other libraries; each is imported when it is asked for."""
+"""The package inside other libraries; each is imported when it is asked for.
+
+transformers knows `attn_implementation="heads_kernels"` once both packages are imported, in either order.
+"""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from heads_kernels.integrations.after_import import after_import
 
 if TYPE_CHECKING:
     from heads_kernels.integrations import transformers as transformers
@@ -14,3 +19,7 @@ def __getattr__(name: str) -> ModuleType:
     if name != "transformers":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+# Every model of transformers needs this module, which `import transformers` does not load yet.
+after_import("transformers.modeling_utils", f"{__name__}.transformers")

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-#: A band limit that limits nothing: larger than any T or S, and added to a row it still fits int32.
+#: A band limit that limits nothing: larger than any T or S (`MAX_LENGTH`), and added to a row it still fits int32.
 UNBOUNDED: Final = 1 << 30
 
 Device = torch.device | str

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, shown
 from heads_kernels.errors import refuse
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
 from heads_kernels.mask.terms import (
@@ -121,6 +122,8 @@ class Mask:
         if not _is_int(total):
             instead = "pass the packed length as an int"
             refuse("total", f"is a {type(total).__name__}", instead, TypeError)
+        if is_int(total) and not 0 <= total <= MAX_LENGTH:
+            refuse("total", f"is {shown(total)}", f"pass a length from 0 to {MAX_LENGTH}")
         if readable(cu_seqlens):
             borders = cu_seqlens.tolist()
             if borders[:1] != [0] or borders != sorted(borders) or borders[-1] > total:
@@ -130,11 +133,17 @@ class Mask:
         return cls(document_ids=torch.searchsorted(cu_seqlens.to(torch.int64), j, right=True))
 
     def __and__(self, other: Mask) -> Mask:
+        if isinstance(other, Tensor):
+            instead = "write mask & hk.Mask(key_mask=tensor) for padding [B, S], or"
+            instead += " attn_mask=mask.to_dense(B, H, T, S) & tensor for a dense mask"
+            refuse("&", "joins a Mask and a Tensor", instead, TypeError)
         if not isinstance(other, Mask):
             return NotImplemented
         if not self.terms or not other.terms:
             return self if self.terms else other
         return Mask.of(self.terms + other.terms)
+
+    __rand__ = __and__  # of a Tensor: between masks the other one's is asked
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
         """Its `Intervals` for a call of these sizes on `device` (default: where its tensors are).
@@ -231,6 +240,7 @@ def _parse_tensor(
 ) -> Tensor:
     if not isinstance(tensor, Tensor):
         refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
+    check_dense(argument, tensor, f"{instead}, dense")
     if tensor.dtype not in dtypes:
         refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
     if tensor.dim() not in ranks:
@@ -266,6 +276,13 @@ def _parse_lengths(argument: str, lengths: object) -> Tensor | tuple[int, ...]:
         return _parse_tensor(argument, lengths, _INTEGERS, (1,), instead)
     if not all(map(_is_int, lengths)):
         refuse(argument, f"is {lengths!r}", instead, TypeError)
+    for length in lengths:
+        if is_int(length) and abs(length) > MAX_LENGTH:
+            refuse(
+                argument,
+                f"has {shown(length)}",
+                f"lengths go from 0 to T or S, at most {MAX_LENGTH}",
+            )
     return tuple(lengths)
 
 

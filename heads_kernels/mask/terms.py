@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import is_int
 from heads_kernels.errors import refuse
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
 
@@ -62,8 +63,8 @@ class Window(Term):
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         (left, right), offset = self.sides, _offset(self.align, T, S)
         return Intervals(
-            band_lo=-UNBOUNDED if left == -1 else offset - left,
-            band_hi=UNBOUNDED if right == -1 else offset + right + 1,
+            band_lo=-UNBOUNDED if left == -1 else _within(offset - left),
+            band_hi=UNBOUNDED if right == -1 else _within(offset + right + 1),
         )
 
     def __str__(self) -> str:
@@ -186,6 +187,11 @@ class Dense(Term):
 def _offset(align: Alignment, T: int, S: int) -> int:
     """The key beside row 0, such that the first (last) row stands beside the first (last) key."""
     return 0 if align == "upper_left" else S - T
+
+
+def _within(limit: int) -> int:
+    """A band limit that int32 holds, with the same meaning; a symbolic one as it is."""
+    return max(-UNBOUNDED, min(limit, UNBOUNDED)) if is_int(limit) else limit
 
 
 def describe(value: object) -> str:

@@ -40,8 +40,15 @@ def tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int) -> Tiles:
 
 
 def single(tensor: Tensor | None) -> Tensor | None:
-    """A gate, mixing or bias without float64, which the kernels do not know."""
-    return tensor.float() if tensor is not None and tensor.dtype == torch.float64 else tensor
+    """A gate, mixing or bias without float64, which the kernels do not know.
+
+    Kernels skip what is exactly 0, so a number that float32 can't hold becomes its smallest normal one.
+    """
+    if tensor is None or tensor.dtype != torch.float64:
+        return tensor
+    narrow = tensor.float()
+    least = torch.full_like(narrow, torch.finfo(torch.float32).smallest_normal).copysign(narrow)
+    return torch.where((narrow == 0) & (tensor != 0), least, narrow)
 
 
 def attention_forward(call: Call, outputs: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heads_kernels.checks import check_activation
 from heads_kernels.ops.layout import compute_dtype
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
     """The values that multiply the output, from the gate as it was passed (logits where an activation is named)."""
+    check_activation(activation)
     if activation == "sigmoid":
         return torch.sigmoid(gate)
     if activation == "softplus":
@@ -66,6 +68,7 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
     Sums over what the gate was broadcast along, applies the slope of the activation, and with `closed_grad=False`
     reports 0 for every entry of an identity gate that is exactly 0.
     """
+    check_activation(activation)
     grad = rows.sum_to_size(sizes_4d(gate)[: rows.dim()]).reshape(gate.shape)
     if activation == "identity":
         if not closed_grad:

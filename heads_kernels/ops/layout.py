@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
+
+#: Elements between rows of a tensor: 128 rows of a tile times this stay within 32 bits.
+FARTHEST_ROW: Final = 1 << 24
 
 
 def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
@@ -29,8 +34,9 @@ def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied only where its rows are not contiguous (a gradient that was expanded, say)."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """The tensor, copied where its rows are not contiguous (a gradient that was expanded, say) or too far apart."""
+    near = tensor.stride(-1) == 1 and tensor.stride(-2) < FARTHEST_ROW
+    return tensor if near else tensor.contiguous()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -24,6 +24,7 @@ from heads_kernels.ops import gate as gates
 from heads_kernels.ops.autograd import first_order_only, is_recorded
 from heads_kernels.ops.layout import compute_dtype, empty_gradient, empty_heads
 from heads_kernels.ops.library import define_op, load
+from heads_kernels.ops.validation import check_operands
 from heads_kernels.problem import Problem
 
 #: Tensors that get a gradient, in the order of ops, and how schemas have them.
@@ -42,7 +43,7 @@ OPTIONS: Final = {
     "k_lo": "Tensor?",
     "k_hi": "Tensor?",
     "key_visible": "Tensor?",
-    "dense": "Tensor?",
+    "dense_mask": "Tensor?",
     "seed": "Tensor?",
     "scale": "float",
     "gate_activation": "str",
@@ -159,28 +160,37 @@ def _define(operator: Operator) -> tuple[Any, Any]:
     saved = ", ".join(f"Tensor {name}" for name in Saved._fields)
     first, count = len(Saved._fields), len(operator.operands)
 
-    def forward_fake(*arguments: Any) -> Results:
-        *packed, save, _ = arguments
-        return _allocate(operator.unpack(packed), save)
+    def prepare(backend: str | None, *arguments: Any) -> tuple[Call, Results]:
+        *packed, save = arguments
+        call = operator.unpack(packed)
+        _check(operator, backend, call)
+        return call, _allocate(call, save)
+
+    def prepare_backward(
+        backend: str | None, *arguments: Any
+    ) -> tuple[Call, Saved, bool, Gradients]:
+        *packed, closed_grad, needs = arguments[first:]
+        call, read = operator.unpack(packed), Saved(*arguments[:first])
+        _check(operator, backend, call, read)
+        return call, read, closed_grad, _allocate_gradients(operator, call, needs)
 
     def forward(*arguments: Any) -> Results:
-        *packed, save, backend = arguments
-        call = operator.unpack(packed)
-        results = _allocate(call, save)
+        *rest, backend = arguments
+        call, results = prepare(backend, *rest)
         load(operator.backends, backend).forward(call, results)
         return results
 
-    def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-        *packed, _, needs, _ = arguments[first:]
-        return _present(_allocate_gradients(operator, operator.unpack(packed), needs))
-
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
-        *packed, closed_grad, needs, backend = arguments[first:]
-        call = operator.unpack(packed)
-        gradients = _allocate_gradients(operator, call, needs)
-        read = Saved(*arguments[:first])
+        *rest, backend = arguments
+        call, read, closed_grad, gradients = prepare_backward(backend, *rest)
         load(operator.backends, backend).backward(call, read, closed_grad, gradients)
         return _present(gradients)
+
+    def forward_fake(*arguments: Any) -> Results:
+        return prepare(None, *arguments[:-1])[1]
+
+    def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+        return _present(prepare_backward(None, *arguments[:-1])[3])
 
     return define_op(
         operator.name,
@@ -194,6 +204,21 @@ def _define(operator: Operator) -> tuple[Any, Any]:
         backward,
         backward_fake,
         lambda *shapes, **_: backward_flops(*_dense_sizes(operator, shapes[first:])),
+    )
+
+
+def _check(operator: Operator, backend: str | None, call: Call, saved: Saved | None = None) -> None:
+    """Refuse tensors that do not fit each other; `backend` is None in a fake."""
+    needed = [name for name in operator.operands if OPERANDS[name] == "Tensor"]
+    check_operands(
+        backend,
+        {name: getattr(call, name) for name in needed},
+        call.intervals,
+        content_bias=call.content_bias,
+        gate=call.gate,
+        gate_activation=call.gate_activation,
+        seed=call.seed,
+        saved={} if saved is None else saved._asdict(),
     )
 
 

@@ -15,6 +15,8 @@ from typing import Final
 import torch
 
 from heads_kernels.build_info import build_info
+from heads_kernels.checks import is_int
+from heads_kernels.ops.layout import FARTHEST_ROW
 from heads_kernels.problem import Problem
 
 _CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
@@ -67,9 +69,11 @@ TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
 
 #: A head's rows of a tile lie whole on chip, and 256 wide ones still fit; the width that heads share is read in slices,
 #: and 1024 is the widest that is tested.
-#: 128 rows of a tile times this stay within 32 bits.
-_FARTHEST_ROW: Final = 1 << 24
 _WIDEST_HEAD: Final = 256
+#: Programs of a launch, the first and only dimension of its grid.
+_MOST_PROGRAMS: Final = (1 << 31) - 1
+#: Rows or keys of the smallest tile of any kernel (csrc/cuda/attention_rows.cu).
+_LEAST_ROWS: Final = 8
 _WIDEST_SHARED: Final = 1024
 
 
@@ -109,6 +113,7 @@ def triton(problem: Problem) -> list[str]:
         reasons
         + _too_wide(problem)
         + _far_rows(problem)
+        + _too_many(problem)
         + _dense_mask(problem)
         + _rows_apart(problem)
     )
@@ -127,7 +132,13 @@ def cuda(problem: Problem) -> list[str]:
         reasons.append(words)
     if problem.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(problem) + _dense_mask(problem) + _rows_apart(problem)
+    return (
+        reasons
+        + _too_wide(problem)
+        + _too_many(problem)
+        + _dense_mask(problem)
+        + _rows_apart(problem)
+    )
 
 
 def _unsupported_device(index: int) -> str:
@@ -159,11 +170,22 @@ def _device_words(index: int) -> str:
 def _far_rows(problem: Problem) -> list[str]:
     """The tensors of which a tile of rows spans more elements than 32 bits count."""
     tensors = {"query": problem.query, "key": problem.key, "value": problem.value}
+    apart = {name: t.stride(-2) for name, t in tensors.items() if t is not None}
+    apart["the output"] = problem.H * problem.Dv  # where heads are inside rows
     return [
-        f"rows of {name} are {tensor.stride(-2)} elements apart; it serves less than {_FARTHEST_ROW} (.contiguous())"
-        for name, tensor in tensors.items()
-        if tensor is not None and tensor.stride(-2) >= _FARTHEST_ROW
+        f"rows of {name} are {elements} elements apart; it serves less than {FARTHEST_ROW} (.contiguous())"
+        for name, elements in apart.items()
+        if elements >= FARTHEST_ROW
     ]
+
+
+def _too_many(problem: Problem) -> list[str]:
+    """Where a launch may need more programs than a grid has; symbolic sizes are left to the launch."""
+    programs = problem.B * problem.H * -(-max(problem.T, problem.S) // _LEAST_ROWS)
+    if not is_int(programs) or programs <= _MOST_PROGRAMS:
+        return []
+    sizes = f"B = {problem.B}, H = {problem.H}, T = {problem.T} and S = {problem.S}"
+    return [f"{sizes} may need {programs} programs; a launch takes {_MOST_PROGRAMS}"]
 
 
 def _too_wide(problem: Problem) -> list[str]:

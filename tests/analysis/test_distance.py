@@ -14,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels.testing import peak_memory
 from tests.analysis.attention_maps import Layers, maps_of_layers, stock_maps
 from tests.support import tiny_models
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import spread
 
 use = hk.integrations.transformers.use
@@ -33,7 +34,7 @@ def test_transformers_models_as_their_maps_say(name: str) -> None:
     model = use(copy.deepcopy(stock))
     for kind, maps in stock_maps(stock, arguments).items():
         found = hk.heads.distance(model, [arguments], kind=kind)
-        torch.testing.assert_close(found.matrix, maps.divergences(), rtol=0, atol=1e-7)
+        assert_alike(found.matrix, maps.divergences(), dtype=torch.float32)
         L, _, H = maps.maps.shape[:3]
         assert found.kind == kind
         assert found.rows == int(maps.rows.sum())
@@ -46,7 +47,7 @@ def test_float32_to_1e_5() -> None:
     arguments = tiny_models.batch(copy.deepcopy(stock).double())
     expected = stock_maps(copy.deepcopy(stock).double(), arguments)["encoder"].divergences()
     found = hk.heads.distance(use(stock), [arguments])
-    torch.testing.assert_close(found.matrix, expected, rtol=0, atol=1e-5)
+    assert_alike(found.matrix, expected, dtype=torch.float32)
 
 
 def test_our_modules_of_both_kinds() -> None:
@@ -60,7 +61,7 @@ def test_our_modules_of_both_kinds() -> None:
     with torch.no_grad():
         maps = maps_of_layers(model, x, real[:, None] & real[:, :, None])
     found = hk.heads.distance(model, [(x, ~real)])
-    torch.testing.assert_close(found.matrix, maps.divergences())
+    assert_alike(found.matrix, maps.divergences())
 
 
 # ---------------------------------------------------------------------- heads that are the same, and that are not
@@ -106,10 +107,10 @@ def test_heads_that_look_at_different_tokens_are_ln_2_apart() -> None:
     x[:, :2, 0] = 1.0
     found = hk.heads.distance(model, [x])
     apart = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]).double()
-    torch.testing.assert_close(found.matrix, apart * math.log(2))
-    torch.testing.assert_close(found.within(), torch.tensor([math.log(2) * 2 / 3]).double())
+    assert_alike(found.matrix, apart * math.log(2))
+    assert_alike(found.within(), torch.tensor([math.log(2) * 2 / 3], dtype=torch.float64))
     points = found.embedding(1)
-    torch.testing.assert_close(points.abs(), torch.full((4, 1), math.log(2) ** 0.5 / 2).double())
+    assert_alike(points.abs(), torch.full((4, 1), math.log(2) ** 0.5 / 2, dtype=torch.float64))
     assert points[:, 0].sign().tolist() in ([1, 1, -1, -1], [-1, -1, 1, 1])
 
 
@@ -124,7 +125,7 @@ def test_the_odd_head_of_each_layer() -> None:
     found = hk.heads.distance(model, [torch.randn(2, 8, 16, dtype=torch.float64)])
     assert found.odd() == [2, 0]
     block = found.block(0)
-    torch.testing.assert_close(found.within()[0], block.sum() / 12)
+    assert_alike(found.within()[0], block.sum() / 12)
     assert torch.equal(found.block(1), found.matrix[4:, 4:])
 
 
@@ -132,8 +133,8 @@ def test_the_embedding_has_the_distances_of_all_dimensions() -> None:
     """The root of the divergence is a distance between points, so that all dimensions give it exactly."""
     found = hk.heads.distance(layers(2), [torch.randn(2, 9, 16, dtype=torch.float64)])
     points = found.embedding(8)
-    torch.testing.assert_close(torch.cdist(points, points).square(), found.matrix)
-    assert torch.equal(found.embedding(), points[:, :2])
+    assert_alike(torch.cdist(points, points).square(), found.matrix)
+    assert_alike(found.embedding(), points[:, :2])
     spread_of = points.square().sum(0)
     assert (spread_of[:-1] >= spread_of[1:]).all()
 
@@ -152,7 +153,7 @@ def test_how_data_are_cut_into_batches_and_padded() -> None:
     for sides in ((0, 4), (4, 0), (1, 3)):
         found = hk.heads.distance(model, [padded(*sides)])
         assert found.rows == apart.rows == 18
-        torch.testing.assert_close(found.matrix, apart.matrix)
+        assert_alike(found.matrix, apart.matrix)
 
 
 def test_pruned_models() -> None:
@@ -165,7 +166,7 @@ def test_pruned_models() -> None:
     assert found.heads == ((0, 0), (0, 1), (1, 0))
     assert [name.split(".")[2] for name in found.layers] == ["0", "2"]
     left = [0, 3, 10]
-    torch.testing.assert_close(found.matrix, before.matrix[left][:, left])
+    assert_alike(found.matrix, before.matrix[left][:, left])
     assert found.odd() == [0, None]
     assert found.within()[1].isnan()
     assert json.loads(json.dumps(found.to_dict()))["within"][1] is None

@@ -14,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels.heads import HeadMaps
 from tests.analysis.attention_maps import stock_maps
 from tests.support import tiny_models
+from tests.support.alike import assert_alike
 
 use = hk.integrations.transformers.use
 
@@ -30,7 +31,7 @@ def test_maps_of_an_example(name: str, example: int) -> None:
         assert len(each) == len(maps.maps)
         for one, expected in zip(each, maps.maps, strict=True):
             expected = expected[example][:, maps.rows[example]][:, :, maps.keys[example]]
-            torch.testing.assert_close(one.maps, expected, rtol=0, atol=1e-7)
+            assert_alike(one.maps, expected, dtype=torch.float32)
             assert one.heads == tuple(range(len(expected)))
 
 
@@ -40,11 +41,11 @@ def test_chosen_heads() -> None:
     every = hk.heads.maps(model, arguments)
     [one] = hk.heads.maps(model, arguments, {1: [3, 0]})
     assert (one.layer, one.heads) == (every[1].layer, (0, 3))
-    assert torch.equal(one.maps, every[1].maps[[0, 3]])
+    assert_alike(one.maps, every[1].maps[[0, 3]])
     assert hk.heads.maps(model, arguments, {1: []}) == []
     hk.heads.prune(model, {0: [0, 1, 2], 1: range(4)})
     [left] = hk.heads.maps(model, arguments)
-    torch.testing.assert_close(left.maps, every[0].maps[3:])
+    assert_alike(left.maps, every[0].maps[3:])
 
 
 def test_bad_input() -> None:
@@ -79,8 +80,8 @@ def test_bertviz_of_an_encoder() -> None:
     assert given["tokens"] == words(6)
     stacked = torch.stack([each.squeeze(0) for each in given["attention"]])  # as BertViz does
     assert stacked.shape == (2, 4, 6, 6)
-    assert torch.equal(stacked[0], found[0].maps)
-    assert torch.equal(stacked[1, :3], found[1].maps)
+    assert_alike(stacked[0], found[0].maps)
+    assert_alike(stacked[1, :3], found[1].maps)
     assert not stacked[1, 3].any()
 
 
@@ -109,6 +110,7 @@ def some(heads: int, T: int = 4, S: int = 5) -> HeadMaps:
     return HeadMaps("attention", "cross", tuple(range(heads)), maps)
 
 
+@pytest.mark.check
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws with matplotlib")
     path = tmp_path / "maps.png"
@@ -146,6 +148,7 @@ def test_an_example_of_padding_alone_is_refused() -> None:
         hk.heads.maps(model, arguments, example=1)
 
 
+@pytest.mark.check
 def test_each_kind_of_words_is_counted() -> None:
     with pytest.raises(ValueError, match=r"tokens are 3 for keys; 'attention' has 4 rows and 5"):
         hk.heads.plot_maps([some(1)], key_tokens=words(3))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.heads import AttentionCall
+from tests.support.alike import assert_alike
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 
@@ -38,13 +39,13 @@ def test_a_modules_call_has_its_maps_and_its_tokens(left: bool) -> None:
     [(_, call)] = calls_of(layer, x, key_padding_mask=~real)
     expected = torch_maps(stock, x, x, x, key_padding_mask=~real)
     rows = real[:, None, :, None]
-    torch.testing.assert_close(maps(call), expected * rows)
+    assert_alike(maps(call), expected * rows)
     assert torch.equal(call.real_queries, real)
     assert torch.equal(call.real_keys, real)
     assert call.self_attention
     assert not call.is_causal
     statistics = call.statistics()
-    torch.testing.assert_close(statistics.max_prob, (expected * rows).amax(-1))
+    assert_alike(statistics.max_prob, (expected * rows).amax(-1))
 
 
 def test_a_causal_call_with_a_cache_knows_its_place() -> None:
@@ -142,7 +143,7 @@ def test_collaborative_calls_have_their_maps() -> None:
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     [(_, call)] = calls_of(layer, x)
     assert (call.H, call.T, call.S, call.B) == (4, 6, 6, 2)
-    torch.testing.assert_close(maps(call), torch_maps(stock, x, x, x))
+    assert_alike(maps(call), torch_maps(stock, x, x, x))
 
 
 @pytest.mark.parametrize(
@@ -167,12 +168,10 @@ def test_calls_of_transformers_models_have_the_stock_maps(name: str) -> None:
             real = torch.ones(call.B, call.T) if tokens[kind] is None else tokens[kind]
             assert torch.equal(call.real_queries, real.bool())
             rows = call.real_queries[:, None, :, None]
-            tiny.assert_alike(maps(call) * rows, map_ * rows)
+            assert_alike(maps(call) * rows, map_ * rows)
             largest, entropy = call.statistics().max_prob, call.statistics().entropy
-            tiny.assert_alike(largest * rows[..., 0], map_.amax(-1) * rows[..., 0])
-            tiny.assert_alike(
-                entropy * rows[..., 0], torch.special.entr(map_).sum(-1) * rows[..., 0]
-            )
+            assert_alike(largest * rows[..., 0], map_.amax(-1) * rows[..., 0])
+            assert_alike(entropy * rows[..., 0], torch.special.entr(map_).sum(-1) * rows[..., 0])
             assert call.is_causal == (kind == "decoder")
 
 

@@ -14,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels.heads import relevance, relevance_rules
 from heads_kernels.heads.relevance_functions import RULES
 from tests.analysis.jacobian_relevance import by_jacobian, by_rows
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import spread
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -44,8 +45,8 @@ def test_linear(bias: bool) -> None:
     given[0, 1], given[..., 2] = 0, 0  # a row and an output without relevance
     found = relevance_rules.linear(x, weight, constant, given)
     [expected] = by_rows(lambda row: F.linear(row, weight, constant), [x], given)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(found.sum(-1), given.sum(-1))
+    assert_alike(found, expected)
+    assert_alike(found.sum(-1), given.sum(-1))
     assert not found[0, 1].any()
 
 
@@ -57,8 +58,8 @@ def test_layer_norm(affine: bool) -> None:
     given[1, 2] = 0
     found = relevance_rules.norm(x, weight, bias, 0.1, given)
     [expected] = by_rows(lambda row: F.layer_norm(row, [5], weight, bias, 0.1), [x], given)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(found.sum(-1), given.sum(-1))
+    assert_alike(found, expected)
+    assert_alike(found.sum(-1), given.sum(-1))
 
 
 def test_norm_of_squares() -> None:
@@ -66,23 +67,23 @@ def test_norm_of_squares() -> None:
     out = F.rms_norm(x, [5], weight, 0.1)
     found = relevance_rules.rms_norm(x, out, 0.1, given)
     [expected] = by_rows(lambda row: F.rms_norm(row, [5], weight, 0.1), [x], given)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(found.sum(-1), given.sum(-1))
+    assert_alike(found, expected)
+    assert_alike(found.sum(-1), given.sum(-1))
 
 
 def test_sum_of_tensors() -> None:
     terms, given = [random(2, 3, 5) for _ in range(3)], random(2, 3, 5, positive=True)
     found = relevance_rules.add(terms, given)
     expected = by_rows(lambda *rows: sum(rows), terms, given)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(sum(found).sum(-1), given.sum(-1))
+    assert_alike(found, expected)
+    assert_alike(sum(found).sum(-1), given.sum(-1))
 
 
 def test_a_term_that_broadcasts_gets_what_its_copies_get() -> None:
     x, position, given = random(2, 3, 5), random(3, 5), random(2, 3, 5, positive=True)
     of_copies = relevance_rules.add([x, position.expand(2, 3, 5)], given)
     found = relevance_rules.add([x, position], given)
-    torch.testing.assert_close(found, [of_copies[0], of_copies[1].sum(0)])
+    assert_alike(found, [of_copies[0], of_copies[1].sum(0)])
 
 
 def test_mean_over_tokens() -> None:
@@ -90,7 +91,7 @@ def test_mean_over_tokens() -> None:
     found = relevance_rules.weighted(lambda y: y.mean(1), x, given)
     for example in range(2):
         expected = by_jacobian(lambda y: y.mean(0), [x[example]], given[example])
-        torch.testing.assert_close(found[example], expected[0])
+        assert_alike(found[example], expected[0])
 
 
 def test_a_product_is_halved_among_what_carries_relevance() -> None:
@@ -98,17 +99,17 @@ def test_a_product_is_halved_among_what_carries_relevance() -> None:
     inputs, back = RULES["mul"](lambda x: True, a, b)
     assert inputs == [a, b]
     expected = by_rows(torch.mul, inputs, given)
-    torch.testing.assert_close(back([given]), expected, rtol=1e-4, atol=1e-6)
+    assert_alike(back([given]), expected, dtype=torch.float32)
     b[0, 1] = 0
     [alone], back = RULES["mul"](lambda x: x is a, b, a)
     assert alone is a
-    torch.testing.assert_close(back([given])[0], given * (b != 0))
+    assert_alike(back([given])[0], given * (b != 0))
 
 
 def test_a_matrix_of_weights_is_a_linear_map() -> None:
     x, matrix, given = random(2, 3, 5), random(5, 4), random(2, 3, 4, positive=True)
     _, back = RULES["matmul"](lambda each: each is x, x, matrix)
-    torch.testing.assert_close(back([given]), by_rows(lambda row: row @ matrix, [x], given))
+    assert_alike(back([given]), by_rows(lambda row: row @ matrix, [x], given))
 
 
 def attention_of(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -135,10 +136,10 @@ def test_attention(border: int) -> None:
         def whole(*operands: Tensor, at: tuple[int, int] = at) -> Tensor:
             return attention_of(*operands, visible[at])
 
-        torch.testing.assert_close(values[at], by_jacobian(as_constant, [v[at]], given[at])[0])
+        assert_alike(values[at], by_jacobian(as_constant, [v[at]], given[at])[0])
         expected = by_jacobian(whole, [q[at], k[at], v[at]], given[at])
-        torch.testing.assert_close([x[at] for x in found], expected)
-        torch.testing.assert_close(sum(x[at].sum() for x in found), given[at].sum())
+        assert_alike([x[at] for x in found], expected)
+        assert_alike(sum(x[at].sum() for x in found), given[at].sum())
 
 
 # ---------------------------------------------------------------------- a whole model, layer by layer
@@ -234,7 +235,7 @@ def test_a_model_layer_by_layer(attention: str) -> None:
     with torch.no_grad():
         each = [encoder_by_jacobian(model, example, attention == "full") for example in x]
     expected = [torch.stack(of_layer).mean(0) for of_layer in zip(*each, strict=True)]
-    torch.testing.assert_close(list(found.scores), expected)
+    assert_alike(list(found.scores), expected)
     assert found.layers == ("layers.0.self_attn", "layers.1.self_attn")
     assert found.method == ("lrp" if attention == "constant" else "lrp, full attention")
 
@@ -276,7 +277,7 @@ def test_collaborative_heads_with_blocks_of_mixing_are_ordinary_heads(attention:
         if attention == "full" and "qk_bias" not in bias:  # relevance of the bias lies elsewhere
             assert (found - expected).abs().max() < 0.05
         else:
-            torch.testing.assert_close(found, expected)
+            assert_alike(found, expected)
 
 
 @pytest.mark.parametrize("attention", ["constant", "full"])
@@ -298,7 +299,7 @@ def test_grouped_keys_are_keys_repeated(attention: str) -> None:
     x = random(2, 5, 8)
     expected = relevance(Wrapped(*repeated), [x], attention=attention).table()
     found = relevance(Wrapped(*grouped), [x], attention=attention).table()
-    torch.testing.assert_close(found, expected)
+    assert_alike(found, expected)
 
 
 @pytest.mark.parametrize("output_gate", ["head", "element"])
@@ -309,8 +310,8 @@ def test_an_output_gate_has_half_of_the_relevance(output_gate: str) -> None:
     model, x = spread(Wrapped(*modules)), random(2, 5, 8)
     found = relevance(model, [x]).table()
     hk.heads.gate(model, lambda heads: hk.nn.FixedGate(torch.ones(heads, dtype=torch.float64)))
-    torch.testing.assert_close(relevance(model, [x]).table(), found)
-    torch.testing.assert_close(found.sum(1), torch.ones(2, dtype=torch.float64))
+    assert_alike(relevance(model, [x]).table(), found)
+    assert_alike(found.sum(1), torch.ones(2, dtype=torch.float64))
 
 
 # ---------------------------------------------------------------------- closed, pruned, padded
@@ -319,7 +320,7 @@ def test_closed_heads_have_none() -> None:
     hk.heads.close(model, {0: [1], 1: [0, 2]})
     found = relevance(model, [x]).table()
     assert (found == 0).nonzero().tolist() == [[0, 1], [1, 0], [1, 2]]
-    torch.testing.assert_close(found.sum(1), torch.ones(2, dtype=torch.float64))
+    assert_alike(found.sum(1), torch.ones(2, dtype=torch.float64))
 
 
 def test_pruned_heads_are_gone() -> None:
@@ -348,7 +349,7 @@ def test_padding_changes_nothing(norm_first: bool) -> None:
     left = torch.where(REAL.flip(1)[..., None], left, 1e4)
     for padded, real in ((right, REAL), (left, REAL.flip(1))):
         found = relevance(model, [(padded, real)]).table()
-        torch.testing.assert_close(found, torch.stack(alone).mean(0))
+        assert_alike(found, torch.stack(alone).mean(0))
 
 
 def test_examples_of_padding_alone_do_not_count() -> None:
@@ -356,7 +357,7 @@ def test_examples_of_padding_alone_do_not_count() -> None:
     real = REAL.clone()
     real[1] = False
     alone = relevance(model, [(x[:1], real[:1])]).table()
-    torch.testing.assert_close(relevance(model, [(x, real)]).table(), alone)
+    assert_alike(relevance(model, [(x, real)]).table(), alone)
     with pytest.raises(ValueError, match=r"data has no example that counts"):
         relevance(model, [(x, torch.zeros_like(real))])
 
@@ -381,7 +382,7 @@ def test_positions_are_passes_of_their_own() -> None:
             return values, start
 
         each.append(relevance(model, [x], one).table())
-    torch.testing.assert_close(found, torch.stack(each).mean(0))
+    assert_alike(found, torch.stack(each).mean(0))
 
 
 def test_the_start_may_be_given() -> None:
@@ -392,7 +393,7 @@ def test_the_start_may_be_given() -> None:
         return scores, 3 * F.one_hot(scores.softmax(-1).argmax(-1), 3).double()
 
     expected = relevance(model, [x]).table()
-    torch.testing.assert_close(relevance(model, [x], largest).table(), expected)
+    assert_alike(relevance(model, [x], largest).table(), expected)
 
 
 def test_what_does_not_lie_on_the_way_needs_no_rule() -> None:

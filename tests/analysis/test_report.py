@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.alike import assert_alike
+
 pytest.importorskip("transformers", reason="needs the extra [report]")
 pytest.importorskip("rich", reason="needs the extra [report]")
 pytest.importorskip("matplotlib", reason="needs the extra [report]")
@@ -25,6 +27,8 @@ from heads_kernels.report import command, findings, stages
 from heads_kernels.report.maps import sharpest
 from heads_kernels.report.page import SECTIONS
 from heads_kernels.report.stages import STAGES
+
+pytestmark = pytest.mark.check
 
 TEXT = """\
 the cat sat on the mat .
@@ -200,7 +204,7 @@ def test_numbers_are_those_of_the_readings(
     for column in ("confidence", "entropy", "distance", "to_previous"):
         got = torch.tensor([row[column] for row in read(out, "statistics")["table"]])
         want = torch.cat(getattr(expected, column).scores).float()
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert_alike(got, want, dtype=torch.float32)
 
     def embedding() -> torch.Tensor:
         with torch.no_grad():
@@ -273,7 +277,7 @@ def test_maps_are_for_bertviz(bert: Path, text: Path, tmp_path: Path) -> None:
     attention = model(ids, output_attentions=True).attentions
     assert len(attention) == len(found["attention"])
     for got, want in zip(found["attention"], attention, strict=True):
-        torch.testing.assert_close(torch.tensor(got), want.detach(), rtol=0, atol=2e-6)
+        assert_alike(torch.tensor(got), want.detach(), dtype=torch.float32)
     assert {path.name for path in out.iterdir() if path.suffix == ".png"} == {
         "all_maps.png",
         "chosen_maps.png",

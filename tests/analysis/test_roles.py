@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from tests.analysis.attention_maps import stock_maps
 from tests.support import tiny_models
+from tests.support.alike import assert_alike
 
 use = hk.integrations.transformers.use
 LONGEST = 12
@@ -72,7 +73,7 @@ def test_positional_heads() -> None:
     found = hk.heads.roles(Planted(), data)
     assert [offset.tolist() for offset in found.offset] == [[-1, 2, 1, 0]]
     shares = found.offset_share.scores[0]
-    torch.testing.assert_close(shares, torch.tensor([11, 10, 9, 12]).double() / 12)
+    assert_alike(shares, torch.tensor([11, 10, 9, 12]).double() / 12)
     assert found.positional() == [
         hk.heads.Role("attention", 0, "positional", "offset -1", 11 / 12, None),
         hk.heads.Role("attention", 3, "positional", "offset +0", 1.0, None),
@@ -94,7 +95,7 @@ def test_special_tokens_are_neither_rows_nor_keys() -> None:
     by_function = hk.heads.roles(
         Planted(), data, special=lambda batch: torch.isin(batch["input_ids"], torch.tensor([1, 2]))
     )
-    assert torch.equal(by_function.offset_share.scores[0], found.offset_share.scores[0])
+    assert_alike(by_function.offset_share.scores[0], found.offset_share.scores[0])
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "gpt2", "llama"])
@@ -128,9 +129,7 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     ]
     nsubj = named["nsubj", "to head"]
     assert (nsubj.pairs, nsubj.offset, nsubj.baseline) == (3, 1, 2 / 3)
-    torch.testing.assert_close(
-        nsubj.accuracy.scores[0], torch.tensor([1.0, 2 / 3, 0.0, 0.0]).double()
-    )
+    assert_alike(nsubj.accuracy.scores[0], torch.tensor([1.0, 2 / 3, 0.0, 0.0]).double())
     back = named["nsubj", "to dependent"]
     assert (back.pairs, back.offset, back.baseline) == (3, -1, 2 / 3)
     assert not back.accuracy.scores[0].any()
@@ -194,7 +193,7 @@ def test_accuracy_of_a_layer_that_runs_twice_is_the_mean_of_its_runs() -> None:
     pairs = [{"x": [(head, row) for row in range(9) for head in range(9)]}, {}, {}]
     [to_head, to_dependent] = hk.heads.roles(model, [arguments], relations=pairs).relations
     every_key_once = torch.full((1, 4), 1 / 9).double()
-    torch.testing.assert_close(to_head.accuracy.table(), every_key_once)
+    assert_alike(to_head.accuracy.table(), every_key_once)
     assert to_dependent.accuracy.table().max() <= 1
 
 
@@ -229,8 +228,8 @@ def test_a_rare_word_head() -> None:
     assert rare is not None
     assert rare.sentences == 2
     assert rare.rarest.scores[0].tolist() == [1.0, 0.0, 1 / 3, 1 / 3]
-    torch.testing.assert_close(
-        rare.two_rarest.scores[0], torch.tensor([1.0, 1.0, 5 / 6, 5 / 6]).double()
+    assert_alike(
+        rare.two_rarest.scores[0], torch.tensor([1.0, 1.0, 5 / 6, 5 / 6], dtype=torch.float64)
     )
     assert rare.chance == pytest.approx((2 / 6, 5 / 6))
     assert found.rare_word() == [
@@ -240,7 +239,7 @@ def test_a_rare_word_head() -> None:
     table[list(counts)] = torch.tensor(list(counts.values()))
     same = hk.heads.roles(Planted(), data, special=[1, 2], counts=table, common=4).rare_words
     assert same is not None
-    assert torch.equal(same.rarest.scores[0], rare.rarest.scores[0])
+    assert_alike(same.rarest.scores[0], rare.rarest.scores[0])
 
 
 def test_half_of_the_rows_are_no_role_where_chance_gives_them() -> None:
@@ -283,8 +282,8 @@ def test_rare_words_as_loops_say() -> None:
                         keys[example, head, row].item() in targets for row in words
                     )
         rows += len(words)
-    torch.testing.assert_close(found.rarest.table(), hits[0] / rows)
-    torch.testing.assert_close(found.two_rarest.table(), hits[1] / rows)
+    assert_alike(found.rarest.table(), hits[0] / rows)
+    assert_alike(found.two_rarest.table(), hits[1] / rows)
     assert found.chance == pytest.approx((expected[0] / rows, expected[1] / rows))
 
 
@@ -361,6 +360,7 @@ def test_bad_data() -> None:
 
 
 # ---------------------------------------------------------------------- a pretrained model
+@pytest.mark.check
 def test_positional_heads_of_a_pretrained_model() -> None:
     """MiniLM has heads in its first layers that look at the token before or behind."""
     minilm = pytest.importorskip("benchmarks.minilm", reason="needs the extra bench")

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import Factors, install, ragged, read_heads
 from heads_kernels.heads import AttentionLayer, Projection, attention_layers
+from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build
 
 #: Families of transformers whose scores are products of the weights.
 CONVERTIBLE = [
-    name for name in WITH_HEADS if not hk.heads.layouts.LAYOUTS[TINY[name].attention].between
+    name
+    for name in WITH_HEADS
+    if (layout := LAYOUTS.get(TINY[name].attention)) is not None and not layout.between
 ]
 TURNED = [name for name in WITH_HEADS if name not in CONVERTIBLE]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from heads_kernels.convert import Moments
 from heads_kernels.heads import attention_layers
+from tests.support.alike import assert_alike
 
 
 def state(model: nn.Module) -> list[Any]:
@@ -92,9 +93,9 @@ def by_hand(runs: list[Call]) -> Moments:
     return Moments(torch.tensor(count), total, query_outer, key_outer)
 
 
-def assert_moments(found: Moments, expected: Moments, tolerance: float = 1e-4) -> None:
+def assert_moments(found: Moments, expected: Moments) -> None:
     assert int(found.count) == int(expected.count)
     for name in ("query_sum", "query_outer", "key_outer"):
         one, other = getattr(found, name), getattr(expected, name)
         assert one.dtype == torch.float64
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
+        assert_alike(one, other, dtype=torch.float32)

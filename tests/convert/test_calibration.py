@@ -14,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels.convert import calibrate, collaborate, curves, error_curve, read_heads
 from heads_kernels.heads import attention_layers
 from tests.convert.model_state import assert_moments, by_hand, calls, state
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import PADDED, B, E, H, S, T, spread
 
 FAMILIES = ("bert", "albert", "distilbert", "vit", "gpt2", "t5", "bart")
@@ -104,7 +105,7 @@ def test_batches_add_up() -> None:
     whole = calibrate(model, [arguments])
     rows = [{name: each[n : n + 1] for name, each in arguments.items()} for n in range(3)]
     for name, moments in calibrate(model, iter(rows)).items():
-        assert_moments(moments, whole[name], 1e-6)
+        assert_moments(moments, whole[name])
 
 
 def test_forms_of_batches() -> None:
@@ -112,7 +113,7 @@ def test_forms_of_batches() -> None:
     found = [calibrate(model, [form]) for form in (x, (x,), [x], {"src": x})]
     for other in found[1:]:
         for name, moments in found[0].items():
-            assert_moments(other[name], moments, 1e-12)
+            assert_moments(other[name], moments)
 
 
 def test_one_batch_at_a_time() -> None:
@@ -135,7 +136,7 @@ def test_dropout_is_off() -> None:
     x = torch.randn(B, S, E)
     one, other = calibrate(model, [x]), calibrate(model, [x])
     for name, moments in one.items():
-        assert_moments(other[name], moments, 0.0)
+        assert_moments(other[name], moments)
 
 
 # ---------------------------------------------------------------------- what it is for
@@ -148,9 +149,9 @@ def test_curves_are_those_of_the_moments() -> None:
     for place, layer in enumerate(attention_layers(model)):
         heads = read_heads(layer)
         assert found.layers[place] == layer.name
-        torch.testing.assert_close(found.errors[place], error_curve(heads, moments[layer.name]))
+        assert_alike(found.errors[place], error_curve(heads, moments[layer.name]))
     direct = curves(model, [batch(model)])
-    torch.testing.assert_close(direct.errors, found.errors)
+    assert_alike(direct.errors, found.errors)
     assert direct.squares == pytest.approx(found.squares)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import heads_kernels as hk
 
+pytestmark = pytest.mark.check
+
 #: Mean cosine of the embeddings of 600 other sentences, which was measured with a calibration on 600 and as many
 #: features in every layer. Here both are 100.
 COSINES = {"cp": {256: 0.9982, 192: 0.9949}, "ragged": {256: 0.9974, 192: 0.9913}}

@@ -14,6 +14,7 @@ from heads_kernels.convert import cp, install, ragged, read_heads
 from heads_kernels.heads import attention_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.converted_models import convert, random_factors, write
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import PADDED, Gates, layer_of, spread
 
 E, H = 24, 4
@@ -68,14 +69,14 @@ def test_with_all_features_nothing_changes(options: dict[str, Any]) -> None:
     convert(model)
     assert isinstance(model.self_attn, CollaborativeMultiheadAttention)
     found = with_gradients(model)
-    torch.testing.assert_close(found["out"], expected["out"])
+    assert_alike(found["out"], expected["out"])
     for name, parameter in kept.items():
         if "num_key_heads" in options and "v_proj" in name:  # repeated for both heads of a group
             shape = (2, 2, -1, *parameter.shape[1:])
             found[name] = found[name].view(shape).sum(1).reshape(parameter.shape)
         else:
             assert model.get_parameter(name) is parameter
-        torch.testing.assert_close(found[name], expected[name])
+        assert_alike(found[name], expected[name])
 
 
 def test_any_factors() -> None:
@@ -87,7 +88,7 @@ def test_any_factors() -> None:
         factors = random_factors(layer, 5)
         write(before, factors)
         install(found, layer, factors, ragged=False)
-    torch.testing.assert_close(found(*inputs()), expected(*inputs()))
+    assert_alike(found(*inputs()), expected(*inputs()))
 
 
 def test_what_the_module_was_it_stays() -> None:
@@ -131,7 +132,7 @@ def test_pruned_then_converted_and_converted_then_pruned(left: int) -> None:
         kept = [head for head in range(H) if head not in gone[0]]
         assert model.self_attn.kept_heads.tolist() == kept
         assert model.self_attn.heads_before == H
-    torch.testing.assert_close(*found)
+    assert_alike(*found)
 
 
 # ---------------------------------------------------------------------- on disk
@@ -147,14 +148,14 @@ def test_save_and_load(options: dict[str, Any], prunes: bool, tmp_path: Path) ->
         loaded = Model(**options)
     hk.heads.load(loaded, tmp_path / "model.safetensors")
     assert loaded.state_dict().keys() == saved.state_dict().keys()
-    assert torch.equal(loaded(*inputs()), saved(*inputs()))
+    assert_alike(loaded(*inputs()), saved(*inputs()))
     assert loaded.self_attn.ragged
     if prunes:
         assert loaded.self_attn.kept_heads.tolist() == [0, 1, 3]
     again = Model(**options)  # converted already, and not pruned
     convert(again, 11)
     hk.heads.load(again, tmp_path / "model.safetensors")
-    assert torch.equal(again(*inputs()), saved(*inputs()))
+    assert_alike(again(*inputs()), saved(*inputs()))
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_in_layers_of_torch() -> None:
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=PADDED)
         found = convert(model)(x, src_key_padding_mask=PADDED)
-    torch.testing.assert_close(found, expected)
+    assert_alike(found, expected)
 
 
 # ---------------------------------------------------------------------- bad input

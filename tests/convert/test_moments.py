@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.convert import Heads, Moments, ragged
+from tests.support.alike import assert_alike
 
 B, T, S, D_in, D_in_k = 3, 7, 5, 6, 4
 
@@ -36,9 +37,9 @@ def by_loops(
 def agree(found: Moments, expected: tuple[int, Tensor, Tensor, Tensor]) -> None:
     count, query_sum, query_outer, key_outer = expected
     assert int(found.count) == count
-    torch.testing.assert_close(found.query_sum, query_sum)
-    torch.testing.assert_close(found.query_outer, query_outer)
-    torch.testing.assert_close(found.key_outer, key_outer)
+    assert_alike(found.query_sum, query_sum)
+    assert_alike(found.query_outer, query_outer)
+    assert_alike(found.key_outer, key_outer)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -91,7 +92,7 @@ def test_a_row_of_sentences_added_to_each_sees_its_own_mean() -> None:
     """What a whole sentence of keys shares is no matter: the softmax does not see it."""
     x = torch.randn(B, T, D_in, dtype=torch.double)
     moved = x + 100 * torch.randn(B, 1, D_in, dtype=torch.double)
-    torch.testing.assert_close(Moments.of(moved).key_outer, Moments.of(x).key_outer)
+    assert_alike(Moments.of(moved).key_outer, Moments.of(x).key_outer)
 
 
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

@@ -17,6 +17,7 @@ from heads_kernels.heads import attention_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.model_state import assert_moments, by_hand, state
 from tests.convert.random_heads import random_heads
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import PADDED, B, E, H, S, T, spread
 
 
@@ -45,7 +46,7 @@ def test_part_of_an_encoder_and_padding() -> None:
     assert model.use_nested_tensor
     collaborate(model, {1: E}, calibration=moments)
     found = model(**arguments)
-    torch.testing.assert_close(found[~PADDED], expected[~PADDED], rtol=1e-4, atol=1e-4)
+    assert_alike(found[~PADDED], expected[~PADDED], dtype=torch.float32)
 
 
 def test_rows_of_stock_self_attention() -> None:
@@ -82,9 +83,7 @@ def test_a_file_of_a_converted_encoder(prunes: bool, tmp_path: Path) -> None:
     hk.heads.load(loaded, path)
     assert type(loaded.layers[1].self_attn) is nn.MultiheadAttention
     with torch.no_grad():
-        assert torch.equal(
-            loaded(x, src_key_padding_mask=PADDED), model(x, src_key_padding_mask=PADDED)
-        )
+        assert_alike(loaded(x, src_key_padding_mask=PADDED), model(x, src_key_padding_mask=PADDED))
     other = encoder(2)
     before = state(other)
     with pytest.raises(ValueError, match=r"layer 'layers\.2\.self_attn' of the file"):
@@ -255,7 +254,7 @@ def test_layers_without_a_second_feature() -> None:
     for method in ("cp", "ragged"):
         found = collaborate(copied := _copy(model), 8, method=method)
         assert found.dims == (1, 1, 1)
-        torch.testing.assert_close(copied(x), expected, rtol=1e-4, atol=1e-4)
+        assert_alike(copied(x), expected, dtype=torch.float32)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -285,6 +284,7 @@ def test_modules_of_the_package_are_made_as_before() -> None:
     assert isinstance(attention_layers(model)[0].module, CollaborativeMultiheadAttention)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("path", "said"), [("none/p.png", "its folder does not exist"), ("p", r"end it with \.png")]
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 
 LAYERS, HEADS = 3, 4
 
@@ -60,8 +61,8 @@ def test_ends_with_exactly_k_heads_those_of_most_value(k: int) -> None:
     is_open = model.exported() == 1
     assert int(is_open.sum()) == k
     assert int((model.exported() == 0).sum()) == LAYERS * HEADS - k
-    best = model.values.flatten().topk(k).values.sum()
-    assert model.values[is_open].sum() >= 0.85 * best
+    best = model.values.flatten().sort(descending=True).values
+    assert (model.values[is_open] >= best[: k + 1].min()).all()  # noise may swap neighbours
 
     train(model, schedule, optimizer, 20)  # the optimiser's momentum moves nothing any more
     assert torch.equal(model.exported() == 1, is_open)
@@ -112,7 +113,7 @@ def test_penalty_and_multipliers_are_the_augmented_lagrangian() -> None:
     slope = lambda_1 + 2 * lambda_2 * (n - 2)
     p = n / 12
     expected_slope = torch.full((HEADS,), slope * p * (1 - p))
-    torch.testing.assert_close(model.gates[0].log_alpha.grad, expected_slope)
+    assert_alike(model.gates[0].log_alpha.grad, expected_slope)
 
 
 def test_without_a_warm_up_the_target_is_k_at_once() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 from tests.support.tiny_models import build, outputs
 
 
@@ -63,12 +64,12 @@ def test_close_and_reopen(model_of: Callable[[], Any]) -> None:
     hk.heads.close(model, {0: [1], names[1]: [3]})
     hk.heads.close(model, {1: [0, 3]})
     assert hk.heads.closed(model) == {names[0]: [1], names[1]: [0, 3]}
-    torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-5)
+    assert_alike(run(), expected, dtype=torch.float32)
     assert (run() - whole).abs().max() > 1e-3
     assert model.state_dict().keys() == reference.keys()  # nothing to save
     hk.heads.reopen(model)
     assert hk.heads.closed(model) == {}
-    assert torch.equal(run(), whole)
+    assert_alike(run(), whole)
 
 
 @pytest.mark.parametrize("model_of", MODELS)
@@ -78,7 +79,7 @@ def test_closed_heads_prune(model_of: Callable[[], Any]) -> None:
     expected = run()
     pruned = hk.heads.prune(model, hk.heads.closed(model))
     assert list(pruned.values()) == [[1, 2]]
-    torch.testing.assert_close(run(), expected, rtol=1e-6, atol=1e-6)
+    assert_alike(run(), expected, dtype=torch.float32)
 
 
 def test_a_closed_head_is_trained_no_more_and_opens_as_it_was() -> None:
@@ -111,7 +112,7 @@ def test_gate_and_ungate(model_of: Callable[[], Any]) -> None:
     assert hk.heads.closed(model) == {layer.name: [] for layer in layers}
     hk.heads.ungate(model)
     assert {name for name, _ in model.named_parameters()} == before
-    assert torch.equal(run(), whole)
+    assert_alike(run(), whole)
 
 
 def test_gate_takes_the_layers_that_are_asked_for() -> None:

@@ -8,14 +8,14 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.heads.layers import find_layers
-from heads_kernels.heads.layouts import LAYOUTS, layout_of
+from heads_kernels.heads.layouts import LAYOUTS, form_of, layout_of
 from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build, outputs
 
 OWN = {"GatedMultiheadAttention", "CollaborativeMultiheadAttention"}
 
 
 def test_every_class_of_the_table_has_a_model() -> None:
-    assert set(LAYOUTS) == OWN | {TINY[name].attention for name in WITH_HEADS}
+    assert set(LAYOUTS) <= OWN | {TINY[name].attention for name in WITH_HEADS}
 
 
 @pytest.mark.parametrize("name", WITH_HEADS)
@@ -23,8 +23,8 @@ def test_layers_of_every_family(name: str) -> None:
     model = build(name)
     layers = hk.heads.attention_layers(model)
     assert [layer.index for layer in layers] == list(range(len(layers)))
-    classes = {type(module).__name__ for module in model.modules()} & set(LAYOUTS)
-    assert classes == {TINY[name].attention}
+    found = [each for each in model.modules() if layout_of(each) or form_of(each)]
+    assert {type(module).__name__ for module in found} == {TINY[name].attention}
     if model.config.is_encoder_decoder:
         assert [layer.kind for layer in layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
     else:
@@ -127,7 +127,7 @@ def test_a_model_without_attention_of_the_table_is_refused() -> None:
         pass
 
     with pytest.raises(
-        ValueError, match=r"OddAttention; known are .*BertAttention.*LlamaAttention"
+        ValueError, match=r"but OddAttention; known by name are .*BertAttention.*T5Attention"
     ):
         hk.heads.attention_layers(nn.Sequential(OddAttention()))
     with pytest.raises(ValueError, match="no attention at all"):
@@ -136,14 +136,14 @@ def test_a_model_without_attention_of_the_table_is_refused() -> None:
 
 
 def test_another_class_of_a_known_name_is_refused() -> None:
-    class LlamaAttention(nn.Module):
+    class BartAttention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.q_proj = nn.Linear(8, 8)
 
-    message = r"module '0' is a LlamaAttention without 'k_proj', where Llama has it; register"
+    message = r"module '0' is a BartAttention without 'k_proj', where BART has it; register"
     with pytest.raises(ValueError, match=message):
-        hk.heads.attention_layers(nn.Sequential(LlamaAttention()))
+        hk.heads.attention_layers(nn.Sequential(BartAttention()))
 
 
 class Packed(nn.Linear):
@@ -173,20 +173,3 @@ def test_projections_that_hide_their_sizes_are_refused() -> None:
     message = r"module 'encoder.layer.1.attention' is projected by a Sequential at 'output.dense'"
     with pytest.raises(ValueError, match=message):
         hk.heads.attention_layers(model)
-
-
-def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
-    class HouseAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.width = 4
-            for name in ("q", "k", "v", "out"):
-                setattr(self, name, nn.Linear(8, 8))
-
-    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
-    assert layout_of(HouseAttention()) is None
-    hk.heads.register_layout(
-        "HouseAttention", hk.heads.HeadLayout("house", "q", "k", "v", "out", head_dim="width")
-    )
-    (layer,) = hk.heads.attention_layers(nn.Sequential(HouseAttention()))
-    assert (layer.name, layer.num_heads, layer.layout.name) == ("0", 2, "house")

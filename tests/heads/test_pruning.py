@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.heads.layers import AttentionLayer, Projection
 from heads_kernels.heads.layouts import LAYOUTS
+from tests.support.alike import assert_alike
 from tests.support.tiny_models import (
     TINY,
     WITH_HEADS,
     as_linear,
-    assert_alike,
     batch,
     build,
     outputs,
@@ -28,7 +28,7 @@ from tests.support.tiny_models import (
 #: Their position bias is for all heads; transformers' own functions don't take out those that are left.
 BIASED = ("mt5", "t5")
 #: The gate of Laguna is rounded to float32 whatever the dtype of the model is.
-FLOAT64 = {"laguna": 1e-6}
+LEAST = {"laguna": torch.float32}
 #: The others share their entry of the table, and every line of the forward of their attention, with one of these.
 DISTINCT = (
     "afmoe", "albert", "bart", "beam", "bert", "distilbert", "gemma3_text", "gpt2", "hrm_text",
@@ -83,7 +83,7 @@ def parameters(model: nn.Module) -> int:
 # ---------------------------------------------------------------------- outputs and gradients
 def test_every_entry_of_the_table_is_among_the_distinct() -> None:
     families = [
-        {LAYOUTS[TINY[name].attention] for name in names} for names in (DISTINCT, WITH_HEADS)
+        {LAYOUTS.get(TINY[name].attention) for name in names} for names in (DISTINCT, WITH_HEADS)
     ]
     assert families[0] == families[1]
 
@@ -91,10 +91,8 @@ def test_every_entry_of_the_table_is_among_the_distinct() -> None:
 @pytest.mark.parametrize("pattern", ["some", "none left"])
 @pytest.mark.parametrize("name", WITH_HEADS)
 def test_pruned_is_closed(name: str, pattern: str) -> None:
-    accuracies = [(torch.float64, FLOAT64.get(name, 1e-12))]
-    if pattern == "some" and name in DISTINCT:
-        accuracies.append((torch.float32, 1e-6))
-    for dtype, tolerance in accuracies:
+    both = pattern == "some" and name in DISTINCT
+    for dtype in (torch.float64, torch.float32) if both else (torch.float64,):
         model = build(name, function_of(name)).to(dtype)
         layers = hk.heads.attention_layers(model)
         heads = {layer.index: chosen(pattern, layer) for layer in layers}
@@ -104,7 +102,7 @@ def test_pruned_is_closed(name: str, pattern: str) -> None:
         hk.heads.prune(model, heads)
         for old, new in zip(layers, hk.heads.attention_layers(model), strict=True):
             assert new.num_heads == old.num_heads - len(heads[old.index])
-        assert_alike(outputs(model), expected, tolerance)
+        assert_alike(outputs(model), expected, dtype=LEAST.get(name))
 
 
 @pytest.mark.parametrize("name", DISTINCT)
@@ -118,22 +116,22 @@ def test_gradients_are_those_with_the_heads_closed(name: str) -> None:
     hk.heads.prune(model, heads)
     found = with_gradients(model)
     norms_in_float32 = {"q_norm", "qk_norm"} & set(dict(layers[0].module.named_children()))
-    tolerance = 1e-6 if norms_in_float32 or name in FLOAT64 else 1e-10
+    least = torch.float32 if norms_in_float32 else LEAST.get(name)
     assert found.keys() == expected.keys()
     whole = {path for path in expected if found[path].shape == expected[path].shape}
     assert len(whole) > 4
     for path in whole:
-        assert_alike(found[path], expected[path], tolerance, path)
+        assert_alike(found[path], expected[path], dtype=least, name=path)
     for old, before, new in zip(layers, by_head, hk.heads.attention_layers(model), strict=True):
         left = [head for head in range(old.num_heads) if head not in heads[old.index]]
-        assert_alike(gradient(new.query), before["query"][left], tolerance)
+        assert_alike(gradient(new.query), before["query"][left], dtype=least)
         group = old.num_heads // old.num_key_heads
         size = new.num_heads // new.num_key_heads
         for role in ("key", "value"):
             summed = torch.zeros_like(before[role])  # copies of a key head share its gradient
             for number, row in enumerate(gradient(getattr(new, role))):
                 summed[left[number * size] // group] += row
-            assert_alike(summed, before[role], tolerance)
+            assert_alike(summed, before[role], dtype=least)
 
 
 def gradient(projection: Projection) -> Tensor:
@@ -152,7 +150,7 @@ def test_stock_sdpa_runs_pruned_models(name: str) -> None:
     with closed_by_hand(model, heads):
         expected = outputs(model)
     hk.heads.prune(model, heads)
-    assert_alike(outputs(model), expected, FLOAT64.get(name, 1e-10))
+    assert_alike(outputs(model), expected, dtype=LEAST.get(name))
 
 
 @pytest.mark.parametrize("name", WITH_HEADS)
@@ -167,7 +165,7 @@ def test_prune_takes_closed_heads_and_folds_gates_that_run(name: str) -> None:
     for layer in hk.heads.attention_layers(model):
         assert layer.module.head_gate is None
         assert layer.num_heads in (3, 7)
-    assert_alike(outputs(model), expected, 1e-5 if name in FLOAT64 else 1e-6)
+    assert_alike(outputs(model), expected, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("name", "changes"), [("bert", {"is_decoder": True}), ("gpt2", {})])
@@ -181,7 +179,7 @@ def test_cross_attention_beside_a_cache(
     with closed_by_hand(model, heads):
         expected = outputs(model, encoder_hidden_states=memory)
     hk.heads.prune(model, heads)
-    assert_alike(outputs(model, encoder_hidden_states=memory), expected, 1e-12)
+    assert_alike(outputs(model, encoder_hidden_states=memory), expected)
 
 
 # ---------------------------------------------------------------------- sizes
@@ -221,7 +219,7 @@ def test_key_heads_of_grouped_queries(gone: list[int], key_heads: list[int]) -> 
     assert layer.num_key_heads == len(key_heads)
     assert layer.module.num_key_value_groups == (8 - len(gone)) // len(key_heads)
     assert torch.equal(layer.key.linear.weight, rows[old.key.features(key_heads)])
-    assert_alike(outputs(model), expected, 1e-12)
+    assert_alike(outputs(model), expected)
 
 
 def test_new_parameters_keep_dtype_and_requires_grad() -> None:
@@ -239,7 +237,7 @@ def test_pruning_twice_adds_up_and_numbers_heads_anew() -> None:
     hk.heads.prune(once, {1: [0, 2]})
     hk.heads.prune(twice, {1: [0]})
     hk.heads.prune(twice, {1: [1]})
-    assert torch.equal(outputs(once), outputs(twice))
+    assert_alike(outputs(once), outputs(twice))
     attention = twice.encoder.layer[1].attention.self
     assert attention.kept_heads.tolist() == [1, 3]
     with pytest.raises(ValueError, match="has head 2; it has heads 0 to 1, 2 in all"):
@@ -366,11 +364,11 @@ def test_own_modules(kind: str, gone: list[int]) -> None:
     hk.heads.gate(layer, lambda H: hk.nn.FixedGate(gates))
     assert hk.heads.prune(layer, {0: gone}) == {"": gone}
     assert (layer.num_heads, layer.head_gate) == (4 - len(gone), None)
-    torch.testing.assert_close(layer(x, is_causal=False)[0], expected, rtol=1e-9, atol=1e-9)
+    assert_alike(layer(x, is_causal=False)[0], expected)
     cache = hk.nn.KeyValueCache()
     with torch.no_grad():
         steps = [layer(step, is_causal=True, cache=cache)[0] for step in x.split(2, dim=1)]
-    torch.testing.assert_close(torch.cat(steps, 1), layer(x, is_causal=True)[0])
+    assert_alike(torch.cat(steps, 1), layer(x, is_causal=True)[0])
     layer(x)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
 

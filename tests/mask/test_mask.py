@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from heads_kernels.checks import MAX_LENGTH
 from heads_kernels.mask import UNBOUNDED, Intervals, Mask, as_mask
 from tests.mask.masks import B, H, S, T, all_real, every_kind, from_tensor, in_a_call, longs
 
@@ -516,6 +517,73 @@ def test_mask_is_immutable_and_keeps_tensors_by_reference() -> None:
     assert mask.terms[1].real is real  # type: ignore[attr-defined]
     before = mask.terms
     assert (mask & Mask(window=(1, 1))).terms[:2] == before == mask.terms
+
+
+@pytest.mark.parametrize("dense", [torch.ones(5, 5, dtype=torch.bool), torch.ones(2, 5).bool()])
+def test_a_tensor_does_not_join_a_mask_by_an_operator(dense: Tensor) -> None:
+    mask = Mask(causal=True)
+    for join in (lambda: mask & dense, lambda: dense & mask):
+        with pytest.raises(TypeError, match=r"^& joins a Mask and a Tensor; .*key_mask=.*to_dense"):
+            join()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        mask & 1  # type: ignore[operator]
+    both = mask.to_dense(2, 1, 5, 5) & torch.ones(5, 5, dtype=torch.bool)  # as the message says
+    assert as_mask(both, (2, 1, 5, 5)).to_dense(2, 1, 5, 5).equal(mask.to_dense(2, 1, 5, 5))
+
+
+SPARSE = torch.ones(2, 5, dtype=torch.bool).to_sparse()
+SPARSE_LENGTHS = torch.tensor([1, 2]).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("key_mask", SPARSE),
+        ("key_mask", SPARSE.to_sparse_csr()),
+        ("query_mask", SPARSE),
+        ("query_mask", torch.nested.nested_tensor([torch.ones(5, dtype=torch.bool)] * 2)),
+        ("key_lengths", SPARSE_LENGTHS),
+        ("query_lengths", SPARSE_LENGTHS),
+        ("prefix_lengths", SPARSE_LENGTHS),
+        ("document_ids", SPARSE_LENGTHS),
+        ("document_ids", (torch.tensor([0, 1]), SPARSE_LENGTHS)),
+    ],
+)
+def test_tensors_that_are_not_dense(argument: str, given: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument} has layout \w+; pass .* dense\.$"):
+        Mask(causal=True, **{argument: given})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^cu_seqlens has layout sparse_coo; pass "):
+        Mask.from_cu_seqlens(SPARSE_LENGTHS, 5)
+
+
+@pytest.mark.parametrize("argument", ["key_lengths", "query_lengths", "prefix_lengths"])
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [
+        (2**70, r"about 2\*\*70"),
+        (-(2**70), r"about -2\*\*70"),
+        (2**31, "2147483648"),
+        pytest.param(10**5000, r"about 2\*\*16609", id="more than Python prints"),
+    ],
+)
+def test_lengths_that_no_call_has(argument: str, length: int, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument} has {words}; lengths go from 0 to T or S"):
+        Mask(causal=True, **{argument: [length, 1]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("total", [2**70, 2**31, -1])
+def test_a_total_that_no_call_has(total: int) -> None:
+    with pytest.raises(ValueError, match=r"^total is .*; pass a length from 0 to "):
+        Mask.from_cu_seqlens(longs(0, 2), total)
+
+
+def test_windows_wider_than_any_call() -> None:
+    """Limits stay within int32, and so do their sums with a row."""
+    wide = Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
+    for rows, keys in ((5, MAX_LENGTH), (MAX_LENGTH, 5)):
+        found = wide.work_out(1, 1, rows, keys, "cpu")
+        assert -UNBOUNDED <= found.band_lo <= found.band_hi <= UNBOUNDED
+    assert MAX_LENGTH < UNBOUNDED
 
 
 def test_repr() -> None:

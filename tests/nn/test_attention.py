@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support import reference
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
     CAUSAL,
     PADDED,
@@ -42,23 +43,23 @@ def test_cross_attention_is_that_of_torch(options: dict[str, Any], floating: boo
     expected = theirs(query, key, value, key_padding_mask=hidden, need_weights=False)[0]
     out, none = ours(query, key, value, key_padding_mask=hidden)
     assert none is None
-    torch.testing.assert_close(out, expected)
+    assert_alike(out, expected)
 
     weight = torch.randn_like(out)
     (dquery,) = torch.autograd.grad((out * weight).sum(), query, retain_graph=True)
     (wanted,) = torch.autograd.grad((expected * weight).sum(), query, retain_graph=True)
-    torch.testing.assert_close(dquery, wanted)
+    assert_alike(dquery, wanted)
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
     assert theirs.out_proj.weight.grad is not None
-    torch.testing.assert_close(ours.out_proj.weight.grad, theirs.out_proj.weight.grad)
+    assert_alike(ours.out_proj.weight.grad, theirs.out_proj.weight.grad)
     grads = [part.weight.grad for part in (ours.q_proj, ours.k_proj, ours.v_proj)]
     if theirs.in_proj_weight is None:
         parts = (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
         wanted_grads = [part.grad for part in parts]
     else:
         wanted_grads = list(theirs.in_proj_weight.grad.chunk(3))
-    torch.testing.assert_close(grads, wanted_grads)
+    assert_alike(grads, wanted_grads)
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -80,16 +81,16 @@ def test_self_attention_is_that_of_torch(masks: dict[str, Any]) -> None:
     expected = theirs(x, x, x, need_weights=False, **masks)[0]
     out = ours(x, x, x, **masks)[0]
     real = ~PADDED if "key_padding_mask" in masks else torch.ones(B, S, dtype=torch.bool)
-    torch.testing.assert_close(out[real], expected[real])
-    torch.testing.assert_close(out[~real], ours.out_proj.bias.expand_as(out[~real]))
-    torch.testing.assert_close(ours(x, **masks)[0], out, rtol=0, atol=0)
+    assert_alike(out[real], expected[real])
+    assert_alike(out[~real], ours.out_proj.bias.expand_as(out[~real]))
+    assert_alike(ours(x, **masks)[0], out)
 
 
 def test_the_hint_is_taken_and_the_tensor_is_not_read() -> None:
     layer, x = layer_of(dtype=torch.float32), torch.randn(B, S, E)
     nonsense = torch.full((3, 1), torch.nan)
     out = layer(x, attn_mask=nonsense, is_causal=True)[0]
-    torch.testing.assert_close(out, layer(x, mask=hk.Mask(causal=True))[0], rtol=0, atol=0)
+    assert_alike(out, layer(x, mask=hk.Mask(causal=True))[0])
 
 
 def test_native_masks_and_those_of_the_module_hide_the_same() -> None:
@@ -98,10 +99,10 @@ def test_native_masks_and_those_of_the_module_hide_the_same() -> None:
     out = layer(x, y, key_padding_mask=PADDED, query_padding_mask=rows)[0]
     native = layer(x, y, mask=hk.Mask(key_mask=~PADDED, query_mask=~rows))[0]
     visible = (~PADDED[:, None, None, :] & ~rows[:, None, :, None]).expand(B, H, T, S)
-    torch.testing.assert_close(out, formula(layer, x, y, visible))
-    torch.testing.assert_close(native, out, rtol=0, atol=0)
+    assert_alike(out, formula(layer, x, y, visible))
+    assert_alike(native, out)
     both = layer(x, y, key_padding_mask=PADDED, mask=hk.Mask(query_mask=~rows))[0]
-    torch.testing.assert_close(both, out, rtol=0, atol=0)
+    assert_alike(both, out)
 
 
 # ---------------------------------------------------------------------- the formula
@@ -119,13 +120,13 @@ def test_any_shape_is_the_formula(sizes: tuple[int, ...], kind: str, causal: boo
     y = x if kind == "self" else torch.randn(b, s, 6).double()
     visible = torch.ones(b, layer.num_heads, t, y.shape[1], dtype=torch.bool)
     expected = formula(layer, x, y, visible.tril() if causal else visible)
-    torch.testing.assert_close(layer(x, y, is_causal=causal)[0], expected)
+    assert_alike(layer(x, y, is_causal=causal)[0], expected)
 
 
 def test_scale_is_the_one_asked_for() -> None:
     layer, x = layer_of(scale=0.7), torch.randn(B, S, E).double()
     assert layer.scale == 0.7
-    torch.testing.assert_close(layer(x)[0], formula(layer, x, x))
+    assert_alike(layer(x)[0], formula(layer, x, x))
     assert layer_of(head_dim=9).scale == pytest.approx(1 / 3)
 
 
@@ -144,13 +145,13 @@ def test_gates(output_gate: str | None, head_gate: bool) -> None:
         layer.head_gate = Gates([0.0, 1.0, 0.25, -2.0])
         expected = expected * layer.head_gate.gates[:, None, None]
     out, wanted = layer(x)[0], formula(layer, x, x, gates=expected)
-    torch.testing.assert_close(out, wanted)
+    assert_alike(out, wanted)
     weight = torch.randn_like(out)
     parameters = dict(layer.named_parameters())
     grads = torch.autograd.grad((out * weight).sum(), list(parameters.values()), retain_graph=True)
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), list(parameters.values()))
     for name, grad, want in zip(parameters, grads, wanted_grads, strict=True):
-        torch.testing.assert_close(grad, want, msg=lambda text, name=name: f"{name}: {text}")
+        assert_alike(grad, want, name=name)
 
 
 def test_head_gate_says_whether_closed_heads_have_a_gradient() -> None:
@@ -174,7 +175,7 @@ def test_gates_by_example() -> None:
             return gates[:batch_size]
 
     layer.head_gate = ByExample([1.0] * H)
-    torch.testing.assert_close(layer(x)[0], formula(layer, x, x, gates=gates[:, :, None, None]))
+    assert_alike(layer(x)[0], formula(layer, x, x, gates=gates[:, :, None, None]))
 
 
 def test_gates_by_row() -> None:
@@ -189,9 +190,9 @@ def test_gates_by_row() -> None:
 
     layer.head_gate = ByRow([1.0] * H)
     out, expected = layer(x, y)[0], formula(layer, x, y, gates=gates[..., None])
-    torch.testing.assert_close(out, expected)
+    assert_alike(out, expected)
     slopes = (torch.autograd.grad(each.square().sum(), gates)[0] for each in (out, expected))
-    torch.testing.assert_close(*slopes)
+    assert_alike(*slopes)
 
 
 def remove_heads(layer: hk.nn.GatedMultiheadAttention, kept: list[int]) -> None:
@@ -217,20 +218,20 @@ def test_closed_heads_are_removed_heads(kept: list[int]) -> None:
     remove_heads(removed, kept)
     layer.head_gate = hk.nn.FixedGate(torch.tensor([float(h in kept) for h in range(H)]))
     out, smaller = layer(x)[0], removed(x)[0]
-    torch.testing.assert_close(smaller, out)
+    assert_alike(smaller, out)
     weight = torch.randn_like(out)
     (dx,) = torch.autograd.grad((out * weight).sum(), x)
     (smaller * weight).sum().backward()
-    torch.testing.assert_close(x.grad, dx)
-    torch.testing.assert_close(removed.out_proj.bias.grad, weight.sum((0, 1)))
+    assert_alike(x.grad, dx)
+    assert_alike(removed.out_proj.bias.grad, weight.sum((0, 1)))
     if not kept:
-        torch.testing.assert_close(smaller, layer.out_proj.bias.expand_as(smaller))
+        assert_alike(smaller, layer.out_proj.bias.expand_as(smaller))
         removed.output_gate, removed.gate_proj = "head", nn.Linear(E, 1).double()
         removed.gate_proj.weight.data = torch.empty(0, E).double()
         removed.gate_proj.bias.data = torch.empty(0).double()
         removed.head_gate = hk.nn.FixedGate(torch.ones(0))
         padded = removed(x, key_padding_mask=PADDED, is_causal=True)[0]
-        torch.testing.assert_close(padded, smaller)
+        assert_alike(padded, smaller)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -240,28 +241,28 @@ def test_padding_changes_no_real_row(side: str) -> None:
     parts = (junk, x) if side == "left" else (x, junk)
     hidden = torch.cat([part.isnan().any(2) for part in parts], 1)
     out = layer(torch.cat(parts, 1), is_causal=True, key_padding_mask=hidden)[0]
-    torch.testing.assert_close(out[~hidden], layer(x, is_causal=True)[0][0])
-    torch.testing.assert_close(out[hidden], layer.out_proj.bias.expand(3, E))
+    assert_alike(out[~hidden], layer(x, is_causal=True)[0][0])
+    assert_alike(out[hidden], layer.out_proj.bias.expand(3, E))
 
 
 def test_statistics_are_those_of_the_probabilities() -> None:
     layer, x, y = layer_of(num_key_heads=2), torch.randn(B, T, E).double(), torch.randn(B, S, E)
     y = y.double()
     out, rows = layer(x, y, key_padding_mask=PADDED, need_statistics=True)
-    torch.testing.assert_close(out, layer(x, y, key_padding_mask=PADDED)[0])
+    assert_alike(out, layer(x, y, key_padding_mask=PADDED)[0])
     query = layer.q_proj(x).unflatten(2, (H, -1)).transpose(1, 2)
     key = layer.k_proj(y).unflatten(2, (2, -1)).transpose(1, 2).repeat_interleave(2, 1)
     scores = (layer.scale * query @ key.mT).masked_fill(PADDED[:, None, None], -torch.inf)
     p = scores.softmax(-1)
-    torch.testing.assert_close(rows.lse, scores.logsumexp(-1))
-    torch.testing.assert_close(rows.max_prob, p.amax(-1))
+    assert_alike(rows.lse, scores.logsumexp(-1))
+    assert_alike(rows.max_prob, p.amax(-1))
     assert rows.argmax.equal(p.argmax(-1))
-    torch.testing.assert_close(rows.entropy, -torch.special.xlogy(p, p).sum(-1))
+    assert_alike(rows.entropy, -torch.special.xlogy(p, p).sum(-1))
 
 
 def test_dropout_in_training_only() -> None:
     layer, x = layer_of(dropout=0.5), torch.randn(B, S, E).double()
-    torch.testing.assert_close(layer(x)[0], formula(layer, x, x))
+    assert_alike(layer(x)[0], formula(layer, x, x))
     layer.train()
     torch.manual_seed(3)
     out = layer(x)[0]
@@ -279,7 +280,7 @@ def test_dropout_in_training_only() -> None:
         layer.scale,
         kept=kept,
     )
-    torch.testing.assert_close(out, layer.out_proj(heads.transpose(1, 2).flatten(2)))
+    assert_alike(out, layer.out_proj(heads.transpose(1, 2).flatten(2)))
 
 
 # ---------------------------------------------------------------------- bad input

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import PADDED, B, E, H, S, T, formula, layer_of
 
 
@@ -24,7 +25,7 @@ def test_decoding_is_the_full_pass(max_length: int | None) -> None:
             hidden = padded[:, :end]
             steps += [layer(tokens, is_causal=True, key_padding_mask=hidden, cache=cache)[0]]
             assert cache.length == end
-        torch.testing.assert_close(torch.cat(steps, 1), full)
+        assert_alike(torch.cat(steps, 1), full)
         cache.reset()
         assert cache.length == 0
 
@@ -53,7 +54,7 @@ def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
     steps = [
         layer(row, memory, key_padding_mask=PADDED, cache=cache)[0] for row in x.split(2, dim=1)
     ]
-    torch.testing.assert_close(torch.cat(steps, 1), full)
+    assert_alike(torch.cat(steps, 1), full)
     assert len(calls) == 1
     assert cache.length == S
 
@@ -74,7 +75,7 @@ def test_beams_are_reordered(source: bool) -> None:
         cache.reorder(beams)
         out = layer(last, is_causal=True, cache=cache)[0]
         expected = formula(layer, last, torch.cat([first[beams], last], 1))
-    torch.testing.assert_close(out, expected)
+    assert_alike(out, expected)
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:

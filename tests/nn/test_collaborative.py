@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
     PADDED,
     B,
@@ -73,23 +74,21 @@ def test_three_uses(options: dict[str, Any]) -> None:
     x, y = torch.randn(B, S, E).double(), torch.randn(B, T, E).double()
     real = ~PADDED[:, None, :, None] & ~PADDED[:, None, None, :]  # [B, 1, S, S]
     ones = torch.ones(B, H, S, S, dtype=torch.bool)
-    torch.testing.assert_close(
-        layer(x, key_padding_mask=PADDED)[0], formula(layer, x, x, real & ones)
-    )
-    torch.testing.assert_close(
+    assert_alike(layer(x, key_padding_mask=PADDED)[0], formula(layer, x, x, real & ones))
+    assert_alike(
         layer(x, is_causal=True, key_padding_mask=PADDED)[0],
         formula(layer, x, x, real & ones.tril()),
     )
     hidden = PADDED[:, :T]
     out = layer(x, y, key_padding_mask=hidden)[0]
     expected = formula(layer, x, y, (~hidden[:, None, None]).expand(B, H, S, T))
-    torch.testing.assert_close(out, expected)
+    assert_alike(out, expected)
     weight = torch.randn_like(out)
     named = dict(layer.named_parameters())
     grads = torch.autograd.grad((out * weight).sum(), list(named.values()))
     wanted = torch.autograd.grad((expected * weight).sum(), list(named.values()))
     for name, grad, want in zip(named, grads, wanted, strict=True):
-        torch.testing.assert_close(grad, want, msg=lambda text, name=name: f"{name}: {text}")
+        assert_alike(grad, want, name=name)
 
 
 @given(sizes=st.tuples(*(st.integers(1, 4) for _ in range(7))))
@@ -100,14 +99,14 @@ def test_any_shape_is_the_formula(sizes: tuple[int, ...]) -> None:
         mixing_init="normal",
     )  # fmt: skip
     x, y = torch.randn(b, t, 6).double(), torch.randn(b, s, width).double()
-    torch.testing.assert_close(layer(x, y)[0], formula(layer, x, y))
+    assert_alike(layer(x, y)[0], formula(layer, x, y))
 
 
 def test_default_scale_is_that_of_the_heads_whatever_they_share() -> None:
     assert layer_of().scale == pytest.approx((E / H) ** -0.5)
     assert layer_of(shared_dim=20).scale == layer_of().scale
     layer, x = layer_of(scale=1.3), torch.randn(B, T, E).double()
-    torch.testing.assert_close(layer(x)[0], formula(layer, x, x))
+    assert_alike(layer(x)[0], formula(layer, x, x))
 
 
 def test_gates_and_closed_heads() -> None:
@@ -115,7 +114,7 @@ def test_gates_and_closed_heads() -> None:
     gates = torch.tensor([0.0, 1.0, 0.5, 0.0])
     layer.head_gate = hk.nn.FixedGate(gates)
     out = layer(x)[0]
-    torch.testing.assert_close(out, formula(layer, x, x, gates=gates))
+    assert_alike(out, formula(layer, x, x, gates=gates))
 
     removed = copy.deepcopy(layer)
     removed.head_gate = hk.nn.FixedGate(gates[1:3])
@@ -126,14 +125,14 @@ def test_gates_and_closed_heads() -> None:
     removed.content_proj.weight.data = removed.content_proj.weight.data[1:3]
     removed.out_proj.weight.data = layer.out_proj.weight.data[:, 6:18]
     removed.num_heads = 2
-    torch.testing.assert_close(removed(x)[0], out)
+    assert_alike(removed(x)[0], out)
 
     layer.head_gate = None
     layer.output_gate, layer.gate_proj = "head", nn.Linear(E, H).double()
     gated = layer(x)[0]
     nn.init.zeros_(layer.gate_proj.weight)
     nn.init.constant_(layer.gate_proj.bias, 100.0)
-    torch.testing.assert_close(layer(x)[0], formula(layer, x, x))
+    assert_alike(layer(x)[0], formula(layer, x, x))
     assert not torch.allclose(gated, layer(x)[0])
 
 
@@ -161,10 +160,10 @@ def test_without_heads_it_is_the_bias() -> None:
     layer.content_proj.weight.data = torch.empty(0, E).double()
     layer.out_proj.weight.data = torch.empty(E, 0).double()
     out = layer(x, is_causal=True)[0]
-    torch.testing.assert_close(out, layer.out_proj.bias.expand_as(out))
+    assert_alike(out, layer.out_proj.bias.expand_as(out))
     out.sum().backward()
     assert x.grad is None or not x.grad.any()
-    torch.testing.assert_close(layer.out_proj.bias.grad, torch.full((E,), 10.0).double())
+    assert_alike(layer.out_proj.bias.grad, torch.full((E,), 10.0).double())
 
 
 def test_padding_changes_no_real_row() -> None:
@@ -172,7 +171,7 @@ def test_padding_changes_no_real_row() -> None:
     padded = torch.cat([x, torch.full((1, 2, E), torch.nan).double()], 1)
     hidden = padded.isnan().any(2)
     out = layer(padded, is_causal=True, key_padding_mask=hidden)[0]
-    torch.testing.assert_close(out[:, :4], layer(x, is_causal=True)[0])
+    assert_alike(out[:, :4], layer(x, is_causal=True)[0])
 
 
 def test_statistics_are_those_of_the_probabilities() -> None:
@@ -182,12 +181,12 @@ def test_statistics_are_those_of_the_probabilities() -> None:
     assert layer.content_proj is not None
     scores = layer.scale * (scores + layer.content_proj(x).transpose(1, 2)[:, :, None])
     hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
-    torch.testing.assert_close(rows.lse, scores.masked_fill(hidden, -torch.inf).logsumexp(-1))
+    assert_alike(rows.lse, scores.masked_fill(hidden, -torch.inf).logsumexp(-1))
 
 
 def test_dropout_in_training_only() -> None:
     layer, x = layer_of(dropout=0.5), torch.randn(B, T, E).double()
-    torch.testing.assert_close(layer(x)[0], formula(layer, x, x))
+    assert_alike(layer(x)[0], formula(layer, x, x))
     layer.train()
     assert not torch.allclose(layer(x)[0], layer(x)[0])
 
@@ -200,16 +199,16 @@ def test_decoding_is_the_full_pass(options: dict[str, Any]) -> None:
     full = layer(x, is_causal=True)[0]
     cache = hk.nn.KeyValueCache()
     steps = [layer(part, is_causal=True, cache=cache)[0] for part in x.split([2, 1, 1, 3], dim=1)]
-    torch.testing.assert_close(torch.cat(steps, 1), full)
+    assert_alike(torch.cat(steps, 1), full)
     held = cache.append(*(part[:, :0] for part in layer.source(x, x)))
     assert held[0].shape == (B, S, Ds)  # one key for all heads
     assert len(held) == (2 if layer.content_proj is None else 3)
 
     memory = hk.nn.KeyValueCache()
     out = torch.cat([layer(part, x, cache=memory)[0] for part in x.split(1, dim=1)], 1)
-    torch.testing.assert_close(out, layer(x, x.clone())[0])
+    assert_alike(out, layer(x, x.clone())[0])
     memory.reorder(torch.tensor([1]))
-    torch.testing.assert_close(layer(x[:1], x[1:], cache=memory)[0], formula(layer, x[:1], x[1:]))
+    assert_alike(layer(x[:1], x[1:], cache=memory)[0], formula(layer, x[:1], x[1:]))
 
 
 # ---------------------------------------------------------------------- ordinary attention is a special case
@@ -241,7 +240,7 @@ def test_state_dict_of_torch_loads_exactly(form: str, options: dict[str, Any]) -
         layer.reset_parameters()
         layer.load_state_dict(state)
         out = layer(query, key, value, key_padding_mask=PADDED)[0]
-        torch.testing.assert_close(out, expected)
+        assert_alike(out, expected)
     assert layer.mixing.equal(torch.block_diag(*torch.ones(H, 1, E // H)))
 
 
@@ -253,7 +252,7 @@ def test_wide_heads_load_with_their_scale() -> None:
     layer = layer_of(shared_dim=20, value_dim=3, scale=gated.scale, output_gate="head")
     layer.load_state_dict(gated.state_dict())
     x = torch.randn(B, T, E).double()
-    torch.testing.assert_close(layer(x)[0], gated(x)[0])
+    assert_alike(layer(x)[0], gated(x)[0])
 
 
 def test_state_dict_round_trip() -> None:
@@ -262,7 +261,7 @@ def test_state_dict_round_trip() -> None:
         layer, again = layer_of(**options, shared_dim=E), layer_of(**options, shared_dim=E)
         again.load_state_dict(layer.state_dict())
         x = torch.randn(B, T, E).double()
-        torch.testing.assert_close(again(x)[0], layer(x)[0], rtol=0, atol=0)
+        assert_alike(again(x)[0], layer(x)[0])
 
 
 def test_state_dict_that_does_not_fit() -> None:
@@ -333,7 +332,7 @@ def test_inside_a_transformer_encoder() -> None:
         with torch.set_grad_enabled(grad):
             out = ours(x, src_key_padding_mask=PADDED)
             expected = theirs(x, src_key_padding_mask=PADDED)
-        torch.testing.assert_close(out[~PADDED], expected[~PADDED], rtol=1e-4, atol=1e-5)
+        assert_alike(out[~PADDED], expected[~PADDED], dtype=torch.float32)
 
 
 def test_compile() -> None:
@@ -342,9 +341,9 @@ def test_compile() -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     options = {"key_padding_mask": PADDED, "is_causal": True}
     out, expected = compiled(x, **options)[0], layer(x, **options)[0]
-    torch.testing.assert_close(out, expected)
+    assert_alike(out, expected)
     grads = [torch.autograd.grad(o.square().sum(), layer.mixing)[0] for o in (out, expected)]
-    torch.testing.assert_close(*grads)
+    assert_alike(*grads)
 
 
 def test_export() -> None:
@@ -352,7 +351,7 @@ def test_export() -> None:
     with torch.no_grad():
         program = torch.export.export(layer, (x,), {"is_causal": True})
         out = program.module()(x, is_causal=True)[0]
-        torch.testing.assert_close(out, layer(x, is_causal=True)[0])
+        assert_alike(out, layer(x, is_causal=True)[0])
 
 
 def test_autocast() -> None:

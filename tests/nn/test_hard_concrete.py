@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 
 LOG_11 = math.log(11)
 
@@ -94,7 +95,7 @@ def test_defaults_and_presets() -> None:
 def test_initial_values() -> None:
     for openness in (0.01, 0.5, 0.9):
         start = hk.nn.HardConcrete(4, openness=openness).probability_open()
-        torch.testing.assert_close(start, torch.full((4,), openness))
+        assert_alike(start, torch.full((4,), openness))
     generator = torch.Generator().manual_seed(0)
     many = hk.nn.HardConcrete(4096, log_alpha="voita", generator=generator).log_alpha
     assert many.abs().max() <= math.sqrt(3 / 4096)
@@ -133,7 +134,7 @@ def test_a_sample_is_the_formula_of_its_noise() -> None:
     uniform = 1e-6 + (1 - 2e-6) * torch.rand(3, dtype=torch.float64)
     torch.manual_seed(3)
     expected = formula(uniform, gate.log_alpha)
-    torch.testing.assert_close(gate(7, 1), expected, rtol=1e-12, atol=1e-12)
+    assert_alike(gate(7, 1), expected)
 
 
 def test_shared_by_the_batch_or_per_sample() -> None:
@@ -176,7 +177,7 @@ def test_a_gpu_draws_the_gates_of_the_cpu(per_sample: bool) -> None:
     found = gate.cuda()(3, 1)
     assert found.is_cuda
     assert torch.equal(found.cpu() == 0, expected == 0)
-    torch.testing.assert_close(found.cpu(), expected)
+    assert_alike(found.cpu(), expected)
 
 
 def test_half_precision_models_have_float32_gates() -> None:
@@ -233,7 +234,7 @@ def test_l2_penalty_is_an_expectation() -> None:
     expected = sum(p * (v.detach() ** 2).sum() / 2 for p, v in zip(chances, values, strict=True))
     assert penalty.item() == pytest.approx(float(expected), rel=1e-6)
     penalty.backward()
-    torch.testing.assert_close(values.grad[1], chances[1] * values.detach()[1], rtol=1e-6, atol=0)
+    assert_alike(values.grad[1], chances[1] * values.detach()[1], dtype=torch.float32)
     assert (gate.log_alpha.grad > 0).all()
     with pytest.raises(ValueError, match=r"values has shape \[2, 4\]; pass \[3, \.\.\.\]"):
         gate.l2_penalty(torch.ones(2, 4))
@@ -271,7 +272,7 @@ def test_rules_of_evaluation() -> None:
     log_alpha = (-3.0, -1.0, 0.0, 1e-3, 1.0, 3.0)
     mean, binary = gates_at(*log_alpha).eval(), gates_at(*log_alpha, evaluate="binary").eval()
     expected = [min(1, max(0, 1.2 / (1 + math.exp(-a)) - 0.1)) for a in log_alpha]
-    torch.testing.assert_close(mean.export(), torch.tensor(expected, dtype=torch.float64))
+    assert_alike(mean.export(), torch.tensor(expected, dtype=torch.float64))
     assert binary.export().tolist() == [0, 0, 0, 1, 1, 1]
     for gate in (mean, binary):
         assert torch.equal(gate(4, 1), gate.export())
@@ -401,7 +402,7 @@ def test_fullgraph_compile(per_sample: bool, training: bool) -> None:
         out = call(x)
         (out.square().mean() + hk.nn.l0_penalty(layer)).backward()
         results.append((out.detach(), layer.head_gate.log_alpha.grad.clone()))
-    torch.testing.assert_close(results[0], results[1])
+    assert_alike(results[0], results[1])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -431,7 +432,7 @@ def test_sampled_closed_heads_get_the_gradients_of_the_full_backward_pass() -> N
         layer.zero_grad()
         layer(x).square().mean().backward()
         results.append([p.grad.clone() for p in layer.parameters()])
-    torch.testing.assert_close(results[0], results[1])
+    assert_alike(results[0], results[1])
 
 
 # ---------------------------------------------------------------------- bad input

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
     CAUSAL,
     PADDED,
@@ -53,7 +54,7 @@ def test_inside_a_transformer_encoder(training: bool, grad: bool, built: str) ->
     with torch.set_grad_enabled(grad):
         expected = theirs(x, src_key_padding_mask=PADDED)
         out = ours(x, src_key_padding_mask=PADDED)
-    torch.testing.assert_close(out[~PADDED], expected[~PADDED], rtol=1e-4, atol=1e-5)
+    assert_alike(out[~PADDED], expected[~PADDED], dtype=torch.float32)
     calls = []
     ours.layers[1].self_attn.register_forward_hook(lambda *call: calls.append(call))
     with torch.set_grad_enabled(grad):
@@ -76,9 +77,7 @@ def test_inside_a_transformer_decoder_layer(norm_first: bool) -> None:
         "tgt_is_causal": True,
         "memory_key_padding_mask": PADDED,
     }
-    torch.testing.assert_close(
-        ours(x, memory, **masks), theirs(x, memory, **masks), rtol=1e-4, atol=1e-5
-    )
+    assert_alike(ours(x, memory, **masks), theirs(x, memory, **masks), dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------- compiled and traced
@@ -112,12 +111,12 @@ def test_compile(output_gate: str | None) -> None:
     for options in ({"is_causal": True}, {"key_padding_mask": PADDED, "need_statistics": True}):
         out, rows = compiled(x, **options)
         expected, expected_rows = layer(x, **options)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(rows, expected_rows)
+        assert_alike(out, expected)
+        assert_alike(rows, expected_rows)
         grads = [
             torch.autograd.grad(o.square().sum(), layer.k_proj.weight)[0] for o in (out, expected)
         ]
-        torch.testing.assert_close(*grads)
+        assert_alike(*grads)
 
 
 def test_compiled_transformer_encoder() -> None:
@@ -128,7 +127,7 @@ def test_compiled_transformer_encoder() -> None:
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         out = compiled(x, src_key_padding_mask=PADDED)
-        torch.testing.assert_close(out, model(x, src_key_padding_mask=PADDED))
+        assert_alike(out, model(x, src_key_padding_mask=PADDED))
 
 
 def test_export() -> None:
@@ -137,7 +136,7 @@ def test_export() -> None:
         program = torch.export.export(layer, (x,), {"key_padding_mask": PADDED, "is_causal": True})
         out = program.module()(x, key_padding_mask=PADDED, is_causal=True)[0]
         expected = layer(x, key_padding_mask=PADDED, is_causal=True)[0]
-    torch.testing.assert_close(out, expected)
+    assert_alike(out, expected)
 
 
 def test_autocast() -> None:

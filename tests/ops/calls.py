@@ -11,12 +11,18 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.dispatch import Backend
 from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
+from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from tests.support.alike import assert_alike
 
 TABLES: dict[str, tuple[Backend, ...]] = {
     "gated_attention": gated_attention.BACKENDS,
     "collaborative_attention": collaborative_attention.BACKENDS,
     "attention_statistics": attention_statistics.BACKENDS,
 }
+
+#: The operators that have a gradient, by name.
+OPERATORS = {operator.name: operator for operator in (GATED, COLLABORATIVE)}
 
 #: Every (operator, backend) whose result has a gradient.
 DIFFERENTIABLE = [
@@ -40,6 +46,23 @@ def call(operator: str, backend: str, /, **arguments: Any) -> Any:
     """The operator on `backend`; skips the test where it can not serve the call."""
     serve(operator, backend, **arguments)
     return getattr(hk, operator)(backend=backend, **arguments)
+
+
+def assert_same_bits(backend: str, found: Any, expected: Any) -> None:
+    """Tensors, or dicts and sequences of them, that a fused kernel has computed in one order of sums.
+
+    `eager` computes with a BLAS library, which promises no order.
+    """
+    if backend == "eager":
+        assert_alike(found, expected)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    else:
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(backend, one, other)
 
 
 def tensors(

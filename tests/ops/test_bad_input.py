@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,12 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, call, tensors
+from heads_kernels import Problem, checks
+from heads_kernels.mask import UNBOUNDED
+from heads_kernels.ops import gate as gates
+from heads_kernels.ops.library import load
+from heads_kernels.ops.operator import Results
+from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, TABLES, call, serve, tensors
 
 B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
 GATED, COLLABORATIVE = "gated_attention", "collaborative_attention"
@@ -222,6 +228,26 @@ SHARED: dict[str, tuple[Bad, type[Exception], str]] = {
         ValueError,
         "query has layout sparse_coo; pass a dense tensor; packed sequences go with hk.Mask.",
     ),
+    "sparse gate": (
+        {"gate": torch.ones(H).to_sparse()},
+        ValueError,
+        "gate has layout sparse_coo; pass a dense tensor.",
+    ),
+    "csr gate": (
+        {"gate": torch.ones(B, H).to_sparse_csr()},
+        ValueError,
+        "gate has layout sparse_csr; pass a dense tensor.",
+    ),
+    "mkldnn gate": (
+        {"gate": torch.ones(B, H).to_mkldnn()},
+        ValueError,
+        "gate has layout _mkldnn; pass a dense tensor.",
+    ),
+    "nested gate": (
+        {"gate": torch.nested.nested_tensor([torch.ones(H)] * B)},
+        ValueError,
+        "gate has layout nested; pass a dense tensor.",
+    ),
     "scale tensor": (
         {"scale": torch.tensor(1.0)},
         TypeError,
@@ -230,7 +256,27 @@ SHARED: dict[str, tuple[Bad, type[Exception], str]] = {
     "scale nan": (
         {"scale": float("nan")},
         ValueError,
-        "scale is nan; pass a finite float.",
+        "scale is nan; pass a finite float of at most 1.7e+38: scores are torch.float32.",
+    ),
+    "scale infinite": (
+        {"scale": -math.inf},
+        ValueError,
+        "scale is -inf; pass a finite float of at most 1.7e+38",
+    ),
+    "scale beyond float32": (
+        {"scale": 1e39},
+        ValueError,
+        "scale is 1e+39; pass a finite float of at most 1.7e+38: scores are torch.float32.",
+    ),
+    "scale beyond every float": (
+        {"scale": 10**400},
+        ValueError,
+        "scale is about 2**1328; pass a finite float of at most 1.7e+38",
+    ),
+    "scale beyond what Python prints": (
+        {"scale": -(10**5000)},
+        ValueError,
+        "scale is about -2**16609; pass a finite float",
     ),
     "backend": (
         {"backend": "flash"},
@@ -287,6 +333,16 @@ COMPANIONS: dict[str, tuple[Bad, type[Exception], str]] = {
         {"mixing": [[1.0]]},
         TypeError,
         "mixing is a list; pass a torch.Tensor.",
+    ),
+    "sparse mixing": (
+        {"mixing": torch.ones(H, D).to_sparse_csr()},
+        ValueError,
+        "mixing has layout sparse_csr; pass a dense tensor.",
+    ),
+    "sparse content_bias": (
+        {"content_bias": torch.ones(B, H, S).to_sparse()},
+        ValueError,
+        "content_bias has layout sparse_coo; pass a dense tensor.",
     ),
     "content_bias device": (
         {"content_bias": torch.ones(B, H, S, device="meta")},
@@ -360,6 +416,16 @@ MASKS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "attn_mask has shape [1, 1, 1, 5, 7]; pass a hk.Mask, or a bool tensor",
     ),
+    "sparse": (
+        lambda: torch.ones(T, S, dtype=torch.bool).to_sparse(),
+        ValueError,
+        "attn_mask has layout sparse_coo; pass a hk.Mask, or a bool tensor with True = may attend, dense.",
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(S, dtype=torch.bool)] * T),
+        ValueError,
+        "attn_mask has layout nested; pass a hk.Mask, or a bool tensor with True = may attend, dense.",
+    ),
     "string": (
         lambda: "causal",
         TypeError,
@@ -397,6 +463,11 @@ def test_mask_arguments() -> None:
 EXCLUDED: dict[str, tuple[Any, type[Exception], str]] = {
     "list": ([0], TypeError, "exclude_keys is a list; pass bool [S] = [7] or [B, S] = [2, 7], "),
     "dtype": (f32(S), TypeError, "exclude_keys has dtype torch.float32; pass bool [S] = [7] or "),
+    "sparse": (
+        torch.ones(S, dtype=torch.bool).to_sparse(),
+        ValueError,
+        "exclude_keys has layout sparse_coo; pass a dense tensor.",
+    ),
     "size": (
         torch.ones(T, dtype=torch.bool),
         ValueError,
@@ -415,6 +486,110 @@ def test_exclude_keys(name: str) -> None:
     exclude, kind, message = EXCLUDED[name]
     with pytest.raises(kind, match="^" + re.escape(message)):
         hk.attention_statistics(**good("attention_statistics"), exclude_keys=exclude)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scale_is_judged_in_the_compute_dtype(dtype: torch.dtype) -> None:
+    query, key, value = torch.zeros(3, 1, 1, 4, 8, dtype=dtype)
+    if dtype == torch.float64:
+        assert hk.gated_attention(query, key, value, scale=1e39).isfinite().all()
+    else:
+        with pytest.raises(ValueError, match=r"^scale is 1e\+39; .*torch\.float32"):
+            hk.gated_attention(query, key, value, scale=1e39)
+    assert hk.gated_attention(query, key, value, scale=1.7e38).isfinite().all()
+
+
+def test_an_unknown_activation_is_no_identity() -> None:
+    """Whoever gets past the checks of a call: eager, the gradient of a gate."""
+    gate = torch.ones(H)
+    for run in (
+        lambda: gates.activate(gate, "relu"),
+        lambda: gates.gate_gradient(torch.ones(B, H, T), gate, "relu", True),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^gate_activation is 'relu'; use one of 'identity', "
+        ):
+            run()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4])
+@pytest.mark.parametrize("backend", [row.name for row in TABLES[GATED]])
+def test_no_backend_takes_an_unknown_activation(backend: str, rank: int) -> None:
+    """Its own code: behind what checks the call."""
+    sizes = (H,) if rank == 1 else (B, H, T, Dv)[:rank]
+    problem = Problem.gated(**good(GATED), gate=torch.ones(sizes))
+    serve(GATED, backend, **good(GATED))
+    operator = OPERATORS[GATED]
+    packed = dict(zip(operator.types, operator.pack(problem, None), strict=True))
+    made = operator.unpack([*{**packed, "gate_activation": "relu"}.values()])
+    results = Results(torch.empty(B, H, T, Dv), torch.empty(0), torch.empty(0))
+    with pytest.raises(Exception, match="gate_activation"):
+        load(operator.backends, backend).forward(made, results)
+
+
+# ---------------------------------------------------------------------- sizes that int32 can't hold
+def long(operator: str, **sizes: int) -> Bad:
+    """Arguments of these sizes, by stride 0."""
+    wanted = {"B": 1, "H": 2, "T": 1, "S": 1} | sizes
+    one = tensors(operator, **dict.fromkeys(wanted, 1), Hk=1, D=8, dtype=torch.float32)
+    b, h, t, s = wanted.values()
+    shapes = {
+        "gated_attention": {"query": (b, h, t, 8), "key": (b, h, s, 8), "value": (b, h, s, 6)},
+        "attention_statistics": {"query": (b, h, t, 8), "key": (b, h, s, 8)},
+        "collaborative_attention": {"query": (b, t, 8), "key": (b, s, 8), "value": (b, h, s, 6),
+            "mixing": (h, 8), "content_bias": (b, h, s)},
+    }[operator]  # fmt: skip
+    return {name: one[name].expand(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("operator", [*BOTH, "attention_statistics"])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"S": 2**31 - 1}, "key has S = 2147483647; split the call: S is at most 1073740800."),
+        ({"S": 2**32 + 5}, "key has S = 4294967301; split the call: S is at most 1073740800."),
+        ({"T": 2**30 + 256}, "query has T = 1073742080; split the call: T is at most 1073740800."),
+        ({"T": checks.MAX_LENGTH + 1}, "query has T = 1073740801; "),
+        ({"B": 2**31}, "query has B = 2147483648; split the call: B is at most 2147483647."),
+        ({"H": 2**31}, "query has H = 2147483648; split the call: H is at most 2147483647."),
+    ],
+)
+def test_sizes_that_int32_can_not_hold(operator: str, sizes: dict[str, int], message: str) -> None:
+    """Before a mask is worked out, which would take memory."""
+    mask = hk.Mask(causal="lower_right", key_lengths=[1], query_lengths=[1])
+    arguments = {**long(operator, **sizes), "attn_mask": mask}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        getattr(hk, operator)(**arguments)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        hk.explain(operator, **arguments)
+
+
+def test_the_longest_call_that_is_served() -> None:
+    """Its band limits and its last rows stay within int32; nothing is computed here."""
+    most = checks.MAX_LENGTH
+    windows = hk.Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
+    for T, S in ((most, 1), (1, most)):
+        problem = Problem.gated(**long(GATED, T=T, S=S), attn_mask=windows)
+        lo, hi = problem.intervals.band_lo, problem.intervals.band_hi
+        assert -UNBOUNDED <= lo <= hi <= UNBOUNDED
+        assert most + 1024 + UNBOUNDED <= 2**31
+        assert problem.intervals.band_hi == S - T + 1
+
+
+@pytest.mark.parametrize("operator", [*BOTH, "attention_statistics"])
+def test_the_op_itself_refuses_them(operator: str) -> None:
+    """Where sizes are symbolic a `Problem` can not judge them."""
+    arguments = long(operator, S=2**31)
+    if operator == "attention_statistics":
+        rest = dict.fromkeys(("k_lo", "k_hi", "key_visible", "dense_mask"))
+        given = [*arguments.values(), None, None, None, *rest.values(), -9, 9, 1.0]
+    else:
+        values = {**dict.fromkeys(OPERATORS[operator].types), **arguments}
+        values |= {"band_lo": -9, "band_hi": 9, "scale": 1.0, "dropout_p": 0.0}
+        given = [*{**values, "gate_activation": "identity"}.values(), False]
+    for backend in ("cpu", "eager"):
+        with pytest.raises(ValueError, match=r"^key (has S = 2147483648|is too long)"):
+            getattr(torch.ops.heads_kernels, operator)(*given, backend)
 
 
 def test_explain_refuses_as_the_call_does() -> None:

@@ -1,18 +1,27 @@
-"""What csrc/bindings/ refuse: whoever calls an extension itself reads and writes no memory that is not there."""
+"""What csrc/bindings/ and the ops refuse: whoever calls them reads and writes no memory that is not there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-cuda = pytest.importorskip("heads_kernels._cuda_emulated", reason="python setup.py emulator")
+from tests.ops.calls import OPERATORS
+
+cpu = pytest.importorskip("heads_kernels._cpu", reason="pip install, with a C++ compiler")
+try:
+    from heads_kernels import _cuda_emulated as cuda
+except ImportError:  # python setup.py emulator
+    cuda = None
 
 B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
 HERE = (0, 0)
+NAMES = {False: "gated_attention", True: "collaborative_attention"}
+needs_emulator = pytest.mark.skipif(cuda is None, reason="python setup.py emulator")
 
 Call = dict[str, Any]
 
@@ -25,41 +34,71 @@ def rows(*sizes: int) -> Tensor:
     return empty(*sizes, dtype=torch.float32)
 
 
-def call(shared: bool) -> Call:
-    """A valid call of every pass, by the names of its tensors."""
+def call(shared: bool, splits: int = 2) -> Call:
+    """A valid call of every pass, by the names of its tensors; parts of gradients by `splits`."""
     return {
         "query": empty(B, T, D) if shared else empty(B, H, T, D),
         "key": empty(B, S, D) if shared else empty(B, Hk, S, D),
         "value": empty(B, H if shared else Hk, S, Dv),
         "mixing": empty(H, D) if shared else None,
         "content_bias": empty(B, H, S) if shared else None,
-        "k_lo": None,
-        "k_hi": None,
+        "k_lo": torch.zeros(B, T, dtype=torch.int32),
+        "k_hi": torch.full((B, T), S, dtype=torch.int32),
         "key_visible": torch.ones(1, S, dtype=torch.bool),
+        "dense_mask": None,
+        "excluded": torch.zeros(1, S, dtype=torch.bool),
         "gate": torch.ones(H),
         "seed": torch.zeros(1, dtype=torch.int64),
+        "out": empty(B, H, T, Dv),
         "dout": empty(B, H, T, Dv),
         "attended": empty(B, H, T, Dv),
         "lse": rows(B, H, T),
         "delta": rows(B, H, T),
+        "max_prob": rows(B, H, T),
+        "entropy": rows(B, H, T),
+        "argmax": torch.zeros(B, H, T, dtype=torch.int64),
         "dgate": rows(B, H, T),
         "dattended": None,
-        "dkey": rows(2 * B, S, D) if shared else rows(2 * B, Hk, S, D),
-        "dvalue": empty(B, H, S, Dv) if shared else rows(2 * B, Hk, S, Dv),
+        "dkey": rows(splits * B, S, D) if shared else rows(splits * B, Hk, S, D),
+        "dvalue": empty(B, H, S, Dv) if shared else rows(splits * B, Hk, S, Dv),
         "dcontent_bias": rows(B, H, S) if shared else None,
         "dquery": rows(B, T, D) if shared else empty(B, H, T, D),
         "dmixing": rows(B, 1, H, D) if shared else None,
     }
 
 
+def of_cpu(shared: bool) -> Call:
+    """The same with gradients as the CPU writes them."""
+    c = call(shared)
+    like = {f"d{name}": torch.zeros_like(c[name]) for name in ("query", "key", "value")}
+    dense = torch.ones(1, H, T, S, dtype=torch.bool)
+    return {**c, **like, "dense_mask": dense, "dmixing": rows(B, H, D) if shared else None}
+
+
 def told(c: Call) -> tuple[Any, ...]:
     scores = c["query"], c["key"], c["mixing"], c["content_bias"], 0.5
-    mask = c["k_lo"], c["k_hi"], c["key_visible"], -S, S
+    mask = c["k_lo"], c["k_hi"], c["key_visible"], c["dense_mask"], -S, S
     return scores, c["value"], mask, (c["gate"], "identity", c["seed"], 0.5)
 
 
+def cpu_forward(c: Call) -> None:
+    cpu.attention_forward(*told(c), (c["out"], c["attended"], c["lse"]), 1)
+
+
+def cpu_backward(c: Call) -> None:
+    names = ("dquery", "dkey", "dvalue", "dmixing", "dcontent_bias", "dgate")
+    saved, gradients = (c["dout"], c["attended"], c["lse"]), tuple(c[name] for name in names)
+    cpu.attention_backward(*told(c), True, saved, gradients, 1)
+
+
+def cpu_statistics(c: Call) -> None:
+    scores, _, mask, _ = told(c)
+    outputs = tuple(c[name] for name in ("lse", "max_prob", "argmax", "entropy"))
+    cpu.attention_statistics(scores, c["excluded"], mask, outputs, 1)
+
+
 def forward(c: Call) -> None:
-    cuda.attention_forward(*told(c), (c["dout"], c["attended"], c["lse"]), HERE)
+    cuda.attention_forward(*told(c), (c["out"], c["attended"], c["lse"]), HERE)
 
 
 def closed(c: Call) -> None:
@@ -84,57 +123,159 @@ def queries(c: Call) -> None:
     cuda.attention_queries(*told(c), read, gradients, 1, True, HERE)
 
 
-#: Each pass with the tensors that it alone reads or writes.
-PASSES: dict[Callable[[Call], None], tuple[str, ...]] = {
-    forward: ("query", "key", "value", "mixing", "content_bias", "gate", "key_visible", "seed", "dout", "lse"),
-    closed: ("dout", "dgate", "gate"),
+Pass = Callable[[Call], None]
+_SCORES = ("query", "key", "mixing", "content_bias", "k_lo", "k_hi", "key_visible", "dense_mask")
+_CALL = (*_SCORES, "value", "gate", "seed")
+_READ = ("dout", "lse", "delta")
+#: Each pass with the tensors that it reads and writes.
+PASSES: dict[Pass, tuple[str, ...]] = {
+    cpu_forward: (*_CALL, "out", "attended", "lse"),
+    cpu_backward: (*_CALL, "dout", "attended", "lse", "dquery", "dkey", "dvalue", "dmixing", "dcontent_bias", "dgate"),
+    cpu_statistics: (*_SCORES, "excluded", "lse", "max_prob", "argmax", "entropy"),
+}  # fmt: skip
+CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
+    forward: (*_CALL, "out", "attended", "lse"),
+    closed: (*_CALL, "dout", "dgate"),
     first: ("dout", "attended", "lse", "delta", "dgate", "gate"),
-    keys: ("dout", "lse", "delta", "dkey", "dvalue", "dcontent_bias"),
-    queries: ("dout", "lse", "delta", "dquery", "dmixing"),
+    keys: (*_CALL, *_READ, "dkey", "dvalue", "dcontent_bias"),
+    queries: (*_CALL, *_READ, "dquery", "dmixing"),
+}
+if cuda is not None:
+    PASSES |= CUDA_PASSES
+
+#: Gradients, written only where they are asked for; an empty one is not.
+GRADIENTS = {"dquery", "dkey", "dvalue", "dmixing", "dcontent_bias", "dgate"}
+#: What may be absent.
+OPTIONAL = {
+    "content_bias",
+    "key_visible",
+    "dense_mask",
+    "excluded",
+    "gate",
+    "attended",
+    "lse",
+    *GRADIENTS,
+}
+#: But these passes need it.
+NEEDED = {
+    (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
+    (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"),
+}  # fmt: skip
+#: Outputs of passes that may be empty.
+OUTPUTS = {
+    cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"},
+    cpu_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS,
 }  # fmt: skip
 
-SPOILED: dict[str, Callable[[Tensor], Tensor]] = {
+
+def freed(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+SPOILED: dict[str, Callable[[Tensor], Any]] = {
+    "None": lambda t: None,
+    "empty": lambda t: t.new_empty(0),
+    "scalar": lambda t: t.flatten()[0],
     "shorter": lambda t: t[..., :-1],
-    "another rank": lambda t: t[None, None, None],
+    "longer": lambda t: torch.cat([t, t], -1),
+    "another rank": lambda t: t[None, None, None, None],
     "double": lambda t: t.double(),
-    "another kind": lambda t: t.to(torch.int32),
+    "another kind": lambda t: t.to(torch.int16),
+    "list": lambda t: t.tolist(),
+    "meta": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "freed": freed,
 }
+#: These are refused by the name of what is wrong; sizes are read off query, key and mixing, and the others blamed.
+NAMED = ("None", "scalar", "another rank", "another kind", "list", "meta", "sparse", "freed")
+
+
+def made(run: Pass, shared: bool) -> Call:
+    return of_cpu(shared) if run.__name__.startswith("cpu") else call(shared)
+
+
+def spoiled_calls() -> Iterator[tuple[Pass, str, bool, str]]:
+    for run, names in PASSES.items():
+        for shared in (False, True):
+            there = made(run, shared)
+            yield from (
+                (run, n, shared, how) for n in names if there[n] is not None for how in SPOILED
+            )
+
+
+def is_served(run: Pass, name: str, how: str) -> bool:
+    if how == "None":
+        return name in OPTIONAL and (run, name) not in NEEDED
+    if how == "empty":
+        return name in OUTPUTS.get(run, ())
+    if how == "double":  # beside the query, of the CPU's kernels
+        own = (
+            "gate",
+            "mixing",
+            "content_bias",
+            *(("dout", "attended") if run is cpu_backward else ()),
+        )
+        return run.__name__.startswith("cpu") and name in own
+    return False
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
-def test_a_valid_call_runs(run: Callable[[Call], None], shared: bool) -> None:
-    run(call(shared))
+def test_a_valid_call_runs(run: Pass, shared: bool) -> None:
+    run(made(run, shared))
 
 
-@pytest.mark.parametrize("how", SPOILED)
-@pytest.mark.parametrize(
-    ("run", "name", "shared"),
-    [
-        (run, name, shared)
-        for run, names in PASSES.items()
-        for name in names
-        for shared in (False, True)
-        if call(shared)[name] is not None
-    ],
-)
-def test_a_tensor_that_does_not_fit(
-    run: Callable[[Call], None], name: str, shared: bool, how: str
-) -> None:
-    spoiled = call(shared)
+@pytest.mark.parametrize(("run", "name", "shared", "how"), [*spoiled_calls()])
+def test_a_tensor_that_does_not_fit(run: Pass, name: str, shared: bool, how: str) -> None:
+    spoiled = made(run, shared)
     spoiled[name] = SPOILED[how](spoiled[name])
-    with pytest.raises(ValueError, match=r"does not fit|reached the kernels"):
+    if is_served(run, name, how):
+        run(spoiled)
+        return
+    own = "(dout|dattended)" if name == "dout" else name  # of the last passes of CUDA
+    blamed = own if how in NAMED and how != "None" else r"\w+"
+    with pytest.raises(ValueError, match=rf"^{blamed} .*does not fit"):
         run(spoiled)
 
 
-def test_rows_that_do_not_lie_contiguous() -> None:
-    for run, name in ((forward, "value"), (forward, "dout"), (first, "dout"), (keys, "dkey")):
+@pytest.mark.parametrize("how", ["threads", "band", "dropout_p", "activation", "seed"])
+def test_numbers_that_do_not_fit(how: str) -> None:
+    c = of_cpu(shared=False)
+    scores, value, mask, options = told(c)
+    threads = 0 if how == "threads" else 1
+    if how == "band":
+        mask = (*mask[:4], -(2**40), S)
+    if how == "dropout_p":
+        options = (*options[:3], float("nan"))
+    if how == "activation":
+        options = (options[0], "relu", *options[2:])
+    if how == "seed":
+        options = (*options[:2], None, options[3])
+    outputs = c["out"], c["attended"], c["lse"]
+    with pytest.raises(ValueError, match=how):
+        cpu.attention_forward(scores, value, mask, options, outputs, threads)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    for run, name in ((cpu_forward, "value"), (cpu_forward, "lse"), (cpu_backward, "dmixing")):
+        spoiled = of_cpu(shared=True)
+        spoiled[name] = torch.stack([spoiled[name]] * 2, -1)[..., 0]
+        with pytest.raises(ValueError, match="does not fit"):
+            run(spoiled)
+
+
+@needs_emulator
+def test_rows_that_are_not_contiguous_for_cuda() -> None:
+    for run, name in ((forward, "value"), (forward, "out"), (first, "dout"), (keys, "dkey")):
         spoiled = call(shared=False)
         spoiled[name] = torch.stack([spoiled[name]] * 2, -1)[..., 0]
         with pytest.raises(ValueError, match="does not fit"):
             run(spoiled)
 
 
+@needs_emulator
 def test_parts_are_as_many_as_splits_and_float() -> None:
     for wrong in (rows(B, Hk, S, D), empty(2 * B, Hk, S, D)):
         with pytest.raises(ValueError, match="dkey"):
@@ -145,8 +286,76 @@ def test_parts_are_as_many_as_splits_and_float() -> None:
         queries({**call(shared=True), "dmixing": rows(B, 2, H, D)})
 
 
+@needs_emulator
 def test_tiles_of_a_kernel_that_is_not_there() -> None:
     assert min(cuda.tiles_of("gated_attention.keys", torch.float32, D, Dv)[:2]) > 0
     for name in ("gated_attention.values", "keys", ""):
         with pytest.raises(ValueError, match="no kernel"):
             cuda.tiles_of(name, torch.float32, D, Dv)
+
+
+# ---------------------------------------------------------------------- the ops
+def op_arguments(shared: bool, backward: bool) -> Call:
+    """Arguments of an op by name, in its order; a valid call."""
+    c = {**of_cpu(shared), "band_lo": -S, "band_hi": S, "scale": 0.5}
+    c |= {"gate_activation": "identity", "dropout_p": 0.5, "save": True, "closed_grad": True}
+    c["needs"] = [True] * (6 if shared else 4)
+    names = (
+        *OPERATORS[NAMES[shared]].types,
+        *(("closed_grad", "needs") if backward else ("save",)),
+    )
+    return {n: c[n] for n in (("dout", "attended", "lse", *names) if backward else names)}
+
+
+def op_of(shared: bool, backward: bool) -> Any:
+    return OPERATORS[NAMES[shared]].backward_op if backward else OPERATORS[NAMES[shared]].forward_op
+
+
+def is_served_by_op(name: str, how: str, backend: str) -> bool:
+    if how == "None":
+        return name in ("content_bias", "key_visible", "dense_mask", "gate") or (
+            name == "seed" and backend != "cpu"
+        )
+    if how == "double":
+        return name in ("gate", "mixing", "content_bias") or (
+            backend == "cpu" and name in ("dout", "attended")
+        )
+    return False
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_op_refuses_by_name(shared: bool, backward: bool, backend: str) -> None:
+    op, good = op_of(shared, backward), op_arguments(shared, backward)
+    op(*good.values(), backend)
+    for name, tensor in good.items():
+        for how in SPOILED:
+            if not isinstance(tensor, Tensor) or how in ("list", "meta", "sparse", "freed"):
+                continue
+            spoiled = {**good, name: SPOILED[how](tensor)}
+            other_width = name == "value" and how in ("shorter", "longer") and not backward
+            if other_width or is_served_by_op(name, how, backend):
+                op(*spoiled.values(), backend)
+                continue
+            blamed = name if how in ("None", "another kind") and "k_" not in name else r"\w+"
+            with pytest.raises((ValueError, TypeError), match=rf"^{blamed} "):
+                op(*spoiled.values(), backend)
+    with pytest.raises(ValueError, match=r"^gate_activation is 'relu'"):
+        op(*{**good, "gate_activation": "relu"}.values(), backend)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fake_refuses_by_name(shared: bool, backward: bool) -> None:
+    op = op_of(shared, backward)
+    with FakeTensorMode() as mode:
+        good = {
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in op_arguments(shared, backward).items()
+        }
+        op(*good.values(), "cpu")
+        for name in ("lse", "attended") if backward else ("key", "value"):
+            for how in ("None", "another rank", "another kind"):
+                with pytest.raises((ValueError, TypeError), match=rf"^{name} "):
+                    op(*{**good, name: SPOILED[how](good[name])}.values(), "cpu")

@@ -14,6 +14,7 @@ import torch
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import CASES, Case, check, plain
 from tests.ops.calls import TABLES
+from tests.support.alike import assert_alike
 
 #: Part of its bound that eager's own error may be. It is bounded by twice itself and the floor, so
 #: that 0.4 says: at most twice the floor.
@@ -72,8 +73,7 @@ def test_oracle_against_autograd(case: Case) -> None:
         torch.manual_seed(inputs.seed)
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64)
     expected = plain(inputs.problem(), seed).out
-    close = {"rtol": 1e-9, "atol": 1e-10}
-    torch.testing.assert_close(out, expected.detach(), **close)
+    assert_alike(out, expected.detach())
     leaves = list(inputs.tensors.values())
     for name, grad, want in zip(
         inputs.tensors,
@@ -81,4 +81,4 @@ def test_oracle_against_autograd(case: Case) -> None:
         torch.autograd.grad(expected, leaves, inputs.dout, materialize_grads=True),
         strict=True,
     ):
-        torch.testing.assert_close(grad, want, **close, msg=lambda text, n=name: f"d{n}: {text}")
+        assert_alike(grad, want, name=f"d{name}")

@@ -11,16 +11,12 @@ from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.ops import parts
-from tests.ops.calls import DIFFERENTIABLE, TABLES, call
+from tests.ops.calls import DIFFERENTIABLE, TABLES, assert_same_bits, call
+from tests.support.alike import assert_alike
 
 GATED = [row.name for row in TABLES["gated_attention"]]
 COLLABORATIVE = [row.name for row in TABLES["collaborative_attention"]]
 DTYPES = [torch.float64, torch.float32]
-#: Of results of order 1; two orders of summation of some 50 terms differ by less.
-CLOSE: dict[torch.dtype, dict[str, float]] = {
-    torch.float64: {"rtol": 1e-10, "atol": 1e-12},
-    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
-}
 
 Tensors = dict[str, Tensor]
 
@@ -46,14 +42,7 @@ def run(operator: str, backend: str, tensors: Tensors, dout: Tensor, **options: 
 
 def same(got: Tensors, want: Tensors, dtype: torch.dtype, names: list[str] | None = None) -> None:
     for name in names or list(want):
-        torch.testing.assert_close(
-            got[name], want[name], **CLOSE[dtype], msg=lambda text, n=name: f"{n}: {text}"
-        )
-
-
-def exactly(got: Tensors, want: Tensors) -> None:
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), f"{name} differs in its bits"
+        assert_alike(got[name], want[name], name=name)
 
 
 # ---------------------------------------------------------------------- one operator by the other
@@ -105,7 +94,7 @@ def test_a_constant_content_bias_changes_nothing(backend: str, dtype: torch.dtyp
     tensors["content_bias"] = tensors["content_bias"].detach() + 3.0
     same(run("collaborative_attention", backend, tensors, dout), want, dtype)
     zero = torch.zeros_like(want["content_bias"].sum(2))
-    torch.testing.assert_close(want["content_bias"].sum(2), zero, **CLOSE[dtype])
+    assert_alike(want["content_bias"].sum(2), zero)
 
 
 # ---------------------------------------------------------------------- PyTorch's own attention
@@ -149,11 +138,11 @@ def test_grouped_heads_are_expanded_heads(backend: str, dtype: torch.dtype) -> N
 def test_no_features_are_equal_weights(backend: str) -> None:
     query, key, value = torch.randn(1, 2, 3, 0), torch.randn(1, 2, 5, 0), torch.randn(1, 2, 5, 4)
     out = hk.gated_attention(query, key, value, scale=1.0, backend=backend)
-    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand_as(out))
+    assert_alike(out, value.mean(2, keepdim=True).expand_as(out))
     empty = hk.gated_attention(query, key, value[..., :0], scale=1.0, backend=backend)
     assert empty.shape == (1, 2, 3, 0)
     rows = hk.attention_statistics(query, key, scale=1.0, backend=backend)
-    torch.testing.assert_close(rows.lse, torch.full((1, 2, 3), 5.0).log())
+    assert_alike(rows.lse, torch.full((1, 2, 3), 5.0).log())
 
 
 @pytest.mark.parametrize("mask", [
@@ -177,7 +166,7 @@ def test_decoding_with_grouped_heads(
         options = {"gate": values, "attn_mask": mask}
         got = run("gated_attention", backend, tensors, torch.ones(2, 6, 1, 24), **options)["out"]
         want = call("gated_attention", backend, **expanded, **options)
-        torch.testing.assert_close(got, want, **CLOSE[torch.float32])
+        assert_alike(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -222,15 +211,15 @@ def test_gradient_of_a_gate(operator: str, backend: str, shape: tuple[int, ...])
     along = (0, 2, 3) if rank == 1 else tuple(range(rank, 4))
     terms = dout * attended
     want = terms.sum(along) if along else terms
-    torch.testing.assert_close(got["gate"], want, rtol=1e-10, atol=1e-12)
+    assert_alike(got["gate"], want)
 
     skipped = run(operator, backend, tensors | {"gate": gate}, dout, closed_grad=False)
     assert not skipped["gate"][gate == 0].any()
-    assert torch.equal(skipped["gate"][gate != 0], got["gate"][gate != 0])
+    assert_same_bits(backend, skipped["gate"][gate != 0], got["gate"][gate != 0])
     for name in tensors:
         if name == "mixing":  # no entry of it is 0
             assert bool((tensors[name] != 0).all())
-        torch.testing.assert_close(skipped[name], got[name], rtol=1e-10, atol=1e-12)
+        assert_alike(skipped[name], got[name])
 
 
 # ---------------------------------------------------------------------- padding and packing
@@ -318,12 +307,7 @@ def test_growing_the_padding_changes_no_valid_bit(
             assert not t.narrow(axis[name], size, more).any(), f"{name} in the padding"
         else:
             got[name] = t
-    if backend == "eager":
-        close = CLOSE[torch.float32] if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-        for name, tensor in want.items():
-            torch.testing.assert_close(got[name], tensor, **close)
-    else:
-        exactly(got, want)
+    assert_same_bits(backend, got, want)
 
 
 # ---------------------------------------------------------------------- symmetries
@@ -351,10 +335,7 @@ def test_a_batch_is_its_elements(operator: str, backend: str) -> None:
     for b in range(3):
         one = {n: t if n == "mixing" else t[b : b + 1] for n, t in tensors.items()}
         alone = call(operator, backend, **one, is_causal=True)
-        if backend == "eager":
-            torch.testing.assert_close(alone[0], whole[b], **CLOSE[torch.float32])
-        else:
-            assert torch.equal(alone[0], whole[b])
+        assert_same_bits(backend, alone[0], whole[b])
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
@@ -364,4 +345,4 @@ def test_out_is_linear_in_value(operator: str, backend: str) -> None:
     one = call(operator, backend, **tensors)
     two = call(operator, backend, **tensors | {"value": other})
     both = call(operator, backend, **tensors | {"value": 2 * tensors["value"] - 3 * other})
-    torch.testing.assert_close(both, 2 * one - 3 * two, rtol=1e-10, atol=1e-12)
+    assert_alike(both, 2 * one - 3 * two)

@@ -15,7 +15,8 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, hide, surrounded
-from tests.ops.calls import TABLES
+from tests.ops.calls import TABLES, assert_same_bits
+from tests.support.alike import assert_alike
 
 QUICK = [case for case in CASES if "model" not in case.tags]
 MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]
@@ -40,12 +41,6 @@ def make(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs
     return inputs
 
 
-def exactly(got: Result, want: Result) -> None:
-    assert torch.equal(got[0], want[0]), "out"
-    for name, grad in want[1].items():
-        assert torch.equal(got[1][name], grad), f"d{name}"
-
-
 @pytest.mark.parametrize(("case", "backend"), rows(QUICK))
 def test_the_same_bits_from_dirty_memory(case: Case, backend: str) -> None:
     """Every element of every result is written, and by the same numbers in the same order."""
@@ -56,7 +51,7 @@ def test_the_same_bits_from_dirty_memory(case: Case, backend: str) -> None:
         assert grad.isfinite().all(), name
     for _ in range(2):
         dirty_allocator(want[0])
-        exactly(inputs.backward(backend), want)
+        assert_same_bits(backend, inputs.backward(backend), want)
 
 
 @pytest.mark.parametrize(("case", "backend"), rows(QUICK))
@@ -66,9 +61,9 @@ def test_nothing_beside_an_input_is_read(case: Case, backend: str) -> None:
     guarded = replace(inputs, tensors=tensors, dout=surrounded(inputs.dout))
     out, grads = guarded.backward(backend)
     want, want_grads = inputs.backward(backend)
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    assert_alike(out, want)
     for name, grad in want_grads.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-4)
+        assert_alike(grads[name], grad, name=name)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -77,7 +72,7 @@ def test_hidden_values_reach_nothing(case: Case, backend: str, bad: float) -> No
     inputs = make(case, backend)
     poisoned, places = hide(inputs, bad)
     want, got = inputs.backward(backend), poisoned.backward(backend)
-    exactly(got, want)
+    assert_same_bits(backend, got, want)
     for name, place in places.items():
         assert not got[1][name][place].any(), f"d{name} of what is hidden"
 
@@ -90,7 +85,8 @@ def test_hidden_values_reach_nothing_in_other_dtypes(operator: str, dtype: torch
             inputs = find(operator, name).make(dtype)
             if row.unsupported(inputs.problem()):
                 continue
-            exactly(hide(inputs, torch.nan)[0].backward(row.name), inputs.backward(row.name))
+            got, want = (each.backward(row.name) for each in (hide(inputs, torch.nan)[0], inputs))
+            assert_same_bits(row.name, got, want)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -105,14 +101,14 @@ def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     }
     poisoned = replace(inputs, tensors=tensors, options={**inputs.options, "closed_grad": False})
     want = replace(inputs, options=poisoned.options).backward(backend)
-    exactly(poisoned.backward(backend), want)
+    assert_same_bits(backend, poisoned.backward(backend), want)
     assert not want[0][:, closed].any()
 
     # By default the gradient of the closed gate is the true one, which is not finite here.
     out, grads = replace(poisoned, options=inputs.options).backward(backend)
     unpoisoned = inputs.backward(backend)
     del unpoisoned[1]["gate"]
-    exactly((out, grads), unpoisoned)
+    assert_same_bits(backend, (out, grads), unpoisoned)
     assert grads["gate"][~closed].isfinite().all()
 
 
@@ -127,7 +123,7 @@ def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
             tensors[name] = tensors[name].clone()
             tensors[name][:, :, j] = torch.nan
         out = replace(inputs, tensors=tensors).call(backend)
-        assert torch.equal(out[:, :, :j], clean[:, :, :j]), j
+        assert_same_bits(backend, out[:, :, :j], clean[:, :, :j])
         assert out[:, :, j:].isnan().all(), j
 
 
@@ -144,11 +140,11 @@ def test_a_hidden_pair_may_overflow(backend: str) -> None:
     out = hk.gated_attention(*leaves, is_causal=True, backend=backend)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     want = hk.gated_attention(*wide, is_causal=True, backend="eager")
-    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    assert_alike(out.double(), want, dtype=torch.float32)
     grads = torch.autograd.grad(out.sum(), leaves)
     for grad, exact in zip(grads, torch.autograd.grad(want.sum(), wide), strict=True):
         size = exact.abs().max()
-        torch.testing.assert_close(grad.double() / size, exact / size, rtol=1e-3, atol=1e-3)
+        assert_alike(grad.double() / size, exact / size, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("activation", ["identity", "sigmoid", "softplus"])
@@ -224,4 +220,4 @@ def test_a_true_byte_may_be_any_but_zero() -> None:
     query, key, value = torch.randn(3, 1, 2, 130, 8)
     odd = torch.full((1, 130), 255, dtype=torch.uint8).view(torch.bool)
     out = hk.gated_attention(query, key, value, attn_mask=hk.Mask(key_mask=odd), backend="cpu")
-    torch.testing.assert_close(out, hk.gated_attention(query, key, value, backend="cpu"))
+    assert_alike(out, hk.gated_attention(query, key, value, backend="cpu"))

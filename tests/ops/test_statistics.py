@@ -11,15 +11,11 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels import Problem
 from heads_kernels.testing import CASES, Case, peak_memory, plain
-from tests.ops.calls import TABLES, call
+from tests.ops.calls import TABLES, assert_same_bits, call
+from tests.support.alike import assert_alike
 
 BACKENDS = [row.name for row in TABLES["attention_statistics"]]
 QUICK = [case for case in CASES if "model" not in case.tags and not case.dropout_p]
-CLOSE = {
-    torch.float64: {"rtol": 1e-10, "atol": 1e-11},
-    # lse and entropy of scores up to a hundred: a few units in the last place of the score
-    torch.float32: {"rtol": 1e-4, "atol": 3e-5},
-}
 
 
 def arguments(case: Case, dtype: torch.dtype) -> dict[str, object]:
@@ -50,12 +46,7 @@ def brute_force(given: dict[str, object], excluded: Tensor | None = None) -> hk.
 
 def agree(got: hk.AttentionStatistics, want: hk.AttentionStatistics, dtype: torch.dtype) -> None:
     for name in ("lse", "max_prob", "entropy"):
-        torch.testing.assert_close(
-            getattr(got, name).double(),
-            getattr(want, name),
-            **CLOSE[dtype],
-            msg=lambda text, n=name: f"{n}: {text}",
-        )
+        assert_alike(getattr(got, name).double(), getattr(want, name), dtype=dtype, name=name)
     assert got.argmax.dtype == torch.int64
     assert torch.equal(got.argmax, want.argmax)
 
@@ -70,8 +61,6 @@ def test_case(case: Case, backend: str, dtype: torch.dtype) -> None:
     got = call("attention_statistics", backend, **given)
     if case.operator == "collaborative_attention" or dtype == torch.float32:
         # Rows without any score of their own (all-zero mixing) tie; only the first key is right.
-        ties = brute_force(given).max_prob - got.max_prob.double()
-        assert ties.abs().max().item() < 1e-4 if ties.numel() else True
         got = got._replace(argmax=brute_force(given).argmax)
     agree(got, brute_force(given), dtype)
 
@@ -89,8 +78,7 @@ def test_excluded_keys(operator: str, name: str, backend: str) -> None:
         got = call("attention_statistics", backend, **given, exclude_keys=argument)
         agree(got, brute_force(given, excluded), torch.float64)
         unchanged = call("attention_statistics", backend, **given)
-        assert torch.equal(got.lse, unchanged.lse)
-        assert torch.equal(got.entropy, unchanged.entropy)
+        assert_same_bits(backend, (got.lse, got.entropy), (unchanged.lse, unchanged.entropy))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,7 +104,7 @@ def test_even_attention(backend: str) -> None:
             (got.entropy, math.log(n)),
             (got.lse, math.log(n)),
         ):
-            torch.testing.assert_close(found[b], torch.full((3, 5), want), rtol=1e-5, atol=1e-6)
+            assert_alike(found[b], torch.full((3, 5), want))
     assert not got.argmax.any()
 
 

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from heads_kernels import Problem, dispatch
-from heads_kernels.ops import support
+from heads_kernels.ops import layout, support
 from tests.ops.calls import tensors
 
 Unsupported = Callable[[Problem], list[str]]
@@ -62,6 +62,32 @@ REFUSED = {
         "query and key are 1025 wide; it serves widths up to 1024",
     ),
 }
+
+
+def gate_free(B: int, H: int, T: int) -> Problem:
+    """By stride 0."""
+    one = torch.zeros(1, 1, 1, 8)
+    return Problem.gated(one.expand(B, H, T, 8), *(one.expand(B, H, 1, 8),) * 2)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("unsupported", BACKENDS.values(), ids=BACKENDS)
+def test_more_programs_than_a_grid_has(unsupported: Unsupported) -> None:
+    assert unsupported(gate_free(2**16, 2**14, 8)) == []
+    (reason,) = unsupported(gate_free(2**16, 2**14, 17))
+    assert "T = 17 and S = 1 may need 3221225472 programs; a launch takes 2147483647" in reason
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_rows_that_32_bits_do_not_reach() -> None:
+    far = torch.empty_strided((1, 2, 3, 8), (8, 8, 2**24, 1), device="meta")
+    problem = Problem.gated(far, far[:, :, :, :], far)
+    assert sum("16777216 elements apart" in reason for reason in support.triton(problem)) == 3
+    many = torch.zeros(1, 1, 1, 256).expand(1, 2**16, 1, 256)  # of the output: 2**16 heads of 256
+    (reason,) = support.triton(Problem.gated(many, many, many))
+    assert reason.startswith("rows of the output are 16777216 elements apart")
+    assert layout.contiguous_rows(far).stride() == (48, 24, 8, 1)
+    assert layout.contiguous_rows(many) is many
 
 
 def on_gpu(index: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 
 transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 transformers.logging.set_verbosity_error()
@@ -126,6 +127,8 @@ TINY = {
     "qwen3_next": Tiny("Qwen3NextForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3NextAttention"),
     "step3p7_text": Tiny("Step3p7TextModel", GROUPED | LOCAL | DENSE_MLP, "Step3p7Attention"),
 }
+#: Those that `make test` runs: a layer that runs twice, two stacks, fused projections, rotary positions, images ...
+FEW = {"albert", "bart", "bert", "gpt2", "llama", "t5", "vit"}
 #: Those whose heads `hk.heads` finds.
 WITH_HEADS = [name for name, tiny in TINY.items() if tiny.attention]
 
@@ -139,7 +142,12 @@ def build(name: str, attention: str = "eager", *, model: str = "", **changes: An
     tiny = TINY[name]
     model_class = getattr(transformers, model or tiny.model)
     config = model_class.config_class(**(tiny.arguments | changes))
-    torch.manual_seed(0)
+    return randomised(model_class, config, attention)
+
+
+def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> Any:
+    """A model in evaluation mode, whose biases are not 0."""
+    torch.manual_seed(seed)
     # The default function of experts has no float64.
     built = model_class._from_config(
         config, attn_implementation=attention, experts_implementation="eager"
@@ -151,14 +159,65 @@ def build(name: str, attention: str = "eager", *, model: str = "", **changes: An
     return built.eval()
 
 
+# ---------------------------------------------------------------------- families of a form
+#: Sizes by the names that configs have for them.
+SMALL = {
+    **PLAIN, **GPT2, **SEQ2SEQ,
+    "embed_dim": 32, "embedding_size": 16, "projection_dim": 16, "word_embed_proj_dim": 32,
+    "num_heads": 4, "num_layers": 2, "ffn_dim": 24, "mlp_dim": 24, "mlp_ratio": 1,
+    "max_source_positions": 64, "max_target_positions": 64, "sliding_window": 4,
+    "image_size": 12, "patch_size": 4, "num_mel_bins": 8, "rotary_dim": 4,
+    "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "moe_num_experts": 2,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+#: What sizes alone don't make small or whole.
+PARTICULAR: dict[str, dict[str, Any]] = {
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+}
+
+
+def small_config(config_class: Any) -> dict[str, Any]:
+    """Arguments that make a config small: sizes, heads that are grouped where they are by default, kinds of layers."""
+    whole = config_class()
+    names = vars(whole).keys() - config_class.attribute_map.keys()
+    found = {name: size for name, size in SMALL.items() if name in names}
+    if (groups := getattr(whole, "num_key_value_heads", None)) is not None:
+        heads = 8 if getattr(whole, "head_dim", None) is not None else 4
+        found["num_attention_heads"] = heads
+        found["num_key_value_heads"] = heads if groups == whole.num_attention_heads else 2
+        found |= {"head_dim": 4} if heads == 8 else {}
+    if kinds := getattr(whole, "layer_types", None):
+        found["layer_types"] = [*dict.fromkeys(kinds), kinds[0]][:2]
+    if kinds := getattr(whole, "mlp_layer_types", None):
+        found["mlp_layer_types"] = ["dense" if "dense" in kinds else kinds[0]] * 2
+    return found
+
+
+def small(model_type: str, attention: str = "eager", seed: int = 0) -> Any:
+    """A small random model of a family, from its default config, in evaluation mode."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    config = config_class(**(small_config(config_class) | PARTICULAR.get(model_type, {})))
+    stem = config_class.__name__.removesuffix("Config")
+    model_class = getattr(transformers, f"{stem}Model", None) or getattr(transformers, stem)
+    return randomised(model_class, config, attention, seed)
+
+
 def batch(model: Any) -> dict[str, Tensor]:
-    """Arguments of `model(...)`: images, or a row of 9 tokens whole, one padded on the right and one on the left.
+    """Arguments of `model(...)`: images, sounds, or rows of 9 tokens: whole, padded on the right, on the left.
 
     The decoder of a model that has one reads 5 tokens.
     """
     generator = torch.Generator().manual_seed(1)
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(2, 3, 12, 12, generator=generator).to(model.dtype)}
+    if model.main_input_name == "input_values":
+        return {"input_values": torch.randn(2, 400, generator=generator)}
+    if model.main_input_name == "input_features":
+        spectrum = torch.randn(2, model.config.num_mel_bins, 128, generator=generator)
+        decoder = {"decoder_input_ids": torch.randint(3, 40, (2, 5), generator=generator)}
+        return {"input_features": spectrum} | (decoder if model.config.is_encoder_decoder else {})
     tokens = torch.randint(3, 40, (3, 14), generator=generator)
     real = torch.ones_like(tokens)
     real[1, 6:9] = real[2, :2] = real[0, 12:] = 0
@@ -191,19 +250,6 @@ def with_gradients(model: Any, **changes: Any) -> dict[str, Tensor]:
     return {"outputs": values.detach(), **gradients}
 
 
-def assert_alike(found: Any, expected: Any, tolerance: float = 1e-5, name: str = "outputs") -> None:
-    """Tensors, or dicts of them, equal to `tolerance` of the largest number of each."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert_alike(found[name], tensor, tolerance, name)
-        return
-    largest = max(1.0, expected.abs().max().item())
-    torch.testing.assert_close(
-        found, expected, rtol=0.0, atol=tolerance * largest, msg=lambda told: f"{name}: {told}"
-    )
-
-
 def assert_same_states(loaded: nn.Module, saved: nn.Module, ignoring: str = "nothing") -> None:
     states = [dict(model.state_dict()) for model in (loaded, saved)]
     assert states[0].keys() == states[1].keys()
@@ -213,7 +259,7 @@ def assert_same_states(loaded: nn.Module, saved: nn.Module, ignoring: str = "not
 
 def assert_same(loaded: nn.Module, saved: nn.Module) -> None:
     assert_same_states(loaded, saved)
-    assert torch.equal(outputs(loaded), outputs(saved))
+    assert_alike(outputs(loaded), outputs(saved))
 
 
 def as_linear(projection: nn.Module, tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from benchmarks import checks, floor, goals, measure, minilm, plot, problems, re
 from benchmarks.baselines import baselines
 from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report, make_console
+from heads_kernels import _cpu
 from heads_kernels.testing import Timing
 
 ROOT = Path(__file__).parents[2]
@@ -325,12 +326,18 @@ def test_many_pairs_are_held_to_the_rule_on_some_heads(
 
 # ---------------------------------------------------------------------- the floor
 def floor_of(workload: Workload, direction: problems.Direction, **seconds: float) -> floor.Floor:
-    """With `ours` at 1 s, products at 2e9 FLOP/s, 1e9 exp/s and a copy that takes a second."""
+    """With `ours` at 1 s, products at 2e9 FLOP/s, 1e9 exp/s and a copy that takes a second.
+
+    Slower samples of these three count for nothing.
+    """
     yardstick = floor.Yardstick(workload, direction, workload.make(torch.float32))
-    taken = {"ours": 1.0, "mm float32": floor._SIDE**3 / 1e9, "copy": 1.0,
-        "exp": floor._PASSES * floor._EXPS * torch.get_num_threads() / 1e9, **seconds}  # fmt: skip
+    for one in yardstick.calls.values():
+        one()
+    taken = {"ours": 1.0, "products": yardstick._products / 1e9, "copy": 1.0,
+        "powers": yardstick._powers / 1e9, "sgemm": floor._SIDE**3 / 1e9, **seconds}  # fmt: skip
     assert {"ours", *yardstick.calls} == {*taken}
-    return yardstick.floor({name: Timing((value,), 1) for name, value in taken.items()})
+    samples = {name: (value,) * 2 + (9 * value,) for name, value in taken.items()}
+    return yardstick.floor({name: Timing(times, 1) for name, times in samples.items()})
 
 
 def test_floor_adds_products_and_exponentials() -> None:
@@ -341,6 +348,41 @@ def test_floor_adds_products_and_exponentials() -> None:
         assert found.ms == pytest.approx((pairs * 64 * features + pairs) * 1e-6)
         assert (found.bound, found.product) == ("arithmetic", "float32")
         assert found.gap == pytest.approx(1e3 / found.ms)
+        assert (found.gflops, found.sgemm, found.gexps) == pytest.approx((2.0, 2.0, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
+    """At every level; wide lanes have more numbers, and pairs twice as many."""
+    before, counts = _cpu.level(), {}
+    try:
+        for level in _cpu.available_levels():
+            _cpu.use_level(level)
+            for run in (_cpu.run_products, _cpu.run_powers):
+                once = run(dtype, 10, 1)
+                assert run(dtype, 20, 1) == 2 * once
+                assert run(dtype, 10, 3) == 3 * once
+            counts[level] = _cpu.run_products(dtype, 10, 1)
+    finally:
+        _cpu.use_level(before)
+    assert counts["baseline"] == min(counts.values())
+    if "avx512bf16" in counts:
+        pairs = 2 if dtype == torch.bfloat16 else 1
+        assert counts["avx512bf16"] == pairs * counts["avx512"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((torch.int32, 1, 1), "dtype"),
+        ((torch.float32, -1, 1), "steps"),
+        ((torch.float32, 1, 0), "threads"),
+    ],
+)
+def test_peaks_refuse_by_name(arguments: tuple[torch.dtype, int, int], name: str) -> None:
+    for peak in (_cpu.run_products, _cpu.run_powers):
+        with pytest.raises(ValueError, match=rf"^{name} is "):
+            peak(*arguments)
 
 
 def test_floor_moves_visible_rows_of_open_heads() -> None:

@@ -21,7 +21,8 @@ PACKAGE = ROOT / "heads_kernels"
 # A part imports itself and the parts below it; those of the top layer may also import each other.
 LAYERS = (
     {"errors", "flops", "build_info"},
-    {"mask", "checks", "batch"},
+    {"checks"},
+    {"mask", "batch"},
     {"problem"},
     {"dispatch"},
     {"ops"},

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.alike import assert_alike
+
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 import transformers
@@ -16,7 +18,15 @@ from transformers.masking_utils import eager_mask
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import TESTED, attention, use
-from tests.support.tiny_models import assert_alike, batch, build, outputs, with_gradients
+from tests.support.tiny_models import (
+    GROUPED,
+    PLAIN,
+    TINY,
+    batch,
+    build,
+    outputs,
+    with_gradients,
+)
 
 MASKED = ("albert", "bert", "deit", "distilbert", "gpt2", "llama", "qwen3", "roberta", "t5", "vit", "bart")  # fmt: skip
 KINDS = ("head_mask", "decoder_head_mask", "cross_attn_head_mask")
@@ -112,17 +122,26 @@ def test_head_mask_and_gate_multiply() -> None:
 def test_integer_head_mask() -> None:
     model = use(build("bert"))
     mask = torch.tensor([1, 0, 1, 1])
-    assert torch.equal(outputs(model, head_mask=mask), outputs(model, head_mask=mask.float()))
+    assert_alike(outputs(model, head_mask=mask), outputs(model, head_mask=mask.float()))
 
 
 def test_head_masks_that_do_not_fit() -> None:
-    model = build("bert", "heads_kernels")
-    with pytest.raises(ValueError, match=r"head_mask is given to a BertSelfAttention not in use"):
-        outputs(model, head_mask=torch.ones(4))
-    use(model)
-    for shape in ((3,), (1, 4), (3, 4), (50, 4), (2, 3), (2, 1, 4)):
+    model = use(build("bert"))
+    for shape in ((3,), (1, 4), (3, 4), (50, 4), (2, 3)):
         with pytest.raises(ValueError, match=r"head_mask has shape .* which has 4 heads; pass \[H"):
             outputs(model, head_mask=torch.ones(shape))
+    for shape in ((), (2, 1, 4)):
+        with pytest.raises(
+            ValueError, match=r"head_mask has shape .*; pass a tensor \[H\], or \[L"
+        ):
+            outputs(model, head_mask=torch.ones(shape))
+    for wrong in ([1.0, 0.0, 1.0, 1.0], [torch.ones(4), None], 1.0):
+        with pytest.raises(
+            TypeError, match=r"head_mask is a (list|float); pass a tensor \[H\], or"
+        ):
+            outputs(model, head_mask=wrong)
+    with pytest.raises(ValueError, match=r"head_mask is torch.complex64; pass floats, integers or"):
+        outputs(model, head_mask=torch.ones(4) + 0j)
     with pytest.raises(ValueError, match=r"head_mask has shape \[3, 4\], but the layer runs 2 tim"):
         outputs(use(build("albert")), head_mask=torch.ones(3, 4))
 
@@ -130,17 +149,44 @@ def test_head_masks_that_do_not_fit() -> None:
 def test_head_masks_that_the_model_has_no_use_for() -> None:
     mask = torch.ones(4)
     for name in ("decoder_head_mask", "cross_attn_head_mask"):
-        with pytest.raises(
-            ValueError, match=rf"{name} reaches a Bert.* no use for it; pass head_mask"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} is given to a Bert.*; pass head_mask"):
             outputs(use(build("bert")), **{name: mask})
-    with pytest.raises(
-        ValueError, match=r"decoder_cross_attn_head_mask reaches .*; pass head_mask, d"
-    ):
-        outputs(use(build("bart")), decoder_cross_attn_head_mask=mask)
-    gpt2 = use(build("gpt2", add_cross_attention=True))
-    with pytest.raises(ValueError, match=r"cross_attn_head_mask reaches a GPT2Attention"):
-        outputs(gpt2, cross_attn_head_mask=mask, encoder_hidden_states=torch.ones(3, 2, 32))
+    bart = use(build("bart"))
+    with pytest.raises(ValueError, match=r"decoder_cross_attn_head_mask is .*; pass head_mask, d"):
+        outputs(bart, decoder_cross_attn_head_mask=mask)
+    with pytest.raises(ValueError, match=r"head_mask is given to a BartDecoder.*; pass decoder_h"):
+        bart.decoder(torch.ones(1, 3, dtype=torch.long), head_mask=mask)
+
+
+def test_head_masks_that_no_layer_reads() -> None:
+    """The encoder does not run where its outputs are given."""
+    model = use(build("bart"))
+    arguments = batch(model)
+    encoded = model.encoder(arguments["input_ids"], arguments["attention_mask"])
+    mask = torch.ones(4)
+    with pytest.raises(ValueError, match=r"head_mask was read by no layer of the BartModel; pass"):
+        model(**arguments, encoder_outputs=encoded, head_mask=mask)
+    assert model(**arguments, encoder_outputs=encoded, decoder_head_mask=mask)
+    model = build("bert")
+    model.config._attn_implementation = "heads_kernels"  # transformers has not seen it
+    with pytest.raises(ValueError, match=r"head_mask is given to a BertSelfAttention not in use"):
+        outputs(model, head_mask=mask)
+
+
+def test_failed_passes_leave_no_head_mask() -> None:
+    """An error in a layer, and an interrupt, which runs no hooks."""
+    model = use(build("bert"))
+    expected = outputs(model)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for error in (RuntimeError(), KeyboardInterrupt()):
+        handle = model.encoder.layer[1].register_forward_hook(fail)
+        with pytest.raises(type(error)):
+            outputs(model, head_mask=torch.zeros(4))
+        handle.remove()
+        assert torch.equal(outputs(model), expected)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +211,135 @@ def test_head_masks_of_models_made_of_two(encoder: str, whole: str) -> None:
     for name, layer in first.items():
         found = model(**arguments, **{name: mask}).logits
         hk.heads.close(model, {layer: [1]})
-        assert torch.equal(found, model(**arguments).logits)
+        assert_alike(found, model(**arguments).logits)
         hk.heads.reopen(model)
         assert not torch.equal(found, model(**arguments).logits)
-    with pytest.raises(ValueError, match=r"cross_attn_head_mask reaches a .* no use for it"):
+    with pytest.raises(ValueError, match=r"cross_attn_head_mask is .*; pass head_mask, decoder_h"):
         model(**arguments, cross_attn_head_mask=mask)
+
+
+# ---------------------------------------------------------------------- models that hand no arguments on
+IMAGES = {**TINY["vit"].arguments, "image_size": [12, 12], "num_detection_tokens": 2}
+#: Models of transformers that drop `**kwargs` before they reach a layer.
+DROPPING: dict[str, dict[str, Any]] = {
+    "StableLmForCausalLM": GROUPED,
+    "NemotronForCausalLM": GROUPED,
+    "OPTForCausalLM": PLAIN | {"word_embed_proj_dim": 32, "ffn_dim": 24},
+    "YolosModel": IMAGES,
+}
+
+
+def dropping(name: str, attention: str = "eager") -> Any:
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = model_class.config_class(**DROPPING[name])
+    return model_class._from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["H", "LH"])
+@pytest.mark.parametrize("name", DROPPING)
+def test_head_masks_reach_layers_that_are_handed_nothing(
+    name: str, rows: bool, reference: Reference
+) -> None:
+    model = dropping(name, "reference")
+    H = model.config.num_attention_heads
+    mask = torch.rand((2, H) if rows else (H,)).requires_grad_()
+    reference.masks = {"head_mask": mask}
+    expected = with_gradients(model) | {"head_mask": mask.grad}
+    mask.grad = None
+    found = with_gradients(use(model), head_mask=mask) | {"head_mask": mask.grad}
+    assert_alike(found, expected)
+    assert not torch.equal(found["outputs"], outputs(model))
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_run_again_read_the_head_mask_of_their_pass(use_reentrant: bool) -> None:
+    """Two passes with masks of their own before one backward pass."""
+    model = use(dropping("StableLmForCausalLM")).train()
+    masks = torch.rand(2, 2, 8)
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        sum(outputs(model, head_mask=mask, use_cache=False).square().sum() for mask in masks).backward()  # fmt: skip
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    assert_alike(gradients[1], gradients[0])
+    assert functions == [layer._gradient_checkpointing_func for layer in model.model.layers]
+
+
+def test_head_masks_compile_whole_where_nothing_is_handed_on() -> None:
+    model = use(dropping("StableLmForCausalLM"))
+    masks = [None, *torch.rand(2, 2, 8)]
+    expected = [outputs(model, head_mask=mask, use_cache=False) for mask in masks]
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for mask, outcome in zip(masks, expected, strict=True):
+        assert_alike(outputs(compiled, head_mask=mask, use_cache=False), outcome)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("handed", [False, True])
+def test_head_masks_compile_whole_with_checkpointing(handed: bool) -> None:
+    model = use(build("llama") if handed else dropping("StableLmForCausalLM")).train()
+    model.gradient_checkpointing_enable()
+    changes = {"head_mask": torch.rand(2, 8), "use_cache": False}
+    expected = with_gradients(model, **changes)
+    torch.compiler.reset()
+    found = with_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), **changes)
+    assert_alike({n.removeprefix("_orig_mod."): tensor for n, tensor in found.items()}, expected)
+
+
+def test_layers_compiled_one_by_one_read_head_masks() -> None:
+    model = use(build("bert"))
+    masks = torch.rand(3, 2, 4)
+    expected = [outputs(model), *(outputs(model, head_mask=mask) for mask in masks)]
+    torch.compiler.reset()
+    for layer in model.encoder.layer:
+        layer.compile(fullgraph=True, backend="eager")
+    assert_alike(outputs(model), expected[0])
+    for mask, outcome in zip(masks, expected[1:], strict=True):
+        assert_alike(outputs(model, head_mask=mask), outcome)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_statistics_come_back_from_layers_that_are_handed_nothing(name: str) -> None:
+    model = dropping(name)
+    by_argument, by_config = use(dropping(name)), dropping(name)
+    by_config.config.output_attentions = True
+    use(by_config)
+    expected = model(**batch(model), output_attentions=True).attentions
+    for found in (by_argument(**batch(model), output_attentions=True), by_config(**batch(model))):
+        assert len(found.attentions) == len(expected) == 2
+        for statistics, maps in zip(found.attentions, expected, strict=True):
+            torch.testing.assert_close(statistics.max_prob[0], maps[0].amax(-1))  # not padded
+    assert not by_argument(**batch(model)).attentions
+
+
+def test_statistics_that_do_not_come_back() -> None:
+    class Silent(transformers.BertModel):
+        def forward(self, *args: Any, **arguments: Any) -> Any:
+            return (super().forward(*args, **arguments).last_hidden_state,)
+
+    model = use(Silent(build("bert").config).eval())
+    with pytest.raises(ValueError, match=r"output_attentions is True, but a Silent gives no stat"):
+        model(**batch(model), output_attentions=True)
+
+
+def test_towers_read_the_head_masks_that_they_are_handed() -> None:
+    """Layers of a tower for images and of one for texts are two stacks, which one mask need not fit."""
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        build("vit").config, build("bert", num_attention_heads=2).config
+    )
+    model = use(transformers.VisionTextDualEncoderModel(config).eval())
+    texts, images = batch(model.text_model), batch(model.vision_model)
+    closed = model.text_model(**texts, head_mask=torch.zeros(2))[0]
+    assert not torch.equal(closed, model.text_model(**texts)[0])
+    closed = model.vision_model(**images, head_mask=torch.zeros(4))[0]
+    assert not torch.equal(closed, model.vision_model(**images)[0])
+    with pytest.raises(ValueError, match=r"head_mask was read by no layer of the VisionText.*part"):
+        model(**texts, pixel_values=images["pixel_values"][[0, 1, 1]], head_mask=torch.ones(4))
 
 
 # ---------------------------------------------------------------------- gates
@@ -246,7 +416,7 @@ def test_layer_without_heads_has_statistics() -> None:
     expected = model(**batch(model), output_attentions=True).attentions
     hk.heads.prune(model, {1: range(4)})
     found = model(**batch(model), output_attentions=True).attentions
-    assert torch.equal(found[0].entropy, expected[0].entropy)
+    assert_alike(found[0].entropy, expected[0].entropy)
     assert found[1].entropy.shape == (3, 0, 9)
 
 
@@ -269,4 +439,4 @@ def test_head_masks_of_pruned_layers(name: str) -> None:
     hk.heads.prune(model, {index: [1] for index in others})
     whole = torch.cat((row[:1], torch.ones(1), row[1:]))
     expected = outputs(model, head_mask=whole)
-    assert torch.equal(outputs(model, head_mask=row), expected)
+    assert_alike(outputs(model, head_mask=row), expected)

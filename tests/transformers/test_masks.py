@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_leaves
 from transformers import masking_utils as stock
 
 import heads_kernels as hk
@@ -103,9 +104,9 @@ def test_window_on_both_sides(padded: bool) -> None:
         "attention_mask": padding(9) if padded else None, "allow_is_bidirectional_skip": True,
     }  # fmt: skip
     assert_same(*both(**arguments))
-    dense, expected = both(**(arguments | {"q_length": 4, "q_offset": 5}))
-    assert isinstance(dense, Tensor)
-    assert torch.equal(dense, expected)
+    found, dense = both(**(arguments | {"q_length": 4, "q_offset": 5}))
+    assert isinstance(found.mask, Tensor)
+    assert_same(found, dense)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3])
@@ -147,8 +148,8 @@ def test_functions_of_the_caller_stay_dense(custom: str) -> None:
         attention_mask=padding(6),
         use_vmap=custom != "block",
     )
-    assert isinstance(found, Tensor)
-    assert torch.equal(found, dense)
+    assert isinstance(found.mask, Tensor)
+    assert_same(found, dense)
 
 
 def test_offset_of_a_static_cache_is_data() -> None:
@@ -162,7 +163,8 @@ def test_offset_of_a_static_cache_is_data() -> None:
         attention_mask=padding(7),
     )
     assert found.shape == (B, 1, 1, 12)
-    assert torch.equal(found, dense)
+    assert isinstance(found.mask, Tensor)
+    assert_same(found, dense)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -191,37 +193,64 @@ def test_layers_share_intervals() -> None:
     assert seen[0].mask.intervals(3, 8, 9, 9) is seen[1].mask.intervals(3, 8, 9, 9)
 
 
-# ---------------------------------------------------------------------- a mask that stands for a tensor
+# ---------------------------------------------------------------------- a mask that only the package reads
 def prepared() -> tuple[PreparedMask, Tensor]:
     mask = hk.Mask(causal=True, key_mask=padding(5))
     return PreparedMask(mask, (B, 1, 5, 5), "cpu"), mask.to_dense(B, 1, 5, 5)
 
 
-def test_it_is_a_tensor_to_those_who_compute_with_it() -> None:
+def test_it_has_the_shape_of_a_tensor_and_can_be_handed_on() -> None:
     mask, dense = prepared()
-    other = torch.rand(B, 1, 5, 5) > 0.5
     assert isinstance(mask, BlockMask)
-    assert (mask.dtype, mask.ndim, len(mask.shape)) == (torch.bool, 4, 4)
+    assert (mask.dtype, mask.ndim, mask.dim(), len(mask.shape)) == (torch.bool, 4, 4, 4)
+    assert (mask.size(), mask.size(-1)) == (tuple(dense.shape), 5)
     assert mask.contiguous() is mask
-    pairs = [
-        (mask[:, :, :, :3], dense[..., :3]),
-        (mask[0], dense[0]),
-        (mask & other, dense & other),
-        (other & mask, dense & other),
-        (mask | other, dense | other),
-        (~mask, ~dense),
-        (mask.to(torch.float32), dense.float()),
-        (mask.expand(B, 2, 5, 5), dense.expand(B, 2, 5, 5)),
-        (mask.size(-1), 5),
-        (torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0)),
-        (torch.zeros(B, 1, 5, 5).masked_fill(mask, 1.0), dense.float()),
-        (torch.cat([mask, other], dim=-1), torch.cat([dense, other], dim=-1)),
-    ]
-    for found, expected in pairs:
-        if isinstance(expected, Tensor):
-            assert torch.equal(found, expected)
-        else:
-            assert found == expected
+    moved = mask.to("meta")
+    assert {tensor.device.type for tensor in tree_leaves(moved.mask)} == {"meta"}
+    assert mask.to("cpu", non_blocking=True).to_dense().equal(dense)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda mask, scores: scores + mask,
+        lambda mask, scores: mask + scores,
+        lambda mask, scores: scores.add_(mask),
+        lambda mask, scores: scores * mask,
+        lambda mask, scores: 1.0 - mask,
+        lambda mask, scores: (mask * -1e4) + scores,
+        lambda mask, scores: mask[:, :, :, :3],
+        lambda mask, scores: mask & (scores > 0),
+        lambda mask, scores: (scores > 0) | mask,
+        lambda mask, scores: ~mask,
+        lambda mask, scores: -mask,
+        lambda mask, scores: mask > 0,
+        lambda mask, scores: bool(mask),
+        lambda mask, scores: mask.to(scores.dtype),
+        lambda mask, scores: mask.to(scores),
+        lambda mask, scores: mask.float(),
+        lambda mask, scores: mask.expand(B, 2, 5, 5),
+        lambda mask, scores: mask.unsqueeze(1),
+        lambda mask, scores: mask.numel(),
+        lambda mask, scores: torch.where(mask, scores, -1e4),
+        lambda mask, scores: scores.masked_fill(mask, -1e4),
+        lambda mask, scores: torch.cat([mask, scores], dim=-1),
+        lambda mask, scores: torch.baddbmm(mask, scores[0], scores[0]),
+        lambda mask, scores: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, mask),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dense", [False, True])
+def test_it_refuses_to_be_computed_with(compute: Any, dense: bool) -> None:
+    class Attention(nn.Module):
+        def forward(self, mask: Any) -> None:
+            compute(mask, torch.randn(B, 1, 5, 5))
+
+    mask, tensor = prepared()
+    if dense:
+        mask = PreparedMask(tensor, (B, 1, 5, 5), "cpu")
+    refusal = r"attention_mask of .* is computed with \(.*\) by Attention \(.*; load the model with"
+    with pytest.raises(ValueError, match=refusal):
+        Attention()(mask)
 
 
 def test_it_survives_copies_and_pickles() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.alike import assert_alike
+
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 from transformers.monkey_patching import get_patch_mapping
@@ -26,7 +28,7 @@ from heads_kernels.integrations.transformers import (
     use,
 )
 from heads_kernels.integrations.transformers.output_gated import OutputGated
-from tests.support.tiny_models import assert_alike, batch, build, outputs, with_gradients
+from tests.support.tiny_models import batch, build, outputs, with_gradients
 
 FUSED = [name for name, family in TESTED.items() if family.fused]
 UNFUSED = [name for name, family in TESTED.items() if family.output_gate and not family.fused]
@@ -119,6 +121,7 @@ def test_lfm3_without_a_gate() -> None:
     assert_alike(outputs(use(model)), expected)
 
 
+@pytest.mark.check
 def test_compiles_whole() -> None:
     model = use(build("afmoe"))
     expected = outputs(model, use_cache=False)
@@ -130,11 +133,12 @@ def test_compiles_whole() -> None:
 def test_fused_layers_are_pickled() -> None:
     model = use(build("laguna"))
     loaded = pickle.loads(pickle.dumps(model))
-    assert torch.equal(outputs(loaded), outputs(model))
+    assert_alike(outputs(loaded), outputs(model))
     assert type(release(loaded).model.layers[0].self_attn).__name__ == "LagunaAttention"
 
 
 # ---------------------------------------------------------------------- models made later
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["afmoe", "bailing_hybrid", "qwen3_next"])
 def test_models_made_under_patches_are_fused(name: str, patches: None) -> None:
     model = build(name, "heads_kernels")
@@ -179,7 +183,7 @@ def test_outputs_are_recorded_of_stock_and_fused_layers() -> None:
 def test_use_serves_models_made_under_patches(patches: None) -> None:
     model = build("qwen3_next", "heads_kernels")
     expected = outputs(model)
-    assert torch.equal(outputs(use(model)), expected)
+    assert_alike(outputs(use(model)), expected)
     outputs(model, head_mask=torch.ones(8))
     assert not gated_layers(release(model))
     assert_alike(outputs(model), expected)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+from tests.support.alike import assert_alike
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
@@ -79,7 +83,7 @@ def test_parts_and_wholes_are_released(name: str, task: str) -> None:
 
     def assert_stock(released: Any) -> None:
         assert state(released) == stock
-        assert torch.equal(outputs(released), expected)
+        assert_alike(outputs(released), expected)
 
     use(model.base_model)
     use(model)
@@ -101,7 +105,8 @@ def test_encoder_is_released_from_a_model_in_use() -> None:
     release(model.encoder)
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
     assert model.encoder.config._attn_implementation == "eager"
-    assert torch.equal(outputs(model), outputs(model, head_mask=mask))
+    with pytest.raises(ValueError, match=r"head_mask was read by no layer of the BartModel"):
+        outputs(model, head_mask=mask)
     assert not torch.equal(outputs(model), outputs(model, decoder_head_mask=mask))
 
 
@@ -116,7 +121,7 @@ def test_release_keeps_no_gates_that_stock_attention_ignores() -> None:
     with pytest.raises(ValueError, match=refusal):
         release(model)
     hk.heads.reopen(model)
-    assert torch.equal(outputs(release(model)), expected)
+    assert_alike(outputs(release(model)), expected)
 
 
 def test_release_keeps_pruned_layers_with_position_biases() -> None:
@@ -130,18 +135,65 @@ def test_albert_in_use_is_pickled() -> None:
     model = use(build("albert"))
     mask = torch.rand(2, 4)
     loaded = pickle.loads(pickle.dumps(model))
-    assert torch.equal(outputs(loaded, head_mask=mask), outputs(model, head_mask=mask))
+    assert_alike(outputs(loaded, head_mask=mask), outputs(model, head_mask=mask))
     assert type(release(loaded).encoder).__name__ == "AlbertTransformer"
+
+
+def test_release_of_a_model_that_was_made_with_the_name() -> None:
+    """Its implementation was the package's before; head masks still reach its layers."""
+    model = release(use(build("bert", "heads_kernels")))
+    assert model.config._attn_implementation == "heads_kernels"
+    assert not torch.equal(outputs(model), outputs(model, head_mask=torch.zeros(4)))
 
 
 def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"model is a Linear; .*tested families: albert, bart"):
         use(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"model is a str; .*tested families: albert, bart"):
+        use("bert")
     model = build("bert")
     with pytest.raises(ValueError, match=r"model \(BertModel\) is not in use; call use"):
         release(model)
     with pytest.raises(ValueError, match=r"model \(BertModel\) is in use already; call release"):
         use(use(model))
+
+
+class Wrapper(nn.Module):
+    """As PEFT and sentence-transformers hold a model."""
+
+    def __init__(self, **models: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(models)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (torch.compile, "_orig_mod"),
+        (nn.DataParallel, "module"),
+        (lambda model: Wrapper(auto_model=model), "parts.auto_model"),
+    ],
+)
+def test_models_in_something_else_are_named(wrap: Any, path: str) -> None:
+    holder = wrap(build("bert", model="BertForMaskedLM"))
+    call = f"use(model.get_submodule({path!r})), a BertForMaskedLM"
+    with pytest.raises(TypeError, match=rf"pass the model that it holds, {re.escape(call)}: it is"):
+        use(holder)
+    use(holder.get_submodule(path))
+
+
+def test_every_model_in_something_else_is_named() -> None:
+    holder = Wrapper(query=build("bert"), image=build("vit"))
+    with pytest.raises(
+        TypeError, match=r"'parts.query'\)\), a BertModel and .*, a ViTModel: it is"
+    ):
+        use(holder)
+
+
+def test_model_of_a_pipeline_is_named() -> None:
+    pipeline = types.SimpleNamespace(model=build("bert"))
+    with pytest.raises(TypeError, match="pass its model, a BertModel, which is changed in place"):
+        use(pipeline)
 
 
 def test_unsupported_families_are_named() -> None:
@@ -150,12 +202,16 @@ def test_unsupported_families_are_named() -> None:
     with pytest.raises(ValueError, match=r"family 'gptj'\), which computes its attention itself"):
         use(gptj)
     sinks = {**TINY["llama"].arguments, "num_local_experts": 2}
-    with pytest.raises(ValueError, match=r"GptOssModel .*more than plain attention .*tested fam"):
+    with pytest.raises(
+        ValueError, match=r"GptOssModel .*plain attention \(attention sinks\); .*te"
+    ):
         use(transformers.GptOssModel(transformers.GptOssConfig(**sinks)))
     doge = transformers.DogeModel(transformers.DogeConfig(**TINY["llama"].arguments))
     with pytest.raises(ValueError, match=r"family 'doge'\), which has its own way with masks"):
         use(doge)
     softcap = transformers.Gemma2Model(transformers.Gemma2Config(**TINY["llama"].arguments))
+    with pytest.raises(ValueError, match=r"Gemma2Model .*plain attention \(scores under a tanh\)"):
+        use(softcap)
     softcap.set_attn_implementation("heads_kernels")
     with pytest.raises(ValueError, match=r"softcap is given by Gemma2Attention .* use attn_impl"):
         softcap(torch.ones(1, 3, dtype=torch.long))

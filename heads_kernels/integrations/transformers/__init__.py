@@ -4,18 +4,13 @@ Importing this package registers the attention function and the mask function wi
 `from_pretrained(..., attn_implementation="heads_kernels")` and `model.set_attn_implementation("heads_kernels")` work.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
-from heads_kernels.heads.layers import NAME
-from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.models import release, use
 from heads_kernels.integrations.transformers.patches import register_patches, unregister_patches
+from heads_kernels.integrations.transformers.registering import register
 from heads_kernels.integrations.transformers.saving import from_pretrained
 from heads_kernels.integrations.transformers.tested import TESTED
 
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, prepare_mask)
+register()
 
 __all__ = [
     "TESTED",

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from heads_kernels.checks import GATE_ACTIVATIONS
 from heads_kernels.errors import refuse
 from heads_kernels.functional import (
     attention_statistics,
     collaborative_attention,
     gated_attention,
 )
-from heads_kernels.integrations.transformers.head_masks import head_mask
+from heads_kernels.integrations.transformers.head_masks import PLACE, head_mask
 from heads_kernels.integrations.transformers.masks import PreparedMask
+from heads_kernels.integrations.transformers.support import UNSERVED
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.observing import AttentionCall
 from heads_kernels.nn.shared import split_shared
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
-
-#: What models may ask of their attention function that the operator does not compute.
-_UNSERVED: Final = {
-    "softcap": "scores under a tanh",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "indices": "keys chosen by index",
-    "block_indices": "keys chosen by index",
-    "cache": "a paged cache",
-}
+from heads_kernels.ops.gate import activate
 
 
 def attention_forward(
@@ -82,6 +75,10 @@ def attention_forward(
             head mask that does not fit, or that is given to a model without `use(model)`.
     """
     _check_served(module, kwargs)
+    if (place := getattr(module, PLACE, None)) is not None and place.statistics:
+        output_attentions = True
+    if isinstance(attention_mask, PreparedMask) and isinstance(attention_mask.mask, Tensor):
+        attention_mask = attention_mask.mask
     B, T, D = query.shape[0], *query.shape[2:]
     scale = D**-0.5 if scaling is None else scaling
     operands = _operands(module, query, key, value)
@@ -135,7 +132,7 @@ def attention_forward(
 
 
 def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
-    for name, what in _UNSERVED.items():
+    for name, what in UNSERVED.items():
         if arguments.get(name) is not None:
             was = f"is given by {type(module).__name__} ({what})"
             refuse(name, was, "the operator has none; use attn_implementation='sdpa' or 'eager'")
@@ -239,10 +236,11 @@ def _by_sdpa(
 
 def _by_token(gate: Tensor, activation: str) -> Tensor:
     """A gate of the operator as a factor of `[B, T, H, Dv]`."""
-    if activation == "sigmoid":
-        gate = gate.float().sigmoid()
-    elif activation == "softplus":
-        gate = nn.functional.softplus(gate.float())
+    if activation not in GATE_ACTIVATIONS:
+        instead = f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}"
+        refuse("gate_activation", f"is {activation!r}", instead)
+    if activation != "identity":
+        gate = activate(gate.to(torch.promote_types(gate.dtype, torch.float32)), activation)
     if gate.dim() <= 2:  # [H] or [B, H]
         return gate[..., None, :, None]
     return gate.transpose(1, 2) if gate.dim() == 4 else gate.transpose(1, 2)[..., None]

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from heads_kernels.errors import refuse
 from heads_kernels.integrations.transformers.replacement import Replacement
+from heads_kernels.integrations.transformers.support import calls_interface
 
 
-class HeadMaskPlace(NamedTuple):
-    """Where an attention module finds its head mask among the arguments of `model(...)`.
+@dataclass(eq=False)
+class HeadMaskPlace:
+    """Where an attention module finds its head mask among the arguments of `model(...)`, and what a pass asks of it.
 
     Attributes:
         argument: the name of its head mask.
         known: the names of all head masks that its model has a use for.
         layer, layers: its row of a mask `[L, H]`, and L; L is 0 where what calls the module picks the row.
+        given: the head mask of the pass that runs, which the module reads unless it is handed one.
+        is_read: whether the module read a head mask in the last pass that had one.
+        statistics: whether the pass that runs asks for `output_attentions`.
     """
 
     argument: str
     known: tuple[str, ...]
     layer: int = 0
     layers: int = 0
+    given: Tensor | None = None
+    is_read: bool = False
+    statistics: bool = False
 
 
-#: The attribute of an attention module that holds its `HeadMaskPlace`; `use` sets it.
+#: The attribute of an attention module that holds its `HeadMaskPlace`.
 PLACE: Final = "_head_mask_place"
 
 #: Names of submodules that look at an encoder from a decoder.
@@ -42,7 +50,8 @@ _CROSS: Final = {
 
 
 def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | None:
-    """The gates that the head masks among `arguments` give an attention module of H heads: `[H]`, or None.
+    """The gates that a head mask gives an attention module of H heads, `[H]`, or None: one among the `arguments` of
+    the attention function, or the one that its place was given.
 
     Raises:
         ValueError: a mask that does not fit or that the model has no use for; a module that knows no place.
@@ -52,19 +61,21 @@ def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | 
         for name, mask in arguments.items()
         if name.endswith("head_mask") and mask is not None
     }
-    if not masks:
-        return None
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
     if place is None:
-        instead = "call heads_kernels.integrations.transformers.use(model) first"
-        refuse(next(iter(masks)), f"is given to a {type(module).__name__} not in use", instead)
+        if masks:
+            instead = "call heads_kernels.integrations.transformers.use(model) first"
+            refuse(next(iter(masks)), f"is given to a {type(module).__name__} not in use", instead)
+        return None
     for name in masks:
         if name not in place.known:
             was = f"reaches a {type(module).__name__}, whose model has no use for it"
             refuse(name, was, f"pass {', '.join(place.known)}")
-    given: Tensor | None = masks.get(place.argument)
+    given: Tensor | None = masks.get(place.argument, place.given)
     if given is None:
         return None
+    if not place.is_read:
+        place.is_read = True
     row = given[place.layer] if given.dim() == 2 and len(given) == place.layers else given
     if row.shape == (getattr(module, "heads_before", None),):
         kept: Any = module.kept_heads
@@ -78,39 +89,32 @@ def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | 
 
 
 # ---------------------------------------------------------------------- places
-def stock_forward(module: nn.Module) -> Any:
-    """The forward that transformers wrote for the module, without decorators."""
-    return inspect.unwrap(getattr(type(module), "stock", type(module)).forward)
-
-
-def calls_interface(module: nn.Module) -> bool:
-    """Whether the module's forward asks transformers for an attention function."""
-    code = getattr(stock_forward(module), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+def is_pair(model: Any) -> bool:
+    """Whether a model is made of two, and hands arguments on to its decoder without their `decoder_`."""
+    return bool(model.config.model_type.endswith("encoder-decoder"))
 
 
 def places(model: Any) -> Iterator[tuple[nn.Module, HeadMaskPlace]]:
     """Every attention module of a model that its head masks reach, with its place."""
-    if model.config.model_type.endswith("encoder-decoder"):
-        # A model made of two: it hands arguments on to the decoder without their `decoder_`.
+    if is_pair(model):
         yield from places(model.encoder)
         yield from places(model.decoder)
         return
     found = {
-        name: (module, argument)
+        name: (module, _argument(model, name))
         for name, module in model.named_modules()
-        if calls_interface(module) and (argument := _argument(model, name, module)) is not None
+        if calls_interface(module)
     }
     known = tuple(dict.fromkeys(argument for _, argument in found.values()))
     for name, (module, argument) in found.items():
         yield module, HeadMaskPlace(argument, known, *_row(model, name))
 
 
-def _argument(model: Any, name: str, module: nn.Module) -> str | None:
-    """The head mask of the module of this name; None for GPT-2's cross-attention, which is handed no arguments."""
+def _argument(model: Any, name: str) -> str:
+    """The head mask of the module of this name."""
     parts = name.split(".")
     if _CROSS & set(parts):
-        return None if type(module).__name__ == "GPT2Attention" else "cross_attn_head_mask"
+        return "cross_attn_head_mask"
     if "decoder" in parts and model.config.is_encoder_decoder:
         return "decoder_head_mask"
     return "head_mask"

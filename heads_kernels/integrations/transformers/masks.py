@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import (
@@ -16,6 +17,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from heads_kernels.errors import refuse
 from heads_kernels.mask import Mask
 from heads_kernels.mask.terms import Alignment
 
@@ -27,22 +29,23 @@ _ALL_OF: Final = and_masks(causal_mask_function).__code__
 
 
 class PreparedMask(BlockMask):
-    """An `hk.Mask` that stands for the bool tensor `[B, 1, T, S]` of a pass; every layer shares it.
+    """The mask of a pass, which every layer shares. Only `attention_forward` can read it.
 
-    transformers takes it for a mask that is prepared already, as it takes those of flex attention. Model code that
-    reads its shape or dtype may do so; code that computes with it gets the tensor, which is made then.
+    transformers takes it for a mask that is prepared already, as it takes those of flex attention. Model code may look
+    at its shape, dtype and device and hand it on. Whatever else is done with it is refused: code that computes
+    attention itself would add True and False to its scores, and so hide nothing.
 
     Args:
-        mask: what is visible.
+        mask: what is visible; a bool tensor `[B, 1, T, S]` where `hk.Mask` has no word for it.
         shape: (B, 1, T, S) of the call.
-        device: where the tensor would be.
+        device: of the tensors of the call.
     """
 
     dtype = torch.bool
     ndim = 4
     dense: Tensor | None = None
 
-    def __init__(self, mask: Mask, shape: Shape, device: torch.device | str) -> None:
+    def __init__(self, mask: Mask | Tensor, shape: Shape, device: torch.device | str) -> None:
         self.mask = mask
         self.sizes = shape
         self.device = device
@@ -54,6 +57,8 @@ class PreparedMask(BlockMask):
 
     def to_dense(self) -> Tensor:
         """The bool tensor `[B, 1, T, S]`, True = may attend; made once."""
+        if isinstance(self.mask, Tensor):
+            return self.mask
         if self.dense is None:
             self.dense = self.mask.to_dense(*self.sizes, self.device).expand(self.sizes)
         return self.dense
@@ -62,41 +67,65 @@ class PreparedMask(BlockMask):
         """Itself: `generate` asks for it."""
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        return self.to_dense().to(*args, **kwargs)
+    def dim(self) -> int:
+        return self.ndim
 
-    def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
-        return self.to_dense()[index]
+    def size(self, dim: int | None = None) -> Any:
+        return self.sizes if dim is None else self.sizes[dim]
 
-    def __and__(self, other: Any) -> Any:
-        return self.to_dense() & other
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Any:
-        return self.to_dense() | other
-
-    __ror__ = __or__
-
-    def __invert__(self) -> Tensor:
-        return ~self.to_dense()
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PreparedMask:  # type: ignore[override]
+        """The mask on another device, as models that are spread over several ask for it."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            _refuse_use("to")
+        moved = tree_map_only(
+            Tensor, lambda each: each.to(device, non_blocking=non_blocking), self.mask
+        )
+        return PreparedMask(moved, self.sizes, device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.to_dense(), name)
+        _refuse_use(name)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(cls, cls.to_dense, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        _refuse_use(getattr(function, "__name__", str(function)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mask!r}, shape={self.sizes})"
 
     __str__ = __repr__
+
+
+def _refuse_use(operation: str) -> NoReturn:
+    """Refuse `operation` on a `PreparedMask`, and name the module of the model whose code asks for it."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+        frame = frame.f_back
+    by = "code outside of a module"
+    if frame is not None:
+        by = f"{type(frame.f_locals['self']).__name__} ({frame.f_code.co_filename}, line {frame.f_lineno})"
+    was = f"of attn_implementation='heads_kernels' is computed with ({operation}) by {by}"
+    refuse("attention_mask", was, "load the model with attn_implementation='eager' or 'sdpa'")
+
+
+def _refusing(operation: str) -> Callable[..., NoReturn]:
+    return lambda self, *args, **kwargs: _refuse_use(operation)
+
+
+#: What masks of flex attention and tensors can do, and this one must not. Names without underscores that only tensors
+#: have come to `__getattr__`.
+_REFUSED: Final = (
+    "as_tuple", "from_kv_blocks", "numel", "sparsity", "to_string",
+    *(f"__{name}__" for name in ("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "float", "int")),
+    *(f"__{side}{name}__" for side in ("", "r", "i")
+      for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")),
+    *(f"__{name}__" for name in ("lt", "le", "gt", "ge")),
+)  # fmt: skip
+for _name in _REFUSED:
+    setattr(PreparedMask, _name, _refusing(_name))
 
 
 def prepare_mask(
@@ -111,7 +140,7 @@ def prepare_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> PreparedMask | Tensor | None:
+) -> PreparedMask | None:
     """The mask of a pass, as transformers asks its mask functions for it (`AttentionMaskInterface`).
 
     What transformers' own functions say (causal, bidirectional, windows, chunks, packed sequences; padding on either
@@ -126,9 +155,9 @@ def prepare_mask(
         use_vmap: True where the caller made the function itself.
 
     Returns:
-        A `PreparedMask`; None where a bidirectional pass has no padding; and the bool tensor `[B, 1, T, S]` of stock
-        `sdpa_mask` for functions that a caller made, and where the offset is a tensor (a static cache while
-        decoding: T = 1, and `[B, 1, 1, S]` is a key mask by its shape).
+        A `PreparedMask`; None where a bidirectional pass has no padding. It is of the bool tensor of stock `sdpa_mask`
+        for functions that a caller made, and where the offset is a tensor (a static cache while decoding: T = 1, and
+        `[B, 1, 1, S]` is a key mask by its shape).
     """
     align = _alignment(q_length, kv_length, q_offset, kv_offset)
     sides = "allow_is_bidirectional_skip" in kwargs  # what only bidirectional masks come with
@@ -156,7 +185,7 @@ def prepare_mask(
             mask &= Mask(document_ids=(rows, ids))
     if mask is None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return sdpa_mask(
+        dense = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -168,6 +197,7 @@ def prepare_mask(
             device=device,
             **kwargs,
         )
+        return PreparedMask(dense, tuple(dense.shape), device)
     if attention_mask is not None:
         mask &= Mask(key_mask=_real_keys(attention_mask, kv_length, kv_offset))
     return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from typing import Any, Final, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import NAME
 from heads_kernels.heads.record import own_config
 from heads_kernels.integrations.transformers.classes import replacement
-from heads_kernels.integrations.transformers.head_masks import (
-    PLACE,
-    calls_interface,
-    places,
-    stock_forward,
-)
+from heads_kernels.integrations.transformers.passes import unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
+from heads_kernels.integrations.transformers.support import (
+    calls_interface,
+    check_model,
+    configs_of,
+)
 from heads_kernels.integrations.transformers.tested import TESTED
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -32,39 +30,38 @@ def use(model: Model) -> Model:
     """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` takes it back.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
-    one op (`TESTED`). Every attention layer learns which row of `head_mask=` (and of `decoder_head_mask=` and
-    `cross_attn_head_mask=`) is its own, so that `model(..., head_mask=...)` works again: `[H]`, or `[L, H]` with a row
-    for each layer of the stack, 0 where a head is closed. The model gets configs of its own, copies of those that it
-    was made from. Parts of it that are in use already become parts of the whole.
+    one op (`TESTED`). `model(..., head_mask=...)` works again, and `decoder_head_mask=` and `cross_attn_head_mask=`:
+    `[H]`, or `[L, H]` with a row for each layer of the stack, 0 where a head is closed. The model gets configs of its
+    own, copies of those that it was made from. Parts of it that are in use already become parts of the whole.
 
     Args:
-        model: a `PreTrainedModel`, in train or eval mode.
+        model: a `PreTrainedModel`, in train or eval mode. Of what holds one (`PeftModel`, `SentenceTransformer`, a
+            pipeline, `torch.compile(model)`, `DistributedDataParallel`) pass the model that it holds.
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError: it is no `PreTrainedModel`.
-        ValueError: it is in use already, or transformers does not let other functions compute its attention.
+        TypeError: it is no `PreTrainedModel`; the message names those that it holds.
+        ValueError: it is in use already, it has no attention, or transformers does not let other functions compute its
+            attention.
     """
     if not isinstance(model, PreTrainedModel):
-        was, instead = f"is a {type(model).__name__}", "pass a transformers PreTrainedModel"
-        refuse("model", was, f"{instead}; tested families: {', '.join(TESTED)}", TypeError)
+        refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
     if _BEFORE in vars(model):
         refuse("model", f"({type(model).__name__}) is in use already", "call release(model) first")
-    _check_supported(model)
+    check_model(model)
     own_config(model)
     before = {
         module: [config._attn_implementation_internal for config in configs]
         for module in model.modules()
-        if (configs := _configs(module))
+        if (configs := configs_of(module))
     }
     for module, implementations in before.items():
         vars(module).setdefault(_BEFORE, implementations)
-        for config in _configs(module):
+        for config in configs_of(module):
             config._attn_implementation_internal = NAME
-    for module, place in places(model):
-        setattr(module, PLACE, place)
+    watch(model)
     for module in model.modules():
         if (made := replacement(type(module))) is not None:
             module.__class__ = made
@@ -74,8 +71,8 @@ def use(model: Model) -> Model:
 def release(model: Model) -> Model:
     """Take back everything that `use` did to a model or to a part of one, which is stock then.
 
-    Layers that came fused by `register_patches` are stock layers then too. A part that is released of a model in use
-    ignores head masks, as stock layers do.
+    Layers that came fused by `register_patches` are stock layers then too. A head mask for a part that is released of a
+    model in use is refused, for no layer reads it.
 
     Args:
         model: in use, by itself or as a part or a copy of what is.
@@ -91,49 +88,31 @@ def release(model: Model) -> Model:
     own_config(model)
     for module in model.modules():
         before = vars(module).pop(_BEFORE, [])
-        for config, implementation in zip(_configs(module), before, strict=False):
+        for config, implementation in zip(configs_of(module), before, strict=False):
             config._attn_implementation_internal = implementation
-        vars(module).pop(PLACE, None)
         if isinstance(module, Replacement):
             module.__class__ = module.stock  # type: ignore[assignment]
+    unwatch(model)
+    if any(config._attn_implementation == NAME for config in configs_of(model)):
+        watch(model)  # it was made with this name
     return model
 
 
-def _configs(module: nn.Module) -> list[Any]:
-    """The configs that a module holds and those in them, in an order that stays."""
-    found = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
-    for config in found:
-        inner = (getattr(config, name, None) for name in config.sub_configs)
-        found += [each for each in inner if each is not None]
-    return found
-
-
 # ---------------------------------------------------------------------- what is refused
-def _check_supported(model: PreTrainedModel) -> None:
-    """Every submodel with attention of its own lets attention functions compute it, and says that SDPA would do."""
-    for name, part in model.named_modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        if not part._can_set_attn_implementation():
-            why = "computes its attention itself"
-        elif not part._supports_sdpa and any(map(calls_interface, part.modules())):
-            why = "computes more than plain attention (softcap, sinks, relative positions)"
-        elif _knows_block_masks(part):
-            why = (
-                "has its own way with masks of flex attention, for which those of the package pass"
-            )
-        else:
-            continue
-        where = f"model{'.' if name else ''}{name}"
-        was = f"is a {type(part).__name__} (family {part.config.model_type!r}), which {why}"
-        refuse(where, was, f"it can not be used; tested families: {', '.join(TESTED)}")
-
-
-def _knows_block_masks(part: PreTrainedModel) -> bool:
-    """Whether the file of its attention treats masks of flex attention, for which a `PreparedMask` passes."""
-    attention = filter(calls_interface, part.modules())
-    files = {stock_forward(module).__module__ for module in attention}
-    return any("BlockMask" in inspect.getsource(sys.modules[file]) for file in files)
+def _instead_of(holder: Any) -> str:
+    """What to pass for an object that is no model of transformers, but may hold some."""
+    held: dict[str, Any] = {}
+    if isinstance(holder, nn.Module):  # adapters, compiled and distributed models
+        for name, module in holder.named_modules():
+            is_part = any(name.startswith(f"{outer}.") for outer in held)
+            if isinstance(module, PreTrainedModel) and not is_part:
+                held[name] = module
+    elif isinstance(inner := getattr(holder, "model", None), PreTrainedModel):  # a pipeline
+        return f"pass its model, a {type(inner).__name__}, which is changed in place"
+    if not held:
+        return f"pass a transformers PreTrainedModel; tested families: {', '.join(TESTED)}"
+    calls = (f"use(model.get_submodule({n!r})), a {type(m).__name__}" for n, m in held.items())
+    return f"pass the model that it holds, {' and '.join(calls)}: it is changed in place"
 
 
 def _check_stock_would_do(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from heads_kernels.mask import Intervals
 from heads_kernels.ops.attention_statistics import BACKENDS
 from heads_kernels.ops.layout import compute_dtype
 from heads_kernels.ops.library import define_op, load
+from heads_kernels.ops.validation import check_operands
 from heads_kernels.problem import Problem
 
 
@@ -37,12 +38,33 @@ def allocate(query: Tensor, mixing: Tensor | None) -> AttentionStatistics:
     )
 
 
+def _check(
+    backend: str | None,
+    query: Tensor,
+    key: Tensor,
+    mixing: Tensor | None,
+    content_bias: Tensor | None,
+    excluded: Tensor | None,
+    intervals: Intervals,
+) -> None:
+    """Refuse tensors that do not fit each other."""
+    shared = {} if mixing is None else {"mixing": mixing}
+    check_operands(
+        backend,
+        {"query": query, "key": key, **shared},
+        intervals,
+        content_bias=content_bias,
+        excluded=excluded,
+    )
+
+
 def _statistics(
     query: Tensor, key: Tensor, mixing: Tensor | None, content_bias: Tensor | None, excluded: Tensor | None,
     k_lo: Tensor | None, k_hi: Tensor | None, key_visible: Tensor | None, dense_mask: Tensor | None,
     band_lo: int, band_hi: int, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
+    _check(backend, query, key, mixing, content_bias, excluded, intervals)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = load(BACKENDS, backend).forward(
         query, key, mixing, content_bias, excluded, intervals, scale
     )
@@ -50,8 +72,11 @@ def _statistics(
 
 
 def _statistics_fake(
-    query: Tensor, key: Tensor, mixing: Tensor | None, *call: Any
+    query: Tensor, key: Tensor, mixing: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    content_bias, excluded, k_lo, k_hi, key_visible, dense_mask, band_lo, band_hi, *_ = rest
+    intervals = Intervals(band_lo, band_hi, k_lo, k_hi, key_visible, dense_mask)
+    _check(None, query, key, mixing, content_bias, excluded, intervals)
     lse, max_prob, argmax, entropy = allocate(query, mixing)
     return lse, max_prob, argmax, entropy
 

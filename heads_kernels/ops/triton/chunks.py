@@ -31,7 +31,7 @@ def active_chunks(mixing, h, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS:
     chunks = tl.arange(0, CHUNKS)
     d = chunks[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]  # [CHUNKS, BLOCK_D]
     at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
-    used = tl.load(at, mask=d < WIDTH, other=0.0).to(tl.float32) != 0.0
+    used = tl.load(at, mask=d < WIDTH, other=0.0) != 0.0  # in its own dtype
     active = tl.max(used.to(tl.int32), 1)  # [CHUNKS]
     place = (tl.cumsum(active) - active).to(tl.int64)
     numbers = tl.sum(tl.where(active != 0, chunks.to(tl.int64) << (4 * place), 0))

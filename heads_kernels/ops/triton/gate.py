@@ -18,6 +18,8 @@ def activate(values, ACTIVATION: tl.constexpr):
         u = 1.0 + y
         log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
         values = tl.maximum(values, 0.0) + log1p
+    else:
+        tl.static_assert(ACTIVATION == "identity", "an unknown gate_activation")
     return values
 
 

@@ -1,0 +1,259 @@
+"""Whether a layout fits the class of a module: a closed head has to compute what the pruned head computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from copy import copy
+from itertools import product
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.heads.layers import (
+    NAME,
+    AttentionLayer,
+    Projection,
+    attention_function,
+    existing,
+    layer_of,
+)
+from heads_kernels.heads.layouts import HeadLayout, at_path
+from heads_kernels.heads.pruning import read_key_heads
+from heads_kernels.heads.shrinking import shrink
+from heads_kernels.nn.gates import FixedGate
+
+#: Tokens of the random input: several rows that see different keys under a causal mask.
+_TOKENS: Final = 4
+#: Features of the input that a projection of the copy reads, and of the output that it writes. Heuristic: enough for
+#: different heads to differ, and few enough for the check of a wide layer to take milliseconds.
+_FEATURES: Final = 8
+
+#: What was found of each kind of module that was compared: None, or why its layout does not fit.
+_FOUND: dict[Any, str | None] = {}
+
+
+def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
+    """Why `layout` does not describe a module, as a phrase that follows its name; None where it does.
+
+    A copy of the module with small random weights runs on random input on the CPU, in float32: once with a head closed
+    (its columns of W_O are 0; and once its gate is 0, where the module calls the operators), and once with that head
+    pruned. The outputs have to be equal up to rounding.
+
+    The module itself is read for its structure alone: weights may be on any device, the meta device too, of any dtype,
+    sharded or quantised, and no hook of it runs. It happens once for each class and shape; what was found is kept.
+    A layer that was pruned is not compared: it was before.
+
+    Args:
+        holder: the module that the layout describes.
+        layout: whose paths all exist in it; of its class, not of a layer that was converted.
+    """
+    inner = at_path(holder, layout.inner) if layout.inner else holder
+    if hasattr(inner, "kept_heads"):
+        return None
+    kind = layout, attention_function(inner), *_structure(holder)
+    if kind not in _FOUND:
+        _FOUND[kind] = _compare(holder, layout, attention_function(inner))
+    return _FOUND[kind]
+
+
+def _structure(holder: nn.Module) -> Iterator[Any]:
+    """What a forward pass depends on beside the values of weights: classes, sizes, switches."""
+    for name, part in holder.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(part).items()
+            if isinstance(value, (bool, int, str)) and key not in ("training", "layer_idx")
+        }
+        yield name, type(part), *settings.items()
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None:
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+    ):
+        torch.manual_seed(0)
+        failed = []
+        # The package's function serves stock modules too, T5's with fewer heads it alone, but not every argument.
+        for runs in (NAME,) if function == NAME else (NAME, "eager"):
+            trial = _random_copy(holder, layout, runs)
+            layer = layer_of(0, "", trial, layout)
+            for inputs in _inputs(trial, layer):
+                whole = _run(trial, inputs)
+                if isinstance(whole, Tensor):
+                    return _difference(trial, layer, inputs, whole, gated=function == NAME)
+                failed.append(whole)
+    return f"can not be run on random input ({failed[0]}); give the layout `inputs`"
+
+
+def _difference(
+    trial: nn.Module,
+    layer: AttentionLayer,
+    inputs: Mapping[str, Any],
+    whole: Tensor,
+    *,
+    gated: bool,
+) -> str | None:
+    """How the copy differs with a head closed and with that head pruned, in words."""
+    H = layer.num_heads
+    head = min(1, H - 1)
+    left = [each for each in range(H) if each != head]
+    # Two passes that sum in another order differ by a rounding for each term of their sums at most.
+    terms = layer.output.inputs + layer.head_dim + _TOKENS + _FEATURES
+    tolerance = torch.finfo(torch.float32).eps * terms * whole.abs().max()
+
+    def differs(some: Tensor | str, other: Tensor | str) -> bool:
+        if isinstance(some, str) or isinstance(other, str) or some.shape != other.shape:
+            return True
+        return not bool((some - other).abs().max() <= tolerance)
+
+    closed_by_gate: Tensor | str | None = None
+    if gated:
+        layer.module.head_gate = FixedGate(torch.ones(H).index_fill(0, torch.tensor([head]), 0.0))
+        closed_by_gate = _run(trial, inputs)
+        layer.module.head_gate = None
+    layer.output.linear.weight[:, layer.output.features([head])] = 0.0
+    closed = _run(trial, inputs)
+    shrink(layer, left, read_key_heads(layer, left))
+    pruned = _run(trial, inputs)
+    if not differs(closed, whole):
+        return "computes the same with a head closed"
+    if isinstance(pruned, str):
+        return f"can not run with a head pruned ({pruned})"
+    if differs(pruned, closed):
+        return "computes something else with a head pruned than with that head closed"
+    if closed_by_gate is not None and differs(closed_by_gate, closed):
+        return "does not close the head whose gate is 0"
+    return None
+
+
+def _run(trial: nn.Module, inputs: Mapping[str, Any]) -> Tensor | str:
+    """The output of a forward pass, or what went wrong."""
+    try:
+        out = trial(**inputs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    out = out[0] if isinstance(out, tuple) else out
+    return out if isinstance(out, Tensor) else f"its forward gives a {type(out).__name__}"
+
+
+# ---------------------------------------------------------------------- the copy
+class _Narrow(nn.Linear):
+    """A random projection of the sizes of another that reads the first features of its input alone, or writes the first
+    of its output: `reads` and `writes` of them."""
+
+    def __init__(self, like: Projection, reads: int, writes: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = like.inputs, like.outputs
+        self.weight = nn.Parameter(torch.randn(writes, reads) * reads**-0.5)
+        has_bias = getattr(like.linear, "bias", None) is not None
+        self.bias = nn.Parameter(torch.randn(writes)) if has_bias else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = nn.functional.linear(inputs[..., : self.weight.shape[1]], self.weight, self.bias)
+        return nn.functional.pad(out, (0, self.out_features - out.shape[-1]))
+
+
+def _random_copy(holder: nn.Module, layout: HeadLayout, function: str) -> Any:
+    """A copy with random parameters in float32 on the CPU, in evaluation mode, without hooks and gates of heads.
+
+    Roles with paths of their own have projections of their own, even if they share one in the module: those are refused
+    when they are pruned.
+    """
+    layer = layer_of(0, "", holder, layout)
+    projections = {layout.output: layer.output}
+    projections |= {layout.query: layer.query, layout.key: layer.key, layout.value: layer.value}
+    beside = [path for path in layout.beside if at_path(holder, path) is not None]
+    projections |= zip(beside, layer.beside, strict=True)
+    made: dict[int, Any] = {id(each.linear): nn.Identity() for each in projections.values()}
+    trial = _copied(holder, made, function)
+    for path, projection in projections.items():
+        reads, writes = projection.inputs, projection.outputs
+        if path == layout.output:
+            writes = min(writes, _FEATURES)
+        else:
+            reads = min(reads, _FEATURES)
+        parent, _, name = existing(holder, path).rpartition(".")
+        setattr(trial.get_submodule(parent), name, _Narrow(projection, reads, writes))
+    return trial
+
+
+def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
+    if id(module) in made:
+        return made[id(module)]
+    copied = made[id(module)] = object.__new__(type(module))
+    for name, value in vars(module).items():
+        if name in ("forward", "observer"):  # what wraps it, and who looks on
+            continue
+        if hasattr(value, "_attn_implementation"):
+            value = copy(value)
+            value._attn_implementation_internal = function
+        copied.__dict__[name] = copy(value) if isinstance(value, (dict, list, set)) else value
+    copied.__dict__ |= vars(nn.Module()) | {"training": False}
+    for name, parameter in module._parameters.items():
+        random = None if parameter is None else nn.Parameter(torch.randn(parameter.shape))
+        copied.register_parameter(name, random)
+    for name, buffer in module._buffers.items():
+        copied.register_buffer(name, None if buffer is None else _values(buffer))
+    for name, child in module._modules.items():
+        is_there = child is not None and name != "head_gate"
+        copied._modules[name] = _copied(child, made, function) if is_there else None
+    return copied
+
+
+def _values(buffer: Tensor) -> Tensor:
+    """A copy of a buffer; ones where it has no values."""
+    dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+    if buffer.is_meta:
+        return torch.ones(buffer.shape, dtype=dtype)
+    return buffer.detach().to("cpu", dtype, copy=True)
+
+
+# ---------------------------------------------------------------------- its input
+#: Arguments that are what keys and values are made of.
+_SOURCES: Final = (
+    "key", "value", "keys", "values", "key_value_states", "encoder_hidden_states", "cross_attention_states",
+)  # fmt: skip
+
+
+def _inputs(trial: Any, layer: AttentionLayer) -> Iterator[Mapping[str, Any]]:
+    """Arguments of a forward pass, as the names of its parameters suggest; the first that run count."""
+    if layer.layout.inputs is not None:
+        yield layer.layout.inputs(trial)
+        return
+    T = _TOKENS
+    arguments = list(inspect.signature(type(trial).forward).parameters.values())[1:]
+    names = [each.name for each in arguments]
+    needed = [each.name for each in arguments if each.default is each.empty and each.kind < 2]
+    positions = (
+        list(_positions(trial, layer.head_dim)) if "position_embeddings" in names else [None]
+    )
+    for batch, turns, cross in product(((1,), ()), positions, (False, True)):
+        inputs: dict[str, Any] = dict.fromkeys(needed)
+        inputs[names[0]] = torch.randn(*batch, T, layer.query.inputs)
+        for name in _SOURCES:
+            width = (layer.value if name.startswith("value") else layer.key).inputs
+            if name in names and (name in needed or cross or width != layer.query.inputs):
+                inputs[name] = torch.randn(*batch, T, width)
+        if turns is not None:
+            inputs["position_embeddings"] = turns
+        if "position_ids" in needed:
+            inputs["position_ids"] = torch.arange(T)[None]
+        if "cu_seqlens" in needed:
+            inputs["cu_seqlens"] = torch.tensor([0, T], dtype=torch.int32)
+        yield inputs
+
+
+def _positions(trial: Any, D: int) -> Iterator[Any]:
+    """Rotary positions as models hand them on: cosine and sine of some features of a head, complex numbers, or none."""
+    T = _TOKENS
+    widths = dict.fromkeys((D, getattr(trial, "rotary_ndims", D), D // 2, D // 4, D * 3 // 4))
+    for shape in ((1, T), (T,)):
+        yield from (tuple(torch.randn(2, *shape, width).unbind()) for width in widths)
+        yield torch.randn(*shape, D // 2, dtype=torch.complex64)
+    yield None

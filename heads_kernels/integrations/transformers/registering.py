@@ -1,0 +1,49 @@
+"""The package's name among transformers' attention functions, and the models that it is refused for."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from heads_kernels.heads.layers import NAME
+from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.masks import prepare_mask
+from heads_kernels.integrations.transformers.passes import watch
+from heads_kernels.integrations.transformers.support import check_named
+
+
+def register() -> None:
+    """Make `attn_implementation="heads_kernels"` known to transformers, and refused where it can't be served.
+
+    transformers takes any registered name for any model. Two methods of `PreTrainedModel` that every model passes
+    through are wrapped: the one that checks the name, and the one that ends the making of a model. With other names
+    they do what they did.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, prepare_mask)
+    check, finish = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
+
+    @wraps(check)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel,
+        requested_attention: str | None,
+        is_init_check: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if requested_attention == NAME:
+            check_named(self, is_made=not is_init_check)
+            if not is_init_check:
+                watch(self)
+        return check(self, requested_attention, is_init_check, *args, **kwargs)
+
+    @wraps(finish)
+    def post_init(self: PreTrainedModel) -> None:
+        finish(self)
+        if self.config._attn_implementation == NAME:
+            watch(self)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.post_init = post_init

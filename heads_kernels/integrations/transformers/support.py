@@ -1,0 +1,128 @@
+"""Which models of transformers the attention function can serve, and why not the others."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Final
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import NAME
+from heads_kernels.integrations.transformers.tested import TESTED
+
+#: What models may ask of their attention function that the operator does not compute.
+UNSERVED: Final = {
+    "softcap": "scores under a tanh",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "keys chosen by index",
+    "block_indices": "keys chosen by index",
+    "cache": "a paged cache",
+}
+
+ITSELF: Final = "computes its attention itself"
+INSTEAD: Final = "use 'eager' or 'sdpa', if need be for this part of a model alone"
+
+
+def stock_forward(module: nn.Module) -> Any:
+    """The forward that transformers wrote for the module, without decorators."""
+    return inspect.unwrap(getattr(type(module), "stock", type(module)).forward)
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether the module's forward asks transformers for an attention function."""
+    code = getattr(stock_forward(module), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def configs_of(module: nn.Module) -> list[Any]:
+    """The configs that a module holds and those in them, in an order that stays."""
+    found = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
+    for config in found:
+        inner = (getattr(config, name, None) for name in config.sub_configs)
+        found += [each for each in inner if each is not None]
+    return found
+
+
+def computes_itself(model: nn.Module) -> bool:
+    """Whether no attention of a model goes through an attention function, though it has some."""
+    modules = list(model.modules())
+    looks_like_it = any("Attention" in type(module).__name__ for module in modules)
+    return looks_like_it and not any(map(calls_interface, modules))
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model unless the attention function can serve it, and no model in it says that it can't.
+
+    Raises:
+        ValueError: the reason, and which of them it is; or there is no attention at all.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) and (why := _why_not(part) or _why_not_sdpa(part)):
+            where = f"model{'.' if name else ''}{name}"
+            instead = f"it can not be used; tested families: {', '.join(TESTED)}"
+            refuse(where, f"is a {family(part)}, which {why}", instead)
+    if not any(map(calls_interface, model.modules())):
+        why = ITSELF if computes_itself(model) else "has no attention"
+        instead = f"there is nothing to use it for; tested families: {', '.join(TESTED)}"
+        refuse("model", f"is a {family(model)}, which {why}", instead)
+
+
+def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
+    """Refuse attn_implementation="heads_kernels" for a model; the models in it are asked for themselves.
+
+    Args:
+        is_made: False while the model has no modules yet.
+    """
+    why = _why_not(model)
+    instead = INSTEAD
+    if not why and not is_made and (table := _classes_by_name(model)):
+        why = f"looks its layers up by it while it is made ({table})"
+        instead = "make it with 'eager' or 'sdpa' and call heads_kernels.integrations.transformers.use(model)"
+    if why:
+        refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {why}", instead)
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    """Why the attention function can't serve a model, by the file of its class; or None."""
+    if not model._can_set_attn_implementation():
+        return ITSELF
+    try:
+        source = inspect.getsource(sys.modules[type(model).__module__])
+    except (OSError, TypeError):
+        return None
+    if "BlockMask" in source:
+        return "has its own way with masks of flex attention, for which those of the package pass"
+    return None
+
+
+def _classes_by_name(model: PreTrainedModel) -> str | None:
+    """The table of attention classes by attention function that the file of the model has without the package's."""
+    tables = vars(sys.modules[type(model).__module__]).items()
+    return next(
+        (n for n, table in tables if n.endswith("ATTENTION_CLASSES") and NAME not in table), None
+    )
+
+
+def _why_not_sdpa(model: PreTrainedModel) -> str | None:
+    """Why, of a model that says that SDPA can't serve it; many say so for other reasons than their scores."""
+    if model._supports_sdpa:
+        return None
+    handed = {
+        name for module in model.modules() if calls_interface(module) for name in _keywords(module)
+    }
+    asked = dict.fromkeys(what for name, what in UNSERVED.items() if name in handed)
+    return f"computes more than plain attention ({', '.join(asked)})" if asked else None
+
+
+def _keywords(module: nn.Module) -> set[str]:
+    """The names of all arguments that the forward of a module passes by name: tuples among its constants."""
+    constants = stock_forward(module).__code__.co_consts
+    return {str(name) for names in constants if isinstance(names, tuple) for name in names}
+
+
+def family(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} (family {model.config.model_type!r})"

@@ -1,0 +1,116 @@
+"""What the tensors of an op must be, for whoever calls an op itself.
+
+The package's own calls come of a `Problem` and pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.checks import (
+    check_gate,
+    check_grouped_heads,
+    check_mixing,
+    check_sizes,
+    check_tensors,
+)
+from heads_kernels.errors import refuse
+from heads_kernels.mask import Intervals
+from heads_kernels.ops.layout import compute_dtype
+
+#: Their extensions check sizes, strides and dtypes themselves (csrc/bindings/).
+_COMPILED: Final = ("cpu", "cuda")
+
+#: Dimensions of what an op reads.
+_RANKS: Final = {"query": 4, "key": 4, "value": 4, "dout": 4, "attended": 4, "lse": 3}
+_SHARED_RANKS: Final = {**_RANKS, "query": 3, "key": 3, "mixing": 2}
+
+#: A size, or those that will do.
+_Sizes = Sequence[int | tuple[int, ...]]
+
+
+def check_operands(
+    backend: str | None,
+    tensors: Mapping[str, Tensor],
+    intervals: Intervals,
+    *,
+    content_bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_activation: str = "identity",
+    seed: Tensor | None = None,
+    excluded: Tensor | None = None,
+    saved: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Refuse tensors of an op that are None or do not fit each other; `backend` is None in its fake.
+
+    `tensors` are `query`, `key`, `value` and `mixing` as far as the operator has them, `saved` is `dout`, `attended`
+    and `lse` of a backward pass. The package's own calls come of a `Problem` and pass. This is for whoever calls an op
+    itself: a `Tensor` of its schema may be None, and a GPU kernel reads past the end of a tensor that is too small.
+    """
+    saved = saved or {}
+    ranks = _SHARED_RANKS if "mixing" in tensors else _RANKS
+    for name, given in (*tensors.items(), *saved.items()):
+        if given is None:
+            refuse(name, "is None", "pass a tensor: this op reads it", TypeError)
+        if given.dim() != ranks[name]:
+            refuse(name, f"has shape {list(given.shape)}", f"pass {ranks[name]} dimensions")
+    if backend in _COMPILED:
+        return
+    operands = {name: given for name, given in tensors.items() if name != "mixing"}
+    check_tensors(**operands)
+    query, key, mixing = tensors["query"], tensors["key"], tensors.get("mixing")
+    if mixing is None:
+        B, H, T, S, _ = check_grouped_heads(query, key)
+        Hk = key.shape[1]
+    else:
+        B, H, T, S, _ = check_mixing(query, key, mixing, content_bias)
+        Hk = H
+    check_sizes(B, H, T, S)
+    value = tensors.get("value")
+    Dv = 0 if value is None else value.shape[-1]
+    check_gate(gate, gate_activation, query, (B, H, T, Dv))
+    heads, rows, keys = (B, H, T, Dv), ((1, B), T), ((1, B), S)
+    expected: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
+        ("key", key, (B, *key.shape[1:]), query.dtype),
+        ("value", value, (B, Hk, S, Dv), query.dtype),
+        ("dout", saved.get("dout"), heads, query.dtype),
+        ("attended", saved.get("attended"), heads, query.dtype),
+        ("lse", saved.get("lse"), heads[:3], compute_dtype(query.dtype)),
+        ("k_lo", intervals.k_lo, rows, torch.int32),
+        ("k_hi", intervals.k_hi, rows, torch.int32),
+        ("key_visible", intervals.key_visible, keys, torch.bool),
+        ("dense_mask", intervals.dense, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
+        ("excluded", excluded, keys, torch.bool),
+        ("seed", seed, (1,), torch.int64),
+    )
+    for name, tensor, sizes, dtype in expected:
+        if tensor is not None:
+            _check_one(name, tensor, sizes, dtype, query.device)
+    if (intervals.k_lo is None) != (intervals.k_hi is None):
+        refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
+    if backend == "triton":  # its kernels form addresses by these strides
+        dense = saved.get("lse"), intervals.k_lo, intervals.k_hi, intervals.key_visible, excluded
+        if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
+            refuse("lse, k_lo, k_hi, key_visible or excluded", "is not contiguous", "copy it")
+        for name, tensor in (*operands.items(), ("attended", saved.get("attended"))):
+            if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                refuse(name, f"has stride {tensor.stride(-1)} in its last dimension", "it needs 1")
+
+
+def _check_one(
+    name: str, tensor: Tensor, sizes: _Sizes, dtype: torch.dtype, device: torch.device
+) -> None:
+    allowed = [size if isinstance(size, tuple) else (size,) for size in sizes]
+    if tensor.dim() != len(allowed) or any(
+        got not in those for got, those in zip(tensor.shape, allowed, strict=True)
+    ):
+        words = ", ".join(" or ".join(map(str, those)) for those in allowed)
+        refuse(name, f"has shape {list(tensor.shape)}", f"pass [{words}]")
+    if tensor.dtype != dtype:
+        refuse(name, f"has dtype {tensor.dtype}", f"pass {dtype}", TypeError)
+    if tensor.device != device:
+        refuse(name, f"is on {tensor.device}, but query is on {device}", "move it there")

@@ -1,0 +1,269 @@
+"""A layout is used only where a closed head computes what the pruned head computes, which leaves the model as it is."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.heads import HeadLayout, verifying
+from heads_kernels.heads.layouts import LAYOUTS
+from tests.support.tiny_models import build, transformers
+
+NEOX = HeadLayout("NeoX", *["query_key_value"] * 3, "dense", head_dim="head_size")
+PERSIMMON = HeadLayout("Persimmon", *["query_key_value"] * 3, "dense")
+TINY = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24,
+    "vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of its own for each test, and nothing known of any class."""
+    monkeypatch.setattr("heads_kernels.heads.layers.LAYOUTS", table := dict(LAYOUTS))
+    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", table)
+    monkeypatch.setattr(verifying, "_FOUND", {})
+
+
+def made(family: str) -> Any:
+    config = getattr(transformers, f"{family}Config")(**TINY)
+    return getattr(transformers, f"{family}ForCausalLM")._from_config(config)
+
+
+class House(nn.Module):
+    """Attention of a user, on the operators."""
+
+    def __init__(self, H: int = 4, *, heads_first: bool = True, gated: bool = True) -> None:
+        super().__init__()
+        self.width = 8
+        self.heads_first, self.gated = heads_first, gated
+        for name in ("q", "k", "v", "out"):
+            setattr(self, name, nn.Linear(8 * H, 8 * H))
+
+    def split(self, x: Tensor) -> Tensor:
+        if self.heads_first:
+            return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
+        return x.unflatten(-1, (self.width, -1)).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.split(getattr(self, name)(x)) for name in "qkv")
+        gate = getattr(self, "head_gate", None) if self.gated else None
+        heads = hk.gated_attention(
+            query, key, value, gate=None if gate is None else gate(len(x), x.shape[1])
+        )
+        out: Tensor = self.out(
+            heads.transpose(1, 2).flatten(2)
+            if self.heads_first
+            else heads.permute(0, 2, 3, 1).flatten(2)
+        )
+        return out
+
+
+HOUSE = HeadLayout("house", "q", "k", "v", "out", head_dim="width")
+
+
+# ---------------------------------------------------------------------- layouts that a user gives
+@pytest.mark.parametrize("H", [1, 2, 5])
+def test_a_layout_that_fits_is_registered(H: int) -> None:
+    hk.heads.register_layout("House", HOUSE, House(H))
+    (layer,) = hk.heads.attention_layers(nn.Sequential(House(H)))
+    assert (layer.name, layer.num_heads, layer.layout.name) == ("0", H, "house")
+
+
+@pytest.mark.parametrize(
+    ("example", "why"),
+    [
+        (House(heads_first=False), "computes something else with a head pruned"),
+        (House(gated=False), "does not close the head whose gate is 0"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None:
+    with pytest.raises(ValueError, match=f"example is a House, .* the layout 'house': it {why}"):
+        hk.heads.register_layout("House", HOUSE, example)
+    assert "House" not in hk.heads.layers.LAYOUTS
+    hk.heads.register_layout("House", HOUSE)
+    with pytest.raises(ValueError, match=f"module '0' is a House, .*: it {why}"):
+        hk.heads.prune(nn.Sequential(example), {0: [0]})
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("GPTNeoX", NEOX), ("Persimmon", PERSIMMON), ("Olmo2", HeadLayout("O"))]
+)
+def test_families_that_do_not_fit(family: str, layout: HeadLayout) -> None:
+    """Fused with the roles of a head side by side; a norm over all heads."""
+    model = made(family)
+    with pytest.raises(
+        ValueError, match=rf"no attention layer that is known, but {family}Attention"
+    ):
+        hk.heads.attention_layers(model)
+    before = copy.deepcopy(model.state_dict())
+    hk.heads.register_layout(f"{family}Attention", layout)
+    with pytest.raises(ValueError, match=rf"module .* is a {family}Attention, which does not have"):
+        hk.heads.prune(model, {0: [1]})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_why_a_form_does_not_fit_is_said() -> None:
+    with pytest.raises(ValueError, match="Olmo2Attention, which can not run with a head pruned"):
+        hk.heads.attention_layers(made("Olmo2"))
+
+
+def test_an_example_of_another_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="example is a House; pass a Mansion"):
+        hk.heads.register_layout("Mansion", HOUSE, House())
+
+
+def test_inputs_of_a_forward_with_arguments_of_its_own() -> None:
+    class Manor(House):
+        def forward(self, x: Tensor, times: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x * times.exp())
+
+    with pytest.raises(ValueError, match=r"can not be run on random input \(Attrib.*`inputs`"):
+        hk.heads.register_layout("Manor", HOUSE, Manor())
+
+    def inputs(module: Manor) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 3, module.q.in_features), "times": torch.randn(2, 3, 1)}
+
+    layout = HeadLayout("manor", "q", "k", "v", "out", head_dim="width", inputs=inputs)
+    hk.heads.register_layout("Manor", layout, Manor())
+
+
+# ---------------------------------------------------------------------- the model stays as it is
+def test_it_happens_once_for_a_class_and_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    compare = verifying._compare
+    monkeypatch.setattr(
+        verifying, "_compare", lambda *args: compared.append(args) or compare(*args)
+    )
+    model = nn.Sequential(House(4), House(4), House(2), House(4))
+    hk.heads.register_layout("House", HOUSE)
+    for _ in range(2):
+        hk.heads.attention_layers(model)
+    assert len(compared) == 2
+    hk.heads.prune(model, {0: [1]})
+    hk.heads.close(model, {1: [0], 0: [0]})
+    assert len(compared) == 2
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_weights_modes_hooks_and_random_numbers_are_left_alone(name: str) -> None:
+    model = build(name).train()
+    before, training = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    ran: list[Any] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: ran.append(args))
+    random = torch.get_rng_state()
+    attributes = [set(vars(module)) for module in model.modules()]
+    assert hk.heads.attention_layers(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not ran
+    assert [m.training for m in model.modules()] == training
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def meta() -> Iterator[Any]:
+    with torch.device("meta"):
+        model = build("llama")
+        yield model
+        yield model  # while new tensors are made there
+
+
+def packed() -> Iterator[Any]:
+    class Packed(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    model = build("llama")
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            old = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, new := Packed(old.in_features, old.out_features))
+            new.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    yield model
+
+
+def wrapped() -> Iterator[Any]:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.forward = None  # what offloading puts there, say
+    yield model
+
+
+def half() -> Iterator[Any]:
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        yield build("llama").to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("models", [meta, packed, wrapped, half])
+def test_only_the_structure_of_a_model_is_read(models: Any) -> None:
+    """On the meta device, quantised, with a wrapped forward, or in another mode, it is compared all the same."""
+    for model in models():
+        assert len(hk.heads.attention_layers(model)) == 2
+        assert list(verifying._FOUND.values()) == [None]
+
+
+# ---------------------------------------------------------------------- forms that no small model has
+T = 5
+TURNED = {
+    "cu_seqlens": torch.tensor([0, T], dtype=torch.int32),
+    "position_embeddings": (torch.randn(T, 8).cos(), torch.randn(T, 8).sin()),
+}
+PARTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("VisionAttention", "Qwen2VLVisionConfig", {"embed_dim": 32}, TURNED),
+    "qwen2_5_omni": (
+        "Qwen2_5OmniVisionAttention",
+        "Qwen2_5OmniVisionEncoderConfig",
+        {"hidden_size": 32},
+        TURNED,
+    ),
+    "kosmos2_5": (
+        "Kosmos2_5VisionAttention",
+        "Kosmos2_5VisionConfig",
+        {"hidden_size": 32, "head_dim": 8},
+        {},
+    ),
+    "seamless_m4t": (
+        "SeamlessM4TConformerSelfAttention",
+        "SeamlessM4TConfig",
+        {"hidden_size": 32, "position_embeddings_type": "none"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PARTS)
+@torch.no_grad()
+def test_parts_of_models_prune(family: str) -> None:
+    attention, config, sizes, arguments = PARTS[family]
+    source = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    heads = {"num_heads": 4, "num_attention_heads": 4, "speech_encoder_attention_heads": 4}
+    made = getattr(source, config)()
+    module = getattr(source, attention)(
+        getattr(source, config)(
+            **sizes, **{name: count for name, count in heads.items() if hasattr(made, name)}
+        )
+    )
+    module.config._attn_implementation = "eager"
+    x = torch.randn(T, 32) if arguments else torch.randn(1, T, 32)
+
+    def run() -> Tensor:
+        out = module(x, **arguments)
+        return out[0] if isinstance(out, tuple) else out
+
+    model = nn.Sequential(module)
+    (layer,) = hk.heads.attention_layers(model)
+    assert (layer.num_heads, layer.head_dim) == (4, 8)
+    stock = run()
+    layer.output.linear.weight[:, layer.output.features([1])] = 0.0
+    closed = run()
+    assert (closed - stock).abs().max() > 1e-3
+    hk.heads.prune(model, {0: [1]})
+    torch.testing.assert_close(run(), closed)

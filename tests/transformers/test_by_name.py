@@ -1,0 +1,261 @@
+"""`attn_implementation="heads_kernels"`: registered by either import, refused where it can't be served."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.pp_formulanet import modeling_pp_formulanet
+
+from heads_kernels.heads.layers import NAME
+from heads_kernels.integrations.after_import import after_import
+from heads_kernels.integrations.transformers import use
+from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, assert_alike, build, outputs
+
+ROOT = Path(__file__).parents[2]
+
+BLOOM = {"vocab_size": 40, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+#: Models that compute attention themselves, and arguments of their configs.
+ITSELF: dict[str, dict[str, Any]] = {
+    "MPNetModel": PLAIN,
+    "BloomModel": BLOOM,
+    "MptModel": {"vocab_size": 40, "d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 1},
+    "XGLMModel": {"vocab_size": 40, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 24},
+    "CodeGenModel": GPT2 | {"rotary_dim": 4},
+    "RoFormerModel": PLAIN,
+    "LongformerModel": PLAIN | {"attention_window": 4},
+    "LEDModel": SEQ2SEQ | {"attention_window": 4, "max_encoder_position_embeddings": 64},
+    "BigBirdModel": PLAIN | {"attention_type": "original_full"},
+    "IBertModel": PLAIN,
+    "RemBertModel": PLAIN | {"input_embedding_size": 16, "output_embedding_size": 16},
+    "MegatronBertModel": PLAIN,
+}  # fmt: skip
+#: Those that look their attention classes up by the name of the attention function.
+BY_TABLE: dict[str, dict[str, Any]] = {
+    "FalconModel": {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "GPTJModel": GPT2 | {"rotary_dim": 4},
+    "GPTNeoModel": {
+        "vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    },
+}  # fmt: skip
+IDS = torch.arange(3, 21).view(2, 9)
+REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+
+
+def make(name: str, arguments: dict[str, Any], attention: str) -> Any:
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**arguments)
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config, attn_implementation=attention).eval()
+
+
+# ---------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize("name", [*ITSELF, *BY_TABLE])
+def test_models_that_compute_attention_themselves_are_not_made(name: str) -> None:
+    arguments = {**ITSELF, **BY_TABLE}[name]
+    refusal = rf"attn_implementation is 'heads_kernels' for a {name} .*, which computes its attention itself; use"
+    with pytest.raises(ValueError, match=refusal):
+        make(name, arguments, NAME)
+
+
+def test_models_that_compute_attention_themselves_are_not_loaded(tmp_path: Path) -> None:
+    make("MPNetModel", ITSELF["MPNetModel"], "eager").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'heads_kernels' for a MPNetModel \(family 'mpnet'\)"):
+        transformers.AutoModel.from_pretrained(tmp_path, attn_implementation=NAME)
+
+
+def test_set_attn_implementation_leaves_them_as_they_are() -> None:
+    model = make("MPNetModel", ITSELF["MPNetModel"], "eager")
+    model.set_attn_implementation(NAME)  # transformers logs a warning
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ITSELF)
+def test_mask_is_refused_where_nothing_else_was(name: str) -> None:
+    """A config that was changed behind transformers' back: the first pass with a mask names the code that reads it."""
+    model = make(name, ITSELF[name], "eager")
+    model.config._attn_implementation = NAME
+    with pytest.raises(ValueError, match=r"attention_mask of .* is computed with \(.*\) by \w+ "):
+        model(IDS, attention_mask=REAL)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_part_that_computes_attention_itself(by_name: bool) -> None:
+    """The encoder of BigBird-Pegasus does, its decoder does not: refused once the encoder gets its mask."""
+    arguments = SEQ2SEQ | {"attention_type": "original_full"}
+    model = make("BigBirdPegasusModel", arguments, NAME if by_name else "eager")
+    model = model if by_name else use(model)
+    with pytest.raises(ValueError, match=r"is computed with \(add\) by BigBirdPegasusSelfAttenti"):
+        model(IDS, attention_mask=REAL, decoder_input_ids=IDS)
+
+
+def test_models_that_never_ask_for_a_mask() -> None:
+    """A file in which other models call attention functions."""
+    config = transformers.PPFormulaNetVisionConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
+        mlp_dim=24, output_channels=8, window_size=2, global_attn_indexes=[1],
+    )  # fmt: skip
+    model_class = modeling_pp_formulanet.PPFormulaNetVisionModel
+    model = model_class._from_config(config, attn_implementation=NAME)
+    with pytest.raises(ValueError, match=r"for a PPFormulaNetVision.*computes its attention itsel"):
+        model(torch.randn(1, 3, 32, 32))
+    with pytest.raises(ValueError, match=r"model is a PPFormulaNetVision.* its attention itself"):
+        use(model_class._from_config(config, attn_implementation="eager"))
+
+
+def test_models_that_look_their_layers_up() -> None:
+    config = transformers.SamVisionConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
+        mlp_dim=24, output_channels=8, window_size=2, global_attn_indexes=[1],
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"looks its layers up .*SAM_VISION.*; make it with 'eager'"
+    ):
+        transformers.SamVisionModel._from_config(config, attn_implementation=NAME)
+
+
+def test_masks_of_flex_attention_taken_apart() -> None:
+    with pytest.raises(ValueError, match=r"for a DogeModel .*has its own way with masks of flex"):
+        make("DogeModel", TINY["llama"].arguments, NAME)
+
+
+def test_models_without_attention_run_by_any_name() -> None:
+    arguments = {
+        "hidden_sizes": [8, 8],
+        "depths": [1, 1],
+        "embedding_size": 8,
+        "layer_type": "basic",
+    }
+    model = make("ResNetModel", arguments, NAME)
+    assert model(torch.randn(1, 3, 16, 16)).last_hidden_state.isfinite().all()
+    with pytest.raises(ValueError, match=r"model is a ResNetModel .*, which has no attention"):
+        use(model)
+
+
+# ---------------------------------------------------------------------- what is served
+def test_head_masks_and_statistics_without_use() -> None:
+    """Of models that were made with the name, and of those that were set to it."""
+    made, model = build("bert", NAME), build("bert")
+    model.set_attn_implementation(NAME)
+    mask = torch.tensor([0.0, 1.0, 0.5, 1.0])
+    expected = outputs(use(build("bert")), head_mask=mask)
+    for each in (made, model):
+        assert torch.equal(outputs(each, head_mask=mask), expected)
+        assert len(each(IDS, output_attentions=True).attentions) == 2
+    model.set_attn_implementation("eager")
+    assert torch.equal(outputs(model, head_mask=mask), outputs(build("bert")))
+
+
+def test_other_names_are_as_they_were() -> None:
+    for attention in ("eager", "sdpa"):
+        model = build("bert", attention)
+        assert model.config._attn_implementation == attention
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+    with pytest.raises(ValueError, match='attn_implementation="nonsense"` is not supported'):
+        build("bert", "nonsense")
+    assert make("MPNetModel", ITSELF["MPNetModel"], "eager")(IDS, attention_mask=REAL)
+
+
+SAME = {
+    "SplinterModel": PLAIN,
+    "NllbMoeModel": SEQ2SEQ,  # routers of sparse layers compute with the mask, which they take for one to be added
+    "PegasusXModel": SEQ2SEQ | {"block_size": 4, "num_global_tokens": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_models_that_say_that_sdpa_does_not_serve_them(name: str) -> None:
+    """The scores of some are plain all the same."""
+    model: PreTrainedModel = make(name, SAME[name], "eager")
+    assert not model._supports_sdpa
+    arguments = {"input_ids": IDS, "attention_mask": REAL}
+    if model.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = IDS
+    expected = model(**arguments)[0]
+    found = use(model)(**arguments)[0]
+    real = slice(None) if model.config.is_encoder_decoder else REAL.bool()
+    assert_alike(found[real], expected[real])
+
+
+def test_speech_and_time_series() -> None:
+    """As above, of models that read no tokens."""
+    speech = SEQ2SEQ | {"input_feat_per_channel": 8, "conv_channels": 16}
+    speech |= {"max_source_positions": 64, "max_target_positions": 64}
+    model = make("Speech2TextModel", speech, "eager")
+    arguments = {"input_features": torch.randn(2, 16, 8), "decoder_input_ids": IDS}
+    expected = model(**arguments)[0]
+    assert_alike(use(model)(**arguments)[0], expected)
+
+    series = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "d_model": 32}
+    series |= {"encoder_layers": 2, "decoder_layers": 2}
+    model = make("TimeSeriesTransformerModel", series, "eager")
+    arguments = {
+        "past_values": torch.randn(2, 10), "past_time_features": torch.randn(2, 10, 0),
+        "past_observed_mask": torch.ones(2, 10), "future_values": torch.randn(2, 4),
+        "future_time_features": torch.randn(2, 4, 0),
+    }  # fmt: skip
+    expected = model(**arguments)[0]
+    assert_alike(use(model)(**arguments)[0], expected)
+
+
+# ---------------------------------------------------------------------- registered by either import
+def test_package_before_transformers() -> None:
+    code = """
+import sys, heads_kernels
+assert "transformers" not in sys.modules
+from transformers import AutoModel, BertConfig
+config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+model = AutoModel.from_config(config, attn_implementation="heads_kernels")
+print(model.config._attn_implementation, any("after_import" in type(each).__module__ for each in sys.meta_path))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert run.stdout.split() == ["heads_kernels", "False"]
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for modules that can be imported; what was imported from it is forgotten."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("watched_module", "wanted_module"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
+    (tmp_path / "wanted_module.py").write_text(
+        "import watched_module\nVALUE = watched_module.VALUE\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_after_import(first: bool, modules: Path) -> None:
+    entries = list(sys.meta_path)
+    if first:
+        importlib.import_module("watched_module")
+    after_import("watched_module", "wanted_module")
+    assert ("wanted_module" in sys.modules) == first
+    assert importlib.util.find_spec("watched_module")  # looking for it is no import
+    importlib.import_module("watched_module")
+    assert sys.modules["wanted_module"].VALUE == 1
+    assert sys.meta_path == entries
+
+
+def test_after_import_that_fails(modules: Path) -> None:
+    (modules / "wanted_module.py").write_text("raise RuntimeError('too old')\n")
+    after_import("watched_module", "wanted_module")
+    with pytest.warns(RuntimeWarning, match=r"wanted_module could not be imported: .*too old"):
+        importlib.import_module("watched_module")
+    assert "watched_module" in sys.modules
