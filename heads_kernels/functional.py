@@ -16,7 +16,6 @@ from heads_kernels.ops.attention_statistics import op as statistics_op
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
-from heads_kernels.ops.operator import Operator
 from heads_kernels.problem import Problem
 
 
@@ -86,7 +85,8 @@ def gated_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return _run(GATED, problem, backend)
+    chosen = select(GATED.backends, problem, backend)
+    return problem.unflatten(GATED(problem, chosen, _seed(problem)))
 
 
 def collaborative_attention(
@@ -145,7 +145,8 @@ def collaborative_attention(
         closed_grad=closed_grad,
         scale=scale,
     )
-    return _run(COLLABORATIVE, problem, backend)
+    chosen = select(COLLABORATIVE.backends, problem, backend)
+    return problem.unflatten(COLLABORATIVE(problem, chosen, _seed(problem)))
 
 
 def attention_statistics(
@@ -191,11 +192,6 @@ def attention_statistics(
     chosen = select(statistics_table.BACKENDS, problem, backend)
     statistics = statistics_op.attention_statistics(problem, chosen)
     return AttentionStatistics(*map(problem.unflatten, statistics))
-
-
-def _run(operator: Operator, problem: Problem, backend: str | None) -> Tensor:
-    chosen = select(operator.backends, problem, backend)
-    return problem.unflatten(operator(problem, chosen, _seed(problem)))
 
 
 def _seed(problem: Problem) -> Tensor | None:
