@@ -178,7 +178,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
     Classes of a form are not converted: what stands between their projections and their scores is not known.
     """
     for form in FORMS:
-        inner = at_path(module, form.inner) if form.inner else module
+        inner: Any = at_path(module, form.inner) if form.inner else module
         if (
             calls_interface(type(inner))
             and isinstance(at_path(module, form.head_dim), int)
