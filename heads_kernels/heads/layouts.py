@@ -178,13 +178,14 @@ def form_of(module: nn.Module) -> HeadLayout | None:
     Classes of a form are not converted: what stands between their projections and their scores is not known.
     """
     for form in FORMS:
-        inner: Any = at_path(module, form.inner) if form.inner else module
+        inner = at_path(module, form.inner) if form.inner else module
+        kind: Any = type(inner)
         if (
-            calls_interface(type(inner))
+            calls_interface(kind)
             and isinstance(at_path(module, form.head_dim), int)
             and all(is_projection(at_path(module, path)) for path in form.projections)
         ):
-            rotary = "position_embeddings" in inspect.signature(type(inner).forward).parameters
+            rotary = "position_embeddings" in inspect.signature(kind.forward).parameters
             return replace(form, between=_ROTARY if rotary else _UNTESTED)
     return None
 
