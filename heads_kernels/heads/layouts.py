@@ -180,7 +180,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
     for form in FORMS:
         inner = at_path(module, form.inner) if form.inner else module
         if (
-            calls_interface(type(inner))
+            calls_interface(inner)
             and isinstance(at_path(module, form.head_dim), int)
             and all(is_projection(at_path(module, path)) for path in form.projections)
         ):
@@ -189,9 +189,14 @@ def form_of(module: nn.Module) -> HeadLayout | None:
     return None
 
 
+def calls_interface(module: nn.Module) -> bool:
+    """Whether the forward that transformers wrote for a module asks it for an attention function."""
+    kind: Any = type(module)
+    return _calls_interface(getattr(kind, "stock", kind))
+
+
 @cache
-def calls_interface(kind: type) -> bool:
-    """Whether the forward of a class asks transformers for an attention function."""
+def _calls_interface(kind: Any) -> bool:
     code = getattr(inspect.unwrap(getattr(kind, "forward", kind)), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from itertools import product
 from typing import Any, Final
@@ -61,23 +62,37 @@ def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
 def _structure(holder: nn.Module) -> Iterator[Any]:
     """What a forward pass depends on beside the values of weights: classes, sizes, switches."""
     for name, part in holder.named_modules():
-        settings = {
-            key: value
-            for key, value in vars(part).items()
-            if isinstance(value, (bool, int, str)) and key not in ("training", "layer_idx")
-        }
-        yield name, type(part), *settings.items()
+        if "head_gate" not in name.split("."):
+            settings = {
+                key: value
+                for key, value in vars(part).items()
+                if isinstance(value, (bool, int, str)) and key not in ("training", "layer_idx")
+            }
+            sizes = [each.shape for each in part.parameters(recurse=False)]
+            yield name, type(part), *settings.items(), *sizes
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """In this block tensors are made in float32 on the CPU, from random numbers that nobody else draws."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
+            torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed GPUs too
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None:
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-        torch.autocast("cpu", enabled=False),
-    ):
-        torch.manual_seed(0)
+    with _apart():
         failed = []
         # The package's function serves stock modules too, T5's with fewer heads it alone, but not every argument.
         for runs in (NAME,) if function == NAME else (NAME, "eager"):
@@ -152,7 +167,7 @@ class _Narrow(nn.Linear):
         self.in_features, self.out_features = like.inputs, like.outputs
         self.weight = nn.Parameter(torch.randn(writes, reads) * reads**-0.5)
         has_bias = getattr(like.linear, "bias", None) is not None
-        self.bias = nn.Parameter(torch.randn(writes)) if has_bias else None
+        self.register_parameter("bias", nn.Parameter(torch.randn(writes)) if has_bias else None)
 
     def forward(self, inputs: Tensor) -> Tensor:
         out = nn.functional.linear(inputs[..., : self.weight.shape[1]], self.weight, self.bias)
@@ -188,7 +203,7 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
         return made[id(module)]
     copied = made[id(module)] = object.__new__(type(module))
     for name, value in vars(module).items():
-        if name in ("forward", "observer"):  # what wraps it, and who looks on
+        if name in ("forward", "_compiled_call_impl", "observer"):  # what wraps it, who looks on
             continue
         if hasattr(value, "_attn_implementation"):
             value = copy(value)
@@ -201,8 +216,9 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
     for name, buffer in module._buffers.items():
         copied.register_buffer(name, None if buffer is None else _values(buffer))
     for name, child in module._modules.items():
-        is_there = child is not None and name != "head_gate"
-        copied._modules[name] = _copied(child, made, function) if is_there else None
+        copied._modules[name] = None
+        if child is not None and name != "head_gate":
+            copied._modules[name] = _copied(child, made, function)
     return copied
 
 

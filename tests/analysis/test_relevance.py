@@ -289,13 +289,13 @@ def test_grouped_keys_are_keys_repeated(attention: str) -> None:
 
     class Repeated(hk.nn.GatedMultiheadAttention):
         def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> Any:
-            found = super().operands(query, source)
-            return found | {n: found[n].repeat_interleave(2, 1) for n in ("key", "value")}
+            found: Any = super().operands(query, source)
+            group = found["query"].shape[1] // found["key"].shape[1]
+            return found | {n: found[n].repeat_interleave(group, 1) for n in ("key", "value")}
 
     repeated = [Repeated(8, 4, num_key_heads=2, dtype=torch.float64) for _ in range(2)]
     for made, module in zip(repeated, grouped, strict=True):
         made.load_state_dict(module.state_dict())
-    hk.heads.register_layout("Repeated", hk.heads.attention_layers(Wrapped(*grouped))[0].layout)
     x = random(2, 5, 8)
     expected = relevance(Wrapped(*repeated), [x], attention=attention).table()
     found = relevance(Wrapped(*grouped), [x], attention=attention).table()

@@ -149,12 +149,34 @@ def test_it_happens_once_for_a_class_and_a_shape(monkeypatch: pytest.MonkeyPatch
     assert len(compared) == 2
     hk.heads.prune(model, {0: [1]})
     hk.heads.close(model, {1: [0], 0: [0]})
+    hk.heads.reopen(model)
     assert len(compared) == 2
 
 
+def test_a_norm_of_another_size_is_another_shape() -> None:
+    """A class with a norm over each head, and over all of them where its config says so."""
+
+    class Normed(House):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(size)
+
+        def split(self, x: Tensor) -> Tensor:
+            if self.norm.normalized_shape[0] == self.width:
+                return self.norm(super().split(x))
+            return super().split(self.norm(x))
+
+    hk.heads.register_layout("Normed", HOUSE, Normed(8))
+    with pytest.raises(ValueError, match="it can not run with a head pruned"):
+        hk.heads.attention_layers(nn.Sequential(Normed(32)))
+
+
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
-def test_weights_modes_hooks_and_random_numbers_are_left_alone(name: str) -> None:
+def test_weights_modes_hooks_and_random_numbers_are_left_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(name).train()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeds GPUs"))
     before, training = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
     ran: list[Any] = []
     for module in model.modules():
@@ -202,7 +224,16 @@ def half() -> Iterator[Any]:
         yield build("llama").to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("models", [meta, packed, wrapped, half])
+def other_dtype() -> Iterator[Any]:
+    model = build("llama")
+    torch.set_default_dtype(torch.bfloat16)  # as from_pretrained does
+    try:
+        yield model
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("models", [meta, packed, wrapped, half, other_dtype])
 def test_only_the_structure_of_a_model_is_read(models: Any) -> None:
     """On the meta device, quantised, with a wrapped forward, or in another mode, it is compared all the same."""
     for model in models():

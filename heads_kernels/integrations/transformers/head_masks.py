@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.replacement import Replacement
-from heads_kernels.integrations.transformers.support import calls_interface
 
 
 @dataclass(eq=False)

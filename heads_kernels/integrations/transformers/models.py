@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.record import own_config
 from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.passes import unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
-    calls_interface,
     check_model,
     configs_of,
 )

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.tested import TESTED
 
 #: What models may ask of their attention function that the operator does not compute.
@@ -30,12 +31,6 @@ INSTEAD: Final = "use 'eager' or 'sdpa', if need be for this part of a model alo
 def stock_forward(module: nn.Module) -> Any:
     """The forward that transformers wrote for the module, without decorators."""
     return inspect.unwrap(getattr(type(module), "stock", type(module)).forward)
-
-
-def calls_interface(module: nn.Module) -> bool:
-    """Whether the module's forward asks transformers for an attention function."""
-    code = getattr(stock_forward(module), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def configs_of(module: nn.Module) -> list[Any]:
