@@ -16,6 +16,8 @@ try:
 except ImportError:  # python setup.py emulator
     cuda = None
 
+pytestmark = pytest.mark.check
+
 B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
 HERE = (0, 0)
 needs_emulator = pytest.mark.skipif(cuda is None, reason="python setup.py emulator")
