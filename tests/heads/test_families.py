@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers.tested import OF_A_FORM
+from tests.support.alike import assert_alike
 from tests.support.tiny_models import outputs, small
 
-
-def assert_alike(found: Tensor, expected: Tensor) -> None:
-    """Equal up to the rounding of the sums of two layers of width 32 in float32, each a few dozen terms long."""
-    tolerance = 1000 * torch.finfo(torch.float32).eps * expected.abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance)
+pytestmark = pytest.mark.check
 
 
 @pytest.mark.parametrize("name", OF_A_FORM)

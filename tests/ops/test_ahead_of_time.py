@@ -17,6 +17,8 @@ if TRITON_INTERPRETED:
 
 from benchmarks import ahead_of_time  # noqa: E402 (needs triton)
 
+pytestmark = pytest.mark.check
+
 NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
-from tests.ops.calls import EVERY, call
+from tests.ops.calls import EVERY, assert_same_bits, call
+from tests.support.alike import assert_alike
 
 H, T, S, D = 4, 5, 7, 8
 BOTH = ("gated_attention", "collaborative_attention")
@@ -78,11 +79,11 @@ def test_batch_dimensions_are_flattened(
     out = call(operator, "eager", **arguments, is_causal=True)
     assert out.shape == (*batch, H, T, D)
     by_hand = call(operator, "eager", **expanded(operator, arguments, batch), is_causal=True)
-    torch.testing.assert_close(out.reshape(by_hand.shape), by_hand, rtol=0, atol=0)
+    assert_alike(out.reshape(by_hand.shape), by_hand)
     got = torch.autograd.grad(out.square().sum(), leaves)
     want = torch.autograd.grad(by_hand.square().sum(), leaves)
     for name, a, b in zip(arguments, got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
+        assert_alike(a, b, name=name)
 
 
 @pytest.mark.parametrize(("operator", "backend"), EVERY)
@@ -94,7 +95,7 @@ def test_on_every_backend(operator: str, backend: str) -> None:
     parts = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
     for a, b in parts:
         assert a.shape[:2] == names[3]
-        assert torch.equal(a.reshape(b.shape), b)
+        assert_same_bits(backend, a.reshape(b.shape), b)
 
 
 def test_statistics_leave_keys_out_by_batch() -> None:
@@ -105,7 +106,7 @@ def test_statistics_leave_keys_out_by_batch() -> None:
     got = hk.attention_statistics(**arguments, exclude_keys=excluded)
     want = hk.attention_statistics(**by_hand)
     for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.reshape(b.shape), b)
+        assert_alike(a.reshape(b.shape), b)
 
 
 @pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
@@ -124,10 +125,10 @@ def test_masks_mean_what_they_mean_to_sdpa(
     # In PyTorch's own products, which broadcast any dimensions.
     scores = arguments["query"] @ arguments["key"].mT * D**-0.5
     want = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ arguments["value"]
-    torch.testing.assert_close(out, want)
+    assert_alike(out, want)
     if batch and 0 not in batch:
         sdpa = F.scaled_dot_product_attention(*arguments.values(), mask)
-        torch.testing.assert_close(out, sdpa)
+        assert_alike(out, sdpa)
 
 
 def test_lengths_count_the_product_of_the_batch_dimensions() -> None:
@@ -136,7 +137,7 @@ def test_lengths_count_the_product_of_the_batch_dimensions() -> None:
     out = hk.gated_attention(query, query, query, hk.Mask(key_lengths=lengths))
     flat = query.flatten(0, 1)
     want = hk.gated_attention(flat, flat, flat, hk.Mask(key_lengths=lengths))
-    assert torch.equal(out.flatten(0, 1), want)
+    assert_alike(out.flatten(0, 1), want)
 
 
 def test_operands_are_views_where_one_stride_serves() -> None:
@@ -189,7 +190,7 @@ def test_positional_arguments_are_those_of_sdpa() -> None:
     for arguments in ((mask,), (mask, 0.0), (mask, 0.0, False), (None, 0.0, True)):
         got = hk.gated_attention(query, key, value, *arguments)
         want = F.scaled_dot_product_attention(query, key, value, *arguments)
-        torch.testing.assert_close(got, want)
+        assert_alike(got, want)
 
 
 def test_a_gate_in_the_place_of_a_mask_is_refused() -> None:
@@ -206,9 +207,9 @@ def test_enable_gqa() -> None:
     for key in (few, one):
         got = hk.gated_attention(query, key, key, enable_gqa=True)
         want = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-        torch.testing.assert_close(got, want)
+        assert_alike(got, want)
     got = hk.gated_attention(query, one, one, enable_gqa=False)  # broadcast, as SDPA does
-    torch.testing.assert_close(got, F.scaled_dot_product_attention(query, one, one))
+    assert_alike(got, F.scaled_dot_product_attention(query, one, one))
     with pytest.raises(
         ValueError, match="enable_gqa is False, but query has 4 heads and key has 2"
     ):

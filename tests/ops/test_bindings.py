@@ -18,6 +18,8 @@ try:
 except ImportError:  # python setup.py emulator
     cuda = None
 
+pytestmark = pytest.mark.check
+
 B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
 HERE = (0, 0)
 NAMES = {False: "gated_attention", True: "collaborative_attention"}

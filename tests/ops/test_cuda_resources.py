@@ -10,6 +10,8 @@ import heads_kernels as hk
 from benchmarks import cuda_resources
 from benchmarks.cuda_resources import Kernel
 
+pytestmark = pytest.mark.check
+
 TEXT = """
 Fatbin elf code:
 ================

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+pytestmark = pytest.mark.check
+
 Words = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 Run = Callable[..., Words]

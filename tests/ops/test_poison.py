@@ -108,8 +108,9 @@ def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     out, grads = replace(poisoned, options=inputs.options).backward(backend)
     unpoisoned = inputs.backward(backend)
     del unpoisoned[1]["gate"]
+    of_gate = grads.pop("gate")
     assert_same_bits(backend, (out, grads), unpoisoned)
-    assert grads["gate"][~closed].isfinite().all()
+    assert of_gate[~closed].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])

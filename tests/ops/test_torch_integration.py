@@ -309,6 +309,7 @@ def test_compile_masks(operator: str, backend: str) -> None:
             compare_compiled(run, compiled, [key_mask, torch.tensor([t, t - 3]), *values])
 
 
+@pytest.mark.check
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)

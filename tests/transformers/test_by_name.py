@@ -20,7 +20,8 @@ from transformers.models.pp_formulanet import modeling_pp_formulanet
 from heads_kernels.heads.layers import NAME
 from heads_kernels.integrations.after_import import after_import
 from heads_kernels.integrations.transformers import use
-from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, assert_alike, build, outputs
+from tests.support.alike import assert_alike
+from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, build, outputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,10 +152,10 @@ def test_head_masks_and_statistics_without_use() -> None:
     mask = torch.tensor([0.0, 1.0, 0.5, 1.0])
     expected = outputs(use(build("bert")), head_mask=mask)
     for each in (made, model):
-        assert torch.equal(outputs(each, head_mask=mask), expected)
+        assert_alike(outputs(each, head_mask=mask), expected)
         assert len(each(IDS, output_attentions=True).attentions) == 2
     model.set_attn_implementation("eager")
-    assert torch.equal(outputs(model, head_mask=mask), outputs(build("bert")))
+    assert_alike(outputs(model, head_mask=mask), outputs(build("bert")))
 
 
 def test_other_names_are_as_they_were() -> None:
