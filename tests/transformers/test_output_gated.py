@@ -40,9 +40,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Tensor | None]]:
     seen: list[tuple[str, Tensor | None]] = []
     operator = attention.gated_attention
 
-    def spy(query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, **named: Any) -> Tensor:
-        seen.append((named["gate_activation"], gate))
-        return operator(query, key, value, gate, **named)
+    def spy(**named: Any) -> Tensor:
+        seen.append((named["gate_activation"], named["gate"]))
+        return operator(**named)
 
     monkeypatch.setattr(attention, "gated_attention", spy)
     return seen

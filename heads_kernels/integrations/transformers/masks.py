@@ -73,7 +73,7 @@ class PreparedMask(BlockMask):
     def size(self, dim: int | None = None) -> Any:
         return self.sizes if dim is None else self.sizes[dim]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PreparedMask:  # type: ignore[override]
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PreparedMask:
         """The mask on another device, as models that are spread over several ask for it."""
         if isinstance(device, (torch.dtype, Tensor)):
             _refuse_use("to")
@@ -185,7 +185,7 @@ def prepare_mask(
             mask &= Mask(document_ids=(rows, ids))
     if mask is None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        dense = sdpa_mask(
+        dense: Any = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,

@@ -80,7 +80,7 @@ class Pass:
 
 
 # ---------------------------------------------------------------------- hooks on and off
-def watch(model: PreTrainedModel) -> None:
+def watch(model: nn.Module) -> None:
     """Let a model and all models in it bring head masks to their layers, and statistics back."""
     unwatch(model)
     for module, place in places(model):
@@ -242,6 +242,7 @@ def _restore(own: Pass) -> None:
 
 def _keep_for_checkpoints(model: nn.Module, own: Pass) -> None:
     """Let layers that run again in the backward pass find what their places hold now."""
+    module: Any
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             function = module._gradient_checkpointing_func

@@ -23,7 +23,8 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, prepare_mask)
-    check, finish = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
+    check: Any = PreTrainedModel.get_correct_attn_implementation
+    finish: Any = PreTrainedModel.post_init
 
     @wraps(check)
     def get_correct_attn_implementation(
@@ -45,5 +46,6 @@ def register() -> None:
         if self.config._attn_implementation == NAME:
             watch(self)
 
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
-    PreTrainedModel.post_init = post_init
+    stock: Any = PreTrainedModel
+    stock.get_correct_attn_implementation = get_correct_attn_implementation
+    stock.post_init = post_init
