@@ -19,11 +19,11 @@ from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
 from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.report import Report
-from heads_kernels.convert.snapshot import Snapshot
 from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.errors import refuse
 from heads_kernels.heads.progress import bar
 from heads_kernels.heads.record import record_in_config
+from heads_kernels.nn.snapshot import kept_on_error
 
 _METHODS: Final = ("cp", "ragged")
 
@@ -56,17 +56,18 @@ def collaborate(
     what conversion does to the output. From the rank of all heads on, at most `H D`, the result is exact.
 
     Layers of transformers models keep their forward, and the model is put in use
-    (`hk.integrations.transformers.use`); `GatedMultiheadAttention` and `torch.nn.MultiheadAttention` are replaced by
-    `CollaborativeMultiheadAttention`. Gates, values, outputs and dropout stay; forward hooks and attributes that were
-    put on a module that is replaced go with it. Keys and values that heads share (grouped keys) are repeated for each
-    head, so that such a model can grow. The parameters of queries and keys are new ones: make the optimiser anew.
-    Convert the whole model, not a part of it, for it to be saved by `save_pretrained`. Dense mixing (`cp`) pays off in
-    parameters, in the cache and for short inputs only: each report says below which length it has fewer FLOPs.
+    (`hk.integrations.transformers.use`); a `GatedMultiheadAttention` is replaced by a
+    `CollaborativeMultiheadAttention` (`torch.nn.MultiheadAttention` after `hk.nn.replace_attention_(model)`). Gates,
+    values, outputs and dropout stay; attributes that were put on a module that is replaced go with it. Keys and values
+    that heads share (grouped keys) are repeated for each head, so that such a model can grow. The parameters of queries
+    and keys are new ones: make the optimiser anew. Convert the whole model, not a part of it, for it to be saved by
+    `save_pretrained`. Dense mixing (`cp`) pays off in parameters, in the cache and for short inputs only: each report
+    says below which length it has fewer FLOPs.
 
     Everything is read and computed before anything is changed, and on an error or Ctrl-C the model is what it was.
 
     Args:
-        model: a model with layers of the table (`hk.heads.attention_layers`) or `torch.nn.MultiheadAttention`.
+        model: a model with layers of the table (`hk.heads.attention_layers`).
         dim: features of a layer on average, which layers get as they need them, above 8 in multiples of 8
             (`solve_budget`, with as many parameters); a list with one number for each layer, such as `[192] * L`; or
             `{layer: number}`, layers by index or name, which converts these alone.
@@ -80,8 +81,7 @@ def collaborate(
             For `dim` and `params` a head gets features in groups of 4, so that a layer may have up to 3 fewer than it
             could.
         calibration: batches, as in `calibrate`, or what `calibrate` gave; None weighs all weights alike.
-        layers: indices or names; default all that have heads. `torch.nn.MultiheadAttention` counts too, in the order
-            of `model.named_modules()`.
+        layers: indices or names; default all that have heads.
         iterations: of `cp`, at most.
         length: of the sentence that reports count FLOPs for.
         progress: whether to show bars on a terminal, where rich is installed.
@@ -91,9 +91,9 @@ def collaborate(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, named with its value and what would do; a layer that is
-            collaborative already, that has rotary positions or norms before its scores, or weights that are not finite;
-            `torch.nn.MultiheadAttention` with batch_first=False, add_bias_kv or add_zero_attn; calibration without
-            tokens, of another width, or with NaN.
+            collaborative already, that has rotary positions or norms before its scores, an adapter on its queries or
+            keys (merge it first), quantised or sharded projections or forward hooks on them, or weights that are not
+            finite; calibration without tokens, of another width, or with NaN.
     """
     wanted = Wanted(dim, energy, params, error)
     if method not in _METHODS:
@@ -103,8 +103,7 @@ def collaborate(
     check_size("iterations", iterations)
     check_size("length", length)
     check_flag("progress", progress)
-    before = Snapshot(model)
-    try:
+    with kept_on_error(model):
         named = wanted.layers
         chosen = prepare(model, layers) if named is None else prepare(model, named, "dim")
         heads = [read_heads(layer) for layer in chosen]
@@ -136,9 +135,6 @@ def collaborate(
             parameters_before=parameters_before,
             parameters=_parameters(model),
         )
-    except BaseException:
-        before.restore()
-        raise
 
 
 def _parameters(model: nn.Module) -> int:
