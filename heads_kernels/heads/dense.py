@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from heads_kernels.checks import is_sharded
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer, is_transposed
 from heads_kernels.nn.shared import SharedProjection
@@ -105,7 +106,7 @@ def _reasons(linear: Any) -> Iterator[_Reason]:
         was = f"has {', '.join(sorted(tensors))} beside its weight"
         yield was, "fold them into the weight, or {verb} the model before it gets them"
     weight = linear.weight
-    if type(weight).__name__ == "DTensor":
+    if is_sharded(weight):
         yield "is sharded over processes (DTensor)", "{verb} the model before it is sharded"
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         was = f"has a {type(weight).__name__} of dtype {weight.dtype} as its weight"

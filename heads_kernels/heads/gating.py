@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from heads_kernels.checks import is_sharded
 from heads_kernels.errors import refuse
 from heads_kernels.heads.dense import check_unpacked
 from heads_kernels.heads.layers import (
@@ -42,8 +43,8 @@ def gate(
 
     Raises:
         TypeError, ValueError: a layer that doesn't exist or has a gate already, a transformers model whose attention
-            function ignores gates, a quantised layer whose weights are packed, or a `make` that gives something else
-            than a gate of that many heads, new each time.
+            function ignores gates, a quantised layer whose weights are packed, a sharded one, or a `make` that gives
+            something else than a gate of that many heads, new each time.
     """
     if isinstance(layers, str) or not isinstance(layers, (Iterable, type(None))):
         refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
@@ -57,6 +58,9 @@ def gate(
     for layer in chosen:
         check_runs_operators(layer)
         check_unpacked(layer)
+        if is_sharded(layer.output.linear.weight):
+            was = "is sharded over processes, which would not keep its gates in step"
+            refuse(str(layer), was, "attach gates before fully_shard, without tensor parallelism")
         if layer.gate is not None:
             was = f"has a {type(layer.gate).__name__} already"
             refuse(str(layer), was, "call hk.heads.ungate(model) first")

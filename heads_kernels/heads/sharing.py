@@ -19,6 +19,7 @@ from heads_kernels.heads.layers import (
 )
 from heads_kernels.heads.shrinking import count_heads, select
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
+from heads_kernels.nn.collaborative import check_unsharded
 from heads_kernels.nn.replacing import put
 from heads_kernels.nn.shared import FusedProjection, SharedProjection
 
@@ -82,8 +83,8 @@ def check_runs_shared(
     """Runs before every forward of a converted module of transformers, whose queries and keys only the package reads.
 
     Raises:
-        ValueError: the config names another attention function; a static cache, which takes keys of as many heads and
-            of the same width as values only.
+        ValueError: the config names another attention function; weights under tensor parallelism; a static cache, which
+            takes keys of as many heads and of the same width as values only.
     """
     runs = attention_function(module)
     if runs != NAME:
@@ -93,6 +94,7 @@ def check_runs_shared(
             "call hk.integrations.transformers.use(model)"
         )
         refuse("attn_implementation", was, instead)
+    check_unsharded(module)
     cache = (arguments or {}).get("past_key_values")
     if getattr(cache, "is_compileable", False):
         was = "is static, with room for keys and values of the same heads alone"

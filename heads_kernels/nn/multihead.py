@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size
+from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, is_sharded
 from heads_kernels.errors import refuse
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
+from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.masks import module_mask
 from heads_kernels.nn.observing import AttentionCall
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
@@ -222,6 +223,7 @@ class Multihead(nn.Module, ABC):
         """The operator, its heads gated: `[B, H, T, Dv]`."""
         gate: dict[str, Any] = {}
         if self.head_gate is not None:
+            self._check_noise()
             gate = {"gate": self.head_gate(*query.shape[:2])}
         elif self.gate_proj is not None:
             gate = {"gate": self._logits(query), "gate_activation": "sigmoid"}
@@ -236,6 +238,15 @@ class Multihead(nn.Module, ABC):
         if self.head_gate is not None and self.gate_proj is not None:
             heads = heads * self._logits(query).sigmoid()
         return heads
+
+    def _check_noise(self) -> None:
+        """Under tensor parallelism every process has heads of its own, whose gates want noise of their own."""
+        gate = self.head_gate
+        draws = isinstance(gate, HardConcrete) and gate.training and gate.generator is None
+        if draws and is_sharded(getattr(self.out_proj, "weight", None)):
+            was = "draws noise from the seed that processes of tensor parallelism share"
+            instead = "make it with a generator that is seeded differently in each process"
+            refuse("head_gate", was, instead)
 
     def _logits(self, query: Tensor) -> Tensor:
         """Logits of the output gate, `[B, H, T, 1 or Dv]`."""
