@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from heads_kernels.convert.conversion import Conversion
 from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
+from heads_kernels.convert.factors import Factors
 from heads_kernels.convert.install import put_in, read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
@@ -21,11 +23,15 @@ from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.report import Report
 from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.progress import bar
 from heads_kernels.heads.record import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error
 
 _METHODS: Final = ("cp", "ragged")
+_FLOPS: Final = ("flops_before", "flops")
+#: The stack level of who calls `collaborate`, seen from what it calls: two decorators stand between.
+_CALLER: Final = 5
 
 
 @torch.inference_mode(False)
@@ -83,7 +89,7 @@ def collaborate(
         calibration: batches, as in `calibrate`, or what `calibrate` gave; None weighs all weights alike.
         layers: indices or names; default all that have heads.
         iterations: of `cp`, at most.
-        length: of the sentence that reports count FLOPs for.
+        length: of the sentence that reports count FLOPs for. A warning says where they rise at it.
         progress: whether to show bars on a terminal, where rich is installed.
 
     Returns:
@@ -122,6 +128,8 @@ def collaborate(
                 key_heads = chosen[n].num_key_heads
                 reports.append(Report.of(heads[n], made, own, Hk=key_heads, length=length))
                 advance()
+        _warn_of_rank(wanted, chosen, [spectrum.rank for spectrum in spectra], factors)
+        _warn_of_flops(reports, method)
         curves = Curves.of([layer.name for layer in chosen], heads, spectra)
         parameters_before = _parameters(model)
         for layer, made in zip(chosen, factors, strict=True):
@@ -135,6 +143,52 @@ def collaborate(
             parameters_before=parameters_before,
             parameters=_parameters(model),
         )
+
+
+def _warn_of_rank(
+    wanted: Wanted, layers: list[AttentionLayer], ranks: list[int], factors: list[Factors]
+) -> None:
+    """Where more features were asked for than a layer has: it is exact with those that it has."""
+    if isinstance(wanted.dim, int):  # an average, of which the layers get what they have
+        full = all(made.dim == rank for made, rank in zip(factors, ranks, strict=True))
+        asked = [wanted.dim if full else 0] * len(layers)
+    else:
+        dims = wanted.dim.values() if isinstance(wanted.dim, Mapping) else wanted.dim
+        asked = [0] * len(layers) if dims is None else list(dims)
+    over = [
+        f"{layer} has {rank}"
+        for layer, rank, dim in zip(layers, ranks, asked, strict=True)
+        if dim > rank
+    ]
+    if over:
+        warnings.warn(
+            f"dim is {wanted.dim}, more than the rank of the scores: {_first(over)}. With as many "
+            "features as its rank a layer is exact, and it gets no more.",
+            stacklevel=_CALLER,
+        )
+
+
+def _warn_of_flops(reports: list[Report], method: str) -> None:
+    """Where attention costs more than it did, at the length that the reports are for."""
+    rising = [report for report in reports if report.flops > report.flops_before]
+    if not rising:
+        return
+    before, after = (sum(getattr(each, name) for each in reports) / 1e6 for name in _FLOPS)
+    instead = "a smaller dim, or method='ragged', whose heads read features of their own alone"
+    if method == "ragged":
+        instead = "a smaller dim"
+    borders = [f"{report.break_even:.0f}" for report in rising]
+    warnings.warn(
+        f"At T = {reports[0].length} {len(rising)} of {len(reports)} converted layers have more "
+        f"FLOPs than before (all layers: {before:.3g} -> {after:.3g} MFLOPs); they have fewer below "
+        f"about T = {_first(borders)}. For longer inputs take {instead}. Yours go to length=.",
+        stacklevel=_CALLER,
+    )
+
+
+def _first(parts: list[str], most: int = 3) -> str:
+    more = f" and {len(parts) - most} more" if len(parts) > most else ""
+    return ", ".join(parts[:most]) + more
 
 
 def _parameters(model: nn.Module) -> int:
