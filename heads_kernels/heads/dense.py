@@ -99,7 +99,7 @@ def _reasons(linear: Any) -> Iterator[_Reason]:
     if own not in known and not is_transposed(linear):
         yield (
             f"is a {_class(linear)}",
-            "{verb} a model of nn.Linear or Conv1D, before it is wrapped",
+            "{verb} a model of nn.Linear or Conv1D, before it is quantised or wrapped",
         )
     tensors = {*linear._parameters, *linear._buffers} - {"weight", "bias"}
     if tensors:

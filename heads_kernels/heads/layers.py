@@ -163,7 +163,8 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     layers = find_layers(model)
     if not layers and any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
         instead = "call hk.nn.replace_attention_(model) first"
-        refuse("model", "has torch.nn.MultiheadAttention alone, which knows no heads", instead)
+        was = "has no attention layer of the table, but torch.nn.MultiheadAttention"
+        refuse("model", was, instead)
     if not layers:
         seen = "; ".join(sorted(set(filter(None, map(_seen, model.modules())))))
         seen = seen or "no attention at all"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -92,13 +91,3 @@ def test_caches_say_what_they_hold() -> None:
     cross = hk.nn.KeyValueCache()
     layer(x, torch.randn(2, 7, 12), cache=cross)
     assert "length=7, encoder-decoder attention" in repr(cross)
-
-
-@pytest.mark.parametrize("method", ["gradient", "leave_one_out", "confidence"])
-def test_importance_wants_heads(method: str) -> None:
-    model = Layers()
-    hk.heads.prune(model, {0: range(3), 1: range(2)})
-    with pytest.raises(ValueError, match=r"model has no heads left in its 2 attention layer"):
-        hk.heads.importance(
-            model, [torch.randn(2, 5, 12)], lambda model, x: model(x).sum(), method=method
-        )
