@@ -18,7 +18,7 @@ from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAtte
 from tests.convert.model_state import assert_moments, by_hand, state
 from tests.convert.random_heads import random_heads
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import PADDED, B, E, H, S, T, spread
+from tests.support.nn_layers import PADDED, B, E, H, S, spread
 
 
 def tiny(name: str, **changes: Any) -> Any:

@@ -84,7 +84,7 @@ def test_collaborative_layers_under_tensor_parallelism(mesh: Any) -> None:
 
 def test_converted_layers_under_tensor_parallelism(mesh: Any) -> None:
     pytest.importorskip("transformers", reason="a model of transformers")
-    from tests.tiny_models import build, outputs
+    from tests.support.tiny_models import build, outputs
 
     model = build("bert")
     hk.convert.collaborate(model, 16, progress=False)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from nn_layers import CAUSAL, PADDED, B, E, H, S, T, spread
 from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
+from tests.support.nn_layers import CAUSAL, PADDED, B, E, H, S, T, spread
 
 LAYER: dict[str, Any] = {"d_model": E, "nhead": H, "dim_feedforward": 16, "dropout": 0.0}
 DECODER_PADDED = PADDED[:, :T] & False

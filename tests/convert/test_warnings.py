@@ -11,7 +11,7 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.convert import break_even, collaborate
-from tests.convert_states import state
+from tests.convert.model_state import state
 
 E, H = 32, 4
 

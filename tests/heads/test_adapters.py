@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import collaborate, install, ragged, read_heads
 from heads_kernels.heads import attention_layers
-from tests.convert_states import state
-from tests.tiny_models import batch, build, outputs
+from tests.convert.model_state import state
+from tests.support.tiny_models import batch, build, outputs
 
 PARTS = ("query", "key", "value", "dense")
 

@@ -13,8 +13,8 @@ from torch import nn
 import heads_kernels as hk
 from heads_kernels.convert import install, ragged, read_heads
 from heads_kernels.heads import attention_layers
-from tests.convert_states import state
-from tests.tiny_models import build, outputs
+from tests.convert.model_state import state
+from tests.support.tiny_models import build, outputs
 
 
 def in_use() -> Any:
