@@ -165,7 +165,6 @@ def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
         refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
     check_dense(name, tensor)
 
-
     check_one_process(**{name: tensor})
     if tensor.dtype not in DTYPES:
         refuse(

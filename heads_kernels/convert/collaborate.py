@@ -29,7 +29,6 @@ from heads_kernels.heads.record import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error
 
 _METHODS: Final = ("cp", "ragged")
-_FLOPS: Final = ("flops_before", "flops")
 #: The stack level of who calls `collaborate`, seen from what it calls: two decorators stand between.
 _CALLER: Final = 5
 
@@ -173,7 +172,8 @@ def _warn_of_flops(reports: list[Report], method: str) -> None:
     rising = [report for report in reports if report.flops > report.flops_before]
     if not rising:
         return
-    before, after = (sum(getattr(each, name) for each in reports) / 1e6 for name in _FLOPS)
+    before = sum(report.flops_before for report in reports) / 1e6
+    after = sum(report.flops for report in reports) / 1e6
     instead = "a smaller dim, or method='ragged', whose heads read features of their own alone"
     if method == "ragged":
         instead = "a smaller dim"

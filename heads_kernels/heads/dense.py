@@ -21,7 +21,7 @@ _MERGE: Final = "merge the adapter first: model = model.merge_and_unload()"
 _LORA: Final = ("base_layer", "lora_A", "lora_B")
 
 
-def check_dense(layer: AttentionLayer, verb: str, *, adapters: bool) -> None:
+def check_projections(layer: AttentionLayer, verb: str, *, adapters: bool) -> None:
     """Refuse a layer with projections that are more than a weight and a bias.
 
     Args:

@@ -131,7 +131,7 @@ def _attach(model: nn.Module, gates: Mapping[nn.Module, HeadGate | None]) -> Non
     """Give these modules of a model these gates, or none: all of them, or on an error or Ctrl-C no one."""
     with kept_on_error(model):
         for module, head_gate in gates.items():
-            module.head_gate = head_gate
+            module.head_gate = head_gate  # type: ignore[assignment]
 
 
 def _only_closes(head_gate: HeadGate | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
-from heads_kernels.heads.dense import check_dense, dense_parts
+from heads_kernels.heads.dense import check_projections, dense_parts
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
@@ -69,7 +69,7 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     asked = heads_of_layers(layers, heads)
     users = Counter(weight for layer in layers for weight in _weights(layer))
     for layer, _ in asked:
-        check_dense(layer, "prune", adapters=True)
+        check_projections(layer, "prune", adapters=True)
         _check_untied(layer, users)
     taken = {}
     with kept_on_error(model):

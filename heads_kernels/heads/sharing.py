@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.dense import check_dense
+from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import (
     NAME,
     AttentionLayer,
@@ -44,7 +44,7 @@ def check_has_products(layer: AttentionLayer) -> None:
     if layer.scale is None:
         was = f"is a {type(layer.module).__name__} without {layer.layout.scale!r}"
         refuse(str(layer), was, "register its layout with the path of its scale")
-    check_dense(layer, "convert", adapters=False)
+    check_projections(layer, "convert", adapters=False)
 
 
 def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:

@@ -64,9 +64,10 @@ def replace_attention_(model: Model) -> Model:
     )
     for name, part in chosen.items():
         _check_plain(name, part, holders)
-    made = {part: GatedMultiheadAttention.from_torch(part) for part in chosen.values()}
-    for part in made.values():
-        part.computes_padded_rows = True
+    made: dict[nn.Module, nn.Module] = {}
+    for part in chosen.values():
+        made[part] = new = GatedMultiheadAttention.from_torch(part)
+        new.computes_padded_rows = True
     with kept_on_error(model):
         put(model, made)
     return model

@@ -60,9 +60,9 @@ class SharedProjection(nn.Module):
     @property
     def rows(self) -> Tensor:
         """`[n * head_dim, D_in]`: features, content weights, zeros."""
-        parts = [self.weight]
+        parts: list[Tensor] = [self.weight]
         if self.content is not None:
-            parts.append(_weight("content", self.content))
+            parts.append(_plain("content", self.content).weight)
         if missing := -sum(map(len, parts)) % self.head_dim:
             parts.append(self.weight.new_zeros(missing, self.in_features))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -96,12 +96,14 @@ class FusedProjection(nn.Module):
     @property
     def _parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """Rows and bias of each."""
-        return [
-            (part.rows, None)
-            if isinstance(part, SharedProjection)
-            else (_weight(role, part), part.bias)
-            for role, part in self.named_children()
-        ]
+        parts: list[tuple[Tensor, Tensor | None]] = []
+        for role, part in self.named_children():
+            if isinstance(part, SharedProjection):
+                parts.append((part.rows, None))
+            else:
+                linear = _plain(role, part)
+                parts.append((linear.weight, linear.bias))
+        return parts
 
     def forward(self, inputs: Tensor) -> Tensor:
         parts = self._parts
@@ -113,13 +115,13 @@ class FusedProjection(nn.Module):
         return nn.functional.linear(inputs, torch.cat([rows for rows, _ in parts]), bias)
 
 
-def _weight(name: str, linear: nn.Module) -> Tensor:
-    """The weight of a part that is read and not run: what is put around it would be ignored."""
-    if type(linear) is not nn.Linear:
+def _plain(name: str, linear: nn.Module) -> nn.Linear:
+    """A part whose weight is read while it is not run: what is put around it would be ignored."""
+    if not isinstance(linear, nn.Linear) or type(linear) is not nn.Linear:
         was = f"of a converted layer is a {type(linear).__module__}.{type(linear).__name__}"
         instead = f"only its weight is read: leave {name!r} out of target_modules, or merge it"
         refuse(name, was, instead, TypeError)
-    return linear.weight
+    return linear
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
