@@ -192,6 +192,9 @@ class Multihead(nn.Module, ABC):
             source = cache.append(*self.source(key, value))
         else:
             source = cache.once(partial(self.source, key, value))
+            if source[0].shape[0] != query.shape[0]:
+                was = f"holds batch {source[0].shape[0]}, but query has batch {query.shape[0]}"
+                refuse("cache", was, "call reorder(beams) or reset() first")
         operands = self.operands(query, source)
         visible = module_mask(
             (query.shape[0], self.num_heads, query.shape[1], source[0].shape[1]),
