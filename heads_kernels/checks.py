@@ -7,6 +7,7 @@ from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heads_kernels.errors import refuse
 
@@ -55,8 +56,26 @@ def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tens
         refuse(argument, f"has layout {layout}", instead)
 
 
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a `DTensor`, known by its name: `torch.distributed.tensor` takes a second to import."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def check_one_process(**tensors: Tensor) -> None:
+    """The tensors, and the sequences that they are of, are whole in this process: no operator asks others."""
+    for name, tensor in tensors.items():
+        if is_sharded(tensor):
+            instead = "pass whole heads of this process, to_local(), or gather them, full_tensor()"
+            refuse(name, "is a DTensor, which no operator knows", instead, TypeError)
+    if str(functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
+        was = "is a part of a sequence, inside torch's context_parallel"
+        instead = "leave that block: attention would be that of the part alone"
+        refuse("query", was, instead)
+
+
 def check_tensors(**tensors: Tensor) -> None:
     """`query`, `key` and `value` are tensors of one supported dtype on one device."""
+    check_one_process(**tensors)
     query = tensors["query"]
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -145,6 +164,8 @@ def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
     check_dense(name, tensor)
+
+    check_one_process(**{name: tensor})
     if tensor.dtype not in DTYPES:
         refuse(
             name,

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
-from heads_kernels.convert.snapshot import undone
 from heads_kernels.errors import refuse
 from heads_kernels.heads.evaluation import evaluation
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.observing import observe, run
 from heads_kernels.heads.reading import each_batch
-from heads_kernels.heads.replacing import replace_torch, replaceable
 from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.snapshot import undone
 
 
 @torch.inference_mode(False)
@@ -91,10 +90,8 @@ def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, Momen
 def _gathered(
     model: nn.Module, layers: list[AttentionLayer], data: Iterable[Any], progress: bool
 ) -> dict[str, Moments]:
-    """PyTorch's own attention runs on the operators meanwhile, for what it hides is observed too."""
     sums: dict[str, Moments] = {}
-    observable = undone(model, lambda: replace_torch(model, replaceable(model)))
-    with observable, evaluation(model), torch.no_grad():
+    with evaluation(model), torch.no_grad():
         for number, batch in enumerate(each_batch(data, "Calibration", progress, "calibration")):
             with _summed(model, layers) as found:
                 run(model, batch)

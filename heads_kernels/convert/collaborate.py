@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -14,18 +15,22 @@ from heads_kernels.convert.conversion import Conversion
 from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
+from heads_kernels.convert.factors import Factors
 from heads_kernels.convert.install import put_in, read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
 from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.report import Report
-from heads_kernels.convert.snapshot import Snapshot
 from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.progress import bar
 from heads_kernels.heads.record import record_in_config
+from heads_kernels.nn.snapshot import kept_on_error
 
 _METHODS: Final = ("cp", "ragged")
+#: The stack level of who calls `collaborate`, seen from what it calls: two decorators stand between.
+_CALLER: Final = 5
 
 
 @torch.inference_mode(False)
@@ -56,17 +61,18 @@ def collaborate(
     what conversion does to the output. From the rank of all heads on, at most `H D`, the result is exact.
 
     Layers of transformers models keep their forward, and the model is put in use
-    (`hk.integrations.transformers.use`); `GatedMultiheadAttention` and `torch.nn.MultiheadAttention` are replaced by
-    `CollaborativeMultiheadAttention`. Gates, values, outputs and dropout stay; forward hooks and attributes that were
-    put on a module that is replaced go with it. Keys and values that heads share (grouped keys) are repeated for each
-    head, so that such a model can grow. The parameters of queries and keys are new ones: make the optimiser anew.
-    Convert the whole model, not a part of it, for it to be saved by `save_pretrained`. Dense mixing (`cp`) pays off in
-    parameters, in the cache and for short inputs only: each report says below which length it has fewer FLOPs.
+    (`hk.integrations.transformers.use`); a `GatedMultiheadAttention` is replaced by a
+    `CollaborativeMultiheadAttention` (`torch.nn.MultiheadAttention` after `hk.nn.replace_attention_(model)`). Gates,
+    values, outputs and dropout stay; attributes that were put on a module that is replaced go with it. Keys and values
+    that heads share (grouped keys) are repeated for each head, so that such a model can grow. The parameters of queries
+    and keys are new ones: make the optimiser anew. Convert the whole model, not a part of it, for it to be saved by
+    `save_pretrained`. Dense mixing (`cp`) pays off in parameters, in the cache and for short inputs only: each report
+    says below which length it has fewer FLOPs.
 
     Everything is read and computed before anything is changed, and on an error or Ctrl-C the model is what it was.
 
     Args:
-        model: a model with layers of the table (`hk.heads.attention_layers`) or `torch.nn.MultiheadAttention`.
+        model: a model with layers of the table (`hk.heads.attention_layers`).
         dim: features of a layer on average, which layers get as they need them, above 8 in multiples of 8
             (`solve_budget`, with as many parameters); a list with one number for each layer, such as `[192] * L`; or
             `{layer: number}`, layers by index or name, which converts these alone.
@@ -80,10 +86,9 @@ def collaborate(
             For `dim` and `params` a head gets features in groups of 4, so that a layer may have up to 3 fewer than it
             could.
         calibration: batches, as in `calibrate`, or what `calibrate` gave; None weighs all weights alike.
-        layers: indices or names; default all that have heads. `torch.nn.MultiheadAttention` counts too, in the order
-            of `model.named_modules()`.
+        layers: indices or names; default all that have heads.
         iterations: of `cp`, at most.
-        length: of the sentence that reports count FLOPs for.
+        length: of the sentence that reports count FLOPs for. A warning says where they rise at it.
         progress: whether to show bars on a terminal, where rich is installed.
 
     Returns:
@@ -91,9 +96,9 @@ def collaborate(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, named with its value and what would do; a layer that is
-            collaborative already, that has rotary positions or norms before its scores, or weights that are not finite;
-            `torch.nn.MultiheadAttention` with batch_first=False, add_bias_kv or add_zero_attn; calibration without
-            tokens, of another width, or with NaN.
+            collaborative already, that has rotary positions or norms before its scores, an adapter on its queries or
+            keys (merge it first), quantised or sharded projections or forward hooks on them, or weights that are not
+            finite; calibration without tokens, of another width, or with NaN.
     """
     wanted = Wanted(dim, energy, params, error)
     if method not in _METHODS:
@@ -103,8 +108,7 @@ def collaborate(
     check_size("iterations", iterations)
     check_size("length", length)
     check_flag("progress", progress)
-    before = Snapshot(model)
-    try:
+    with kept_on_error(model):
         named = wanted.layers
         chosen = prepare(model, layers) if named is None else prepare(model, named, "dim")
         heads = [read_heads(layer) for layer in chosen]
@@ -123,6 +127,8 @@ def collaborate(
                 key_heads = chosen[n].num_key_heads
                 reports.append(Report.of(heads[n], made, own, Hk=key_heads, length=length))
                 advance()
+        _warn_of_rank(wanted, chosen, [spectrum.rank for spectrum in spectra], factors)
+        _warn_of_flops(reports, method)
         curves = Curves.of([layer.name for layer in chosen], heads, spectra)
         parameters_before = _parameters(model)
         for layer, made in zip(chosen, factors, strict=True):
@@ -136,9 +142,53 @@ def collaborate(
             parameters_before=parameters_before,
             parameters=_parameters(model),
         )
-    except BaseException:
-        before.restore()
-        raise
+
+
+def _warn_of_rank(
+    wanted: Wanted, layers: list[AttentionLayer], ranks: list[int], factors: list[Factors]
+) -> None:
+    """Where more features were asked for than a layer has: it is exact with those that it has."""
+    if isinstance(wanted.dim, int):  # an average, of which the layers get what they have
+        full = all(made.dim == rank for made, rank in zip(factors, ranks, strict=True))
+        asked = [wanted.dim if full else 0] * len(layers)
+    else:
+        dims = wanted.dim.values() if isinstance(wanted.dim, Mapping) else wanted.dim
+        asked = [0] * len(layers) if dims is None else list(dims)
+    over = [
+        f"{layer} has {rank}"
+        for layer, rank, dim in zip(layers, ranks, asked, strict=True)
+        if dim > rank
+    ]
+    if over:
+        warnings.warn(
+            f"dim is {wanted.dim}, more than the rank of the scores: {_first(over)}. With as many "
+            "features as its rank a layer is exact, and it gets no more.",
+            stacklevel=_CALLER,
+        )
+
+
+def _warn_of_flops(reports: list[Report], method: str) -> None:
+    """Where attention costs more than it did, at the length that the reports are for."""
+    rising = [report for report in reports if report.flops > report.flops_before]
+    if not rising:
+        return
+    before = sum(report.flops_before for report in reports) / 1e6
+    after = sum(report.flops for report in reports) / 1e6
+    instead = "a smaller dim, or method='ragged', whose heads read features of their own alone"
+    if method == "ragged":
+        instead = "a smaller dim"
+    borders = [f"{report.break_even:.0f}" for report in rising]
+    warnings.warn(
+        f"At T = {reports[0].length} {len(rising)} of {len(reports)} converted layers have more "
+        f"FLOPs than before (all layers: {before:.3g} -> {after:.3g} MFLOPs); they have fewer below "
+        f"about T = {_first(borders)}. For longer inputs take {instead}. Yours go to length=.",
+        stacklevel=_CALLER,
+    )
+
+
+def _first(parts: list[str], most: int = 3) -> str:
+    more = f" and {len(parts) - most} more" if len(parts) > most else ""
+    return ", ".join(parts[:most]) + more
 
 
 def _parameters(model: nn.Module) -> int:

@@ -15,8 +15,8 @@ from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
-from heads_kernels.convert.snapshot import undone
 from heads_kernels.convert.spectrum import Spectrum, spectra_of
+from heads_kernels.nn.snapshot import undone
 
 
 @dataclass(frozen=True, eq=False)

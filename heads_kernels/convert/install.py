@@ -14,6 +14,7 @@ from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer, Projection, is_transposed
 from heads_kernels.heads.record import record_in_config
 from heads_kernels.heads.sharing import check_can_share, check_has_products, share
+from heads_kernels.nn.snapshot import kept_on_error
 
 
 def read_heads(layer: AttentionLayer) -> Heads:
@@ -85,8 +86,9 @@ def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged
         refuse(str(layer), "is not in the model", instead)
     check_can_share(model, layer)
     _check_fit(layer, factors)
-    put_in(model, layer, factors, ragged=ragged)
-    record_in_config(model)
+    with kept_on_error(model):
+        put_in(model, layer, factors, ragged=ragged)
+        record_in_config(model)
 
 
 def put_in(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged: bool) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from heads_kernels.checks import is_sharded
 from heads_kernels.errors import refuse
+from heads_kernels.heads.dense import check_unpacked
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
@@ -17,6 +19,7 @@ from heads_kernels.heads.layers import (
     heads_of_layers,
 )
 from heads_kernels.nn.gates import FixedGate, HeadGate
+from heads_kernels.nn.snapshot import kept_on_error
 
 
 @torch.inference_mode(False)
@@ -40,29 +43,36 @@ def gate(
 
     Raises:
         TypeError, ValueError: a layer that doesn't exist or has a gate already, a transformers model whose attention
-            function ignores gates, or a `make` that gives something else than a gate of that many heads, new each time.
+            function ignores gates, a quantised layer whose weights are packed, a sharded one, or a `make` that gives
+            something else than a gate of that many heads, new each time.
     """
     if isinstance(layers, str) or not isinstance(layers, (Iterable, type(None))):
         refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
+    if isinstance(make, nn.Module) or not callable(make):
+        was = f"is a {type(make).__name__}"
+        instead = "pass what makes a gate from a number of heads: hk.nn.HardConcrete, or a function"
+        refuse("make", was, instead, TypeError)
     there = attention_layers(model)
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
     made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
         check_runs_operators(layer)
+        check_unpacked(layer)
+        if is_sharded(layer.output.linear.weight):
+            was = "is sharded over processes, which would not keep its gates in step"
+            refuse(str(layer), was, "attach gates before fully_shard, without tensor parallelism")
         if layer.gate is not None:
             was = f"has a {type(layer.gate).__name__} already"
             refuse(str(layer), was, "call hk.heads.ungate(model) first")
         if layer.num_heads:
             made[_made(make, layer, made)] = layer
-    for head_gate, layer in made.items():
-        layer.module.head_gate = head_gate
+    _attach(model, {layer.module: head_gate for head_gate, layer in made.items()})
 
 
 def ungate(model: nn.Module) -> None:
     """Take all gates off, whatever they are: heads are as open as without gates. `prune` would fold them in instead."""
-    for layer in attention_layers(model):
-        if layer.gate is not None:
-            layer.module.head_gate = None
+    gated = (layer for layer in attention_layers(model) if layer.gate is not None)
+    _attach(model, {layer.module: None for layer in gated})
 
 
 @torch.inference_mode(False)
@@ -77,33 +87,32 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
 
     Raises:
         TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do; a transformers model
-            whose attention function ignores gates; a layer whose gates are learned, or fixed at other values than 0
-            and 1, which `reopen` could not give back.
+            whose attention function ignores gates; a quantised layer whose weights are packed; a layer whose gates are
+            learned, or fixed at other values than 0 and 1, which `reopen` could not give back.
     """
     asked = heads_of_layers(attention_layers(model), heads)
     for layer, _ in asked:
         check_runs_operators(layer)
+        check_unpacked(layer)
         head_gate = layer.gate
         if head_gate is not None and not _only_closes(head_gate):
             was = f"has a {type(head_gate).__name__} with gates of its own"
             refuse(str(layer), was, "close heads of layers without one: hk.heads.ungate(model)")
+    made: dict[nn.Module, HeadGate] = {}
     for layer, chosen in asked:
-        head_gate = layer.gate
-        if not chosen:
-            continue
-        device = layer.output.linear.weight.device
-        gates = (
-            torch.ones(layer.num_heads, device=device) if head_gate is None else head_gate.export()
-        )
-        gates[chosen] = 0.0
-        layer.module.head_gate = FixedGate(gates)
+        if chosen:
+            device = layer.output.linear.weight.device
+            all_open = torch.ones(layer.num_heads, device=device)
+            gates = all_open if layer.gate is None else layer.gate.export()
+            gates[chosen] = 0.0
+            made[layer.module] = FixedGate(gates)
+    _attach(model, made)
 
 
 def reopen(model: nn.Module) -> None:
     """Open the heads that `close` closed: gates that are fixed at 0 and 1 are taken off, others stay."""
-    for layer in attention_layers(model):
-        if _only_closes(layer.gate):
-            layer.module.head_gate = None
+    closing = (layer for layer in attention_layers(model) if _only_closes(layer.gate))
+    _attach(model, {layer.module: None for layer in closing})
 
 
 def closed(model: nn.Module) -> dict[str, list[int]]:
@@ -116,6 +125,13 @@ def closed(model: nn.Module) -> dict[str, list[int]]:
         for layer in attention_layers(model)
         if (head_gate := layer.gate) is not None
     }
+
+
+def _attach(model: nn.Module, gates: Mapping[nn.Module, HeadGate | None]) -> None:
+    """Give these modules of a model these gates, or none: all of them, or on an error or Ctrl-C no one."""
+    with kept_on_error(model):
+        for module, head_gate in gates.items():
+            module.head_gate = head_gate  # type: ignore[assignment]
 
 
 def _only_closes(head_gate: HeadGate | None) -> bool:

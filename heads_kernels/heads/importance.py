@@ -92,16 +92,18 @@ def importance(
         `HeadScores`. "leave_one_out" takes a pass for every open head and batch, the others one a batch.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; data without batches; a loss that is no floating tensor of
-            these shapes, is not finite, has a gradient that is not, or does not depend on the heads; a transformers
-            model whose attention function is not the package's.
+        TypeError, ValueError: an argument that does not fit; a model without heads; data without batches; a loss that
+            is no floating tensor of these shapes, is not finite, has a gradient that is not, or does not depend on the
+            heads; a transformers model whose attention function is not the package's.
     """
     _check(loss, method, reduce, normalise, exclude_keys)
     layers = attention_layers(model)
     estimator = reduce if method == "gradient" else method
     task = _Task(model, layers, data, loss, estimator, exclude_keys, progress)
-    has_heads = any(layer.num_heads for layer in layers)
-    scores = tuple(_METHODS[method](task) if has_heads else task.zeros())
+    if not any(layer.num_heads for layer in layers):
+        was = f"has no heads left in its {len(layers)} attention layer(s)"
+        refuse("model", was, "score heads before all of them are pruned")
+    scores = tuple(_METHODS[method](task))
     for layer, each in zip(layers, scores, strict=True):
         if not bool(each.isfinite().all()):
             was = f"is not finite without a head of {layer}, or its gradient there is not"

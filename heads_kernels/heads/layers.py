@@ -158,7 +158,13 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
         ValueError: the model has no attention layer that is known (what looks like attention is named, with what is
             wrong with it), a class has the name of one without having its parts, or a layout doesn't fit its class.
     """
+    if not isinstance(model, nn.Module):
+        refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
     layers = find_layers(model)
+    if not layers and any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
+        instead = "call hk.nn.replace_attention_(model) first"
+        was = "has no attention layer of the table, but torch.nn.MultiheadAttention"
+        refuse("model", was, instead)
     if not layers:
         seen = "; ".join(sorted(set(filter(None, map(_seen, model.modules())))))
         seen = seen or "no attention at all"
@@ -318,7 +324,7 @@ def _as_converted(holder: nn.Module, layout: HeadLayout) -> HeadLayout:
     return replace(
         layout,
         **paths,
-        head_dim=f"{paths['query']}.out_features",
+        head_dim=f"{paths['query']}.shared_dim",
         value_dim=layout.value_dim or layout.head_dim,
         beside=(*layout.beside, f"{paths['key']}.content"),
         rows=(*layout.rows, "mixing"),
@@ -337,22 +343,6 @@ def _check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
         if path in layout.projections and not is_projection(found):
             was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"
             refuse(name, was, "find its heads before it is wrapped")
-
-
-def check_dense(layer: AttentionLayer, instead: str) -> None:
-    """Refuse projections whose weights are packed or wrapped.
-
-    Raises:
-        ValueError: one of them is no `nn.Linear` or `Conv1D`; `instead` says what would do.
-    """
-    for projection in (layer.query, layer.key, layer.value, layer.output, *layer.beside):
-        linear = projection.linear
-        sizes = {
-            getattr(linear, name, None) for name in ("in_features", "out_features", "nx", "nf")
-        }
-        weight = getattr(linear, "weight", None)
-        if not isinstance(weight, nn.Parameter) or not set(weight.shape) <= sizes:
-            refuse(str(layer), f"is projected by a {type(linear).__name__}", instead)
 
 
 def _roles(

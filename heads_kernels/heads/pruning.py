@@ -7,20 +7,21 @@ from collections.abc import Mapping
 from math import gcd
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
+from heads_kernels.heads.dense import check_projections, dense_parts
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
     attention_layers,
-    check_dense,
     heads_of_layers,
     is_transposed,
 )
 from heads_kernels.heads.record import record_in_config
 from heads_kernels.heads.shrinking import replace, shrink
+from heads_kernels.nn.snapshot import kept_on_error
 
 
 @torch.inference_mode(False)
@@ -38,6 +39,9 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     Grouped-query heads: a key head goes when no query head reads it. Where the groups that are left have sizes n_1,
     n_2, ... with greatest common divisor g, key head i becomes n_i / g key heads with the same weights, each of which
     serves g query heads. The output stays exact; equal groups keep their key heads.
+
+    LoRA adapters of peft are pruned together with their projections. Other adapters have to be merged first. On an
+    error or Ctrl-C the model is what it was.
 
     The parameters are new ones on the same modules, with dtype, device and `requires_grad` of the old: make the
     optimiser anew, it holds the old ones. Layers of T5 get their position bias from a layer that computes it for all
@@ -57,24 +61,26 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
 
     Raises:
         TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do; a projection that is no
-            `nn.Linear` or `Conv1D`, or that layers or roles share without being one module. Nothing is changed then.
+            `nn.Linear`, `Conv1D` or LoRA of one, that is quantised, parametrised, sharded or offloaded, or has forward
+            hooks; one that layers or roles share without being one module.
     """
     check_size("keep_at_least", keep_at_least, 0)
     layers = attention_layers(model)
     asked = heads_of_layers(layers, heads)
     users = Counter(weight for layer in layers for weight in _weights(layer))
     for layer, _ in asked:
-        check_dense(layer, "prune a model of nn.Linear and Conv1D, before it is wrapped")
+        check_projections(layer, "prune", adapters=True)
         _check_untied(layer, users)
     taken = {}
-    for layer, chosen in asked:
-        gone, spared = _gone_and_spared(layer, chosen, keep_at_least)
-        _fold_gate(layer, spared)
-        if gone:
-            left = [head for head in range(layer.num_heads) if head not in gone]
-            shrink(layer, left, read_key_heads(layer, left))
-        taken[layer.name] = gone
-    record_in_config(model)
+    with kept_on_error(model):
+        for layer, chosen in asked:
+            gone, spared = _gone_and_spared(layer, chosen, keep_at_least)
+            _fold_gate(layer, spared)
+            if gone:
+                left = [head for head in range(layer.num_heads) if head not in gone]
+                shrink(layer, left, read_key_heads(layer, left))
+            taken[layer.name] = gone
+        record_in_config(model)
     return taken
 
 
@@ -110,7 +116,8 @@ def _weights(layer: AttentionLayer) -> list[tuple[int, int]]:
         (id(parameter), projection.start)
         for projection in projections
         if projection.heads
-        for parameter in projection.linear.parameters(recurse=False)
+        for part, _ in dense_parts(projection.linear)
+        for parameter in part.parameters(recurse=False)
     ]
 
 
@@ -126,8 +133,10 @@ def _fold_gate(layer: AttentionLayer, spared: list[int]) -> None:
         return
     gates = layer.gate.export()
     gates[[head for head in spared if gates[head] == 0]] = 1.0
-    linear = layer.output.linear
-    columns = gates.repeat_interleave(layer.value_dim).to(linear.weight.device)
-    columns = columns[:, None] if is_transposed(linear) else columns
-    replace(linear, "weight", (linear.weight * columns).to(linear.weight.dtype))
+    features = gates.repeat_interleave(layer.value_dim)
+    for part, ends in dense_parts(layer.output.linear):
+        if 0 in ends:
+            columns = features[:, None] if is_transposed(part) else features
+            weight: Tensor = part.weight  # type: ignore[assignment]
+            replace(part, "weight", (weight * columns.to(weight.device)).to(weight.dtype))
     layer.module.head_gate = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import AttentionLayer, find_layers
 from heads_kernels.heads.sharing import check_can_share, share
 from heads_kernels.heads.shrinking import shrink
@@ -116,6 +117,7 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
         if layer.name in pruned:
             heads, key_heads = _kept(layer, pruned[layer.name], layer.name in converted)
             if len(heads) < layer.num_heads:
+                check_projections(layer, "prune", adapters=True)
                 shrink(layer, heads, key_heads)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from heads_kernels.heads.record import (
     restore_shape,
     shape,
 )
-from heads_kernels.heads.replacing import replace_torch
+from heads_kernels.nn.snapshot import kept_on_error
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -57,8 +58,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load what `save` saved: the model is brought to the shape of the file, then the weights are copied.
 
-    Layers that are collaborative in the file become so, and the heads that it lacks are taken out. A
-    `torch.nn.MultiheadAttention` in the place of a layer of the file is replaced by the package's own.
+    Layers that are collaborative in the file become so, and the heads that it lacks are taken out. Everything is
+    checked before anything is changed. On Ctrl-C the model has its own shape again; if weights were being copied then,
+    some of them are the file's: load once more.
 
     Args:
         model: of the shape that the saved model once had, before or after it was pruned and converted, on any device
@@ -69,29 +71,30 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError, ValueError: a layer of the file that doesn't exist in the model or doesn't fit it, named with what
-            the file and what the model has; weights or gates that only one of them has. Nothing is changed then.
-        RuntimeError: other weights of another size, named by PyTorch. The model has the shape of the file then.
+            the file and what the model has; weights or gates that only one of them has, or of other sizes in the two.
     """
     from safetensors import safe_open
     from safetensors.torch import load_model
 
     with safe_open(str(path), "pt") as file:
         found = json.loads((file.metadata() or {}).get(RECORD, "{}"))
-        names = set(file.keys())
+        sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     layers = found.get("pruned", {})
     trial = _without_weights(model)
-    replace_torch(trial, layers)
     there = {layer.name for layer in attention_layers(trial)}
     for name in layers:
         if name not in there:
             was = f"of the file {str(path)!r} does not exist in the model"
-            refuse(f"layer {name!r}", was, f"the model has {', '.join(sorted(there))}")
+            instead = f"the model has {', '.join(sorted(there))}"
+            if isinstance(dict(model.named_modules()).get(name), nn.MultiheadAttention):
+                instead = "call hk.nn.replace_attention_(model) first"
+            refuse(f"layer {name!r}", was, instead)
     restore_shape(trial, found)
-    _check_names(trial, names, path)
-    replace_torch(model, layers)
-    restore_shape(model, found)
-    load_model(model, str(path))
-    record_in_config(model)
+    _check_weights(trial, sizes, path)
+    with kept_on_error(model):
+        restore_shape(model, found)
+        load_model(model, str(path))
+        record_in_config(model)
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
@@ -103,14 +106,20 @@ def _without_weights(model: nn.Module) -> nn.Module:
     return deepcopy(model, memo)
 
 
-def _check_names(model: nn.Module, names: set[str], path: str | os.PathLike[str]) -> None:
-    """The file has every weight of the model, those that parts share under one of their names, and no others."""
+def _check_weights(
+    model: nn.Module, sizes: Mapping[str, list[int]], path: str | os.PathLike[str]
+) -> None:
+    """The file has the weights of the model in their sizes, those that parts share under one name, and no others."""
     weights = model.state_dict(keep_vars=True)
-    there = {id(weights[name]) for name in names if name in weights}
+    there = {id(weights[name]) for name in sizes if name in weights}
     lacking = sorted(name for name, weight in weights.items() if id(weight) not in there)
-    if unknown := sorted(names - weights.keys()):
+    if unknown := sorted(sizes.keys() - weights.keys()):
         was = f"is {str(path)!r}, which has {', '.join(unknown)}; the model has not"
         refuse("path", was, "attach gates with hk.heads.gate(model, ...) where the file has them")
     if lacking:
         was = f"is {str(path)!r}, which lacks {', '.join(lacking)}"
         refuse("path", was, "take off gates that it lacks with hk.heads.ungate(model)")
+    for name, size in sizes.items():
+        if (own := list(weights[name].shape)) != size:
+            was = f"is {str(path)!r}, which has {name} of shape {size}; in the model it has {own}"
+            refuse("path", was, "load it into a model of the same sizes")

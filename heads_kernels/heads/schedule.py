@@ -78,6 +78,7 @@ class GateSchedule:
         self._counts = _counts(model, open_heads)
         for gates, k in self._counts:
             _check_count(gates, k, keep_at_least)
+        self.open_heads = open_heads
         self.steps = steps
         self.warmup = warmup
         self.rate = rate
@@ -90,6 +91,17 @@ class GateSchedule:
         self._surplus = self._heads - asked
         self.lambda_1 = torch.zeros_like(self._heads)
         self.lambda_2 = torch.zeros_like(self._heads)
+
+    def __repr__(self) -> str:
+        of = [
+            f"{k} of {int(heads)}" for (_, k), heads in zip(self._counts, self._heads, strict=True)
+        ]
+        kinds = self.open_heads if isinstance(self.open_heads, Mapping) else ("model",)
+        asked = ", ".join(f"{kind}: {each}" for kind, each in zip(kinds, of, strict=True))
+        return (
+            f"GateSchedule(open heads: {asked}; steps: {self.steps_done} of {self.steps}, "
+            f"warmup={self.warmup}, rate={self.rate}, keep_at_least={self.keep_at_least})"
+        )
 
     @property
     def target(self) -> Tensor:

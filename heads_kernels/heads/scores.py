@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +11,19 @@ from torch import Tensor
 from heads_kernels.checks import check_size, is_int
 from heads_kernels.errors import refuse
 
+Item = TypeVar("Item")
 
-@dataclass(frozen=True, eq=False)
+#: What a grid shows at most: rows and columns that fit on a screen, and characters of a name.
+_ROWS: Final = 24
+_COLUMNS: Final = 16
+_NAME: Final = 40
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadScores:
     """One number for each head of each attention layer of a model: of two heads the higher matters more.
+
+    `print` shows a grid, a row for each layer and a column for each head.
 
         scores = hk.heads.importance(model, data, loss)
         hk.heads.prune(model, scores.lowest(12, keep_at_least=1))
@@ -43,6 +52,9 @@ class HeadScores:
             if scores.dim() != 1 or bool(scores.isnan().any()):
                 was = f"are {scores.tolist()}"
                 refuse(f"scores of {layer!r}", was, "pass [H], a number for each head")
+
+    def __repr__(self) -> str:
+        return f"HeadScores: {self.method}\n{grid(self)}"
 
     def ranked(self) -> list[tuple[str, int]]:
         """All heads as (layer name, head), the least first; among equals the earlier layer and head."""
@@ -124,6 +136,40 @@ class HeadScores:
 
     def _sizes(self) -> dict[str, int]:
         return {name: len(scores) for name, scores in zip(self.layers, self.scores, strict=True)}
+
+
+def grid(scores: HeadScores) -> str:
+    """Rows are layers, columns heads; of more than `_ROWS` or `_COLUMNS` those in the middle are left out."""
+    numbers = [[f"{score:.3g}" for score in each.tolist()] for each in scores.scores]
+    width = max(map(len, numbers), default=0)
+    header = [
+        "layer",
+        "kind",
+        *(f"head {head}" if not head else str(head) for head in range(width)),
+    ]
+    rows = [
+        [_elided(name), kind, *own, *[""] * (width - len(own))]
+        for name, kind, own in zip(scores.layers, scores.kinds, numbers, strict=True)
+    ]
+    lines = [header, *_middle_out(rows, _ROWS, ["..."] * len(header))]
+    lines = [[*line[:2], *_middle_out(line[2:], _COLUMNS, "...")] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [name.ljust(widths[0]), kind.ljust(widths[1]), *map(str.rjust, cells, widths[2:])]
+        ).rstrip()
+        for name, kind, *cells in lines
+    )
+
+
+def _middle_out(items: list[Item], most: int, mark: Item) -> list[Item]:
+    half = most // 2
+    return items if len(items) <= most else [*items[:half], mark, *items[-half:]]
+
+
+def _elided(name: str) -> str:
+    """The end of a long name, which says more than its start."""
+    return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
 
 
 def _ranks(values: Tensor) -> Tensor:

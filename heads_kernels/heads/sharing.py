@@ -8,18 +8,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import (
     NAME,
     AttentionLayer,
     Projection,
     attention_function,
-    check_dense,
     existing,
     is_transposed,
 )
-from heads_kernels.heads.replacing import put
 from heads_kernels.heads.shrinking import count_heads, select
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
+from heads_kernels.nn.collaborative import check_unsharded
+from heads_kernels.nn.replacing import put
 from heads_kernels.nn.shared import FusedProjection, SharedProjection
 
 
@@ -43,7 +44,7 @@ def check_has_products(layer: AttentionLayer) -> None:
     if layer.scale is None:
         was = f"is a {type(layer.module).__name__} without {layer.layout.scale!r}"
         refuse(str(layer), was, "register its layout with the path of its scale")
-    check_dense(layer, "convert a model of nn.Linear and Conv1D, before it is wrapped")
+    check_projections(layer, "convert", adapters=False)
 
 
 def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
@@ -62,6 +63,9 @@ def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
             refuse(str(layer), was, instead, TypeError)
         if module is model:
             refuse("model", f"{was} itself", "pass a module that holds it: nn.Sequential(model)")
+        if module._forward_hooks or module._forward_pre_hooks:
+            instead = "remove them first: handle.remove()"
+            refuse(str(layer), "has forward hooks, which would be lost", instead)
         return
     if not hasattr(getattr(module, "config", None), "_attn_implementation"):
         instead = "layers of transformers and hk.nn.GatedMultiheadAttention can be converted"
@@ -79,8 +83,8 @@ def check_runs_shared(
     """Runs before every forward of a converted module of transformers, whose queries and keys only the package reads.
 
     Raises:
-        ValueError: the config names another attention function; a static cache, which takes keys of as many heads and
-            of the same width as values only.
+        ValueError: the config names another attention function; weights under tensor parallelism; a static cache, which
+            takes keys of as many heads and of the same width as values only.
     """
     runs = attention_function(module)
     if runs != NAME:
@@ -90,6 +94,7 @@ def check_runs_shared(
             "call hk.integrations.transformers.use(model)"
         )
         refuse("attn_implementation", was, instead)
+    check_unsharded(module)
     cache = (arguments or {}).get("past_key_values")
     if getattr(cache, "is_compileable", False):
         was = "is static, with room for keys and values of the same heads alone"
@@ -115,8 +120,8 @@ def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) ->
         `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`.
     """
     module = layer.module
-    query: nn.Linear
-    key: nn.Linear
+    query: nn.Linear | SharedProjection
+    key: nn.Linear | SharedProjection
     if isinstance(module, GatedMultiheadAttention):
         made = _collaborative(layer, dim, ragged)
         put(model, {module: made})
@@ -150,8 +155,10 @@ def _collaborative(
         dropout=old.dropout,
         scale=old.scale,
         output_gate=old.output_gate,
+        batch_first=old.batch_first,
         device="meta",
     ).train(old.training)
+    made.computes_padded_rows = old.computes_padded_rows
     assert made.content_proj is not None
     for linear, like in (
         (made.q_proj, layer.query),
@@ -183,10 +190,9 @@ def _put_projections(
     D, H = layer.head_dim, layer.num_heads
     query = SharedProjection(layer.query.inputs, dim, D, device="meta")
     key = SharedProjection(layer.key.inputs, dim, D, H, device="meta")
-    made: dict[str, nn.Linear] = {
-        "query": _as_empty(query, layer.query),
-        "key": _as_empty(key, layer.key),
-    }
+    _as_empty(query, layer.query)
+    _as_empty(key, layer.key)
+    made: dict[str, nn.Linear | SharedProjection] = {"query": query, "key": key}
     if paths["value"] in (paths["query"], paths["key"]):
         made["value"] = _values(layer)
     else:
@@ -200,11 +206,10 @@ def _put_projections(
     return query, key
 
 
-def _as_empty(made: nn.Linear, like: Projection) -> nn.Linear:
-    """A module from the meta device, with parameters as those of a projection but empty."""
+def _as_empty(made: nn.Module, like: Projection) -> None:
+    """Take a module from the meta device: parameters as those of a projection, but empty."""
     weight = like.linear.weight
-    made.to_empty(device=weight.device).to(weight.dtype)
-    return made.requires_grad_(weight.requires_grad)
+    made.to_empty(device=weight.device).to(weight.dtype).requires_grad_(weight.requires_grad)
 
 
 def _mixing(layer: AttentionLayer, dim: int) -> nn.Parameter:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.heads.dense import dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, is_transposed
 from heads_kernels.nn.shared import FusedProjection
 
@@ -28,8 +29,8 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
     for linear, parts in rows.items():
         select(linear, torch.cat(parts), 1)
     select(layer.output.linear, layer.output.features(heads), 0)
-    if not heads and is_transposed(layer.output.linear):
-        setattr(layer.module, layer.layout.output, _as_linear(layer.output.linear))
+    if not heads:
+        _run_without_inputs(layer)
     module = layer.module
     kept = torch.tensor(heads, dtype=torch.int64)
     for name in layer.layout.rows:
@@ -51,7 +52,15 @@ def replace(module: Any, name: str, value: Tensor) -> None:
 
 
 def select(linear: Any, features: Tensor, of: int) -> None:
-    """Keep these input features (`of` = 0) or output features (1) of a projection."""
+    """Keep these input features (`of` = 0) or output features (1) of a projection, and of its adapters."""
+    for part, ends in dense_parts(linear):
+        if of in ends:
+            _select(part, features, of)
+    if is_lora(linear):
+        setattr(linear, ("in_features", "out_features")[of], len(features))
+
+
+def _select(linear: Any, features: Tensor, of: int) -> None:
     axis = of if is_transposed(linear) else 1 - of
     replace(linear, "weight", linear.weight.index_select(axis, features))
     if of and linear.bias is not None:
@@ -60,8 +69,18 @@ def select(linear: Any, features: Tensor, of: int) -> None:
     setattr(linear, count[of], len(features))
 
 
+def _run_without_inputs(layer: AttentionLayer) -> None:
+    """Put an `nn.Linear` in the place of an output projection that is a `Conv1D`, which needs input features to run."""
+    linear = layer.output.linear
+    if is_lora(linear) and is_transposed(linear.base_layer):
+        linear.base_layer = _as_linear(linear.base_layer)
+        linear.fan_in_fan_out = False
+    elif is_transposed(linear):
+        setattr(layer.module, layer.layout.output, _as_linear(linear))
+
+
 def _as_linear(linear: Any) -> nn.Linear:
-    """The same projection as an `nn.Linear`: a `Conv1D` can not run without input features."""
+    """The same projection as an `nn.Linear`."""
     made = nn.Linear(1, linear.nf, device="meta")
     made.in_features = linear.nx
     made.weight = nn.Parameter(linear.weight.detach().T, linear.weight.requires_grad)

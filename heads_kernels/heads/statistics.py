@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,22 @@ from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.observing import Observer, observe, run
 from heads_kernels.heads.places import Band, add_counts, attended, offset_counts, own_keys
 from heads_kernels.heads.reading import each_batch, scores_of
-from heads_kernels.heads.scores import HeadScores
+from heads_kernels.heads.scores import HeadScores, grid
 from heads_kernels.nn.observing import AttentionCall
 
 #: What is measured of each head, in this order, before the token sets.
 MEASURES = ("confidence", "entropy", "distance", "to_self", "to_previous", "to_next")
 
 
-@dataclass(frozen=True, eq=False)
+#: The units of those that are no probabilities.
+_UNITS: Final = {"entropy": "nats", "distance": "tokens"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadStatistics:
     """Means over the real query rows that a model met, of each head of each attention layer.
+
+    `print` shows a grid for each mean, a row for each layer and a column for each head.
 
     Attributes:
         confidence: the largest probability of a row (Voita et al. 2019, section 4).
@@ -53,6 +59,15 @@ class HeadStatistics:
         """All means, by name; those of token sets are called `to_<name of the set>`."""
         sets = {f"to_{name}": scores for name, scores in self.to_tokens.items()}
         return {**{name: getattr(self, name) for name in MEASURES}, **sets}
+
+    def __repr__(self) -> str:
+        fewest, most = min(self.rows), max(self.rows)
+        of = str(most) if fewest == most else f"{fewest} to {most}"
+        grids = [
+            f"{name} ({_UNITS.get(name, 'probability')})\n{grid(scores)}"
+            for name, scores in self.measures.items()
+        ]
+        return "\n\n".join([f"HeadStatistics: means over {of} query rows of a layer", *grids])
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold: name, kind, rows and every mean of each layer."""

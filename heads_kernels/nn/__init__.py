@@ -6,6 +6,7 @@ from heads_kernels.nn.collaborative import CollaborativeMultiheadAttention
 from heads_kernels.nn.gates import FixedGate, HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete, expected_open, l0_penalty
 from heads_kernels.nn.initialization import ds_init_, mixing_init_
+from heads_kernels.nn.replacing import replace_attention_
 
 __all__ = [
     "CollaborativeMultiheadAttention",
@@ -18,4 +19,5 @@ __all__ = [
     "expected_open",
     "l0_penalty",
     "mixing_init_",
+    "replace_attention_",
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
@@ -15,12 +13,13 @@ from heads_kernels.nn.state_dict import load_torch_projections, split_projection
 
 
 class GatedMultiheadAttention(Multihead):
-    r"""Multi-head attention (Vaswani et al. 2017) whose heads can be gated, shut and pruned.
+    r"""Multi-head attention (Vaswani et al. 2017) whose heads can be gated, closed and pruned.
 
     .. math:: \sum_h g_h \cdot softmax(scale \cdot X W_Q^h (Y W_K^h)^T \text{ under the mask}) Y W_V^h W_O^h + b_O
 
     Three uses: encoder (`layer(x, key_padding_mask=...)`), decoder (`layer(x, is_causal=True)`), encoder-decoder
-    (`layer(x, memory, key_padding_mask=...)`). It takes the place of the attention in PyTorch's own layers:
+    (`layer(x, memory, key_padding_mask=...)`). It takes the place of the attention in PyTorch's own layers, all of a
+    model by `hk.nn.replace_attention_(model)`, or one:
 
         layer.self_attn = hk.nn.GatedMultiheadAttention.from_torch(layer.self_attn)
 
@@ -39,7 +38,8 @@ class GatedMultiheadAttention(Multihead):
         scale: factor of the scores; default `head_dim ** -0.5`.
         output_gate: gates from the query's input, `sigmoid(X W_g + b_g)` (`gate_proj`): one per token and head
             ("head"), per token and element of a head ("element"), or None.
-        batch_first: only True; inputs are `[B, T, embed_dim]`.
+        batch_first: inputs and output are `[B, T, embed_dim]`, or with False `[T, B, embed_dim]`. Everything else,
+            masks, caches and statistics, has the batch first either way.
         device, dtype: of the parameters.
 
     Attributes:
@@ -101,8 +101,6 @@ class GatedMultiheadAttention(Multihead):
     def from_torch(cls, attention: nn.MultiheadAttention) -> GatedMultiheadAttention:
         """The same attention with a copy of the weights: same outputs at rows that see a key, and same training mode.
 
-        A module with `batch_first=False` is converted too, with a warning: the new one takes `[B, T, embed_dim]`.
-
         Raises:
             TypeError, ValueError: `attention` is no `torch.nn.MultiheadAttention`, or has `add_bias_kv` or
                 `add_zero_attn`.
@@ -112,12 +110,6 @@ class GatedMultiheadAttention(Multihead):
             refuse("attention", was, "pass a torch.nn.MultiheadAttention", TypeError)
         if attention.add_zero_attn:
             refuse("attention", "has add_zero_attn", "use a module without it")
-        if not attention.batch_first:
-            warnings.warn(
-                "attention has batch_first=False; the converted module takes [B, T, embed_dim], "
-                "so transpose(0, 1) its inputs and output.",
-                stacklevel=2,
-            )
         made = cls(
             attention.embed_dim,
             attention.num_heads,
@@ -125,6 +117,7 @@ class GatedMultiheadAttention(Multihead):
             vdim=attention.vdim,
             bias=attention.in_proj_bias is not None,
             dropout=attention.dropout,
+            batch_first=attention.batch_first,
             device=attention.out_proj.weight.device,
             dtype=attention.out_proj.weight.dtype,
         )

@@ -50,6 +50,14 @@ class KeyValueCache:
         """S: how many positions are held."""
         return self._length
 
+    def __repr__(self) -> str:
+        room = "" if self.max_length is None else f" of {self.max_length}"
+        if not self._stored:
+            return f"KeyValueCache(empty, max_length={self.max_length})"
+        kind = "self-attention" if self._appended else "encoder-decoder attention"
+        held = f"length={self._length}{room}, {kind}, {_layouts(self._stored)}"
+        return f"KeyValueCache({held})"
+
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Put `new`, each `[B, positions, ...]`, behind what is there; views `[B, length, ...]` of all of it."""
         if self._stored and not self._appended:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag, check_size
+from heads_kernels.checks import check_flag, check_size, is_sharded
 from heads_kernels.errors import refuse
 from heads_kernels.functional import collaborative_attention
 from heads_kernels.nn.initialization import mixing_init_
@@ -52,7 +52,7 @@ class CollaborativeMultiheadAttention(Multihead):
 
     Raises:
         TypeError, ValueError: an argument that does not fit, named with its value and what would do; a state dict of
-            other sizes, with the `shared_dim` that fits.
+            other sizes, with the `shared_dim` that fits; in a forward pass, weights under tensor parallelism.
     """
 
     operator = staticmethod(collaborative_attention)
@@ -123,6 +123,7 @@ class CollaborativeMultiheadAttention(Multihead):
         return not self.ragged
 
     def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        check_unsharded(self)
         heads = self.v_proj(value).view(*value.shape[:2], self.num_heads, self.value_dim)
         shared = self.k_proj(key), heads
         return shared if self.content_proj is None else (*shared, self.content_proj(key))
@@ -139,6 +140,18 @@ class CollaborativeMultiheadAttention(Multihead):
 
     def extra_repr(self) -> str:
         return f"shared_dim={self.shared_dim}, {super().extra_repr()}"
+
+
+def check_unsharded(module: nn.Module) -> None:
+    """Refuse collaborative attention under tensor parallelism.
+
+    Its query, key and content bias are those of all heads, so that each process has a part of their gradients.
+    Parameters that `fully_shard` gathers for the forward pass are no DTensors in it.
+    """
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter):
+            was = "is a DTensor: heads that share a query and a key can not be split over processes"
+            refuse(name, was, "leave the layer out of the tensor-parallel plan")
 
 
 def _load_concatenated(

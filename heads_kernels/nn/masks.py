@@ -19,6 +19,7 @@ def module_mask(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     self_attention: bool = False,
+    hides_rows: bool = True,
 ) -> Mask:
     """All that hides keys in one call of a module, as one mask.
 
@@ -32,6 +33,7 @@ def module_mask(
         is_causal: row i sees keys up to its own position; in self-attention the last row stands beside the last key
             (a cache holds what came before), else the first row beside the first key.
         self_attention: rows and keys are of one sequence.
+        hides_rows: whether `key_padding_mask` hides rows in self-attention.
 
     Raises:
         TypeError, ValueError: naming the argument. Floats other than 0 and -inf are found on the CPU only; elsewhere
@@ -49,7 +51,7 @@ def module_mask(
     if key_padding_mask is not None:
         real = _visible("key_padding_mask", key_padding_mask, "[B, S]", (2,))
         terms += (KeyMask(real, "key_padding_mask"),)
-        if self_attention:
+        if self_attention and hides_rows:
             terms += (QueryMask(real[:, S - T :], "key_padding_mask"),)
     if query_padding_mask is not None:
         real = _visible("query_padding_mask", query_padding_mask, "[B, T]", (2,))

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size
+from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, is_sharded
 from heads_kernels.errors import refuse
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
+from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.masks import module_mask
 from heads_kernels.nn.observing import AttentionCall
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
@@ -46,14 +47,16 @@ class Multihead(nn.Module, ABC):
         head_gate: a `HeadGate`, or None.
         observer: is called with every call of the operator, before it; `hk.heads.observe` sets it.
         num_heads, value_dim, scale, dropout: what a call reads; pruning changes `num_heads` with the weights.
+        computes_padded_rows: whether `key_padding_mask` leaves the rows of self-attention alone, as in
+            `torch.nn.MultiheadAttention`. By default it hides its rows as well as its keys.
     """
 
     operator: ClassVar[Callable[..., Tensor]]
     gate_proj: nn.Linear | None
     head_gate: HeadGate | None
     observer: Callable[[AttentionCall], None] | None = None
+    computes_padded_rows: bool = False
     #: Read by the layers of `torch.nn`.
-    batch_first = True
     _qkv_same_embed_dim = True
     in_proj_weight = in_proj_bias = _OwnForward()
 
@@ -76,17 +79,14 @@ class Multihead(nn.Module, ABC):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        if batch_first is not True:
-            instead = (
-                "pass [B, T, embed_dim]; x.transpose(0, 1) of [T, B, embed_dim] copies nothing"
-            )
-            refuse("batch_first", f"is {batch_first!r}", instead)
+        check_flag("batch_first", batch_first)
         if output_gate not in (None, "head", "element"):
             refuse("output_gate", f"is {output_gate!r}", "use None, 'head' or 'element'")
         check_flag("bias", bias)
         self.embed_dim = embed_dim
         self.kdim = embed_dim if kdim is None else check_size("kdim", kdim)
         self.vdim = embed_dim if vdim is None else check_size("vdim", vdim)
+        self.batch_first = batch_first
         self.num_heads = num_heads
         self.value_dim = value_dim
         self.dropout = check_dropout(dropout, "dropout")
@@ -143,10 +143,10 @@ class Multihead(nn.Module, ABC):
         """Attention of `query` to `key` and `value`, in the order of arguments of `torch.nn.MultiheadAttention`.
 
         Without `key`, or where `key` is the same tensor as `query`, this is self-attention: rows and keys are one
-        sequence, and `key_padding_mask` hides its rows as well as its keys.
+        sequence, and `key_padding_mask` hides its rows as well as its keys (but see `computes_padded_rows`).
 
         Args:
-            query: `[B, T, embed_dim]`.
+            query: `[B, T, embed_dim]`; with `batch_first=False` all inputs and the output have `B` second.
             key: `[B, S, kdim]`; default `query`.
             value: `[B, S, vdim]`; default `key`.
             key_padding_mask: `[B, S]` (keys of the cache included), bool with True = hidden, or floating with 0 =
@@ -181,6 +181,8 @@ class Multihead(nn.Module, ABC):
             key = query
         value = key if value is None else value
         self._check(query, key, value)
+        if not self.batch_first:
+            query, key, value = (each.transpose(0, 1) for each in (query, key, value))
         if cache is None:
             source = self.source(key, value)
         elif not isinstance(cache, KeyValueCache):
@@ -190,6 +192,9 @@ class Multihead(nn.Module, ABC):
             source = cache.append(*self.source(key, value))
         else:
             source = cache.once(partial(self.source, key, value))
+            if source[0].shape[0] != query.shape[0]:
+                was = f"holds batch {source[0].shape[0]}, but query has batch {query.shape[0]}"
+                refuse("cache", was, "call reorder(beams) or reset() first")
         operands = self.operands(query, source)
         visible = module_mask(
             (query.shape[0], self.num_heads, query.shape[1], source[0].shape[1]),
@@ -199,6 +204,7 @@ class Multihead(nn.Module, ABC):
             attn_mask=attn_mask,
             is_causal=is_causal,
             self_attention=alone,
+            hides_rows=not self.computes_padded_rows,
         )
         if self.observer is not None:
             call = AttentionCall(
@@ -210,6 +216,7 @@ class Multihead(nn.Module, ABC):
             self.observer(call)
         heads = self._attend(query, operands, visible)  # [B, H, T, Dv]
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        output = output if self.batch_first else output.transpose(0, 1)
         if not need_statistics:
             return output, None
         scores = {name: tensor for name, tensor in operands.items() if name != "value"}
@@ -219,6 +226,7 @@ class Multihead(nn.Module, ABC):
         """The operator, its heads gated: `[B, H, T, Dv]`."""
         gate: dict[str, Any] = {}
         if self.head_gate is not None:
+            self._check_noise()
             gate = {"gate": self.head_gate(*query.shape[:2])}
         elif self.gate_proj is not None:
             gate = {"gate": self._logits(query), "gate_activation": "sigmoid"}
@@ -234,6 +242,15 @@ class Multihead(nn.Module, ABC):
             heads = heads * self._logits(query).sigmoid()
         return heads
 
+    def _check_noise(self) -> None:
+        """Under tensor parallelism every process has heads of its own, whose gates want noise of their own."""
+        gate = self.head_gate
+        draws = isinstance(gate, HardConcrete) and gate.training and gate.generator is None
+        if draws and is_sharded(getattr(self.out_proj, "weight", None)):
+            was = "draws noise from the seed that processes of tensor parallelism share"
+            instead = "make it with a generator that is seeded differently in each process"
+            refuse("head_gate", was, instead)
+
     def _logits(self, query: Tensor) -> Tensor:
         """Logits of the output gate, `[B, H, T, 1 or Dv]`."""
         assert self.gate_proj is not None
@@ -244,7 +261,8 @@ class Multihead(nn.Module, ABC):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), tensor in zip(widths.items(), (query, key, value), strict=True):
-            layout = f"[B, {'T' if name == 'query' else 'S'}, {width}]"
+            length = "T" if name == "query" else "S"
+            layout = f"[B, {length}, {width}]" if self.batch_first else f"[{length}, B, {width}]"
             if not isinstance(tensor, Tensor):
                 refuse(name, f"is a {type(tensor).__name__}", f"pass a tensor {layout}", TypeError)
             if tensor.is_nested:
@@ -253,9 +271,11 @@ class Multihead(nn.Module, ABC):
                 )
                 refuse(name, "is nested", instead)
             if tensor.dim() != 3 or tensor.shape[2] != width:
-                refuse(name, f"has shape {list(tensor.shape)}", f"pass {layout}, batch first")
-        if key.shape[0] != query.shape[0]:
-            was = f"has batch {key.shape[0]}, but query has batch {query.shape[0]}"
+                order = "batch first" if self.batch_first else "as batch_first=False says"
+                refuse(name, f"has shape {list(tensor.shape)}", f"pass {layout}, {order}")
+        batch = 0 if self.batch_first else 1
+        if key.shape[batch] != query.shape[batch]:
+            was = f"has batch {key.shape[batch]}, but query has batch {query.shape[batch]}"
             refuse("key", was, "make them equal")
         if value.shape[:2] != key.shape[:2]:
             was = f"has shape {list(value.shape)}, but key has {list(key.shape)}"
@@ -265,6 +285,7 @@ class Multihead(nn.Module, ABC):
         parts = [f"num_heads={self.num_heads}", f"value_dim={self.value_dim}"]
         parts += [f"scale={self.scale:.4g}"]
         parts += [f"dropout={self.dropout}"] if self.dropout else []
+        parts += [] if self.batch_first else ["batch_first=False"]
         parts += [f"output_gate={self.output_gate!r}"] if self.output_gate else []
         return ", ".join(parts)
 

@@ -7,21 +7,28 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.errors import refuse
 
-class SharedProjection(nn.Linear):
+
+class SharedProjection(nn.Module):
     """The query or the key that all heads share, for a module that reads heads of `head_dim` features.
 
     Such a module makes `[..., n, head_dim]` of what it gets. So zeros follow the `Ds` features, up to a multiple of
     `head_dim`; in a key the content biases of the heads stand before them. The attention function undoes it
     (`split_shared`). What a cache keeps of a token is this one key for all heads.
 
+    It is no `nn.Linear`, so that what wraps or quantises those leaves it alone: it gives more features than its weight
+    has rows.
+
     Attributes:
         weight: `[Ds, D_in]`; there is no bias.
         content: an `nn.Linear` with weight `[H, D_in]` from the keys' inputs to the content biases; None in a query.
+            Its weight is read: an adapter in its place is refused.
         head_dim: of the module.
     """
 
     content: nn.Linear | None
+    bias: None
 
     def __init__(
         self,
@@ -32,8 +39,12 @@ class SharedProjection(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, shared_dim, bias=False, device=device, dtype=dtype)
+        super().__init__()
+        self.in_features = in_features
+        self.shared_dim = shared_dim
         self.head_dim = head_dim
+        self.weight = nn.Parameter(torch.empty(shared_dim, in_features, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
         self.content = None
         if content_heads is not None:
             self.content = nn.Linear(
@@ -41,9 +52,17 @@ class SharedProjection(nn.Linear):
             )
 
     @property
+    def out_features(self) -> int:
+        """`n * head_dim`: features, content biases, zeros."""
+        used = self.shared_dim + (0 if self.content is None else self.content.out_features)
+        return -(-used // self.head_dim) * self.head_dim
+
+    @property
     def rows(self) -> Tensor:
         """`[n * head_dim, D_in]`: features, content weights, zeros."""
-        parts = [self.weight] if self.content is None else [self.weight, self.content.weight]
+        parts: list[Tensor] = [self.weight]
+        if self.content is not None:
+            parts.append(_plain("content", self.content).weight)
         if missing := -sum(map(len, parts)) % self.head_dim:
             parts.append(self.weight.new_zeros(missing, self.in_features))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -52,7 +71,8 @@ class SharedProjection(nn.Linear):
         return nn.functional.linear(inputs, self.rows)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, head_dim={self.head_dim}"
+        sizes = f"in_features={self.in_features}, shared_dim={self.shared_dim}"
+        return f"{sizes}, head_dim={self.head_dim}"
 
 
 class FusedProjection(nn.Module):
@@ -63,7 +83,7 @@ class FusedProjection(nn.Module):
             its name.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, parts: Mapping[str, nn.Linear | SharedProjection]) -> None:
         super().__init__()
         for role, part in parts.items():
             self.add_module(role, part)
@@ -76,11 +96,14 @@ class FusedProjection(nn.Module):
     @property
     def _parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """Rows and bias of each."""
-        return [
-            (part.rows if isinstance(part, SharedProjection) else part.weight, part.bias)
-            for part in self.children()
-            if isinstance(part, nn.Linear)
-        ]
+        parts: list[tuple[Tensor, Tensor | None]] = []
+        for role, part in self.named_children():
+            if isinstance(part, SharedProjection):
+                parts.append((part.rows, None))
+            else:
+                linear = _plain(role, part)
+                parts.append((linear.weight, linear.bias))
+        return parts
 
     def forward(self, inputs: Tensor) -> Tensor:
         parts = self._parts
@@ -90,6 +113,15 @@ class FusedProjection(nn.Module):
                 [rows.new_zeros(len(rows)) if own is None else own for rows, own in parts]
             )
         return nn.functional.linear(inputs, torch.cat([rows for rows, _ in parts]), bias)
+
+
+def _plain(name: str, linear: nn.Module) -> nn.Linear:
+    """A part whose weight is read while it is not run: what is put around it would be ignored."""
+    if not isinstance(linear, nn.Linear) or type(linear) is not nn.Linear:
+        was = f"of a converted layer is a {type(linear).__module__}.{type(linear).__name__}"
+        instead = f"only its weight is read: leave {name!r} out of target_modules, or merge it"
+        refuse(name, was, instead, TypeError)
+    return linear
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -463,13 +463,12 @@ def test_heads_that_are_left_score_as_beside_closed_ones(family: str) -> None:
         assert_alike(left, closed, dtype=NORMS)
 
 
-def test_a_model_without_any_head_has_no_scores() -> None:
+def test_a_model_without_any_head_is_refused() -> None:
     _, ours, arguments = pair("bert")
     hk.heads.prune(ours, {0: range(4), 1: range(4)})
     for method in (*LOSSLESS, "confidence"):
-        found = importance(ours, [arguments], losses, method=method)
-        assert found.ranked() == []
-        assert found.table().shape == (2, 0)
+        with pytest.raises(ValueError, match="model has no heads left in its 2 attention layer"):
+            importance(ours, [arguments], losses, method=method)
 
 
 def test_layers_that_no_pass_reaches_score_nothing() -> None:

@@ -35,7 +35,8 @@ def batch(model: Any) -> dict[str, Tensor]:
 
 def encoder(layers: int = 2) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
-    return spread(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False))
+    model = spread(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False))
+    return hk.nn.replace_attention_(model)
 
 
 # ---------------------------------------------------------------------- against brute force
@@ -240,8 +241,9 @@ def test_keys_of_a_cache() -> None:
 
 def test_moments_of_another_model() -> None:
     x = torch.randn(B, S, 12)
-    other = nn.TransformerEncoderLayer(12, H, 16, batch_first=True)
-    moments = calibrate(nn.TransformerEncoder(other, 2, enable_nested_tensor=False), [x])
+    layer = nn.TransformerEncoderLayer(12, H, 16, batch_first=True)
+    other = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    moments = calibrate(hk.nn.replace_attention_(other), [x])
     with pytest.raises(ValueError, match=r"widths \(12, 12\) for layer 0 .*\(24, 24\)"):
         collaborate(encoder(), 8, calibration=moments)
     moments = calibrate(encoder(2), [torch.randn(B, S, E)])

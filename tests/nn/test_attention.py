@@ -300,7 +300,7 @@ BAD_LAYERS = [
     ({"scale": float("nan")}, ValueError, "scale is nan"),
     ({"scale": torch.ones(())}, TypeError, "scale is a tensor"),
     ({"output_gate": "row"}, ValueError, "output_gate is 'row'; use None, 'head' or 'element'"),
-    ({"batch_first": False}, ValueError, r"batch_first is False; pass \[B, T, embed_dim\]"),
+    ({"batch_first": 0}, TypeError, "batch_first is a int"),
 ]
 
 

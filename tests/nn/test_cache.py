@@ -97,7 +97,7 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
         layer(x, x.clone(), cache=source)
         with pytest.raises(ValueError, match="cache holds the source of encoder-decoder"):
             layer(x, cache=source)
-        with pytest.raises(ValueError, match="key has batch 2, but query has batch 1"):
+        with pytest.raises(ValueError, match="cache holds batch 2, but query has batch 1"):
             layer(x[:1], x[:1].clone(), cache=source)
         for bad, error in ((torch.ones(2), TypeError), (torch.tensor([[0]]), ValueError)):
             with pytest.raises(error, match="beams has"):

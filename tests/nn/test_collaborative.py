@@ -389,7 +389,7 @@ BAD_LAYERS = [
     ({"content_bias": 1}, TypeError, "content_bias is a int"),
     ({"ragged": "yes"}, TypeError, "ragged is a str"),
     ({"scale": float("inf")}, ValueError, "scale is inf"),
-    ({"batch_first": False}, ValueError, "batch_first is False"),
+    ({"batch_first": 0}, TypeError, "batch_first is a int"),
 ]
 
 

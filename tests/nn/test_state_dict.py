@@ -85,13 +85,18 @@ def test_from_torch_keeps_what_the_module_was() -> None:
     assert theirs.out_proj.weight.any()
 
 
-def test_from_torch_says_how_the_layout_changes() -> None:
+def test_from_torch_keeps_the_layout_of_inputs() -> None:
     theirs = nn.MultiheadAttention(E, H).eval()
-    with pytest.warns(UserWarning, match=r"batch_first=False.*\[B, T, embed_dim\]"):
-        ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
-    x = torch.randn(T, B, E)
-    expected = theirs(x, x, x, need_weights=False)[0]
-    assert_alike(ours(x.transpose(0, 1))[0].transpose(0, 1), expected)
+    ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
+    assert not ours.batch_first
+    x, y = torch.randn(T, B, E), torch.randn(S, B, E)
+    for source in (x, y):
+        expected = theirs(x, source, source, need_weights=False)[0]
+        assert_alike(ours(x, source, source)[0], expected)
+    with pytest.raises(ValueError, match=r"query has shape \[5, 24\]; pass \[T, B, 24\]"):
+        ours(x[:, 0])
+    with pytest.raises(ValueError, match="key has batch 3, but query has batch 2"):
+        ours(x, torch.randn(S, 3, E))
 
 
 @pytest.mark.parametrize(

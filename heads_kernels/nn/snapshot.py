@@ -58,6 +58,17 @@ class Snapshot:
 
 
 @contextmanager
+def kept_on_error(model: nn.Module) -> Iterator[None]:
+    """A block that changes the model wholly or not at all: on an error or Ctrl-C it is what it was."""
+    before = Snapshot(model)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
+@contextmanager
 def undone(model: nn.Module, change: Callable[[], Made]) -> Iterator[Made]:
     """A block that gets what `change()` gives, which changes the model; after it that is taken back.
 

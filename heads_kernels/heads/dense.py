@@ -1,0 +1,124 @@
+"""What surgery can read and cut: dense projections, with plain LoRA or without, and nothing else around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from heads_kernels.checks import is_sharded
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import AttentionLayer, is_transposed
+from heads_kernels.nn.shared import SharedProjection
+
+#: What `_unlike_dense` gives: what a projection is, and what to do about it.
+_Reason = tuple[str, str]
+
+_MERGE: Final = "merge the adapter first: model = model.merge_and_unload()"
+_LORA: Final = ("base_layer", "lora_A", "lora_B")
+
+
+def check_projections(layer: AttentionLayer, verb: str, *, adapters: bool) -> None:
+    """Refuse a layer with projections that are more than a weight and a bias.
+
+    Args:
+        layer: all its projections are checked.
+        verb: what is to be done to the model, for the message: "prune" or "convert".
+        adapters: whether queries and keys may have LoRA adapters; values and outputs may.
+
+    Raises:
+        ValueError: a projection that is no `nn.Linear`, `Conv1D` or LoRA of one; one that is quantised, parametrised,
+            sharded or offloaded, or has forward hooks. The message names it and says what to do.
+    """
+    roles = {"query": layer.query, "key": layer.key, "value": layer.value, "output": layer.output}
+    beside = {f"gate or bias {number}": each for number, each in enumerate(layer.beside)}
+    scores = (layer.query.linear, layer.key.linear)
+    for role, projection in {**roles, **beside}.items():
+        linear = projection.linear
+        if reason := _unlike_dense(linear, adapters or linear not in scores):
+            was, instead = reason
+            refuse(f"{layer}: its {role} projection", was, instead.format(verb=verb))
+
+
+def check_unpacked(layer: AttentionLayer) -> None:
+    """Refuse a layer whose output weights are packed, as those of `torch.ao`'s quantised modules: no device is known.
+
+    Raises:
+        ValueError: it names the layer, and says what to do.
+    """
+    linear = layer.output.linear
+    if not isinstance(getattr(linear, "weight", None), torch.Tensor):
+        was = f"is a {_class(linear)}, whose weights are packed"
+        instead = "gate the heads of a model, or close them, before it is quantised"
+        refuse(f"{layer}: its output projection", was, instead)
+
+
+def is_lora(linear: Any) -> bool:
+    """Whether it is a layer of peft's LoRA: `base_layer(x) + scaling * lora_B[name](lora_A[name](x))`."""
+    factors = (getattr(linear, name, None) for name in ("lora_A", "lora_B"))
+    return hasattr(linear, "base_layer") and all(isinstance(x, nn.ModuleDict) for x in factors)
+
+
+def dense_parts(linear: Any) -> list[tuple[nn.Module, tuple[int, ...]]]:
+    """The dense projections in a projection, and what each has of it: its inputs (0), its outputs (1) or both."""
+    if not is_lora(linear):
+        return [(linear, (0, 1))]
+    first = [(part, (0,)) for part in linear.lora_A.values()]
+    second = [(part, (1,)) for part in linear.lora_B.values()]
+    return [(linear.base_layer, (0, 1)), *first, *second]
+
+
+# ---------------------------------------------------------------------- what is refused
+def _unlike_dense(linear: Any, adapters: bool) -> _Reason | None:
+    if hasattr(linear, "base_layer"):
+        more = _beside_lora(linear) if is_lora(linear) else []
+        if not adapters or not is_lora(linear) or more:
+            kind = f" with {', '.join(more)}" if more else ""
+            return f"has an adapter, {_class(linear)}{kind}", _MERGE
+    reasons = chain.from_iterable(_reasons(part) for part, _ in dense_parts(linear))
+    return next(reasons, None)
+
+
+def _beside_lora(linear: Any) -> list[str]:
+    """What makes an adapter more than LoRA, such as DoRA's magnitudes."""
+    owners = {name.split(".")[0] for name, _ in linear.named_parameters()}
+    variants = {type(each).__name__ for each in getattr(linear, "lora_variant", {}).values()}
+    return sorted(owners.difference(_LORA) | variants)
+
+
+def _reasons(linear: Any) -> Iterator[_Reason]:
+    """Why a module is not the product with its weight and its bias alone, the first that explains the others first."""
+    if nn.utils.parametrize.is_parametrized(linear):
+        instead = "make it permanent: torch.nn.utils.parametrize.remove_parametrizations"
+        yield "is parametrised", instead
+    own = type(linear).forward
+    known = (nn.Linear.forward, SharedProjection.forward)
+    if own not in known and not is_transposed(linear):
+        yield (
+            f"is a {_class(linear)}",
+            "{verb} a model of nn.Linear or Conv1D, before it is quantised or wrapped",
+        )
+    tensors = {*linear._parameters, *linear._buffers} - {"weight", "bias"}
+    if tensors:
+        was = f"has {', '.join(sorted(tensors))} beside its weight"
+        yield was, "fold them into the weight, or {verb} the model before it gets them"
+    weight = linear.weight
+    if is_sharded(weight):
+        yield "is sharded over processes (DTensor)", "{verb} the model before it is sharded"
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        was = f"has a {type(weight).__name__} of dtype {weight.dtype} as its weight"
+        yield was, "{verb} the model before it is quantised"
+    if getattr(vars(linear).get("_hf_hook"), "offload", False):
+        yield "is offloaded", "load the model whole, without offloading"
+    if "forward" in vars(linear) and "_hf_hook" not in vars(linear):
+        yield "has a forward that was put on it", "take it off, or {verb} the model before"
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        yield "has forward hooks", "remove them first: handle.remove()"
+
+
+def _class(linear: Any) -> str:
+    kind = type(linear)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,157 @@
+"""What no process may compute alone is refused by name; data parallelism goes on working."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+
+tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel")
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+dist = torch.distributed
+
+E, H, T = 16, 4, 6
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """One process, which is all that refusals need."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def operands(operator: str) -> dict[str, Tensor]:
+    if operator == "gated_attention":
+        return {name: torch.randn(2, H, T, 8) for name in ("query", "key", "value")}
+    shared = {name: torch.randn(2, T, 8) for name in ("query", "key")}
+    return {**shared, "value": torch.randn(2, H, T, 8), "mixing": torch.randn(H, 8)}
+
+
+# ---------------------------------------------------------------------- operators
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_sharded_operands(operator: str, mesh: Any) -> None:
+    arguments = operands(operator)
+    arguments["gate"] = torch.ones(H)
+    for name, operand in arguments.items():
+        for placement in (tensor.Shard(0), tensor.Replicate()):
+            sharded = tensor.distribute_tensor(operand, mesh, [placement])
+            with pytest.raises(TypeError, match=f"{name} is a DTensor, .*to_local"):
+                getattr(hk, operator)(**{**arguments, name: sharded})
+
+
+def test_statistics_of_sharded_operands(mesh: Any) -> None:
+    query, key = torch.randn(2, H, T, 8), torch.randn(2, H, T, 8)
+    with pytest.raises(TypeError, match="key is a DTensor"):
+        hk.attention_statistics(query, tensor.distribute_tensor(key, mesh, [tensor.Shard(1)]))
+
+
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_context_parallel(operator: str, mesh: Any) -> None:
+    experimental = pytest.importorskip("torch.distributed.tensor.experimental")
+    arguments = operands(operator)
+    call = getattr(hk, operator)
+    expected = call(**arguments)
+    buffers = [torch.randn(2, 1, T, 8)]
+    with (
+        experimental.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2]),
+        pytest.raises(
+            ValueError, match=r"query is a part of a sequence, inside .*context_parallel"
+        ),
+    ):
+        call(**arguments)
+    torch.testing.assert_close(call(**arguments), expected)
+
+
+# ---------------------------------------------------------------------- modules
+def tensor_parallel(layer: nn.Module, mesh: Any, *columns: str) -> nn.Module:
+    plan: dict[str, Any] = {name: parallel.ColwiseParallel() for name in columns}
+    return parallel.parallelize_module(layer, mesh, plan | {"out_proj": parallel.RowwiseParallel()})
+
+
+def test_collaborative_layers_under_tensor_parallelism(mesh: Any) -> None:
+    layer = hk.nn.CollaborativeMultiheadAttention(E, H, 8)
+    tensor_parallel(layer, mesh, "v_proj")
+    with pytest.raises(ValueError, match=r"v_proj\.weight is a DTensor: .* tensor-parallel plan"):
+        layer(torch.randn(2, T, E))
+
+
+def test_converted_layers_under_tensor_parallelism(mesh: Any) -> None:
+    pytest.importorskip("transformers", reason="a model of transformers")
+    from tests.support.tiny_models import build, outputs
+
+    model = build("bert")
+    hk.convert.collaborate(model, 16, progress=False)
+    attention = model.encoder.layer[1].attention.self
+    parallel.parallelize_module(attention, mesh, {"value": parallel.ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"value\.weight is a DTensor"):
+        outputs(model)
+
+
+def test_noise_of_gates_under_tensor_parallelism(mesh: Any) -> None:
+    layer, x = hk.nn.GatedMultiheadAttention(E, H), torch.randn(2, T, E)
+    tensor_parallel(layer, mesh, "q_proj", "k_proj", "v_proj")
+    layer(x)
+    layer.head_gate = hk.nn.FixedGate(torch.tensor([1.0, 0.0, 1.0, 0.5]))
+    layer(x)
+    layer.head_gate = hk.nn.HardConcrete(H)
+    with pytest.raises(ValueError, match=r"head_gate draws noise .*; make it with a generator"):
+        layer(x)
+    layer.eval()
+    layer(x)
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+    layer.head_gate = hk.nn.HardConcrete(H, generator=own)
+    layer.train()(x)
+
+
+def test_sharded_models_get_no_gates_and_are_not_cut(mesh: Any) -> None:
+    model = nn.Sequential(hk.nn.GatedMultiheadAttention(E, H))
+    fsdp.fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match=r"layer 0 .*is sharded .*before fully_shard"):
+        hk.heads.gate(model, hk.nn.HardConcrete)
+    with pytest.raises(ValueError, match=r"layer 0 .*is sharded over processes"):
+        hk.heads.prune(model, {0: [1]})
+    with pytest.raises(ValueError, match=r"layer 0 .*is sharded over processes"):
+        hk.convert.collaborate(model, 8)
+
+
+# ---------------------------------------------------------------------- what goes on working
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = hk.nn.GatedMultiheadAttention(E, H)
+        self.shared = hk.nn.CollaborativeMultiheadAttention(E, H, 8)
+        hk.heads.gate(self, hk.nn.HardConcrete)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(x + self.gated(x)[0])[0]
+
+
+def gradients(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """Fill `.grad` of a model and of the same model in one process, with one noise."""
+    for each in (model, plain):
+        torch.manual_seed(5)
+        each(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard"])
+def test_data_parallelism(how: str, mesh: Any) -> None:
+    torch.manual_seed(0)
+    plain = Layers()
+    model = Layers()
+    model.load_state_dict(plain.state_dict())
+    if how == "fully_shard":
+        fsdp.fully_shard(model, mesh=mesh)
+        run: nn.Module = model
+    else:
+        run = nn.parallel.DistributedDataParallel(model)
+    gradients(run, plain, torch.randn(2, T, E))
+    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        found = own.grad.full_tensor() if how == "fully_shard" else own.grad
+        torch.testing.assert_close(found, expected.grad, msg=lambda told, name=name: name + told)

@@ -1,0 +1,350 @@
+"""Surgery on projections that are more than a weight and a bias: served where they are LoRA, else refused by name."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.convert import collaborate, install, ragged, read_heads
+from heads_kernels.heads import attention_layers
+from tests.convert.model_state import state
+from tests.support.tiny_models import batch, build, outputs
+
+PARTS = ("query", "key", "value", "dense")
+
+
+class Lora(nn.Module):
+    """As peft's LoRA layers are made: the projection and, by name of the adapter, two factors beside it."""
+
+    def __init__(self, base_layer: Any, rank: int = 3) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        is_linear = isinstance(base_layer, nn.Linear)
+        self.in_features = base_layer.in_features if is_linear else base_layer.nx
+        self.out_features = base_layer.out_features if is_linear else base_layer.nf
+        self.fan_in_fan_out = not is_linear
+        inner, outer = nn.Linear(self.in_features, rank, False), nn.Linear(rank, self.out_features)
+        self.lora_A = nn.ModuleDict({"default": inner})
+        self.lora_B = nn.ModuleDict({"default": outer})
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 0.5 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Dora(Lora):
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer)
+        self.lora_magnitude_vector = nn.ParameterDict({"default": torch.ones(self.out_features)})
+
+
+class Scaled(nn.Module):
+    """Another adapter, such as IA3."""
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        self.scales = nn.ParameterDict({"default": torch.ones(self.out_features)})
+
+    weight, bias = Lora.weight, Lora.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) * self.scales["default"]
+
+
+class Packed(nn.Linear):
+    """A weight of 4 bits, two to a byte, in a column, as bitsandbytes has it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        bytes_ = torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(bytes_, requires_grad=False)
+
+
+class Slow(nn.Linear):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features)
+        self.load_state_dict(linear.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda module, inputs, out: out * 2)
+    return linear
+
+
+def patched(linear: nn.Linear) -> nn.Linear:
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    return linear
+
+
+def offloaded(linear: Any) -> Any:
+    """As accelerate does: a hook with the weights, and a forward that asks it for them."""
+    linear._hf_hook = types.SimpleNamespace(offload=True)
+    return patched(linear)
+
+
+def dispatched(linear: Any) -> Any:
+    """As accelerate does with weights that are there."""
+    linear._hf_hook, forward = types.SimpleNamespace(offload=False), linear.forward
+    linear.forward = lambda x: forward(x)
+    return linear
+
+
+def masked(linear: nn.Linear) -> nn.Linear:
+    linear.register_buffer("weight_mask", torch.ones_like(linear.weight))
+    return linear
+
+
+def adapted(name: str = "bert", wrap: Any = Lora, parts: tuple[str, ...] = PARTS) -> Any:
+    """A model in use whose attention projections of these names are wrapped."""
+    model = hk.integrations.transformers.use(build(name))
+    torch.manual_seed(3)
+    for part in list(model.modules()):
+        if "Attention" in type(part).__name__ or type(part).__name__.endswith("SelfOutput"):
+            for child, linear in list(part.named_children()):
+                if child in parts:
+                    setattr(part, child, wrap(linear))
+    return model
+
+
+# ---------------------------------------------------------------------- LoRA
+CASES = {
+    "bert": PARTS,
+    "gpt2": ("c_attn", "c_proj"),
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "t5": ("q", "v"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lora_is_pruned_with_its_projections(name: str) -> None:
+    model = adapted(name, parts=CASES[name])
+    assert any(isinstance(part, Lora) for part in model.modules())
+    layers = attention_layers(model)
+    heads = {0: [1], layers[-1].index: list(range(layers[-1].num_heads))}
+    hk.heads.close(model, heads)
+    expected = outputs(model)
+    hk.heads.prune(model, hk.heads.closed(model))
+    torch.testing.assert_close(outputs(model), expected, rtol=1e-4, atol=1e-4)
+    for part in model.modules():
+        if isinstance(part, Lora):
+            first, second = part.lora_A["default"], part.lora_B["default"]
+            assert (first.in_features, second.out_features) == (part.in_features, part.out_features)
+            assert first.weight.shape[1] == part.in_features
+            assert second.weight.shape[0] == part.out_features
+    outputs(model).sum().backward()
+
+
+def test_gates_are_folded_into_both() -> None:
+    model = adapted()
+    hk.heads.gate(model, lambda heads: hk.nn.FixedGate(torch.linspace(0.0, 2.0, heads)))
+    expected = outputs(model)
+    hk.heads.prune(model, hk.heads.closed(model))
+    torch.testing.assert_close(outputs(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_pruned_lora_is_saved_and_loaded(tmp_path: Any) -> None:
+    model, other = adapted(), adapted()
+    hk.heads.prune(model, {0: [1, 2]})
+    hk.heads.save(model, tmp_path / "model.safetensors")
+    hk.heads.load(other, tmp_path / "model.safetensors")
+    torch.testing.assert_close(outputs(other), outputs(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["query", "key"])
+def test_conversion_wants_adapters_of_scores_merged(part: str) -> None:
+    model = adapted(parts=(part,))
+    before = state(model)
+    message = rf"layer 0 .*: its {part} projection has an adapter, .*Lora; merge .*merge_and_unload"
+    for convert in (
+        lambda: collaborate(model, 1000),
+        lambda: read_heads(attention_layers(model)[0]),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert()
+    assert state(model) == before
+
+
+def test_conversion_keeps_adapters_of_values_and_outputs() -> None:
+    model = adapted(parts=("value", "dense"))
+    expected = outputs(model)
+    assert all(collaborate(model, 32, progress=False).exact)
+    torch.testing.assert_close(outputs(model), expected, rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------------- what is refused
+REFUSED = {
+    Dora: r"has an adapter, .*Dora with lora_magnitude_vector; merge .*merge_and_unload",
+    Scaled: r"has an adapter, .*Scaled; merge .*merge_and_unload",
+    Packed: r"has a Parameter of dtype torch.uint8 as its weight; {} the model before it is quantised",
+    Slow: r"is a .*Slow; {} a model of nn\.Linear or Conv1D, before it is quantised or wrapped",
+    hooked: r"has forward hooks; remove them first",
+    patched: r"has a forward that was put on it; take it off",
+    offloaded: r"is offloaded; load the model whole",
+    masked: r"has weight_mask beside its weight; fold them into the weight",
+    nn.utils.parametrizations.spectral_norm: r"is parametrised; .*remove_parametrizations",
+}
+
+
+@pytest.mark.parametrize("wrap", REFUSED)
+def test_what_no_surgery_serves(wrap: Any) -> None:
+    message = r"layer 0 .*: its key projection " + REFUSED[wrap]
+    model = adapted(wrap=wrap, parts=("key",))
+    before = state(model)
+    with pytest.raises(ValueError, match=message.format("prune")):
+        hk.heads.prune(model, {1: [0], 0: [1]})
+    with pytest.raises(ValueError, match=message.format("convert")):
+        collaborate(model, 8)
+    assert state(model) == before
+
+
+def test_dispatched_models_are_pruned() -> None:
+    model = adapted(wrap=dispatched)
+    hk.heads.close(model, {0: [1]})
+    expected = outputs(model)
+    hk.heads.prune(model, hk.heads.closed(model))
+    torch.testing.assert_close(outputs(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_models() -> None:
+    model = hk.integrations.transformers.use(build("bert"))
+    hk.heads.close(model, {0: [1]})
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+    assert torch.isfinite(outputs(quantised)).all()  # heads may be closed before
+    hk.heads.reopen(quantised)
+    instead = "before it is quantised"
+    for call in (
+        lambda: hk.heads.close(quantised, {0: [1]}),
+        lambda: hk.heads.gate(quantised, hk.nn.HardConcrete),
+    ):
+        with pytest.raises(ValueError, match=rf"output projection is a .*quantized.*; .*{instead}"):
+            call()
+    with pytest.raises(ValueError, match=r"query projection is a .*quantized"):
+        hk.heads.prune(quantised, {0: [1]})
+    assert not any(layer.gate for layer in attention_layers(quantised))
+
+
+# ---------------------------------------------------------------------- converted layers
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_converted_layers_say_how_wide_they_are(name: str) -> None:
+    """Features of a shared projection are what it gives; what wraps linear layers leaves it alone."""
+    model = adapted(name, parts=())
+    collaborate(model, [20, 20], progress=False)
+    shared = [part for part in model.modules() if isinstance(part, hk.nn.shared.SharedProjection)]
+    assert len(shared) == 4
+    for part in shared:
+        assert not isinstance(part, nn.Linear)
+        x = torch.randn(2, part.in_features)
+        assert part(x).shape == (2, part.out_features)
+
+
+def test_adapters_on_content_weights_are_refused() -> None:
+    """They are read, not run, so that an adapter there would do nothing."""
+    model = adapted(parts=())
+    collaborate(model, 20, progress=False)
+    key = model.encoder.layer[0].attention.self.key
+    key.content = Lora(key.content)
+    with pytest.raises(
+        TypeError, match=r"content of a converted layer is a .*Lora; .*target_modules"
+    ):
+        outputs(model)
+
+
+def test_adapters_in_fused_projections_are_refused() -> None:
+    model = adapted("gpt2", parts=())
+    collaborate(model, 20, progress=False)
+    fused = model.transformer.h[0].attn.c_attn
+    fused.value = Lora(fused.value)
+    with pytest.raises(TypeError, match=r"value of a converted layer is a .*Lora"):
+        outputs(model)
+
+
+def test_replaced_modules_may_not_have_hooks() -> None:
+    model = nn.Sequential(hk.nn.GatedMultiheadAttention(8, 2))
+    handle = model[0].register_forward_hook(lambda *call: None)
+    with pytest.raises(ValueError, match=r"layer 0 .*has forward hooks, which would be lost"):
+        collaborate(model, 4)
+    handle.remove()
+    collaborate(model, 4, progress=False)
+
+
+# ---------------------------------------------------------------------- gates
+@pytest.mark.parametrize("make", [hk.nn.HardConcrete(4), 4, None])
+def test_gates_are_made_layer_by_layer(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"make is a \w+; pass what makes a gate .*HardConcrete"):
+        hk.heads.gate(adapted(parts=()), make)
+
+
+def test_a_layer_is_no_model() -> None:
+    layer = attention_layers(adapted(parts=()))[0]
+    with pytest.raises(TypeError, match=r"model is a AttentionLayer; pass a torch\.nn\.Module"):
+        hk.heads.gate(layer, hk.nn.HardConcrete)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- peft itself
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("LoraConfig", {"r": 4, "init_lora_weights": False}),
+    "lora with biases": ("LoraConfig", {"r": 4, "init_lora_weights": False, "lora_bias": True}),
+    "dora": ("LoraConfig", {"r": 4, "use_dora": True}),
+    "ia3": ("IA3Config", {"feedforward_modules": []}),
+    "adalora": ("AdaLoraConfig", {"total_step": 10}),
+    "oft": ("OFTConfig", {"oft_block_size": 4, "r": 0}),
+}
+
+
+def with_peft(kind: str, targets: list[str]) -> Any:
+    peft = pytest.importorskip("peft", reason="a model with adapters")
+    config, options = KINDS[kind]
+    made = getattr(peft, config)(target_modules=targets, **options)
+    return peft.get_peft_model(adapted(parts=()), made).eval()
+
+
+def peft_outputs(model: Any) -> Tensor:
+    return model(**batch(adapted(parts=())))[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft(kind: str) -> None:
+    model = with_peft(kind, ["query", "key", "value", "attention.output.dense"])
+    hk.heads.close(model, {0: [1, 2], 1: [0]})
+    expected, before = peft_outputs(model), state(model)
+    if kind.startswith("lora"):
+        hk.heads.prune(model, hk.heads.closed(model))
+        for each in (model, model.merge_and_unload()):
+            torch.testing.assert_close(peft_outputs(each), expected, rtol=1e-4, atol=1e-4)
+    else:
+        with pytest.raises(ValueError, match=r"has an adapter, peft.*merge_and_unload"):
+            hk.heads.prune(model, hk.heads.closed(model))
+        assert state(model) == before
+        with pytest.raises(ValueError, match=r"has an adapter, peft.*merge_and_unload"):
+            collaborate(model, 8)
+        assert state(model) == before
+        hk.heads.reopen(model)
+        model = model.merge_and_unload()
+    layer = attention_layers(model)[0]
+    install(model, layer, ragged(read_heads(layer), 8), ragged=True)
+
+
+def test_peft_on_a_converted_layer() -> None:
+    peft = pytest.importorskip("peft", reason="a model with adapters")
+    model = adapted(parts=())
+    collaborate(model, 20, progress=False)
+    with pytest.raises(ValueError, match=r"SharedProjection.* is not supported"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
