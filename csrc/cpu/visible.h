@@ -42,7 +42,8 @@ struct DenseMask {
       for (; n + 8 <= count; n += 8) {
         uint64_t eight;
         std::memcpy(&eight, bytes + n, sizeof eight);
-        // The highest bit of every byte that is not 0, moved to the lowest, then the eight gathered.
+        // The highest bit of every byte that is not 0, moved to the lowest, then the eight
+        // gathered.
         constexpr uint64_t kLow7 = 0x7f7f7f7f7f7f7f7f;
         eight = (((eight & kLow7) + kLow7) | eight) >> 7 & 0x0101010101010101;
         found |= (eight * 0x0102040810204080 >> 56) << n;
@@ -146,7 +147,8 @@ struct VisibleRows {
     const IntVec<Real> within = (load_int<Real>(lo + m) <= k) & (load_int<Real>(hi + m) > k);
     if (!dense) return within;
     const int n = static_cast<int>(key - dense_begin);
-    return within & ((load_int<Real>(dense_bits[n / kBits] + m) >> (n % kBits) & Int<Real>(1)) != 0);
+    return within &
+           ((load_int<Real>(dense_bits[n / kBits] + m) >> (n % kBits) & Int<Real>(1)) != 0);
   }
 
  private:
