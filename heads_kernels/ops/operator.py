@@ -137,7 +137,8 @@ class Operator:
         operands = [None if at is None else arguments[at] for at in self._places]
         count = len(self.operands)
         mask = count + _MASK_PARTS
-        return Call(*operands, Intervals(*arguments[count:mask]), *arguments[mask:])
+        intervals = Intervals(*arguments[count:mask])
+        return Call._make((*operands, intervals, *arguments[mask:]))
 
     def __call__(self, problem: Problem, backend: str, seed: Tensor | None) -> Tensor:
         """Run a valid problem on `backend`; gradients are recorded where an operand asks for one."""
