@@ -1,4 +1,4 @@
-"""What both compiled extensions are told of a call, in the tuples that `csrc/bindings/tensors.h` reads.
+"""A call in the tuples that both compiled extensions take; `csrc/bindings/tensors.h` reads them.
 
 Tensors go in as they are (the extensions read pointer, dtype, sizes and strides); None stands for what is absent or not
 asked for.

@@ -1,4 +1,4 @@
-"""The launcher that both operators share: what the compiled extension `heads_kernels._cuda` is told.
+"""The launcher that both operators share: calls of the compiled extension `heads_kernels._cuda`.
 
 Kernels run on the device and the current stream of their tensors; emulated, on CPU tensors. Gradients of heads or of
 tiles that several blocks of threads would sum are parts, to be added up in order afterwards (`parts.py`).
@@ -21,7 +21,7 @@ if TYPE_CHECKING or not CUDA_EMULATED:
 else:
     from heads_kernels import _cuda_emulated as _cuda
 
-#: What every pass over scores is told: scores, value, mask, options.
+#: What every pass over scores takes: scores, value, mask, options.
 Call = tuple[Scores, Tensor, MaskParts, Options]
 
 

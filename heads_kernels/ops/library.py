@@ -1,6 +1,6 @@
 """The torch library `heads_kernels`: how every op of the package is defined.
 
-An op has one schema, one implementation that imports the backend it is told to run, a fake that allocates what the
+An op has one schema, one implementation that imports the backend it is to run, a fake that allocates what the
 kernel would, and a FLOP formula. Gradients are an `autograd.Function` around the op, in the op's own file.
 """
 

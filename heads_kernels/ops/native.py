@@ -1,4 +1,4 @@
-"""Both operators on the `cpu` backend: what the compiled extension `heads_kernels._cpu` is told.
+"""Both operators on the `cpu` backend: calls of the compiled extension `heads_kernels._cpu`.
 
 Its kernels are in `csrc/cpu/`; those of gated attention run where a call has no mixing. Threads are those of PyTorch's
 own pool.
