@@ -171,11 +171,12 @@ FAMILIES = (
 @pytest.mark.parametrize("attention", ["constant", "full"])
 def test_families(name: str, attention: str) -> None:
     model = use(build(name))
+    hooks = [list(module._forward_hooks) for module in model.modules()]
     found = relevance(model, [batch(model)], token_two, attention=attention)
     for scores in found.scores:
         assert scores.min() > 0
         assert scores.sum().item() == pytest.approx(1)
-    assert not any(module._forward_hooks for module in model.modules())
+    assert [list(module._forward_hooks) for module in model.modules()] == hooks
 
 
 @pytest.mark.parametrize(("name", "function"), [("mixtral", "div_")])
