@@ -167,24 +167,30 @@ FAMILIES = (
 )  # fmt: skip
 
 
+def hooks_of(model: Any) -> list[list[int]]:
+    """The forward hooks of all modules; a model in use has some of its own."""
+    return [list(module._forward_hooks) for module in model.modules()]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("attention", ["constant", "full"])
 def test_families(name: str, attention: str) -> None:
     model = use(build(name))
-    hooks = [list(module._forward_hooks) for module in model.modules()]
+    hooks = hooks_of(model)
     found = relevance(model, [batch(model)], token_two, attention=attention)
     for scores in found.scores:
         assert scores.min() > 0
         assert scores.sum().item() == pytest.approx(1)
-    assert [list(module._forward_hooks) for module in model.modules()] == hooks
+    assert hooks_of(model) == hooks
 
 
 @pytest.mark.parametrize(("name", "function"), [("mixtral", "div_")])
 def test_families_that_are_refused(name: str, function: str) -> None:
     model = use(build(name))
+    hooks = hooks_of(model)
     with pytest.raises(ValueError, match=f"model computes {function}, "):
         relevance(model, [batch(model)], token_two)
-    assert not any(module._forward_hooks for module in model.modules())
+    assert hooks_of(model) == hooks
 
 
 def test_a_stock_model_is_refused() -> None:
