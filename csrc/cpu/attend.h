@@ -307,9 +307,9 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
         store<Real>(row + w, load(row + w) * tokens[m]);
     }
     write_row(outputs.out, i, head.Dv, row);
-    if (outputs.lse)
-      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2) * softmax.reference[m] +
-                                           static_cast<Real>(std::log(softmax.sum[m]));
+    if (outputs.lse)  // in double, rounded once: every probability of the backward pass reads it
+      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(
+          kLn2 * softmax.reference[m] + std::log(static_cast<double>(softmax.sum[m])));
   }
 }
 

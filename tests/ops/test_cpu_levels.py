@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
 from heads_kernels.testing import Inputs, compare, reference
 from heads_kernels.testing.accuracy import run
 from tests.ops.calls import tensors
@@ -158,3 +160,18 @@ def test_subnormal_numbers(level: str, operator: str) -> None:
     # Each of 70 values, and each sum of two products that an output is made of, the rounding of out.
     limit = (70 + 35 + 2) * 2.0**-126 if level in PAIR_LEVELS else 2.0**-133
     assert (error <= limit).all()
+
+
+def test_lse_is_rounded_once(level: str) -> None:
+    """n keys of the score r ln 2, which base 2 holds exactly: lse is r ln 2 + ln n to half a unit in the last place."""
+    most = 300
+    n = torch.arange(1, most + 1)
+    r = n % 41
+    query, key = torch.zeros(most, 1, 1, 8), torch.zeros(most, 1, most, 8)
+    query[:, 0, 0, 0], key[..., 0] = r, 1.0
+    mask = hk.Mask(key_lengths=n)
+    problem = hk.Problem.gated(query, key, key, mask, scale=math.log(2))
+    found = GATED.with_lse(problem, "cpu").lse.double().flatten()
+    wanted = r * math.log(2) + n.double().log()
+    half = torch.finfo(torch.float32).eps / 2
+    assert ((found - wanted).abs() <= half * wanted).all()
