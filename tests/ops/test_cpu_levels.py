@@ -172,6 +172,6 @@ def test_lse_is_rounded_once(level: str) -> None:
     mask = hk.Mask(key_lengths=n)
     problem = hk.Problem.gated(query, key, key, mask, scale=math.log(2))
     found = GATED.with_lse(problem, "cpu").lse.double().flatten()
-    wanted = r * math.log(2) + n.double().log()
+    wanted = r.double() * math.log(2) + n.double().log()
     half = torch.finfo(torch.float32).eps / 2
     assert ((found - wanted).abs() <= half * wanted).all()
