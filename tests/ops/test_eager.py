@@ -14,6 +14,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import functional
+from heads_kernels.testing import Inputs, compare, reference
 from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, assert_same_bits, call, serve, tensors
 from tests.support.alike import assert_alike
 from tests.support.reference import attention, keeps, masks, pairs
@@ -144,25 +145,18 @@ def test_only_what_is_asked_for(operator: str, backend: str, dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_dtypes(operator: str, backend: str, dtype: torch.dtype) -> None:
-    """Against the naive formula in float64 on the same rounded inputs: a few roundings apart."""
-    exact = {name: t.to(dtype) for name, t in tensors(operator).items()}
-    exact["gate"] = torch.rand(H, dtype=torch.float32)
-    narrow = {name: t.clone().requires_grad_() for name, t in exact.items()}
-    wide = {name: t.double().requires_grad_() for name, t in exact.items()}
-    out = call(operator, backend, **narrow)
-    expected = attention(wide, everything(), default_scale(wide))
+    """Results have the dtypes of their inputs, and are as accurate as the rule asks."""
+    arguments = {name: t.to(dtype) for name, t in tensors(operator).items()}
+    arguments["gate"] = torch.rand(H, dtype=torch.float32)
+    serve(operator, backend, **arguments)
+    inputs = Inputs(operator, arguments, {}, torch.randn(B, H, T, Dv).to(dtype))
+    out, grads = inputs.backward(backend)
     assert out.dtype == dtype
-    # roundings: the output's own, attended's and those of the float32 inside
-    tolerance = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 3 * torch.finfo(dtype).eps}
-    torch.testing.assert_close(out.double(), expected, **tolerance)
-    dout = torch.randn_like(out)
-    grads = torch.autograd.grad(out, list(narrow.values()), dout)
-    wanted = torch.autograd.grad(expected, list(wide.values()), dout.double())
-    for name, got, want in zip(narrow, grads, wanted, strict=True):
-        assert got.dtype == exact[name].dtype, name
-        # attended is rounded once before it meets dout: an error of its size, not of the result's
-        error = (got.double() - want).abs().max().item()
-        assert error <= 4 * torch.finfo(dtype).eps * max(want.abs().max().item(), Dv), name
+    assert {name: t.dtype for name, t in grads.items()} == {
+        name: t.dtype for name, t in arguments.items()
+    }
+    report = compare(reference(inputs), backend)
+    assert report.ok, str(report)
 
 
 # ---------------------------------------------------------------------- to the letter
