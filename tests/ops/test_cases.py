@@ -58,6 +58,7 @@ def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.check
 @pytest.mark.parametrize(("case", "dtype", "backend"), rows(SLOW, (torch.float32,)))
 def test_model_case(case: Case, dtype: torch.dtype, backend: str) -> None:
     hold(case, dtype, backend)
