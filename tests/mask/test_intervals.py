@@ -9,6 +9,7 @@ import io
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -184,7 +185,7 @@ def test_masks_built_inside_a_compiled_function() -> None:
 
 def test_one_compiled_graph_serves_every_size() -> None:
     torch.compiler.reset()
-    graphs = torch._dynamo.testing.CompileCounter()
+    graphs = CompileCounter()
     compiled = torch.compile(_built_inside, fullgraph=True, backend=graphs, dynamic=True)
     for S in (5, 8, 11):
         inputs = _inputs(S)
@@ -216,7 +217,7 @@ def _built_from(lengths: Tensor) -> Mask:
 def test_one_compiled_graph_serves_every_length(inside: bool) -> None:
     """Lengths are data: new values make no new graph, and inside it they are clamped, unread."""
     torch.compiler.reset()
-    graphs = torch._dynamo.testing.CompileCounter()
+    graphs = CompileCounter()
 
     def call(given: Tensor | Mask) -> Tensor | None:
         mask = given if isinstance(given, Mask) else _built_from(given)
