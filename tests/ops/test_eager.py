@@ -145,13 +145,18 @@ def test_only_what_is_asked_for(operator: str, backend: str, dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_dtypes(operator: str, backend: str, dtype: torch.dtype) -> None:
-    """Results have the dtypes of their inputs, and are as accurate as the rule asks."""
+    """The output is that of the naive formula in float64, a few roundings apart; gradients keep the accuracy rule."""
     arguments = {name: t.to(dtype) for name, t in tensors(operator).items()}
     arguments["gate"] = torch.rand(H, dtype=torch.float32)
     serve(operator, backend, **arguments)
     inputs = Inputs(operator, arguments, {}, torch.randn(B, H, T, Dv).to(dtype))
     out, grads = inputs.backward(backend)
     assert out.dtype == dtype
+    wide = {name: t.double() for name, t in arguments.items()}
+    expected = attention(wide, everything(), default_scale(wide))
+    # roundings: the output's own, attended's and those of the float32 inside
+    tolerance = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 3 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
     assert {name: t.dtype for name, t in grads.items()} == {
         name: t.dtype for name, t in arguments.items()
     }
