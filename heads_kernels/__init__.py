@@ -10,6 +10,7 @@ from heads_kernels.functional import (
     gated_attention,
 )
 from heads_kernels.mask import Mask
+from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.problem import Problem
 
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionStatistics",
     "Choice",
     "Mask",
+    "OffsetBias",
     "Problem",
     "attention_statistics",
     "build_info",

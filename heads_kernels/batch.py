@@ -69,6 +69,52 @@ def flatten_companion(argument: str, tensor: Tensor, batch: tuple[int, ...], lay
     return _flatten(tensor.expand(*batch, *rest), len(batch))
 
 
+def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int]) -> Tensor:
+    """A bias broadcastable to `[*batch, H, T, S]` as `[B1, B2, H, T, S]`, each size 1 where it broadcasts.
+
+    Batch b of the call reads entry `(b // I, b % I)`; I is B2, or B / B1 where B2 is 1. So a bias that all rows of an
+    alignment share, `[batch, 1, H, T, T]`, is not expanded. Copied is what broadcasts in between: `[x, 1, y, H, T, S]`.
+    `full` is (H, T, S). Raises ValueError where the shape does not broadcast.
+    """
+    sizes = (*batch, *full)
+    shape = (1,) * (len(sizes) - bias.dim()) + tuple(bias.shape)
+    if len(shape) != len(sizes) or any(
+        got not in (1, want) for got, want in zip(shape, sizes, strict=True)
+    ):
+        was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
+        refuse("bias", was, "pass a tensor that broadcasts to them")
+    bias = bias.reshape(shape)
+    if not (bias.requires_grad and bias.is_leaf):  # of a leaf every element gets its gradient
+        for dim, stride in enumerate(bias.stride()):
+            if stride == 0 and bias.shape[dim] > 1:
+                bias = bias.narrow(dim, 0, 1)
+    count = len(batch)
+    varies = [d for d in range(count) if bias.shape[d] != 1]
+    first, last = (varies[0], varies[-1] + 1) if varies else (0, 0)
+    outside = all(batch[d] == 1 for d in range(first))
+    inside = all(batch[d] == 1 for d in range(last, count))
+    if any(bias.shape[d] != batch[d] for d in range(first, last)) or not (outside or inside):
+        bias, outside, inside = bias.expand(*batch, *bias.shape[count:]), True, True
+    elements = math.prod(bias.shape[:count])
+    lead = (elements, 1) if outside else (1, elements)
+    return bias.reshape(*lead, *bias.shape[count:])
+
+
+def bias_batches(bias: Tensor, B: int) -> tuple[int, int]:
+    """The batch of a call as (outer, inner): a bias of `flatten_bias` has an entry for each of them, or shares one."""
+    outer, inner = bias.shape[:2]
+    if inner == 1 and outer > 1:
+        inner = B // outer
+    return B // max(inner, 1), inner
+
+
+def expand_bias(bias: Tensor, B: int) -> Tensor:
+    """A bias of `flatten_bias` as `[B or 1, H or 1, T or 1, S or 1]`; copied where it broadcasts along a part of B."""
+    if bias.shape[:2] == (1, 1):
+        return bias[0]
+    return bias.expand(*bias_batches(bias, B), *bias.shape[2:]).flatten(0, 1)
+
+
 def unflatten(result: Tensor, batch: Batch) -> Tensor:
     """A result `[B, ...]` with the batch dimensions of the call, as a view."""
     return result if batch is None else result.view(*batch, *result.shape[1:])

@@ -159,12 +159,11 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
             refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
 
 
-def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
-    """A dense floating tensor beside the query: any floating dtype, the same device."""
+def check_floating(name: str, tensor: Tensor) -> None:
+    """A dense tensor of any floating dtype."""
     if not isinstance(tensor, Tensor):
         refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
     check_dense(name, tensor)
-
     check_one_process(**{name: tensor})
     if tensor.dtype not in DTYPES:
         refuse(
@@ -173,6 +172,11 @@ def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
             "pass float32, bfloat16, float16 or float64",
             TypeError,
         )
+
+
+def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
+    """A dense floating tensor beside the query: any floating dtype, the same device."""
+    check_floating(name, tensor)
     if tensor.device != query.device:
         refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move it there")
 
@@ -231,6 +235,63 @@ def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.fl
         instead = f"pass a finite float of at most {most:.1e}: scores are {compute}"
         refuse("scale", f"is {shown(scale)}", instead)
     return float(scale)
+
+
+def check_softcap(softcap: float | None) -> float:
+    """`softcap` as a float; 0 stands for None."""
+    if softcap is None:
+        return 0.0
+    instead = "pass a float > 0, or None"
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        was = "is a tensor" if isinstance(softcap, Tensor) else f"is a {type(softcap).__name__}"
+        refuse("softcap", was, instead, TypeError)
+    least, most = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max / 2
+    if not least <= softcap <= most:  # kernels divide by it, and multiply it by log2(e)
+        refuse("softcap", f"is {shown(softcap)}", f"{instead}, from {least:.1e} to {most:.1e}")
+    return float(softcap)
+
+
+def check_sinks(sinks: Tensor | None, query: Tensor, H: int) -> None:
+    if sinks is None:
+        return
+    check_companion("sinks", sinks, query)
+    if sinks.shape != (H,):
+        refuse("sinks", f"has shape {shape_of(sinks)}", f"pass one logit per head, [H] = [{H}]")
+
+
+def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:
+    """`bias` `[B1, B2, H, T, S]` of a call of sizes (B, H, T, S), each size 1 where it broadcasts: see `batch.Bias`."""
+    if bias is None:
+        return
+    check_companion("bias", bias, query)
+    B, H, T, S = full
+    sizes = tuple(bias.shape)
+    if (
+        len(sizes) != 5
+        or any(got not in (1, want) for got, want in zip(sizes[2:], (H, T, S), strict=True))
+        or not (
+            sizes[0] * sizes[1] in (1, B) or (1 in sizes[:2] and B % (sizes[0] * sizes[1]) == 0)
+        )
+    ):
+        refuse(
+            "bias",
+            f"has shape {shape_of(bias)}",
+            f"pass [B1, B2, H, T, S], B1 * B2 = {B}, {[H, T, S]}, or 1",
+        )
+
+
+def check_offset_table(table: Tensor | None, query: Tensor, full: tuple[int, int, int]) -> None:
+    """`offset_bias` `[H or 1, T + S - 1]` of a call of sizes (H, T, S)."""
+    if table is None:
+        return
+    check_companion("offset_bias", table, query)
+    H, T, S = full
+    if table.dim() != 2 or table.shape[0] not in (1, H) or table.shape[1] != max(T + S - 1, 1):
+        refuse(
+            "offset_bias",
+            f"has shape {shape_of(table)}",
+            f"pass [H or 1, T + S - 1] = {[H, T + S - 1]}",
+        )
 
 
 def check_flag(name: str, flag: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from heads_kernels.dispatch import Backend, Choice, choose, select
 from heads_kernels.mask import Mask
+from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import attention_statistics as statistics_table
 from heads_kernels.ops.attention_statistics import op as statistics_op
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
@@ -30,13 +31,16 @@ def gated_attention(
     gate: Tensor | None = None,
     gate_activation: str = "identity",
     closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = True,
     backend: str | None = None,
 ) -> Tensor:
     r"""Attention whose heads can be gated and closed, in one fused pass.
 
-    .. math:: out_h = act(gate_h) \cdot softmax(scale \cdot Q_h K_h^T \text{ under the mask}) V_h
+    .. math:: out_h = act(gate_h) \cdot softmax(softcap(scale \cdot Q_h K_h^T) + bias_h \text{ under the mask}) V_h
 
     Positional arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its order. Gates of heads
     are those of Voita et al. 2019 (eq. 5, Hard Concrete) and Michel et al. 2019 (eq. 3); gates of tokens and elements
@@ -50,7 +54,7 @@ def gated_attention(
             of `key` and `value` are those of `query`; under autocast all three take the autocast dtype.
         value: `[..., Hk, S, Dv]`; `Dv` may differ from `D`.
         attn_mask: a `Mask`, or a bool tensor broadcastable to `[..., H, T, S]` with True = may attend. A tensor of two
-            dimensions is `[T, S]`; padding is `Mask(key_mask=...)` or `[B, 1, 1, S]`.
+            dimensions is `[T, S]`; padding is `Mask(key_mask=...)` or `[B, 1, 1, S]`. A float tensor is a `bias`.
         dropout_p: probability of dropping an attention probability, after the softmax; Philox4x32-10 of a seed drawn
             from PyTorch's generator and the element's index, so the same on every backend.
         is_causal: row i sees keys 0 to i (upper-left aligned); `Mask(causal="lower_right")` serves decoding.
@@ -60,6 +64,12 @@ def gated_attention(
         gate_activation: "identity", or "sigmoid" / "softplus" where `gate` holds logits.
         closed_grad: False reports gradient 0 for entries of an identity gate that are exactly 0, and skips their work
             in the backward pass too (exact for Hard Concrete gates, whose clamp has no slope there).
+        bias: added to the scaled and capped scores: a float tensor broadcastable to `[..., H, T, S]`, or an
+            `OffsetBias`; any floating dtype and strides. -inf hides a pair as a mask does. It gets a gradient, summed
+            over what it was broadcast along, and is not expanded in memory.
+        softcap: scores become `softcap * tanh(score / softcap)` before the bias (Gemma Team 2024); None: they do not.
+        sinks: `[H]`, one more score per head that belongs to no key (OpenAI 2025, gpt-oss): `exp(sinks[h])` is added to
+            the denominator of the softmax. It gets a gradient.
         scale: factor of the scores; default `D ** -0.5`.
         enable_gqa: False refuses keys of fewer heads than queries, but for one, which all share.
         backend: one of the names that `explain` shows; None takes the first that can serve the call.
@@ -82,6 +92,9 @@ def gated_attention(
         gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
+        bias=bias,
+        softcap=softcap,
+        sinks=sinks,
         scale=scale,
         enable_gqa=enable_gqa,
     )
@@ -102,12 +115,17 @@ def collaborative_attention(
     gate: Tensor | None = None,
     gate_activation: str = "identity",
     closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Attention whose heads share one query and one key and mix them with a vector each.
 
-    .. math:: out_h = act(gate_h) \cdot softmax(scale \cdot ((Q \circ m_h) K^T + 1 \, content\_bias_h^T)) V_h
+    .. math::
+        out_h = act(gate_h) \cdot softmax(score_h) V_h, \quad
+        score_h = softcap(scale \cdot ((Q \circ m_h) K^T + 1 \, content\_bias_h^T)) + bias_h
 
     (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The mixed query is formed tile by tile and never lies in memory.
     With block-indicator mixing this is ordinary multi-head attention.
@@ -123,7 +141,7 @@ def collaborative_attention(
         scale: default `(Ds / H) ** -0.5`. A converted layer passes the ORIGINAL scale of its model.
         closed_grad: False reports gradient 0 for entries of `gate` (identity) and `mixing` that are exactly 0, and
             skips their work in the backward pass too.
-        attn_mask, dropout_p, is_causal, gate, gate_activation, backend: as in `gated_attention`.
+        attn_mask, dropout_p, is_causal, gate, gate_activation, bias, softcap, sinks, backend: as in `gated_attention`.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`; what `gated_attention` says of masked rows holds here.
@@ -143,6 +161,9 @@ def collaborative_attention(
         gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
+        bias=bias,
+        softcap=softcap,
+        sinks=sinks,
         scale=scale,
     )
     chosen = select(COLLABORATIVE.backends, problem, backend)
@@ -157,6 +178,9 @@ def attention_statistics(
     content_bias: Tensor | None = None,
     attn_mask: Mask | Tensor | None = None,
     is_causal: bool = False,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     exclude_keys: Tensor | None = None,
     backend: str | None = None,
@@ -165,16 +189,17 @@ def attention_statistics(
 
     Args:
         query, key: as in `gated_attention`, or as in `collaborative_attention` where `mixing` is given.
-        mixing, content_bias, attn_mask, is_causal, scale, backend: as in those.
+        mixing, content_bias, attn_mask, is_causal, bias, softcap, sinks, scale, backend: as in those.
         exclude_keys: bool `[S]` or `[..., S]`, True for keys such as [CLS], [SEP] or EOS that may not be the maximum
             (Voita et al. 2019, footnote 2). They keep their share of the probability: nothing is renormalised.
 
     Returns:
         Named tuple of `[..., H, T]` tensors, float32 (float64 for float64 inputs), argmax int64, without gradient:
-        `lse`, natural log of the sum of exp(score) over visible keys (-inf where a row sees none);
+        `lse`, natural log of the sum of exp(score) over visible keys and the sink (-inf where there is neither);
         `max_prob`, the largest probability among the keys that are not excluded (0 where there is none): the mean of
         it over rows is the confidence of a head; `argmax`, the first key that has it (-1 where there is none);
-        `entropy`, `-sum p ln p` in nats (0 where a row sees no key).
+        `entropy`, `-sum p ln p` over keys in nats (0 where a row sees no key). Probabilities of keys are what a sink
+        leaves of 1.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`.
@@ -186,6 +211,9 @@ def attention_statistics(
         content_bias=content_bias,
         attn_mask=attn_mask,
         is_causal=is_causal,
+        bias=bias,
+        softcap=softcap,
+        sinks=sinks,
         scale=scale,
         exclude_keys=exclude_keys,
     )

@@ -15,11 +15,13 @@ from heads_kernels.batch import (
     GROUPED,
     SHARED,
     Batch,
+    flatten_bias,
     flatten_companion,
     flatten_operands,
     unflatten,
 )
 from heads_kernels.checks import (
+    check_companion,
     check_dropout,
     check_excluded,
     check_flag,
@@ -27,7 +29,9 @@ from heads_kernels.checks import (
     check_grouped_heads,
     check_mixing,
     check_scale,
+    check_sinks,
     check_sizes,
+    check_softcap,
     check_tensors,
     shape_of,
 )
@@ -35,6 +39,7 @@ from heads_kernels.errors import refuse
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import by_identity
+from heads_kernels.offset_bias import OffsetBias
 
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. A head's
 #: mixing vector is read in chunks of this many features and a chunk that is all zero costs nothing.
@@ -58,8 +63,12 @@ class Problem(NamedTuple):
     mixing: Tensor | None
     content_bias: Tensor | None
     gate: Tensor | None
+    bias: Tensor | None  # [B1, B2, H, T, S], each 1 where it broadcasts: `batch.flatten_bias`
+    offset_bias: Tensor | None  # [H or 1, T + S - 1], of offsets j - i from -(T - 1)
+    sinks: Tensor | None  # [H]
     intervals: Intervals
     scale: float
+    softcap: float = 0.0  # 0: none
     gate_activation: str = "identity"
     closed_grad: bool = True
     dropout_p: float = 0.0
@@ -80,6 +89,9 @@ class Problem(NamedTuple):
         gate: Tensor | None = None,
         gate_activation: str = "identity",
         closed_grad: bool = True,
+        bias: Tensor | OffsetBias | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         scale: float | None = None,
         enable_gqa: bool = True,
     ) -> Problem:
@@ -99,6 +111,8 @@ class Problem(NamedTuple):
         check_flag("closed_grad", closed_grad)
         gate = _flatten_gate(gate, batch)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
+        attn_mask, dense, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
+        check_sinks(sinks, query, H)
         return cls(
             operator="gated_attention",
             query=query,
@@ -107,7 +121,11 @@ class Problem(NamedTuple):
             mixing=None,
             content_bias=None,
             gate=gate,
+            bias=dense,
+            offset_bias=table,
+            sinks=sinks,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
+            softcap=check_softcap(softcap),
             scale=check_scale(scale, D, query.dtype),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
@@ -130,6 +148,9 @@ class Problem(NamedTuple):
         gate: Tensor | None = None,
         gate_activation: str = "identity",
         closed_grad: bool = True,
+        bias: Tensor | OffsetBias | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Problem:
         """Check the arguments of `collaborative_attention`; raises `ValueError` or `TypeError` naming the argument."""
@@ -149,6 +170,8 @@ class Problem(NamedTuple):
         check_flag("closed_grad", closed_grad)
         gate = _flatten_gate(gate, batch)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
+        attn_mask, dense, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
+        check_sinks(sinks, query, H)
         return cls(
             operator="collaborative_attention",
             query=query,
@@ -157,7 +180,11 @@ class Problem(NamedTuple):
             mixing=mixing,
             content_bias=content_bias,
             gate=gate,
+            bias=dense,
+            offset_bias=table,
+            sinks=sinks,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
+            softcap=check_softcap(softcap),
             scale=check_scale(scale, Ds / max(H, 1), query.dtype),
             gate_activation=gate_activation,
             closed_grad=closed_grad,
@@ -175,6 +202,9 @@ class Problem(NamedTuple):
         content_bias: Tensor | None = None,
         attn_mask: Mask | Tensor | None = None,
         is_causal: bool = False,
+        bias: Tensor | OffsetBias | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         scale: float | None = None,
         exclude_keys: Tensor | None = None,
     ) -> Problem:
@@ -197,6 +227,8 @@ class Problem(NamedTuple):
             B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
             width = Ds / max(H, 1)
         check_sizes(B, H, T, S)
+        attn_mask, dense, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
+        check_sinks(sinks, query, H)
         return cls(
             operator="attention_statistics",
             query=query,
@@ -205,7 +237,11 @@ class Problem(NamedTuple):
             mixing=mixing,
             content_bias=content_bias,
             gate=None,
+            bias=dense,
+            offset_bias=table,
+            sinks=sinks,
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
+            softcap=check_softcap(softcap),
             scale=check_scale(scale, width, query.dtype),
             exclude_keys=check_excluded(
                 _flatten("exclude_keys", exclude_keys, batch, "S"), query, (B, S)
@@ -354,6 +390,32 @@ def _flatten_gate(gate: Tensor | None, batch: Batch) -> Tensor | None:
         was = f"has {gate.dim()} dimensions, and the call {len(batch)} batch dimensions"
         refuse("gate", was, "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]")
     return _flatten("gate", gate, batch, layout)
+
+
+def _biases(
+    attn_mask: Mask | Tensor | None,
+    bias: Tensor | OffsetBias | None,
+    query: Tensor,
+    shape: tuple[int, int, int, int],
+    batch: Batch,
+) -> tuple[Mask | Tensor | None, Tensor | None, Tensor | None]:
+    """`attn_mask` unless it is a bias; the dense bias and the table of offsets, as far as there is one."""
+    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+        if bias is not None:
+            instead = "add them, or pass the part that hides as a bool mask"
+            refuse("attn_mask", "is a float tensor beside bias", instead)
+        attn_mask, bias = None, attn_mask
+    if bias is None:
+        return attn_mask, None, None
+    B, H, T, S = shape
+    if isinstance(bias, OffsetBias):
+        if bias.heads not in (1, H):
+            refuse("bias", f"has {bias.heads} heads", f"pass H = {H} of them, or 1")
+        table = bias.table(T, S)
+        check_companion("bias", table, query)
+        return attn_mask, None, table
+    check_companion("bias", bias, query)
+    return attn_mask, flatten_bias(bias, (B,) if batch is None else batch, (H, T, S)), None
 
 
 def _intervals(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from heads_kernels.ops import formula
 from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
 from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.scores import NEG_INF
 from heads_kernels.problem import Problem
 
 #: Probabilities of a block of query rows, 1 MiB of float32: they stay in a cache of the second level. A block has
@@ -98,7 +99,7 @@ def attended(call: AttentionCall, lse: Tensor, bands: list[Band]) -> list[Tensor
         lse: `[B, H, T]`, of all visible keys.
         bands: with features that are exact in float32.
     """
-    found = [None if call.bias is not None else _by_operator(call, lse, band) for band in bands]
+    found = [_by_operator(call, lse, band) for band in bands]
     served = [part for part in found if part is not None]
     return served if len(served) == len(bands) else _by_blocks(call, bands)
 
@@ -111,19 +112,21 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     mask = as_mask(call.mask, (call.B, call.H, call.T, call.S)) & Mask.of((_Within(band),))
     heads = call.H if call.mixing is not None else key.shape[1]
     value = features[:, None].expand(call.B, heads, -1, -1)
+    # A sink is in `lse`, and no part of a band.
+    terms: dict[str, Any] = {"bias": call.bias, "softcap": call.softcap, "scale": call.scale}
     if call.mixing is None:
         operator = GATED
-        problem = Problem.gated(query, key, value, attn_mask=mask, scale=call.scale)
+        problem = Problem.gated(query, key, value, attn_mask=mask, **terms)
     else:
         operator = COLLABORATIVE
         problem = Problem.collaborative(
-            query, key, value, call.mixing, call.content_bias, attn_mask=mask, scale=call.scale
+            query, key, value, call.mixing, call.content_bias, attn_mask=mask, **terms
         )
     backend = next(row.name for row in operator.backends if not row.unsupported(problem))
     if backend == "eager":
         return None
     out, _, band_lse = operator.with_lse(problem, backend)
-    share = torch.exp(band_lse - lse).masked_fill(band_lse == formula.NEG_INF, 0.0)
+    share = torch.exp(band_lse - lse).masked_fill(band_lse == NEG_INF, 0.0)
     weighted: Tensor = share[..., None] * out
     return weighted
 

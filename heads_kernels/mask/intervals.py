@@ -60,6 +60,13 @@ class Intervals(NamedTuple):
         return self._replace(k_lo=k_lo, k_hi=k_hi)
 
     @property
+    def hides(self) -> bool:
+        """Whether any part is present: False where every pair is visible."""
+        parts = self.k_lo, self.key_visible, self.dense
+        limited = self.band_lo > -UNBOUNDED or self.band_hi < UNBOUNDED
+        return limited or any(part is not None for part in parts)
+
+    @property
     def device(self) -> torch.device:
         """Where its tensors are; the CPU when it has none."""
         return device_of((self.k_lo, self.key_visible, self.dense))

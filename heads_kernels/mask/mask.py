@@ -203,13 +203,7 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
         return Mask()
     if isinstance(attn_mask, Mask):
         return attn_mask
-    instead = "pass a hk.Mask, or a bool tensor with True = may attend"
-    if isinstance(attn_mask, Tensor) and attn_mask.dtype != torch.bool:
-        if attn_mask.requires_grad:
-            instead += ". Masks are data and get no gradient; the differentiable bias is"
-            instead += " content_bias of collaborative_attention"
-        elif attn_mask.is_floating_point():
-            instead += " (additive masks are not served); a gate is passed by name, gate=..."
+    instead = "pass a hk.Mask, or a tensor: bool with True = may attend, or a float bias"
     _parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
     check_broadcast(attn_mask, shape)
     for dim, stride in enumerate(attn_mask.stride()):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_excluded
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Intervals, Mask
-from heads_kernels.ops import formula
-from heads_kernels.ops.attention_statistics import eager
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics, allocate
-from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.offset_bias import OffsetBias
+from heads_kernels.ops import formula, scores
+from heads_kernels.ops.attention_statistics.op import SIGNATURE, AttentionStatistics
 from heads_kernels.problem import Problem
 
 
@@ -28,7 +27,7 @@ class AttentionCall:
         mixing, content_bias: `[H, Ds]`, `[B, H, S]`, or None.
         mask: `hk.Mask` or bool tensor, True = visible.
         scale: the factor of scores.
-        bias: what is added to scores after the scale, broadcastable to `[B, H, T, S]` (T5); no operator takes one.
+        bias, softcap, sinks: as the operators take them, or None.
         self_attention: whether rows and keys are of one sequence; the last row is then the last key.
         rows: `[B, T]`, rows that are known to be tokens, not padding.
     """
@@ -40,7 +39,9 @@ class AttentionCall:
     content_bias: Tensor | None
     mask: Mask | Tensor | None
     scale: float
-    bias: Tensor | None = None
+    bias: Tensor | OffsetBias | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
     self_attention: bool = True
     rows: Tensor | None = None
 
@@ -105,10 +106,25 @@ class AttentionCall:
         return not bool(dense.triu(self.S - self.T + 1).any())
 
     @cached_property
+    def _problem(self) -> Problem:
+        return Problem.statistics(self.query, self.key, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What its scores are made of besides query and key, by argument."""
+        return {
+            "mixing": self.mixing,
+            "content_bias": self.content_bias,
+            "attn_mask": self.mask,
+            "bias": self.bias,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "scale": self.scale,
+        }
+
+    @property
     def _intervals(self) -> Intervals:
-        return Problem.statistics(
-            self.query, self.key, mixing=self.mixing, attn_mask=self.mask
-        ).intervals
+        return self._problem.intervals
 
     @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor]:
@@ -133,33 +149,11 @@ class AttentionCall:
         return sees.expand(self.B, self.T)
 
     # ------------------------------------------------------------------ what they attend to
-    @torch.no_grad()
     def statistics(self, exclude_keys: Tensor | None = None) -> AttentionStatistics:
-        """`hk.attention_statistics` of the call; with a `bias` by blocks of rows in plain PyTorch.
-
-        Args:
-            exclude_keys: as there.
-        """
-        if self.bias is None:
-            return attention_statistics(
-                self.query,
-                self.key,
-                mixing=self.mixing,
-                content_bias=self.content_bias,
-                attn_mask=self.mask,
-                scale=self.scale,
-                exclude_keys=exclude_keys,
-            )
-        excluded = check_excluded(exclude_keys, self.query, (self.B, self.S))
-        if excluded is not None:
-            excluded = excluded.expand(self.B, self.S)
-        found = allocate(self.query, self.mixing)
-        for start in range(0, self.T, eager.BLOCK_M):
-            rows = slice(start, start + eager.BLOCK_M)
-            block = eager.of_scores(*self._scores(rows), excluded)
-            for whole, part in zip(found, block, strict=True):
-                whole[..., rows] = part
-        return found
+        """`hk.attention_statistics` of the call; `exclude_keys` as there."""
+        return attention_statistics(
+            self.query, self.key, exclude_keys=exclude_keys, **self._options
+        )
 
     @torch.no_grad()
     def probabilities(self, rows: slice) -> Tensor:
@@ -170,21 +164,6 @@ class AttentionCall:
         Args:
             rows: a slice with a start and a stop.
         """
-        return formula.softmax(*self._scores(rows))[0]
-
-    @formula.without_autocast
-    def _scores(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Scores `[B, H, rows, S]` in the compute dtype, and which of them are visible."""
-        query = self.query[..., rows, :]
-        if self.mixing is None:
-            key = formula.per_head(self.key, query)
-            scores = self.scale * (query.to(key.dtype) @ key.mT)
-        else:
-            mixed = formula.mixed_query(query, self.mixing)
-            scores = formula.collaborative_scores(mixed, self.key, self.content_bias, self.scale)
-        if self.bias is not None:
-            bias = self.bias.to(compute_dtype(self.query.dtype))
-            scores = scores + (bias if bias.shape[-2] == 1 else bias[..., rows, :])
         start, stop, _ = rows.indices(self.T)
-        visible = formula.visible_matrix(formula.rows_of(self._intervals, start, stop), scores)
-        return scores, visible
+        call = SIGNATURE.unpack(SIGNATURE.pack(self._problem))
+        return formula.row_probabilities(scores.of_rows(call, start, stop))

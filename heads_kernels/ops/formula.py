@@ -14,13 +14,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from heads_kernels.mask import UNBOUNDED, Intervals
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.operator import Call
 from heads_kernels.ops.philox import keep_mask
+from heads_kernels.ops.scores import NEG_INF, finish, visible_pairs
 from heads_kernels.problem import closed_heads
 
-NEG_INF = float("-inf")
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -30,35 +30,11 @@ def without_autocast(backend: Callable[Arguments, Result]) -> Callable[Arguments
 
     @functools.wraps(backend)
     def shielded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        first: Any = args[0]  # the query, or a call that has one
-        query = first if isinstance(first, Tensor) else first.query
-        with torch.autocast(query.device.type, enabled=False):
+        call: Any = args[0]
+        with torch.autocast(call.query.device.type, enabled=False):
             return backend(*args, **kwargs)
 
     return shielded
-
-
-def visible_matrix(intervals: Intervals, scores: Tensor) -> Tensor | None:
-    """bool `[B or 1, H or 1, T, S]`, True = visible; None where nothing of `scores` is hidden."""
-    parts = intervals.k_lo, intervals.key_visible, intervals.dense
-    unlimited = intervals.band_lo <= -UNBOUNDED and intervals.band_hi >= UNBOUNDED
-    if unlimited and all(part is None for part in parts):
-        return None
-    return intervals.to_dense(scores.shape[-2], scores.shape[-1], scores.device)
-
-
-def rows_of(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """The intervals of query rows `start` to `stop - 1` alone, which become rows 0 and on."""
-    rows = slice(start, stop)
-    lo, hi, dense = intervals.band_lo, intervals.band_hi, intervals.dense
-    return Intervals(
-        band_lo=-UNBOUNDED if lo <= -UNBOUNDED else lo + start,
-        band_hi=UNBOUNDED if hi >= UNBOUNDED else hi + start,
-        k_lo=None if intervals.k_lo is None else intervals.k_lo[:, rows],
-        k_hi=None if intervals.k_hi is None else intervals.k_hi[:, rows],
-        key_visible=intervals.key_visible,
-        dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
-    )
 
 
 def per_head(grouped: Tensor, query: Tensor) -> Tensor:
@@ -80,26 +56,44 @@ def mixed_query(query: Tensor, mixing: Tensor) -> Tensor:
     return query[:, None].to(dtype) * mixing[:, None].to(dtype)
 
 
-def collaborative_scores(
-    mixed: Tensor, key: Tensor, content_bias: Tensor | None, scale: float
-) -> Tensor:
-    """`scale * (mixed key^T + content_bias)`, `[B, H, T, S]`."""
-    scores = mixed @ key[:, None].to(mixed.dtype).mT
-    if content_bias is not None:
-        scores = scores + content_bias[:, :, None].to(mixed.dtype)
-    return scale * scores
+def operands_of_scores(call: Call) -> tuple[Tensor, Tensor]:
+    """The query `[B, H, T, D]` and key `[B, H or 1, S, D]` of every head, in the compute dtype."""
+    if call.mixing is not None:
+        return mixed_query(call.query, call.mixing), call.key[:, None].to(
+            compute_dtype(call.key.dtype)
+        )
+    return call.query.to(compute_dtype(call.query.dtype)), per_head(call.key, call.query)
 
 
-def softmax(scores: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities `[B, H, T, S]` and `lse` `[B, H, T]` of the visible scores.
+def raw_scores(call: Call, query: Tensor, key: Tensor) -> Tensor:
+    """`query key^T + content_bias`, `[B, H, T, S]`."""
+    raw = query @ key.mT
+    if call.content_bias is not None:
+        raw = raw + call.content_bias[:, :, None].to(raw.dtype)
+    return raw
+
+
+def softmax(scores: Tensor, visible: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities `[B, H, T, S]` and `lse` `[B, H, T]` of the visible scores and the sinks.
 
     Hidden pairs have probability 0, whatever their score. A row without visible scores above -inf
-    has `lse` -inf and probabilities 0.
+    has probabilities 0, and its sink or -inf as `lse`.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, NEG_INF)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
     lse = torch.logsumexp(scores, dim=-1)
-    return _only(visible, torch.softmax(scores, dim=-1), lse), lse
+    p = torch.softmax(scores, dim=-1)
+    return _only(visible, p if sinks is None else p[..., :-1], lse), lse
+
+
+@without_autocast
+def row_probabilities(call: Call) -> Tensor:
+    """Probabilities `[B, H, T, S]` of a call, before dropout."""
+    raw = raw_scores(call, *operands_of_scores(call))
+    return softmax(finish(call, raw)[0], visible_pairs(call), call.sinks)[0]
 
 
 def probabilities(scores: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
@@ -108,8 +102,12 @@ def probabilities(scores: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor
 
 
 def _only(visible: Tensor | None, p: Tensor, lse: Tensor) -> Tensor:
-    p = p.masked_fill((lse == NEG_INF)[..., None], 0.0)
-    return p if visible is None else p.masked_fill(~visible, 0.0)
+    return only(visible, p.masked_fill((lse == NEG_INF)[..., None], 0.0))
+
+
+def only(pairs: Tensor | None, tensor: Tensor) -> Tensor:
+    """`tensor` `[B, H, T, S]`, exactly 0 outside of `pairs`."""
+    return tensor if pairs is None else tensor.masked_fill(~pairs, 0.0)
 
 
 def product(weights: Tensor, operand: Tensor, touched: Tensor | None) -> Tensor:
@@ -184,8 +182,7 @@ def score_gradient(
     """
     dp = times(dattended @ value.mT, kept)
     delta = (dattended * attended).sum(-1, keepdim=True)
-    dscores = p * (dp - delta)
-    return dscores if pairs is None else dscores.masked_fill(~pairs, 0.0)
+    return only(pairs, p * (dp - delta))
 
 
 def gate_rows(

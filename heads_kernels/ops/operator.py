@@ -1,8 +1,8 @@
 """An operator, declared once, and what follows from the declaration.
 
-`Operator("gated_attention", ("query", "key", "value", "gate"), BACKENDS)` is all that an operator's own file says. From
-it and from `OPERANDS` and `OPTIONS` follow, by plain functions: the schemas of its forward and backward op, their fakes
-and FLOPs, how a `Problem` becomes the arguments of an op and these the `Call` that a backend reads, and the
+`Operator("gated_attention", ("query", "key", "value", "gate?", ...), BACKENDS)` is all that an operator's own file
+says. From it and from `OPTIONS` follow, by plain functions: the schemas of its forward and backward op, their fakes and
+FLOPs, how a `Problem` becomes the arguments of an op and these the `Call` that a backend reads, and the
 `autograd.Function`. A backend's module fills what is allocated here:
 
     forward(call: Call, results: Results) -> None
@@ -11,6 +11,7 @@ and FLOPs, how a `Problem` becomes the arguments of an op and these the `Call` t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -27,29 +28,34 @@ from heads_kernels.ops.library import define_op, load
 from heads_kernels.ops.validation import check_operands
 from heads_kernels.problem import Problem
 
-#: Tensors that get a gradient, in the order of ops, and how schemas have them.
-OPERANDS: Final = {
-    "query": "Tensor",
-    "key": "Tensor",
-    "value": "Tensor",
-    "mixing": "Tensor",
-    "content_bias": "Tensor?",
-    "gate": "Tensor?",
-}
-#: What every operator takes behind its operands: the parts of `Intervals`, then the rest of a `Call`.
-OPTIONS: Final = {
+#: What an operator may have that gets a gradient, in the order of ops and of `Call`.
+OPERANDS: Final = (
+    "query",
+    "key",
+    "value",
+    "mixing",
+    "content_bias",
+    "gate",
+    "bias",
+    "offset_bias",
+    "sinks",
+)
+#: What follows the operands: the parts of `Intervals`, then the rest of a `Call`.
+_MASK: Final = {
     "band_lo": "SymInt",
     "band_hi": "SymInt",
     "k_lo": "Tensor?",
     "k_hi": "Tensor?",
     "key_visible": "Tensor?",
     "dense_mask": "Tensor?",
-    "seed": "Tensor?",
+}
+OPTIONS: Final = {
     "scale": "float",
+    "softcap": "float",
+    "seed": "Tensor?",
     "gate_activation": "str",
     "dropout_p": "float",
 }
-_MASK_PARTS: Final = len(Intervals._fields)
 
 
 class Call(NamedTuple):
@@ -61,18 +67,26 @@ class Call(NamedTuple):
     mixing: Any  # Tensor; None for gated attention
     content_bias: Tensor | None
     gate: Tensor | None
+    bias: Tensor | None  # [B1, B2, H, T, S]: `batch.flatten_bias`
+    offset_bias: Tensor | None  # [H or 1, T + S - 1]
+    sinks: Tensor | None  # [H]
     intervals: Intervals
-    seed: Tensor | None
     scale: float
-    gate_activation: str
-    dropout_p: float
+    softcap: float = 0.0  # 0: none
+    seed: Tensor | None = None
+    gate_activation: str = "identity"
+    dropout_p: float = 0.0
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """B, H, T, S, the width of scores (D or Ds) and Dv."""
+        return *self.scores, self.query.shape[-1], self.value.shape[-1]
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        """B, H, T, S."""
         H = self.query.shape[1] if self.mixing is None else self.mixing.shape[0]
-        T, width = self.query.shape[-2:]
-        return self.query.shape[0], H, T, self.key.shape[-2], width, self.value.shape[-1]
+        return self.query.shape[0], H, self.query.shape[-2], self.key.shape[-2]
 
 
 class Results(NamedTuple):
@@ -94,51 +108,87 @@ class Saved(NamedTuple):
 class Gradients(NamedTuple):
     """What a backward pass fills: those not asked for are empty, those the operator does not have None.
 
-    The last three are what kernels sum: `finish` makes gradients of them.
+    Those behind `dvalue` are in the compute dtype and what kernels sum: `finish` makes gradients of them.
     """
 
     dquery: Tensor
     dkey: Tensor
     dvalue: Tensor
-    dmixing: Any  # Tensor [B, H, Ds] in the compute dtype; None for gated attention
-    dcontent_bias: Any  # Tensor [B, H, S] in the compute dtype; None for gated attention
-    dgate: (
-        Tensor  # dout * attended, [B, H, T] summed over Dv, or [B, H, T, Dv], in the compute dtype
-    )
+    dmixing: Any  # Tensor [B, H, Ds]; None for gated attention
+    dcontent_bias: Any  # Tensor [B, H, S]; None for gated attention
+    dgate: Tensor  # dout * attended, [B, H, T] summed over Dv, or [B, H, T, Dv]
+    dbias: Any  # Tensor, as bias, summed over what it was broadcast along
+    doffset_bias: Any  # Tensor [B, H, T + S - 1]
+    dsinks: Any  # Tensor [B, H, T]
 
 
-class Operator:
-    """An operator by its operands (names of `OPERANDS`, in their order) and its table of backends."""
+class Signature:
+    """The arguments of an operator's ops, and how a `Problem` becomes them and they a `Call`.
 
-    def __init__(self, name: str, operands: tuple[str, ...], backends: tuple[Backend, ...]) -> None:
+    `operands` are names of `OPERANDS` in their order, with a question mark where they may be None; `options` those of
+    `OPTIONS` that the operator has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        operands: tuple[str, ...],
+        backends: tuple[Backend, ...],
+        options: Iterable[str] = OPTIONS,
+    ) -> None:
         self.name = name
-        self.operands = operands
+        self.operands = tuple(operand.removesuffix("?") for operand in operands)
+        self.required = tuple(operand for operand in operands if not operand.endswith("?"))
+        self.options = tuple(options)
         self.backends = backends
-        self.types = {**{name: OPERANDS[name] for name in operands}, **OPTIONS}
+        self.types = {
+            operand.removesuffix("?"): "Tensor?" if operand.endswith("?") else "Tensor"
+            for operand in operands
+        }
+        self.types |= {**_MASK, **{option: OPTIONS[option] for option in self.options}}
         #: Which arguments of an op are tensors, and so are saved for the backward pass.
         self.tensors = tuple(type.startswith("Tensor") for type in self.types.values())
         #: Where each of `OPERANDS` is among the operator's own.
-        self._places = [operands.index(name) if name in operands else None for name in OPERANDS]
+        self._places = [
+            self.operands.index(name) if name in self.operands else None for name in OPERANDS
+        ]
+
+    @property
+    def schema(self) -> str:
+        """The arguments in the words of a torch schema."""
+        return ", ".join(f"{type} {name}" for name, type in self.types.items())
+
+    def pack(self, problem: Problem, seed: Tensor | None = None) -> tuple[Any, ...]:
+        """The arguments of an op that say what is computed."""
+        p = problem
+        operands = [getattr(p, name) for name in self.operands]
+        options = p.scale, p.softcap, seed, p.gate_activation, p.dropout_p
+        return *operands, *p.intervals, *options[: len(self.options)]
+
+    def unpack(self, arguments: Any) -> Call:
+        """The call that `pack` packed."""
+        operands: Any = [None if at is None else arguments[at] for at in self._places]
+        count = len(self.operands)
+        mask = count + len(_MASK)
+        intervals = Intervals(*arguments[count:mask])
+        return Call(*operands, intervals, *arguments[mask:])  # type: ignore[call-arg]
+
+    def check(self, backend: str | None, call: Call, **others: Any) -> None:
+        """Refuse tensors of a call that do not fit each other; `backend` is None in a fake."""
+        check_operands(backend, self.required, call, **others)
+
+
+class Operator(Signature):
+    """An operator with a gradient: its signature, its two ops and its `autograd.Function`."""
+
+    def __init__(self, name: str, operands: tuple[str, ...], backends: tuple[Backend, ...]) -> None:
+        super().__init__(name, operands, backends)
         self.forward_op, self.backward_op = _define(self)
 
     @cached_property
     def function(self) -> Any:
         """The `autograd.Function` around the two ops."""
         return _function(self)
-
-    def pack(self, problem: Problem, seed: Tensor | None) -> tuple[Any, ...]:
-        """The arguments of both ops that say what is computed."""
-        p = problem
-        operands = [getattr(p, name) for name in self.operands]
-        return *operands, *p.intervals, seed, p.scale, p.gate_activation, p.dropout_p
-
-    def unpack(self, arguments: Any) -> Call:
-        """The call that `pack` packed."""
-        operands = [None if at is None else arguments[at] for at in self._places]
-        count = len(self.operands)
-        mask = count + _MASK_PARTS
-        intervals = Intervals(*arguments[count:mask])
-        return Call._make((*operands, intervals, *arguments[mask:]))
 
     def __call__(self, problem: Problem, backend: str, seed: Tensor | None) -> Tensor:
         """Run a valid problem on `backend`; gradients are recorded where an operand asks for one."""
@@ -156,7 +206,6 @@ class Operator:
 # ---------------------------------------------------------------------- the ops
 def _define(operator: Operator) -> tuple[Any, Any]:
     """Register `heads_kernels::name` and `heads_kernels::name_backward`."""
-    call = ", ".join(f"{type} {name}" for name, type in operator.types.items())
     rows = ", ".join(f"Tensor d{name}" for name in operator.operands)
     saved = ", ".join(f"Tensor {name}" for name in Saved._fields)
     first, count = len(Saved._fields), len(operator.operands)
@@ -164,7 +213,7 @@ def _define(operator: Operator) -> tuple[Any, Any]:
     def prepare(backend: str | None, *arguments: Any) -> tuple[Call, Results]:
         *packed, save = arguments
         call = operator.unpack(packed)
-        _check(operator, backend, call)
+        operator.check(backend, call)
         return call, _allocate(call, save)
 
     def prepare_backward(
@@ -172,7 +221,7 @@ def _define(operator: Operator) -> tuple[Any, Any]:
     ) -> tuple[Call, Saved, bool, Gradients]:
         *packed, closed_grad, needs = arguments[first:]
         call, read = operator.unpack(packed), Saved(*arguments[:first])
-        _check(operator, backend, call, read)
+        operator.check(backend, call, saved=read._asdict())
         return call, read, closed_grad, _allocate_gradients(operator, call, needs)
 
     def forward(*arguments: Any) -> Results:
@@ -195,31 +244,16 @@ def _define(operator: Operator) -> tuple[Any, Any]:
 
     return define_op(
         operator.name,
-        f"({call}, bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)",
+        f"({operator.schema}, bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)",
         forward,
         forward_fake,
         lambda *shapes, **_: forward_flops(*_dense_sizes(operator, shapes)),
     ), define_op(
         f"{operator.name}_backward",
-        f"({saved}, {call}, bool closed_grad, bool[{count}] needs, str backend) -> ({rows})",
+        f"({saved}, {operator.schema}, bool closed_grad, bool[{count}] needs, str backend) -> ({rows})",
         backward,
         backward_fake,
         lambda *shapes, **_: backward_flops(*_dense_sizes(operator, shapes[first:])),
-    )
-
-
-def _check(operator: Operator, backend: str | None, call: Call, saved: Saved | None = None) -> None:
-    """Refuse tensors that do not fit each other; `backend` is None in a fake."""
-    needed = [name for name in operator.operands if OPERANDS[name] == "Tensor"]
-    check_operands(
-        backend,
-        {name: getattr(call, name) for name in needed},
-        call.intervals,
-        content_bias=call.content_bias,
-        gate=call.gate,
-        gate_activation=call.gate_activation,
-        seed=call.seed,
-        saved={} if saved is None else saved._asdict(),
     )
 
 
@@ -257,6 +291,9 @@ def _allocate_gradients(operator: Operator, call: Call, needs: list[bool]) -> Gr
         sums("mixing", call.mixing, B, H, width),
         sums("content_bias", call.content_bias, B, H, S),
         gates.empty_rows(call.gate, wanted["gate"], call.query, B, H, T, Dv),
+        sums("bias", call.bias, *(() if call.bias is None else call.bias.shape)),
+        sums("offset_bias", call.offset_bias, B, H, max(T + S - 1, 1)),
+        sums("sinks", call.sinks, B, H, T),
     )
 
 
@@ -311,6 +348,13 @@ def finish(name: str, sums: Tensor, call: Call, closed_grad: bool) -> Tensor:
         return grad.to(call.mixing.dtype)
     if name == "content_bias" and call.content_bias is not None:
         return sums.to(call.content_bias.dtype)
+    if name == "bias" and call.bias is not None:
+        return sums.to(call.bias.dtype)
+    if name == "offset_bias" and call.offset_bias is not None:
+        shared = (0,) if call.offset_bias.shape[0] == sums.shape[1] else (0, 1)
+        return sums.sum(shared).reshape(call.offset_bias.shape).to(call.offset_bias.dtype)
+    if name == "sinks" and call.sinks is not None:
+        return sums.sum((0, 2)).to(call.sinks.dtype)
     if name == "gate" and call.gate is not None:
         return gates.gate_gradient(sums, call.gate, call.gate_activation, closed_grad)
     return sums

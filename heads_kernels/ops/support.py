@@ -91,7 +91,7 @@ def cpu(problem: Problem) -> list[str]:
         )
     if problem.query.device.type != "cpu":
         reasons.append(f"tensors are on {problem.query.device}; it serves CPU tensors")
-    return reasons + _rows_apart(problem)
+    return reasons + _rows_apart(problem) + _score_terms(problem)
 
 
 def triton(problem: Problem) -> list[str]:
@@ -115,6 +115,7 @@ def triton(problem: Problem) -> list[str]:
         + _far_rows(problem)
         + _too_many(problem)
         + _dense_mask(problem)
+        + _score_terms(problem)
         + _rows_apart(problem)
     )
 
@@ -137,6 +138,7 @@ def cuda(problem: Problem) -> list[str]:
         + _too_wide(problem)
         + _too_many(problem)
         + _dense_mask(problem)
+        + _score_terms(problem)
         + _rows_apart(problem)
     )
 
@@ -198,6 +200,15 @@ def _too_wide(problem: Problem) -> list[str]:
         )
         if width > limit
     ]
+
+
+def _score_terms(problem: Problem) -> list[str]:
+    terms = {
+        "bias": problem.bias is not None or problem.offset_bias is not None,
+        "softcap": problem.softcap != 0.0,
+        "sinks": problem.sinks is not None,
+    }
+    return [f"{name} is not served yet" for name, there in terms.items() if there]
 
 
 def _dense_mask(problem: Problem) -> list[str]:

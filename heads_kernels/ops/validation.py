@@ -6,21 +6,26 @@ The package's own calls come of a `Problem` and pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from heads_kernels.checks import (
+    check_bias,
     check_gate,
     check_grouped_heads,
     check_mixing,
+    check_offset_table,
+    check_sinks,
     check_sizes,
     check_tensors,
 )
 from heads_kernels.errors import refuse
-from heads_kernels.mask import Intervals
 from heads_kernels.ops.layout import compute_dtype
+
+if TYPE_CHECKING:
+    from heads_kernels.ops.operator import Call
 
 #: Their extensions check sizes, strides and dtypes themselves (csrc/bindings/).
 _COMPILED: Final = ("cpu", "cuda")
@@ -35,24 +40,23 @@ _Sizes = Sequence[int | tuple[int, ...]]
 
 def check_operands(
     backend: str | None,
-    tensors: Mapping[str, Tensor],
-    intervals: Intervals,
+    required: Sequence[str],
+    call: Call,
     *,
-    content_bias: Tensor | None = None,
-    gate: Tensor | None = None,
-    gate_activation: str = "identity",
-    seed: Tensor | None = None,
     excluded: Tensor | None = None,
     saved: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Refuse tensors of an op that are None or do not fit each other; `backend` is None in its fake.
 
-    `tensors` are `query`, `key`, `value` and `mixing` as far as the operator has them, `saved` is `dout`, `attended`
-    and `lse` of a backward pass. The package's own calls come of a `Problem` and pass. This is for whoever calls an op
-    itself: a `Tensor` of its schema may be None, and a GPU kernel reads past the end of a tensor that is too small.
+    `required` names the operands of the operator that may not be None, `saved` is `dout`, `attended` and `lse` of a
+    backward pass. The package's own calls come from a `Problem` and pass. This is for whoever calls an op itself: a
+    `Tensor` of its schema may be None, and a GPU kernel reads past the end of a tensor that is too small.
     """
     saved = saved or {}
-    ranks = _SHARED_RANKS if "mixing" in tensors else _RANKS
+    query, key, mixing = call.query, call.key, call.mixing
+    shared = mixing is not None or "mixing" in required
+    ranks = _SHARED_RANKS if shared else _RANKS
+    tensors = {name: getattr(call, name) for name in required}
     for name, given in (*tensors.items(), *saved.items()):
         if given is None:
             refuse(name, "is None", "pass a tensor: this op reads it", TypeError)
@@ -62,18 +66,21 @@ def check_operands(
         return
     operands = {name: given for name, given in tensors.items() if name != "mixing"}
     check_tensors(**operands)
-    query, key, mixing = tensors["query"], tensors["key"], tensors.get("mixing")
     if mixing is None:
         B, H, T, S, _ = check_grouped_heads(query, key)
         Hk = key.shape[1]
     else:
-        B, H, T, S, _ = check_mixing(query, key, mixing, content_bias)
+        B, H, T, S, _ = check_mixing(query, key, mixing, call.content_bias)
         Hk = H
     check_sizes(B, H, T, S)
-    value = tensors.get("value")
+    value = operands.get("value")
     Dv = 0 if value is None else value.shape[-1]
-    check_gate(gate, gate_activation, query, (B, H, T, Dv))
+    check_gate(call.gate, call.gate_activation, query, (B, H, T, Dv))
+    check_bias(call.bias, query, (B, H, T, S))
+    check_offset_table(call.offset_bias, query, (H, T, S))
+    check_sinks(call.sinks, query, H)
     heads, rows, keys = (B, H, T, Dv), ((1, B), T), ((1, B), S)
+    intervals = call.intervals
     expected: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
         ("key", key, (B, *key.shape[1:]), query.dtype),
         ("value", value, (B, Hk, S, Dv), query.dtype),
@@ -85,7 +92,7 @@ def check_operands(
         ("key_visible", intervals.key_visible, keys, torch.bool),
         ("dense_mask", intervals.dense, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
         ("excluded", excluded, keys, torch.bool),
-        ("seed", seed, (1,), torch.int64),
+        ("seed", call.seed, (1,), torch.int64),
     )
     for name, tensor, sizes, dtype in expected:
         if tensor is not None:

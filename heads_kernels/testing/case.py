@@ -30,6 +30,9 @@ class Case(ABC):
                (here D is the width Dv)
     closed     part of the heads whose identity gate is exactly 0, spread evenly; a `[B, H]` gate
                closes others in every batch. In a gate of tokens or elements, part of its entries.
+    bias       sizes of the dense bias, one letter per dimension of [B, H, T, S], "1" broadcasts; `bias_dtype` None is
+               the dtype of the query, `bias_hides` makes every fifth entry -inf
+    offsets    columns of the table of an `OffsetBias`, one row per head; 0: none
     outlier    factor of every seventh query row: with 40, scores of a hundred and softmax rows of a
                single key
     """
@@ -46,6 +49,12 @@ class Case(ABC):
     gate_strided: bool = False
     gate_dtype: torch.dtype | None = torch.float32
     closed: float = 0.0
+    bias: str | None = None
+    bias_dtype: torch.dtype | None = torch.float32
+    bias_hides: bool = False
+    offsets: int = 0
+    softcap: float | None = None
+    sinks: bool = False
     mask: MaskBuilder | None = None
     is_causal: bool = False
     scale: float | None = None
@@ -83,9 +92,12 @@ class Case(ABC):
         tensors["query"][..., ::7, :] *= self.outlier
         if self.gate is not None:
             tensors["gate"] = self._draw_gate(draw)
+        tensors |= self._draw_terms(draw)
         options: dict[str, Any] = {"is_causal": self.is_causal, "dropout_p": self.dropout_p}
         if self.mask is not None:
             options["attn_mask"] = self.mask(Sizes(self.B, self.H, self.T, self.S), device)
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
         if self.scale is not None:
             options["scale"] = self.scale
         if self.gate_activation != "identity":
@@ -93,6 +105,22 @@ class Case(ABC):
         dout = draw.heads(self.H, self.T, self.Dv)
         inputs = Inputs(self.operator, tensors, options, dout, seed)
         return inputs.requires_grad() if requires_grad else inputs
+
+    def _draw_terms(self, draw: _Draw) -> dict[str, Tensor]:
+        """Biases and sinks, of the size of scores."""
+        terms = {}
+        if self.bias is not None:
+            sizes = {"B": self.B, "H": self.H, "T": self.T, "S": self.S, "1": 1}
+            bias = draw.normal(*(sizes[letter] for letter in self.bias)).to(draw.device)
+            if self.bias_hides:
+                bias.reshape(-1)[2::5] = -torch.inf
+            wide = draw.dtype == torch.float64
+            terms["bias"] = bias.to(draw.dtype if wide else self.bias_dtype or draw.dtype)
+        if self.offsets:
+            terms["offset_table"] = draw.companion(draw.normal(self.H, self.offsets))
+        if self.sinks:
+            terms["sinks"] = draw.companion(draw.normal(self.H))
+        return terms
 
     def _draw_gate(self, draw: _Draw) -> Tensor:
         """Around 0.8 (or logits around 0.8), some negative; exact zeros where `closed` says."""

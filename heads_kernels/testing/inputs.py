@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.functional import collaborative_attention, gated_attention
+from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.problem import Problem
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -41,7 +42,14 @@ class Inputs:
         if self.options.get("dropout_p"):
             torch.manual_seed(self.seed)
         function = _FUNCTIONS[self.operator]
-        return function(**self.tensors, **{**self.options, **options}, backend=backend)
+        return function(**self._arguments(options), backend=backend)
+
+    def _arguments(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name: of an `offset_table` an `OffsetBias` is made."""
+        arguments = {**self.tensors, **self.options, **options}
+        if "offset_table" in arguments:
+            arguments["bias"] = OffsetBias(arguments.pop("offset_table"))
+        return arguments
 
     def backward(
         self, backend: str | None = None, **options: Any
@@ -60,7 +68,7 @@ class Inputs:
 
     def problem(self, **options: Any) -> Problem:
         """The parsed call."""
-        return _PROBLEMS[self.operator](**self.tensors, **{**self.options, **options})
+        return _PROBLEMS[self.operator](**self._arguments(options))
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in `dtype`; quantised inputs in float64 are what the oracle reads."""

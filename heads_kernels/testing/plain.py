@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heads_kernels.batch import expand_bias
+from heads_kernels.offset_bias import diagonals
 from heads_kernels.ops.philox import keep_mask
 from heads_kernels.problem import Problem
 
@@ -34,11 +36,20 @@ def plain(problem: Problem, seed: Tensor | None = None) -> Plain:
         scores = (p.query[:, None] * p.mixing[:, None]) @ p.key[:, None].mT
     if p.content_bias is not None:
         scores = scores + p.content_bias[:, :, None]
-    visible = p.intervals.to_dense(p.T, p.S, scores.device).expand(scores.shape)
-    scores = (scores * p.scale).masked_fill(~visible, -torch.inf)
-    sees = visible.any(-1, keepdim=True)  # [B, H, T, 1]
-    probabilities = scores.masked_fill(~sees, 0.0).softmax(-1) * sees
-    lse = scores.logsumexp(-1) if p.S else scores.new_full(scores.shape[:-1], -torch.inf)
+    scores = scores * p.scale
+    if p.softcap:
+        scores = p.softcap * torch.tanh(scores / p.softcap)
+    if p.bias is not None:
+        scores = scores + expand_bias(p.bias, p.B)
+    if p.offset_bias is not None:
+        scores = scores + diagonals(p.offset_bias, p.T, p.S)
+    visible = p.intervals.to_dense(p.T, p.S, scores.device) & (scores > -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    sink = scores.new_full((p.H,), -torch.inf) if p.sinks is None else p.sinks
+    scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    sees = (scores > -torch.inf).any(-1, keepdim=True)  # [B, H, T, 1]
+    probabilities = (scores.masked_fill(~sees, 0.0).softmax(-1) * sees)[..., :-1]
+    lse = scores.logsumexp(-1)
     if p.value is None:
         return Plain(scores.new_empty(0), lse, probabilities)
     kept = probabilities

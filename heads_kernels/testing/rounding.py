@@ -16,6 +16,7 @@ of an ideal kernel are propagated through the formula, in float64, one head at a
                          and exponent; a shared query is also rounded after mixing, once for all keys, so
                          that in lse its error is one of features and not of scores
     a probability        relative error = absolute error of its score, and its rounding as operand
+    the cap of a score   its slope times what came in, and the roundings of division, tanh and product
     delta, dgate         the saved output carries u_w, so rowsum(dout * out) does too; an error of
                          delta is common to its row and comes through dS as u * P
     subnormals           half the smallest subnormal number, wherever something is rounded
@@ -30,6 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.batch import bias_batches, expand_bias
+from heads_kernels.offset_bias import diagonals
 from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.philox import keep_mask
 from heads_kernels.testing.inputs import Inputs
@@ -51,7 +54,9 @@ class _Head(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
+    content_bias: Tensor | None  # [S]
+    bias: Tensor | None  # [T, S]
+    sink: Tensor | None
     visible: Tensor
     kept: Tensor | None
     gate: Tensor
@@ -68,7 +73,9 @@ class _Floor(NamedTuple):
     dq_value: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor
+    dcontent_bias: Tensor
+    dscores: tuple[Tensor, Tensor, Tensor]  # [T, S]: floor of its own, floor common to a row, size
+    dsink: tuple[Tensor, Tensor]  # [T]: floor, size
     dgate: Tensor
 
 
@@ -91,12 +98,18 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
     wide = inputs.dout.double()
     B, H, T, S = p.B, p.H, p.T, p.S
     visible = p.intervals.to_dense(T, S, wide.device).expand(B, H, T, S)
+    bias = None if p.bias is None else expand_bias(p.bias, B).expand(B, H, T, S)
+    if p.offset_bias is not None:
+        bias = diagonals(p.offset_bias, T, S).expand(B, H, T, S)
+    if bias is not None:
+        visible = visible & (bias > -torch.inf)
     kept = None
     if seed is not None:
         kept = keep_mask(seed, p.dropout_p, B, H, T, S, wide.device) / (1 - p.dropout_p)
     gate = _activated(p.gate, p.gate_activation, wide)
 
     squares = {f"d{name}": torch.zeros_like(t.double()) for name, t in inputs.tensors.items()}
+    sizes = {name: torch.zeros_like(square) for name, square in squares.items()}
     result = {"out": torch.zeros_like(wide), "lse": wide.new_zeros(B, H, T)}
     rows = torch.zeros_like(wide), torch.zeros_like(wide)  # square of the floor, and |dout * O|
     for b in range(B):
@@ -105,18 +118,20 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
             shared = p.mixing is not None
             query = p.query[b] if shared else p.query[b, h]
             mixing = p.mixing[h] if p.mixing is not None else None
-            bias = None if p.content_bias is None else p.content_bias[b, h]
+            content_bias = None if p.content_bias is None else p.content_bias[b, h]
             head = _Head(
                 query if mixing is None else query * mixing,
                 p.key[b] if shared else p.key[b, group],
                 p.value[b, group],
-                bias,
+                content_bias,
+                None if bias is None else bias[b, h],
+                None if p.sinks is None else p.sinks[h],
                 visible[b, h],
                 None if kept is None else kept[b, h],
                 gate[b, h],
                 wide[b, h],
             )
-            floor = _head_floor(head, p.scale, u, shared)
+            floor = _head_floor(head, p.scale, p.softcap, u, shared)
             result["out"][b, h], result["lse"][b, h] = floor.out, floor.lse
             squares["dvalue"][b, group] += floor.dv**2
             if mixing is None:
@@ -127,31 +142,91 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
                 squares["dkey"][b] += floor.dk**2
                 products = query.abs() * (floor.dq + u.compute * floor.dq_value.abs())
                 squares["dmixing"][h] += (products**2).sum(0)
-            if bias is not None:
-                squares["dcontent_bias"][b, h] += floor.dbias**2
+            if content_bias is not None:
+                squares["dcontent_bias"][b, h] += floor.dcontent_bias**2
+            if p.bias is not None:
+                _add_bias_floor(floor.dscores, p.bias, (B, b, h), squares["dbias"], sizes["dbias"])
+            if p.offset_bias is not None:
+                columns = _table_columns(inputs.tensors["offset_table"], T, S)
+                own, common, size = floor.dscores
+                for total, part in (
+                    (squares["doffset_table"], own**2 + common**2),
+                    (sizes["doffset_table"], size),
+                ):
+                    total[h].index_add_(0, columns.flatten(), part.flatten())
+            if p.sinks is not None:
+                squares["dsinks"][h] += (floor.dsink[0] ** 2).sum()
+                sizes["dsinks"][h] += floor.dsink[1].sum()
             rows[0][b, h], rows[1][b, h] = floor.dgate**2, (head.dout * floor.attended).abs()
     if p.gate is not None:
         squares["dgate"] = _gate_floor(p.gate, p.gate_activation, rows, u) ** 2
     for name, square in squares.items():
-        own = unit(inputs.tensors[name[1:]].dtype) + 2 * u.compute  # 2: scale, sum over heads
-        result[name] = torch.hypot(square.sqrt(), own * values[name]) + u.tiny
+        roundoff = unit(inputs.tensors[name[1:]].dtype) + 2 * u.compute  # 2: scale, sum over heads
+        floor_of = torch.hypot(square.sqrt() + u.compute * sizes[name], roundoff * values[name])
+        result[name] = floor_of + u.tiny
     return result
 
 
-def _head_floor(head: _Head, scale: float, u: _Units, shared: bool) -> _Floor:
-    q, k, v, bias, visible, kept, gate, dout = head
+def _add_bias_floor(
+    dscores: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor,
+    at: tuple[int, int, int],
+    square: Tensor,
+    size: Tensor,
+) -> None:
+    """Add what head h of batch b (`at` is B, b, h) brings to the floors of a bias `[B1, B2, H, T, S]`.
+
+    `square` and `size` are as the bias was passed. A sum over keys adds up an error that the row has in common.
+    """
+    B, b, h = at
+    inner = bias_batches(bias, B)[1]
+    place = [b // inner, b % inner, h]
+    index = tuple(min(n, last - 1) for n, last in zip(place, bias.shape[:3], strict=True))
+    own, common, total = dscores
+    if bias.shape[4] == 1:
+        own, common = (own**2).sum(1, keepdim=True).sqrt(), common.sum(1, keepdim=True)
+    square.view(bias.shape)[index] += (own**2 + common**2).sum_to_size(
+        bias.shape[3:] if bias.shape[4] != 1 else (bias.shape[3], 1)
+    )
+    size.view(bias.shape)[index] += total.sum_to_size(bias.shape[3:])
+
+
+def _table_columns(table: Tensor, T: int, S: int) -> Tensor:
+    """`[T, S]`: the column of the table that each pair reads."""
+    n = table.shape[1]
+    rows = torch.arange(T, device=table.device)[:, None]
+    return (torch.arange(S, device=table.device) - rows + n // 2).clamp(0, n - 1)
+
+
+def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bool) -> _Floor:
+    q, k, v, content_bias, bias, sink, visible, kept, gate, dout = head
     # The forward pass. [T, S]
     score = q @ k.T
     size = q.abs() @ k.abs().T
-    if bias is not None:
-        score, size = score + bias, size + bias.abs()
+    if content_bias is not None:
+        score, size = score + content_bias, size + content_bias.abs()
     score, size = scale * score, abs(scale) * size
     alone = u.compute * (size + score.abs())  # independent in every score
-    error = alone
+    mixing_error = torch.zeros_like(alone)
     if shared:  # the mixed query is rounded to the working dtype
-        error = error + u.working * abs(scale) * (q**2 @ (k**2).T).sqrt()
+        mixing_error = u.working * abs(scale) * (q**2 @ (k**2).T).sqrt()
+    slope, slope_error = torch.ones_like(score), torch.zeros_like(score)
+    if softcap:
+        share = torch.tanh(score / softcap)
+        score, slope = softcap * share, 1 - share**2
+        of_share = slope * (alone + mixing_error) / softcap + 3 * u.compute * share.abs()
+        slope_error = 2 * share.abs() * of_share + u.compute
+        alone = slope * alone + 3 * u.compute * score.abs()
+        mixing_error = slope * mixing_error
+    if bias is not None:
+        finite = bias.masked_fill(~visible, 0.0)
+        score = score + finite
+        alone = alone + u.compute * (finite.abs() + score.abs())
+    error = alone + mixing_error
     score = score.masked_fill(~visible, -torch.inf)
     lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:-1], -torch.inf)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink)
     lse = torch.where(lse == -torch.inf, 0.0, lse)[:, None]  # [T, 1]
     P = (score - lse).exp()  # 0 where hidden
     relative = u.working + u.compute * (3 + lse.abs()) + error
@@ -185,11 +260,16 @@ def _head_floor(head: _Head, scale: float, u: _Units, shared: bool) -> _Floor:
     dS = P * (dP - delta)
     own = dS.abs() * relative + P * dP_sum + u.tiny * visible  # independent in every element
     common = P * delta_error  # the same delta for a row
+    of_finished = own, common, dS.abs()
+    own, common = own * slope + dS.abs() * slope_error, common * slope
+    dS = dS * slope  # of the raw scores
     dq_value = scale * (dS @ k)
-    dq = (own**2 @ k**2).sqrt() + delta_error * (P @ k).abs() + u.compute * (dS.abs() @ k.abs())
+    dq = (own**2 @ k**2).sqrt() + (common @ k).abs() + u.compute * (dS.abs() @ k.abs())
     dk = ((own**2 + common**2).T @ q**2).sqrt() + u.compute * (dS.abs().T @ q.abs())
     dv = ((dP_error + u.working * PZ) ** 2).T @ dO**2
-    dbias = (own**2 + common**2).sum(0).sqrt() + u.compute * dS.abs().sum(0)
+    dcontent_bias = (own**2 + common**2).sum(0).sqrt() + u.compute * dS.abs().sum(0)
+    share = torch.zeros_like(lse) if sink is None else (sink - lse).exp()  # [T, 1] of the sink
+    of_share = delta.abs() * (u.compute * (3 + lse.abs()) + lse_error[:, None])
     return _Floor(
         attended=attended,
         out=out,
@@ -198,7 +278,9 @@ def _head_floor(head: _Head, scale: float, u: _Units, shared: bool) -> _Floor:
         dq_value=dq_value,
         dk=abs(scale) * dk,
         dv=dv.sqrt() + u.compute * (PZ.T @ dO.abs()),
-        dbias=abs(scale) * dbias,
+        dcontent_bias=abs(scale) * dcontent_bias,
+        dscores=of_finished,
+        dsink=((share * (delta_error + of_share))[:, 0], (share * delta.abs())[:, 0]),
         dgate=dout.abs() * saved_error + u.compute * (dout * attended).abs(),
     )
 

@@ -389,19 +389,15 @@ MASKS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "key_mask has shape [2, 5], but B is 2 and S is 7; pass [2 or 1, 7].",
     ),
-    "float mask": (
-        lambda: f32(T, S),
-        TypeError,
-        "attn_mask has dtype torch.float32; pass a hk.Mask, or a bool tensor with True",
+    "float mask of another shape": (
+        lambda: f32(T, S + 1),
+        ValueError,
+        "bias has shape [5, 8], but scores are",
     ),
-    "float mask that wants a gradient": (
-        lambda: f32(T, S).requires_grad_(),
+    "mask of numbers": (
+        lambda: torch.ones(T, S, dtype=torch.int64),
         TypeError,
-        (
-            "attn_mask has dtype torch.float32; pass a hk.Mask, or a bool tensor with True = may"
-            " attend. Masks are data and get no gradient; the differentiable bias is content_bias"
-            " of collaborative_attention."
-        ),
+        "attn_mask has dtype torch.int64; pass a hk.Mask, or a tensor: bool with True = may",
     ),
     "padding in two dimensions": (
         lambda: torch.ones(B, S, dtype=torch.bool),

@@ -6,27 +6,13 @@ import torch
 from torch import Tensor
 
 from heads_kernels import _cpu
-from heads_kernels.mask import Intervals
-from heads_kernels.ops.arguments import mask_of
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics, allocate
+from heads_kernels.ops.arguments import mask_of, scores_of
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.operator import Call
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    mixing: Tensor | None,
-    content_bias: Tensor | None,
-    excluded: Tensor | None,
-    intervals: Intervals,
-    scale: float,
-) -> AttentionStatistics:
-    """One number of each kind per query row."""
-    statistics = allocate(query, mixing)
+def forward(call: Call, excluded: Tensor | None, results: AttentionStatistics) -> None:
+    """Fill `results`."""
     _cpu.attention_statistics(
-        (query, key, mixing, content_bias, scale),
-        excluded,
-        mask_of(intervals),
-        tuple(statistics),
-        torch.get_num_threads(),
+        scores_of(call), excluded, mask_of(call.intervals), tuple(results), torch.get_num_threads()
     )
-    return statistics

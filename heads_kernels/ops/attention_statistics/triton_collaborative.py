@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.mask import Intervals
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.ops.attention_statistics.triton_stream import fresh_rows, see_tile, store_rows
+from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, mixed
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns
@@ -92,22 +92,16 @@ def _collaborative_kernel(
 
 
 def collaborative_statistics(
-    query: Tensor,
-    key: Tensor,
-    mixing: Tensor,
-    content_bias: Tensor | None,
-    excluded: Tensor | None,
-    intervals: Intervals,
-    scale: float,
-    statistics: AttentionStatistics,
+    call: Call, excluded: Tensor | None, statistics: AttentionStatistics
 ) -> None:
     """Fill `statistics`."""
-    (B, T, Ds), S, H = query.shape, key.shape[1], mixing.shape[0]
-    scale, query, content_bias = upright(scale, query, content_bias)
+    query, key = call.query, call.key
+    mixing, (B, H, T, S), Ds = call.mixing, call.scores, query.shape[-1]
+    scale, query, content_bias = upright(call.scale, query, call.content_bias)
     tiles = tiles_for("attention_statistics.collaborative", query, Ds, 0)
     launch(
         _collaborative_kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        rows_of(query), rows_of(key), mixing_of(mixing), bias_of(content_bias), visible_of(intervals),
+        rows_of(query), rows_of(key), mixing_of(mixing), bias_of(content_bias), visible_of(call.intervals),
         *bytes_of(excluded), *statistics, H, T, S, scale,
         DS=Ds, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d,
         CHUNKS=chunks_of(Ds, tiles.block_d),

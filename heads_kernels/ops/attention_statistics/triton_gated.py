@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.mask import Intervals
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.ops.attention_statistics.triton_stream import fresh_rows, see_tile, store_rows
+from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile
 from heads_kernels.ops.triton.operands import bytes_of, rows_of, upright, visible_of
@@ -55,21 +55,15 @@ def _gated_kernel(
     )
 
 
-def gated_statistics(
-    query: Tensor,
-    key: Tensor,
-    excluded: Tensor | None,
-    intervals: Intervals,
-    scale: float,
-    statistics: AttentionStatistics,
-) -> None:
+def gated_statistics(call: Call, excluded: Tensor | None, statistics: AttentionStatistics) -> None:
     """Fill `statistics`."""
+    query, key = call.query, call.key
     (B, H, T, D), (_, Hk, S, _) = query.shape, key.shape
-    scale, query = upright(scale, query)
+    scale, query = upright(call.scale, query)
     tiles = tiles_for("attention_statistics.gated", query, D, 0)
     launch(
         _gated_kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        rows_of(query), rows_of(key), visible_of(intervals), *bytes_of(excluded), *statistics,
+        rows_of(query), rows_of(key), visible_of(call.intervals), *bytes_of(excluded), *statistics,
         H, T, S, H // max(Hk, 1), scale,
         D=D, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D),
     )  # fmt: skip

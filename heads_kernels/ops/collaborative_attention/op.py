@@ -9,6 +9,16 @@ from heads_kernels.ops.operator import Operator
 
 OPERATOR: Final = Operator(
     "collaborative_attention",
-    ("query", "key", "value", "mixing", "content_bias", "gate"),
+    (
+        "query",
+        "key",
+        "value",
+        "mixing",
+        "content_bias?",
+        "gate?",
+        "bias?",
+        "offset_bias?",
+        "sinks?",
+    ),
     BACKENDS,
 )

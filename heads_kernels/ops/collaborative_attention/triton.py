@@ -18,7 +18,7 @@ def forward(call: Call, results: Results) -> None:
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
     """Fill `gradients`; empty ones are not computed."""
-    dquery, dkey, dvalue, dmixing, dcontent_bias, dgate = gradients
+    dquery, dkey, dvalue, dmixing, dcontent_bias, dgate = gradients[:6]
     dout, attended, lse = contiguous_rows(saved.dout), saved.attended, saved.lse
     delta, dattended, gate = first_pass(dout, attended, lse, call.gate, call.gate_activation, dgate)
     if dgate.numel() and closed_grad:

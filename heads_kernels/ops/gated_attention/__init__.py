@@ -9,5 +9,5 @@ BACKENDS = (
     Backend("triton", "heads_kernels.ops.gated_attention.triton", support.triton),
     # Behind Triton until a kept run on a GPU shows the order: neither has run on one.
     Backend("cuda", "heads_kernels.ops.gated_attention.cuda", support.cuda),
-    Backend("eager", "heads_kernels.ops.gated_attention.eager", support.eager),
+    Backend("eager", "heads_kernels.ops.eager", support.eager),
 )

@@ -18,7 +18,7 @@ def forward(call: Call, results: Results) -> None:
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
     """Fill `gradients`; empty ones are not computed."""
-    dquery, dkey, dvalue, _, _, dgate = gradients
+    dquery, dkey, dvalue, _, _, dgate = gradients[:6]
     arguments, dout = _arguments(call, call.gate), contiguous_rows(saved.dout)
     delta, dattended, gate = cuda.attention_rows(arguments, dout, saved.attended, saved.lse, dgate)
     if closed_grad:

@@ -1,0 +1,152 @@
+"""A bias of the scores that depends on the distance of a key from its query alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from heads_kernels.checks import check_flag, check_floating, check_size, is_int, shape_of
+from heads_kernels.errors import refuse
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class OffsetBias:
+    r"""A bias of the scores that depends on the offset `j - i` of key j from query row i alone.
+
+    .. math:: bias_{hij} = table_h[clamp(j - i - first,\ 0,\ n - 1)]
+
+    Offsets before the first and behind the last column take the value at that end. Kernels read the table and never
+    build `[T, S]`, forward or backward; memory is linear in T + S.
+
+    Args:
+        table: `[H, n]`, or `[1, n]` for all heads; any floating dtype. It gets a gradient.
+        first: offset of the first column; default `-(n // 2)`, the table's middle at offset 0.
+
+    `OffsetBias.alibi` and `OffsetBias.t5` make the two usual ones. Biases of two-dimensional windows (Swin, BEiT) are
+    no function of `j - i`: gather their table into a dense bias `[H, N, N]`.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name.
+    """
+
+    values: Tensor
+    first: int
+    kind: Literal["table", "alibi"]
+    start: int
+
+    def __init__(self, table: Tensor, first: int | None = None) -> None:
+        check_floating("table", table)
+        if table.dim() != 2 or 0 in table.shape:
+            refuse("table", f"has shape {shape_of(table)}", "pass [H, n], or [1, n] for all heads")
+        first = -(table.shape[1] // 2) if first is None else _whole("first", first)
+        self._set(table, first, "table", 0)
+
+    def _set(self, values: Tensor, first: int, kind: Literal["table", "alibi"], start: int) -> None:
+        for name, value in (("values", values), ("first", first), ("kind", kind), ("start", start)):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def _of(
+        cls, values: Tensor, first: int, kind: Literal["table", "alibi"], start: int
+    ) -> OffsetBias:
+        bias = object.__new__(cls)
+        bias._set(values, first, kind, start)
+        return bias
+
+    @classmethod
+    def alibi(cls, slopes: Tensor) -> OffsetBias:
+        """`-slopes[h] * |j - i|` (Press, Smith, Lewis 2022; BLOOM and MPT under a causal mask). `slopes`: `[H]`."""
+        check_floating("slopes", slopes)
+        if slopes.dim() != 1:
+            refuse("slopes", f"has shape {shape_of(slopes)}", "pass one slope per head, [H]")
+        return cls._of(slopes[:, None], 0, "alibi", 0)
+
+    @classmethod
+    def t5(cls, weight: Tensor, bidirectional: bool = True, max_distance: int = 128) -> OffsetBias:
+        """Relative position buckets of T5 (Raffel et al. 2020).
+
+        Half of the buckets hold one distance each, the others distances that grow by a constant factor up to
+        `max_distance`.
+
+        Args:
+            weight: `[buckets, H]`, as `torch.nn.Embedding` of transformers' T5 has it; it gets the gradient.
+            bidirectional: keys behind the query have buckets of their own (encoders). False: they share bucket 0.
+            max_distance: distances from here on share the last bucket.
+        """
+        check_floating("weight", weight)
+        check_flag("bidirectional", bidirectional)
+        check_size("max_distance", max_distance)
+        least = 4 if bidirectional else 2
+        if weight.dim() != 2 or weight.shape[0] < least:
+            refuse(
+                "weight",
+                f"has shape {shape_of(weight)}",
+                f"pass [buckets, H], at least {least} buckets",
+            )
+        last = max_distance if bidirectional else 0
+        offsets = torch.arange(-max_distance, last + 1, device=weight.device)
+        bucket = _t5_buckets(offsets, bidirectional, weight.shape[0], max_distance)
+        return cls._of(weight[bucket].mT, -max_distance, "table", 0)
+
+    def starting_at(self, row: int) -> OffsetBias:
+        """The bias of query rows whose first is at position `row`: `S - T` while decoding with a cache."""
+        return self._of(self.values, self.first, self.kind, self.start + _whole("row", row))
+
+    @property
+    def heads(self) -> int:
+        """H, or 1 where all heads share it."""
+        return self.values.shape[0]
+
+    def table(self, T: int, S: int) -> Tensor:
+        """`[H or 1, T + S - 1]`, at least one column: the bias of offsets `-(T - 1)` to `S - 1`, as kernels read it."""
+        count = max(T + S - 1, 1)
+        offsets = torch.arange(count, device=self.values.device) - (T - 1 + self.start)
+        if self.kind == "alibi":
+            return -self.values * offsets.abs()
+        return self.values[:, (offsets - self.first).clamp(0, self.values.shape[1] - 1)]
+
+    def to_dense(self, T: int, S: int) -> Tensor:
+        """The same as a tensor `[H or 1, T, S]`."""
+        return diagonals(self.table(T, S), T, S)
+
+    def __repr__(self) -> str:
+        if self.kind == "alibi":
+            return f"OffsetBias.alibi({self.heads} slopes)"
+        last = self.first + self.values.shape[1] - 1
+        return f"OffsetBias({self.heads} heads, offsets {self.first} to {last})"
+
+
+def diagonals(table: Tensor, T: int, S: int) -> Tensor:
+    """`[H, T, S]` of a table `[H, T + S - 1]`: element (i, j) is that of offset j - i."""
+    rows = torch.arange(T, device=table.device)[:, None]
+    keys = torch.arange(S, device=table.device)
+    return table[:, keys - rows + T - 1]
+
+
+def _whole(argument: str, value: object) -> int:
+    if not isinstance(value, torch.SymInt) and not is_int(value):
+        refuse(argument, f"is a {type(value).__name__}", "pass an int", TypeError)
+    return value  # type: ignore[return-value]
+
+
+def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:
+    """The bucket of each offset `j - i`."""
+    distance, behind = (-offsets).clamp(min=0), torch.zeros_like(offsets)
+    if bidirectional:
+        buckets //= 2
+        distance, behind = offsets.abs(), (offsets > 0) * buckets
+    exact = buckets // 2
+    if max_distance <= exact:
+        refuse(
+            "max_distance",
+            f"is {max_distance}",
+            f"pass more than {exact}: nearer ones have a bucket each",
+        )
+    # The order of operations is T5's: borders of buckets fall on whole numbers.
+    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    wide = exact + (share * (buckets - exact)).long()
+    return behind + torch.where(distance < exact, distance, wide.clamp(max=buckets - 1))

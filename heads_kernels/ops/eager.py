@@ -1,0 +1,114 @@
+"""Both operators in plain PyTorch: the specification executed; in float64 the oracle.
+
+    out = act(gate) * attended
+    attended = dropout(softmax(scores  under the mask)) value
+    scores = softcap(scale * raw) + bias
+    raw = query key^T, or (query * mixing_h) key^T + content_bias_h
+
+Inside everything is float32 (float64 for float64 inputs); the mixed query `[B, H, T, Ds]` and `[B, H, T, S]` are in
+memory.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from heads_kernels.ops import formula, scores
+from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+
+
+@formula.without_autocast
+def forward(call: Call, results: Results) -> None:
+    """Fill `out`, and `lse` and `attended` as far as they are asked for, also of closed heads."""
+    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
+    raw = formula.raw_scores(call, *formula.operands_of_scores(call))  # [B, H, T, S]
+    visible = scores.visible_pairs(call)
+    p, lse = formula.softmax(scores.finish(call, raw)[0], visible, call.sinks)
+    kept = formula.kept_share(call.seed, call.dropout_p, p.shape, p)
+    value = formula.per_head(call.value, p)
+    attended = formula.product(formula.times(p, kept), value, visible)  # [B, H, T, Dv]
+    gated = formula.times(attended, formula.opened(gate, activation, dtype))
+    pairs = formula.contributing(visible, gate, activation)
+
+    results.out.copy_(formula.only_rows(gated, pairs))
+    if results.lse.numel():
+        results.lse.copy_(lse)
+    if results.attended.numel():
+        results.attended.copy_(attended)
+
+
+@formula.without_autocast
+def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+    """Fill the gradients that are asked for, from what `forward` saved."""
+    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
+    query, key = formula.operands_of_scores(call)
+    dout, attended = saved.dout.to(dtype), saved.attended.to(dtype)
+    raw = formula.raw_scores(call, query, key)  # [B, H, T, S]
+    visible = scores.visible_pairs(call)
+    pairs = formula.contributing(visible, gate, activation)
+    finished, slope = scores.finish(call, raw)
+    p = formula.probabilities(finished, saved.lse, pairs)
+    kept = formula.kept_share(call.seed, call.dropout_p, p.shape, p)
+    value = formula.per_head(call.value, p)
+    dattended = formula.times(dout, formula.opened(gate, activation, dtype))  # [B, H, T, Dv]
+
+    of_scores = [g for n, g in gradients._asdict().items() if n not in ("dvalue", "dgate")]
+    if any(gradient is not None and gradient.numel() for gradient in of_scores):
+        dscores = formula.score_gradient(dattended, attended, value, p, kept, pairs)
+        _fill_terms(call, saved.lse, dscores, dattended * attended, pairs, gradients)
+        draw = call.scale * formula.only(pairs, formula.times(dscores, slope))
+        _fill_operands(call, query, key, draw, pairs, gradients)
+    if gradients.dvalue.numel():
+        touched = None if pairs is None else pairs.mT
+        dvalue = formula.product(formula.times(p, kept).mT, dattended, touched)
+        gradients.dvalue.copy_(formula.per_group(dvalue, call.value))
+    if gradients.dgate.numel() and gate is not None:
+        gradients.dgate.copy_(
+            formula.gate_rows(dout, attended, visible, gate, activation, closed_grad)
+        )
+
+
+def _fill_terms(
+    call: Call,
+    lse: Tensor,
+    dscores: Tensor,
+    products: Tensor,
+    pairs: Tensor | None,
+    gradients: Gradients,
+) -> None:
+    """Biases and sinks, from the gradient of the finished scores and `products` = dattended * attended."""
+    if gradients.dbias.numel():
+        scores.bias_gradient(dscores, gradients.dbias)
+    if gradients.doffset_bias.numel():
+        scores.offset_gradient(dscores, gradients.doffset_bias)
+    if gradients.dsinks.numel() and call.sinks is not None:
+        share = (call.sinks.to(lse.dtype)[:, None] - lse).exp()  # [B, H, T], of the sink
+        rows = formula.only_rows(share[..., None] * products, pairs)
+        gradients.dsinks.copy_(-rows.sum(-1))
+
+
+def _fill_operands(
+    call: Call, query: Tensor, key: Tensor, draw: Tensor, pairs: Tensor | None, gradients: Gradients
+) -> None:
+    """What raw scores are made of, from their gradient `draw` `[B, H, T, S]`."""
+    mixing, touched = call.mixing, None if pairs is None else pairs.mT
+    if mixing is None:
+        if gradients.dquery.numel():
+            gradients.dquery.copy_(formula.product(draw, key, pairs))
+        if gradients.dkey.numel():
+            dkey = formula.product(draw.mT, query, touched)
+            gradients.dkey.copy_(formula.per_group(dkey, call.key))
+        return
+    if gradients.dquery.numel() or gradients.dmixing.numel():
+        dmixed = formula.product(draw, key, pairs)  # [B, H, T, Ds]
+        of_query = dmixed * mixing[:, None].to(draw.dtype)
+        of_mixing = dmixed * call.query[:, None].to(draw.dtype)
+        if gradients.dquery.numel():
+            gradients.dquery.copy_(formula.only_rows(of_query, pairs).sum(1))
+        if gradients.dmixing.numel():
+            gradients.dmixing.copy_(formula.only_rows(of_mixing, pairs).sum(2))
+    if gradients.dkey.numel():
+        gradients.dkey.copy_(formula.product(draw.mT, query, touched).sum(1))
+    if gradients.dcontent_bias.numel():
+        gradients.dcontent_bias.copy_(draw.sum(2))

@@ -1,0 +1,94 @@
+"""The terms of a score between the product of query and key and the softmax.
+
+    score = softcap * tanh(scale * raw / softcap) + bias
+
+`raw` is `q_i . k_j`, mixed and with its content bias where the operator has them; a sink is one more score of each row,
+without a key. `ops.eager` computes by these functions; kernels have one function for it in each language.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads_kernels.batch import bias_batches, expand_bias
+from heads_kernels.mask import UNBOUNDED, Intervals
+from heads_kernels.offset_bias import diagonals
+from heads_kernels.ops.operator import Call
+
+NEG_INF = float("-inf")
+
+
+def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores `[B, H, T, S]` of the raw products, in their dtype; and the slope of the cap, None without one."""
+    scores, slope = call.scale * raw, None
+    if call.softcap:
+        share = torch.tanh(scores / call.softcap)
+        scores, slope = call.softcap * share, 1 - share.square()
+    bias = dense_bias(call)
+    return (scores if bias is None else scores + bias.to(scores.dtype)), slope
+
+
+def dense_bias(call: Call) -> Tensor | None:
+    """The biases of all pairs, `[B or 1, H or 1, T or 1, S or 1]`; None where there is none."""
+    B, _, T, S = call.scores
+    if call.offset_bias is not None:
+        return diagonals(call.offset_bias, T, S)[None]
+    return None if call.bias is None else expand_bias(call.bias, B)
+
+
+def visible_pairs(call: Call) -> Tensor | None:
+    """bool `[B or 1, H or 1, T, S]`, True = visible: by the mask, and by a bias that is not -inf. None: all are."""
+    T, S = call.scores[2:]
+    visible = call.intervals.to_dense(T, S, call.query.device) if call.intervals.hides else None
+    bias = dense_bias(call)
+    if bias is not None:
+        shown = (bias != NEG_INF).expand(-1, -1, T, S)
+        visible = shown if visible is None else visible & shown
+    return visible
+
+
+def of_rows(call: Call, start: int, stop: int) -> Call:
+    """The call of query rows `start` to `stop - 1` alone."""
+    rows, S = slice(start, stop), call.key.shape[-2]
+    query = call.query[..., rows, :]
+    bias, table = call.bias, call.offset_bias
+    if bias is not None and bias.shape[3] != 1:
+        bias = bias[:, :, :, rows]
+    if table is not None:  # of offsets from -(rows - 1) - start
+        T, count = call.query.shape[-2], query.shape[-2]
+        first = T - (start + count)
+        table = table[:, first : first + max(count + S - 1, 1)]
+    intervals = _intervals_of_rows(call.intervals, start, rows)
+    return call._replace(query=query, bias=bias, offset_bias=table, intervals=intervals)
+
+
+def _intervals_of_rows(intervals: Intervals, start: int, rows: slice) -> Intervals:
+    lo, hi, dense = intervals.band_lo, intervals.band_hi, intervals.dense
+    return Intervals(
+        band_lo=-UNBOUNDED if lo <= -UNBOUNDED else lo + start,
+        band_hi=UNBOUNDED if hi >= UNBOUNDED else hi + start,
+        k_lo=None if intervals.k_lo is None else intervals.k_lo[:, rows],
+        k_hi=None if intervals.k_hi is None else intervals.k_hi[:, rows],
+        key_visible=intervals.key_visible,
+        dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
+    )
+
+
+def bias_gradient(dscores: Tensor, grad: Tensor) -> None:
+    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over what the bias was broadcast along."""
+    batches = bias_batches(grad, dscores.shape[0])
+    grad.copy_(dscores.reshape(*batches, *dscores.shape[1:]).sum_to_size(grad.shape))
+
+
+def offset_gradient(dscores: Tensor, grad: Tensor) -> None:
+    """Fill `grad` `[B, H, T + S - 1]`: the sums of the diagonals of `dscores` `[B, H, T, S]`."""
+    T, S = dscores.shape[2:]
+    if T == 0 or S == 0:
+        grad.zero_()
+        return
+    count = T + S - 1
+    # Rows of `count` columns, the scores on their right, read as rows of count + 1: each moves left by its number.
+    rows = torch.nn.functional.pad(dscores, (T - 1, 0)).flatten(2)
+    diagonals = torch.nn.functional.pad(rows, (0, T)).reshape(*dscores.shape[:2], T, count + 1)
+    grad.copy_(diagonals[..., :count].sum(2))
