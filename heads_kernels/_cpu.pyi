@@ -3,7 +3,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+_Terms = tuple[Tensor | None, Tensor | None, Tensor | None, float] | None
+_Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, _Terms]
 _Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
 _Options = tuple[Tensor | None, str, Tensor | None, float]
 

@@ -25,7 +25,7 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
 }
 
 // `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias,
-// dgate), None is not computed.
+// dgate, dbias, doffset_bias, dsinks), None is not computed.
 void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                         const py::tuple& options, bool closed_grad, const py::tuple& saved,
                         const py::sequence& gradients, int threads) {
@@ -56,6 +56,7 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
     check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T, Dv}, "dgate");
   else
     check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
+  set_term_gradients(params, n, gradients, cpu());
   params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
   launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
@@ -68,6 +69,7 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
   hk::StatisticsParams params;
   set_scores(params, scores, cpu());
   const Sizes n(params);
+  set_terms(params.terms, scores[5], cpu(), n);
   params.excluded = batched<uint8_t>(excluded, cpu(), "excluded", torch.boolean, n.B, n.S,
                                      &params.excluded_stride);
   params.mask = mask_of(mask, cpu(), n);

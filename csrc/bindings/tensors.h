@@ -208,10 +208,9 @@ inline MaskParams mask_of(const py::tuple& mask, const py::object& device, const
                                         &result.visible_stride);
   if (!mask[3].is_none()) {
     const Tensor dense = shape_of(mask[3], device, "dense_mask");
-    const int64_t full[kMaxRank] = {n.B, n.H, n.T, n.S};
-    require(dense.rank == kMaxRank && attribute(mask[3], torch.dtype).is(torch.boolean),
-            "dense_mask");
-    for (int d = 0; d < kMaxRank; ++d) {
+    const int64_t full[4] = {n.B, n.H, n.T, n.S};
+    require(dense.rank == 4 && attribute(mask[3], torch.dtype).is(torch.boolean), "dense_mask");
+    for (int d = 0; d < 4; ++d) {
       require(dense.size[d] == 1 || dense.size[d] == full[d], "dense_mask");
       result.dense_stride[d] = dense.size[d] == 1 ? 0 : dense.stride[d];
     }
@@ -226,6 +225,7 @@ inline MaskParams mask_of(const py::tuple& mask, const py::object& device, const
 
 inline void check_gate(const Tensor& gate, const int64_t (&full)[4]) {
   const int first = gate.rank == 1 ? 1 : 0;
+  require(gate.rank <= 4, "gate");
   for (int d = 0; d < gate.rank; ++d)
     require(gate.size[d] == 1 || gate.size[d] == full[first + d], "gate");
 }
@@ -279,7 +279,46 @@ inline void set_head_options(AttentionParams& params, const py::tuple& options,
   params.dropout.keep_scale = 1.0 / (1.0 - p);
 }
 
-// What scores are made of: (query, key, mixing, content_bias, scale).
+// A tensor whose sizes are those of `full`, or 1 where it broadcasts: there its strides become 0.
+inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char* name) {
+  require(t.rank == static_cast<int>(full.size()), name);
+  int d = 0;
+  for (const int64_t size : full) {
+    require(t.size[d] == 1 || t.size[d] == size, name);
+    if (t.size[d] == 1) t.stride[d] = 0;
+    ++d;
+  }
+}
+
+// What follows the product: None, or (bias, offset_bias, sinks, softcap).
+inline void set_terms(ScoreTerms& terms, py::handle given, const py::object& device,
+                      const Sizes& n) {
+  if (given.is_none()) return;
+  const auto parts = py::reinterpret_borrow<py::tuple>(given);
+  if ((terms.bias = floating(parts[0], device, "bias"))) {
+    Tensor& bias = terms.bias;
+    require(bias.rank == 5, "bias");
+    const int64_t outer = bias.size[0], inner = bias.size[1];
+    terms.bias_inner = std::max<int64_t>(1, inner != 1            ? inner
+                                            : outer != 1 && outer ? n.B / outer
+                                                                  : 1);
+    require(n.B % terms.bias_inner == 0, "bias");
+    broadcast(bias, {n.B / terms.bias_inner, terms.bias_inner, n.H, n.T, n.S}, "bias");
+  }
+  if ((terms.offset_bias = floating(parts[1], device, "offset_bias"))) {
+    broadcast(terms.offset_bias, {n.H, std::max<int64_t>(1, n.T + n.S - 1)}, "offset_bias");
+    require(!terms.bias, "offset_bias", "comes beside bias");
+  }
+  if ((terms.sinks = floating(parts[2], device, "sinks"))) {
+    require(is(terms.sinks, {n.H}), "sinks");
+    terms.sinks.rank = 2;  // [H, 1]
+    terms.sinks.size[1] = 1;
+  }
+  terms.softcap = py::cast<double>(parts[3]);
+  require(terms.softcap >= 0.0 && terms.softcap < 1e300, "softcap", "is negative or not finite");
+}
+
+// What scores are made of: (query, key, mixing, content_bias, scale, terms).
 inline void set_scores(AttentionParams& params, const py::tuple& scores, const py::object& device) {
   params.query = needed(scores[0], device, "query");
   params.key = needed(scores[1], device, "key");
@@ -295,10 +334,29 @@ inline Sizes set_call(AttentionParams& params, const py::tuple& scores, py::hand
   params.value = needed(value, device, "value");
   set_head_options(params, options, device);
   const Sizes n(params);
+  set_terms(params.terms, scores[5], device, n);
   params.mask = mask_of(mask, device, n);
   check_value(params, n);
   check_gate(params.gate, {n.B, n.H, n.T, params.value.size[3]});
   return n;
+}
+
+// dbias, doffset_bias and dsinks, from place 6 on.
+inline void set_term_gradients(BackwardParams& params, const Sizes& n,
+                               const py::sequence& gradients, const py::object& device) {
+  const ScoreTerms& terms = params.terms;
+  params.dbias = output(gradients[6], device, "dbias");
+  params.doffset_bias = output(gradients[7], device, "doffset_bias");
+  params.dsinks = output(gradients[8], device, "dsinks");
+  require(terms.bias || !params.dbias, "dbias", "comes without bias");
+  require(terms.offset_bias || !params.doffset_bias, "doffset_bias", "comes without offset_bias");
+  require(terms.sinks || !params.dsinks, "dsinks", "comes without sinks");
+  const int64_t* size = terms.bias.size;
+  const DType dtype = params.query.dtype;
+  check_rows(dtype, params.dbias, {size[0], size[1], size[2], size[3], size[4]}, "dbias");
+  check_rows(dtype, params.doffset_bias, {n.B, n.H, std::max<int64_t>(1, n.T + n.S - 1)},
+             "doffset_bias");
+  check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
 }
 
 // (out, attended, lse), of which the last two may be left out.

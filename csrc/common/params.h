@@ -14,15 +14,15 @@ enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
 
-constexpr int kMaxRank = 4;
+constexpr int kMaxRank = 5;
 
 // A strided tensor of one of the dtypes above; of rank 0 where an optional tensor is absent.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
   int rank = 0;
-  int64_t size[kMaxRank] = {0, 0, 0, 0};
-  int64_t stride[kMaxRank] = {0, 0, 0, 0};
+  int64_t size[kMaxRank] = {};
+  int64_t stride[kMaxRank] = {};
 
   constexpr explicit operator bool() const { return rank > 0; }
 };
@@ -39,7 +39,17 @@ struct MaskParams {
   const uint8_t* dense = nullptr;        // [B, H, T, S] by dense_stride, 0 where it broadcasts
   int64_t interval_stride = 0;           // elements between batches, 0 where all share one
   int64_t visible_stride = 0;            // elements between batches, 0 where all share one
-  int64_t dense_stride[kMaxRank] = {0, 0, 0, 0};
+  int64_t dense_stride[4] = {};
+};
+
+// What bounds a score and is added to it between product and softmax. Strides are 0 where a tensor
+// broadcasts.
+struct ScoreTerms {
+  Tensor bias;  // [B1, B2, H, T, S]: batch b reads entry (b / bias_inner, b % bias_inner)
+  int64_t bias_inner = 1;  // at least 1
+  Tensor offset_bias;      // [H or 1, T + S - 1]: pair (i, j) reads column j - i + T - 1
+  Tensor sinks;            // [H, T or 1]
+  double softcap = 0.0;    // 0: none
 };
 
 // Dropout of probabilities; keep where the Philox word of (b, h, i, j) is at least `threshold`.
@@ -57,6 +67,7 @@ struct AttentionParams {
   Tensor query, key, value;
   Tensor mixing, content_bias;  // absent for gated attention
   Tensor gate;  // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
+  ScoreTerms terms;
   MaskParams mask;
   DropoutParams dropout;
   double scale = 1.0;
@@ -79,6 +90,9 @@ struct BackwardParams : AttentionParams {
   Tensor dmixing;               // [B, H, Ds] in the compute type, to be summed over B
   Tensor dcontent_bias;         // [B, H, S] in the compute type
   Tensor dgate;                 // dout * attended: [B, H, T] summed over Dv, or [B, H, T, Dv]
+  Tensor dbias;                 // as bias, contiguous, in the compute type
+  Tensor doffset_bias;          // [B, H, T + S - 1] in the compute type
+  Tensor dsinks;                // [B, H, T] in the compute type
 };
 
 struct StatisticsParams : AttentionParams {

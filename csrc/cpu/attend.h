@@ -22,9 +22,6 @@
 
 namespace hk::HK_LEVEL {
 
-constexpr double kLog2e = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
-
 // Ranges that somebody else keeps, in ascending order.
 struct Ranges {
   const Range* first = nullptr;
@@ -38,12 +35,13 @@ struct Ranges {
 template <typename Real>
 struct Head {
   int64_t b, h;
-  Rows key;         // [S][D]
-  Rows value;       // [S][Dv]
-  Rows bias;        // [1][S] content bias; absent for gated attention
-  Real log2_scale;  // makes scores base-2 logarithms of weights
+  Rows key;           // [S][D]
+  Rows value;         // [S][Dv]
+  Rows content_bias;  // [1][S]; absent for gated attention
+  Real log2_scale;    // makes scores base-2 logarithms of weights
   int64_t D, Dv;
   Ranges features;  // those that count in a score
+  HeadTerms<Real> terms;
 };
 
 // The scale is in the query; where that is rounded, in pairs, it multiplies the scores instead.
@@ -93,6 +91,9 @@ struct TileScratch {
   Real* rows;        // [64][max(D, Dv)] a tile the way tensors lie
   Real* row;         // [max(D, Dv)]
   Real* scores;      // [64][64] scores, then probabilities
+  Real* bias;        // [64][64]
+  Real* bias_rows;   // [64][row_stride(64)] a tile of bias the way tensors lie
+  Real* slope;       // [64][64] of the cap
   Operand* weights;  // [64][64] scores as an operand; empty where they are one as they are
   Panel<Operand> key, value;
 
@@ -101,14 +102,17 @@ struct TileScratch {
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
   static int64_t bytes(int64_t D, int64_t Dv) {
     return piece<Real>(BLOCK_M * width(D, Dv)) + piece<Real>(width(D, Dv)) +
-           piece<Real>(BLOCK_N * BLOCK_M) + piece<Operand>(kWeights) + Panel<Operand>::bytes(D) +
-           Panel<Operand>::bytes(Dv);
+           3 * piece<Real>(BLOCK_N * BLOCK_M) + piece<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
+           piece<Operand>(kWeights) + Panel<Operand>::bytes(D) + Panel<Operand>::bytes(Dv);
   }
   // `tiles`: how many query tiles may read a window.
   TileScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)
       : rows(w.take<Real>(BLOCK_M * width(D, Dv))),
         row(w.take<Real>(width(D, Dv))),
         scores(w.take<Real>(BLOCK_N * BLOCK_M)),
+        bias(w.take<Real>(BLOCK_N * BLOCK_M)),
+        bias_rows(w.take<Real>(BLOCK_M * row_stride<Real>(BLOCK_N))),
+        slope(w.take<Real>(BLOCK_N * BLOCK_M)),
         weights(w.take<Operand>(kWeights)),
         key(w, D, tiles > 1),
         value(w, Dv, tiles > 1) {}
@@ -168,17 +172,20 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
   }
 }
 
-// scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any mask.
-// `key` holds the rows of that tile.
+// scratch.scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any
+// mask. `key` holds the rows of that tile. With a bias scratch.bias holds it; `with_slope`:
+// scratch.slope the derivative of the cap.
 template <typename Real, typename Operand>
 inline void score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
-                       const KeyTile& tile, const Left<Operand, false>& key, int columns,
-                       Real* scores) {
+                       const VisibleRows<Real>& visible, const KeyTile& tile,
+                       const Left<Operand, false>& key, const TileScratch<Real, Operand>& scratch,
+                       bool with_slope = false) {
+  const int columns = visible.columns;
+  Real* scores = scratch.scores;
   bool started = false;
-  if (head.bias) {
+  if (const Rows& row = head.content_bias) {
     Real bias[BLOCK_N];
-    load_row(bias, head.bias.data + tile.begin * head.bias.step * element_size(head.bias.dtype),
-             head.bias.dtype, tile.count(), head.bias.step);
+    load_row(bias, row.columns(tile.begin).data, row.dtype, tile.count(), row.step);
     const Real scale = kScaledQuery<Operand> ? head.log2_scale : Real(1);
     for (int n = 0; n < tile.count(); ++n)
       for (int m = 0; m < columns; m += kLanes<Real>)
@@ -196,11 +203,12 @@ inline void score_tile(const Head<Real>& head, const PackedQuery<Operand>& query
     }
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
-  if constexpr (!kScaledQuery<Operand>) {
-    for (int n = 0; n < tile.count(); ++n)
-      for (int m = 0; m < columns; m += kLanes<Real>)
-        store<Real>(scores + n * BLOCK_M + m, load(scores + n * BLOCK_M + m) * head.log2_scale);
-  }
+  const HeadTerms<Real>& terms = head.terms;
+  if (terms.has_bias()) load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
+  if (terms.change_scores() || !kScaledQuery<Operand>)
+    finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.log2_scale, tile.count(),
+                  columns, terms.has_bias() ? scratch.bias : nullptr, scores,
+                  with_slope ? scratch.slope : nullptr);
 }
 
 // sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
@@ -208,9 +216,10 @@ inline void score_tile(const Head<Real>& head, const PackedQuery<Operand>& query
 // NaN and infinity included.
 template <typename Real, typename Operand>
 inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeyTile& window,
-                              const KeyTile& keys, Range columns, const VisibleRows<Real>& visible,
-                              const Real* weights, const TileScratch<Real, Operand>& scratch,
-                              Real* sum, bool accumulate) {
+                              const KeyTile& keys, Range columns, const HeadTerms<Real>& terms,
+                              const VisibleRows<Real>& visible, const Real* weights,
+                              const TileScratch<Real, Operand>& scratch, Real* sum,
+                              bool accumulate) {
   const int64_t width = columns.end - columns.begin;
   const Summands<Operand> rows = panel.summands(source, window, keys, columns);
   const Operand* right =
@@ -222,7 +231,7 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
     const Rows row = source.columns(columns.begin);
     load_row(scratch.row, row.at(key), row.dtype, width, row.step);
     for (int m = 0; m < visible.columns; ++m)
-      if (visible.row_sees_key(m, key))
+      if (visible.row_sees_key(m, key) && !terms.hides(visible.first + m, key))
         for (int64_t w = 0; w < width; ++w)
           sum[w * BLOCK_M + m] += scratch.row[w] * weights[(key - keys.begin) * BLOCK_M + m];
   }
@@ -241,8 +250,8 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
         const Head<Real>& head = tile.head;
         const VisibleRows<Real>& visible = tile.visible;
         Real* scores = scratch.scores;
-        score_tile(head, tile.query, keys, scratch.key.rows(head.key, window, keys),
-                   visible.columns, scores);
+        score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys),
+                   scratch);
         if (!keys.full) hide(scores, keys, visible, visible.columns);
         if (tile.softmax.step(scores, keys.count(), visible.columns)) {
           for (int64_t w = 0; w < head.Dv; ++w) {
@@ -254,8 +263,8 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
         }
         if (dropout.active)
           drop(dropout, head.b, head.h, keys, visible.first, visible.columns, scores);
-        add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, visible, scores,
-                          scratch, tile.out, tile.started);
+        add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, head.terms,
+                          visible, scores, scratch, tile.out, tile.started);
         tile.started = true;
       });
 }
@@ -267,13 +276,36 @@ struct Outputs {
   void* lse;      // [T] in the compute type, absent where it is not kept
 };
 
-// What query rows [first, first + count) give that see nothing: 0, and lse -inf.
+// What query rows [first, first + count) give that see no key: 0, and lse is that of the sink.
 template <typename Real>
-inline void store_blind_rows(const Outputs& outputs, int64_t first, int64_t count, int64_t Dv) {
+inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& terms, int64_t first,
+                             int64_t count, int64_t Dv) {
   store_zeros<Real>(outputs.out, first, count, Dv);
   if (outputs.attended) store_zeros<Real>(outputs.attended, first, count, Dv);
-  if (outputs.lse) std::fill_n(static_cast<Real*>(outputs.lse) + first, count, kHidden<Real>);
+  if (outputs.lse)
+    for (int64_t i = first; i < first + count; ++i)
+      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2 * terms.sink(i));
 }
+
+// The normalisation of row m after `attend`: what the unnormalised output is multiplied by, and lse
+// as a natural logarithm, in double. The sum is not 0.
+template <typename Real>
+struct Normalisation {
+  Real inverse;
+  double lse;
+
+  Normalisation(const OnlineSoftmax<Real>& softmax, const HeadTerms<Real>& terms, int m,
+                int64_t row)
+      : inverse(Real(1) / softmax.sum[m]),
+        lse(kLn2 * softmax.reference[m] + std::log(static_cast<double>(softmax.sum[m]))) {
+    const double sink = terms.sink(row), top = std::max<double>(softmax.reference[m], sink);
+    if (sink == kHidden<Real>) return;
+    const double share = std::exp2(softmax.reference[m] - top);
+    const double total = share * softmax.sum[m] + std::exp2(sink - top);
+    inverse = static_cast<Real>(share / total);
+    lse = kLn2 * top + std::log(total);
+  }
+};
 
 // Normalise, gate and store a tile after `attend`.
 template <typename Real, typename Operand>
@@ -290,12 +322,12 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
     const int64_t i = visible.first + m;
     Real* row = scratch.rows + m * stride;
     if (!visible.sees(m) || softmax.sum[m] == Real(0)) {  // no key, or holes only
-      store_blind_rows<Real>(outputs, i, 1, head.Dv);
+      store_empty_rows(outputs, head.terms, i, 1, head.Dv);
       continue;
     }
-    const Real inverse = Real(1) / softmax.sum[m];
+    const Normalisation<Real> norm(softmax, head.terms, m, i);
     for (int64_t w = 0; w < padded; w += kLanes<Real>)
-      store<Real>(row + w, load(row + w) * inverse);
+      store<Real>(row + w, load(row + w) * norm.inverse);
     if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
     if (gate.elementwise) {
       Real* values = scratch.row;
@@ -307,9 +339,8 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
         store<Real>(row + w, load(row + w) * tokens[m]);
     }
     write_row(outputs.out, i, head.Dv, row);
-    if (outputs.lse)  // in double, rounded once: every probability of the backward pass reads it
-      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(
-          kLn2 * softmax.reference[m] + std::log(static_cast<double>(softmax.sum[m])));
+    if (outputs.lse)  // rounded once: every probability of the backward pass reads it
+      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse);
   }
 }
 

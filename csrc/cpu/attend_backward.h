@@ -7,6 +7,8 @@
 #pragma once
 
 #include "cpu/attend.h"
+#include "cpu/bundle.h"
+#include "cpu/parallel.h"
 
 namespace hk::HK_LEVEL {
 
@@ -40,6 +42,7 @@ struct KeyGradients {
   Real* dkey = nullptr;           // [keys][row_stride(D)]
   Real* dvalue = nullptr;         // [keys][row_stride(Dv)]
   Real* dcontent_bias = nullptr;  // [keys]
+  BiasGradient<Real> bias;
 };
 
 // A tile of query rows on its way over the keys; `out` serves heads that were closed.
@@ -103,15 +106,18 @@ struct HeadGradients {
   Rows attended;    // [T][Dv]
   const void* lse;  // [T] in the compute type
   void* dgate;      // [T] or [T][Dv] in the compute type; null where it is not asked for
+  void* dsinks;     // [T] in the compute type; null where it is not asked for
 };
 
-// Those of head (b, h) of an operator.
+// Those of head (b, h) of an operator; `with_rows`: this is where rows of gate and sinks are
+// stored.
 template <typename Real, typename Operator>
 inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b,
-                                    int64_t h, bool with_dgate) {
+                                    int64_t h, bool with_rows) {
   const int64_t row = (b * op.H + h) * op.T, width = op.gate.elementwise ? op.Dv : 1;
   return {rows_at(p.dout, b, h), rows_at(p.attended, b, h), static_cast<Real*>(p.lse.data) + row,
-          with_dgate ? static_cast<Real*>(p.dgate.data) + row * width : nullptr};
+          with_rows && p.dgate ? static_cast<Real*>(p.dgate.data) + row * width : nullptr,
+          with_rows && p.dsinks ? static_cast<Real*>(p.dsinks.data) + row : nullptr};
 }
 
 // A zeroed piece of the workspace.
@@ -176,6 +182,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
     tile.delta[m] = 0;
     Real* dout = dout_rows + m * stride;
     const Real* attended = sees ? scratch.rows + m * stride : nullptr;
+    if (gradients.dsinks && m < visible.count) static_cast<Real*>(gradients.dsinks)[i] = 0;
     if (gradients.dgate && m < visible.count)
       store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
     if (!sees) continue;
@@ -190,6 +197,9 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
     }
     if (gate) round_row<Operand>(dout, padded);
     tile.delta[m] = dot(dout, attended, padded);
+    if (gradients.dsinks)  // the sink's probability times (0 - delta)
+      static_cast<Real*>(gradients.dsinks)[i] =
+          -static_cast<Real>(std::exp2(head.terms.sink(i) - tile.lse[m])) * tile.delta[m];
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);
   tile.bad_douts.gather(dout_rows, visible.columns, padded, stride);
@@ -201,7 +211,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
 template <typename Real, typename Operand>
 inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left,
                                  const Operand* rows, const SetAside<Real>& aside, int64_t width,
-                                 Range columns, const KeyTile& keys,
+                                 Range columns, const KeyTile& keys, const HeadTerms<Real>& terms,
                                  const VisibleRows<Real>& visible, Real* sum) {
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
@@ -210,7 +220,8 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
   for (int bad = 0; bad < aside.count; ++bad) {
     const int m = aside.index[bad];
     for (int n = 0; n < keys.count(); ++n)
-      if (visible.row_sees_key(m, keys.begin + n))
+      if (visible.row_sees_key(m, keys.begin + n) &&
+          !terms.hides(visible.first + m, keys.begin + n))
         for (int64_t w = columns.begin; w < end; ++w)
           sum[n * stride + w] += weights[n * BLOCK_M + m] * aside.rows[bad * stride + w];
   }
@@ -231,23 +242,26 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
   }
 }
 
-// Probabilities from scores, and (`with_dscores`) dS from dP, of one pair of tiles. Hidden pairs
-// and lanes without a row are 0 whatever stood there: the sums over query rows run across all
-// lanes.
+// Probabilities from scores, and (`with_dscores`) dS times `scale` from dP, of one pair of tiles.
+// Hidden pairs and lanes without a row are 0 whatever stood there: the sums over query rows run
+// across all lanes.
 template <typename Real, typename Operand>
 inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
                              Real scale, bool with_dscores, const KeyTile& keys,
                              BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
-  const bool all_visible = keys.full && visible.all_rows;
+  const bool biased = tile.head.terms.has_bias();
+  const bool all_visible = keys.full && visible.all_rows && !biased;
+  const auto lanes_that_see = [&](int m, int n) {
+    const IntVec<Real> lanes = visible.lanes_that_see(m, keys.begin + n);
+    return biased ? lanes & (load(scratch.bias + n * BLOCK_M + m) != kHidden<Real>) : lanes;
+  };
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       Real* at = scratch.scores + n * BLOCK_M + m;
       const Vec<Real> p = exp2<Real>(load(at) - load(tile.lse + m));
-      store<Real>(at, all_visible                                 ? p
-                      : visible.lanes_that_see(m, keys.begin + n) ? p
-                                                                  : Vec<Real>{});
+      store<Real>(at, all_visible ? p : lanes_that_see(m, n) ? p : Vec<Real>{});
     }
   }
   if (dropout.active) {
@@ -261,47 +275,54 @@ inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const Drop
       Real* at = scratch.dprobs + n * BLOCK_M + m;
       const Vec<Real> p = load(scratch.scores + n * BLOCK_M + m);
       const Vec<Real> ds = p * (load(at) - load(tile.delta + m)) * scale;
-      store<Real>(at, all_visible                                 ? ds
-                      : visible.lanes_that_see(m, keys.begin + n) ? ds
-                                                                  : Vec<Real>{});
+      store<Real>(at, all_visible ? ds : lanes_that_see(m, n) ? ds : Vec<Real>{});
     }
   }
 }
 
 // Sends `count` tiles over the keys [range.begin, range.end): adds to the gradients of the keys,
-// and to `dquery` of the tiles over `dquery_features` (none: not asked for).
+// and to `dquery` of the tiles over `dquery_features` (none: not asked for); or, where that is
+// asked for, to the gradient of the bias alone.
 template <typename Real, typename Operand>
 inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
                             const DropoutParams& dropout, Real scale, const KeyTile& range,
                             Ranges dquery_features, const KeyGradients<Real>& gradients,
                             BackwardScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
-  const bool with_dscores = gradients.dkey || gradients.dcontent_bias || !dquery_features.empty();
+  const bool with_dscores =
+      gradients.dkey || gradients.dcontent_bias || gradients.bias || !dquery_features.empty();
   for_visible_pairs(
       tiles, count, range,
       [&](BackwardTile<Real, Operand>& tile, const KeyTile& window, const KeyTile& keys) {
         const Head<Real>& head = tile.head;
         const int columns = tile.visible.columns;
         const int64_t offset = keys.begin - gradients.begin;
-        score_tile(head, tile.query, keys, scratch.key.rows(head.key, window, keys), columns,
-                   scratch.scores);
+        const bool sloped = with_dscores && head.terms.cap != Real(0) && !gradients.bias;
+        score_tile(head, tile.query, tile.visible, keys, scratch.key.rows(head.key, window, keys),
+                   scratch, sloped);
         if (with_dscores)
           multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
                    scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
                    BLOCK_M, false);
         softmax_backward(tile, dropout, scale, with_dscores, keys, scratch);
+        if (gradients.bias)
+          return gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
+        if (sloped)
+          for (int n = 0; n < keys.count(); ++n)
+            for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>)
+              store<Real>(scratch.dprobs + m, load(scratch.dprobs + m) * load(scratch.slope + m));
         if (gradients.dvalue) {
           const Real* weights = dropout.active ? scratch.dropped : scratch.scores;
-          add_weighted_queries(weights,
-                               left_operand(weights, keys.count(), columns, scratch.weights),
-                               tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys,
-                               tile.visible, gradients.dvalue + offset * row_stride<Real>(head.Dv));
+          add_weighted_queries(
+              weights, left_operand(weights, keys.count(), columns, scratch.weights),
+              tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys, head.terms,
+              tile.visible, gradients.dvalue + offset * row_stride<Real>(head.Dv));
         }
         if (gradients.dkey) {
           const auto left = left_operand(scratch.dprobs, keys.count(), columns, scratch.weights);
           for (const Range& features : head.features)
             add_weighted_queries(scratch.dprobs, left, tile.query_rows, tile.bad_queries, head.D,
-                                 features, keys, tile.visible,
+                                 features, keys, head.terms, tile.visible,
                                  gradients.dkey + offset * row_stride<Real>(head.D));
         }
         if (gradients.dcontent_bias)
@@ -312,7 +333,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
             gradients.dcontent_bias[offset + n] += sum_lanes<Real>(sum);
           }
         for (const Range& features : dquery_features)
-          add_weighted_keys(scratch.key, head.key, window, keys, features, tile.visible,
+          add_weighted_keys(scratch.key, head.key, window, keys, features, head.terms, tile.visible,
                             scratch.dprobs, scratch, tile.dquery, true);
       });
 }
@@ -333,8 +354,9 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
     const bool sees = visible.sees(m) && tile.softmax.sum[m] != Real(0);
     Real* row = scratch.rows + m * stride;
     if (sees) {
+      const Normalisation<Real> norm(tile.softmax, tile.head.terms, m, visible.first + m);
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
-        store<Real>(row + w, load(row + w) / tile.softmax.sum[m]);
+        store<Real>(row + w, load(row + w) * norm.inverse);
       for (int64_t w = Dv; w < padded; ++w) row[w] = 0;
     }
     store_gate_row<Real>(gradients.dgate, false, visible.first + m, Dv, dout_rows + m * stride,
@@ -366,6 +388,8 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const bool closed = op.gate.closed(head.b, head.h);
+  if (closed && gradients.dsinks)
+    std::fill_n(static_cast<Real*>(gradients.dsinks) + visible.first, visible.count, Real(0));
   if (closed && !gradients.dgate) return false;
   if (closed && !(closed_grad && visible.any)) {
     std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
@@ -379,6 +403,73 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   load_output_gradients(tile, op.gate, gradients, scratch);
   std::memset(tile.dquery, 0, sizeof(Real) * BLOCK_M * round_up(head.D, kLanes<Real>));
   return visible.any;
+}
+
+// The gradient of a bias is a pass of its own. Rows of one entry of a dense bias are one thread's,
+// which goes over the heads and batches that share the entry in their order; where the bias
+// broadcasts over rows, and for offsets (summed over batches afterwards), all rows of it.
+template <typename Real, typename Operand, typename Operator>
+void bias_backward(const Operator& op, const BackwardParams& p) {
+  const Tensor &dense = p.dbias, &offsets = p.doffset_bias;
+  if (!dense && !offsets) return;
+  const int64_t* size = dense.size;  // [B1, B2, H, T, S]
+  const int64_t entries = dense ? size[0] * size[1] * size[2] : op.B * op.H;
+  const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
+  const bool all_rows = offsets || size[3] == 1;
+  const int64_t bundle = std::clamp<int64_t>(
+      op.query_tiles * std::max<int64_t>(1, entries) / (kBundlesPerThread * p.threads), 1,
+      tiles_in_cache(tile_bytes));
+  const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, bundle);
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + bundle * tile_bytes;
+
+  // Rows [begin, end) of head (b, h), added to `gradient`.
+  const auto head_rows = [&](int64_t b, int64_t h, int64_t begin, int64_t end,
+                             const BiasGradient<Real>& gradient,
+                             BackwardScratch<Real, Operand>& scratch, Workspace& workspace) {
+    const KeyGradients<Real> keys{0, nullptr, nullptr, nullptr, gradient};
+    const HeadGradients read = head_gradients<Real>(op, p, b, h, false);
+    for (int64_t first = begin; first < end; first += bundle * BLOCK_M) {
+      const size_t mark = workspace.mark();
+      auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle);
+      int64_t count = 0;
+      for (int64_t row = first; row < std::min(end, first + bundle * BLOCK_M); row += BLOCK_M) {
+        const VisibleRows<Real> visible(p.mask, b, h, row, op.T, op.S);
+        BackwardTile<Real, Operand>& tile =
+            *new (tiles + count) BackwardTile<Real, Operand>(workspace, op, b, h, visible);
+        count += prepare_tile(op, p.closed_grad, read, tile, scratch);
+      }
+      attend_backward(tiles, count, p.dropout, Real(1), {0, op.S}, Ranges{}, keys, scratch);
+      workspace.rewind(mark);
+    }
+  };
+  parallel_for(
+      entries * parts, p.threads, 2 * op.multiply_adds(), bytes,
+      [&](int64_t item, Workspace& workspace) {
+        BackwardScratch<Real, Operand> scratch(workspace, op.D, op.Dv, bundle);
+        const int64_t entry = item / parts, begin = item % parts * bundle * BLOCK_M;
+        if (offsets) {
+          const int64_t count = offsets.size[2];
+          Real* sums = static_cast<Real*>(offsets.data) + entry * count;
+          std::fill_n(sums, count, Real(0));
+          head_rows(entry / op.H, entry % op.H, 0, op.T, {nullptr, 0, 0, sums, op.T - 1}, scratch,
+                    workspace);
+          return;
+        }
+        const int64_t end = all_rows ? op.T : std::min(op.T, begin + bundle * BLOCK_M);
+        Real* sums = static_cast<Real*>(dense.data) + entry * size[3] * size[4];
+        const BiasGradient<Real> gradient{sums, all_rows ? 0 : size[4], size[4] == 1 ? 0 : 1};
+        std::fill_n(sums + begin * gradient.row_stride,
+                    all_rows ? size[4] : (end - begin) * size[4], Real(0));
+        const int64_t inner = p.terms.bias_inner;
+        const int64_t of_inner = entry / size[2] % size[1], of_outer = entry / size[2] / size[1];
+        for (int64_t b = 0; b < op.B; ++b) {
+          if (size[0] != 1 && b / inner != of_outer) continue;
+          if (size[1] != 1 && b % inner != of_inner) continue;
+          for (int64_t h = 0; h < op.H; ++h)
+            if (size[2] == 1 || h == entry % size[2])
+              head_rows(b, h, begin, end, gradient, scratch, workspace);
+        }
+      });
 }
 
 }  // namespace hk::HK_LEVEL

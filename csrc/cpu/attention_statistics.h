@@ -67,18 +67,26 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
                              int64_t row) {
   const RowStatistics<Real>& statistics = tile.statistics;
   for (int m = 0; m < tile.visible.count; ++m) {
-    const Real sum = statistics.softmax.sum[m];
+    const Real sum = statistics.softmax.sum[m], reference = statistics.softmax.reference[m];
     const bool sees = tile.visible.sees(m) && sum != Real(0);
-    const Real log2_sum = static_cast<Real>(std::log2(sum));
-    const Real lse = statistics.softmax.reference[m] + log2_sum;
+    const double sink = tile.head.terms.sink(tile.visible.first + m);
+    const double keys = sees ? reference + std::log2(static_cast<double>(sum)) : kHidden<Real>;
+    const double top = std::max(keys, sink);
+    const double lse = sink == kHidden<Real> || !sees
+                           ? (sees ? keys : sink)
+                           : top + std::log2(std::exp2(keys - top) + std::exp2(sink - top));
     const bool found = sees && statistics.best_key[m] >= 0;
-    static_cast<Real*>(params.lse.data)[row + m] =
-        sees ? lse * static_cast<Real>(kLn2) : kHidden<Real>;
-    static_cast<Real*>(params.max_prob.data)[row + m] = found ? std::exp2(statistics.best[m] - lse)
-                                                        : sees && sum != sum ? sum
-                                                                             : Real(0);
+    static_cast<Real*>(params.lse.data)[row + m] = static_cast<Real>(kLn2 * lse);
+    static_cast<Real*>(params.max_prob.data)[row + m] =
+        found                ? static_cast<Real>(std::exp2(statistics.best[m] - lse))
+        : sees && sum != sum ? sum
+                             : Real(0);
+    // -sum p log p, of p = 2^(score - lse) and energy = sum 2^(score - reference) (score -
+    // reference)
     static_cast<Real*>(params.entropy.data)[row + m] =
-        sees ? static_cast<Real>(kLn2) * (log2_sum - statistics.energy[m] / sum) : Real(0);
+        sees ? static_cast<Real>(kLn2 * ((lse - reference) * sum - statistics.energy[m]) *
+                                 std::exp2(reference - lse))
+             : Real(0);
     params.argmax[row + m] = found ? statistics.best_key[m] : -1;
   }
 }
@@ -113,9 +121,8 @@ void attention_statistics_of(const StatisticsParams& params) {
                      tiles, count, all,
                      [&](StatisticsTile<Real>& tile, const KeyTile& window, const KeyTile& keys) {
                        const int columns = tile.visible.columns;
-                       score_tile(tile.head, tile.query, keys,
-                                  scratch.key.rows(tile.head.key, window, keys), columns,
-                                  scratch.scores);
+                       score_tile(tile.head, tile.query, tile.visible, keys,
+                                  scratch.key.rows(tile.head.key, window, keys), scratch);
                        if (!keys.full) hide(scratch.scores, keys, tile.visible, columns);
                        const uint8_t* excluded =
                            params.excluded ? params.excluded + tile.head.b * params.excluded_stride

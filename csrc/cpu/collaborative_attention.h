@@ -63,10 +63,10 @@ struct CollaborativeAttention {
   }
 
   Head<Real> head(int64_t b, int64_t h) const {
-    Rows bias;
+    Rows content_bias;
     if (params.content_bias) {
       const Tensor& t = params.content_bias;
-      bias = {
+      content_bias = {
           static_cast<char*>(t.data) + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype),
           0, t.stride[2], t.dtype};
     }
@@ -74,11 +74,12 @@ struct CollaborativeAttention {
             h,
             rows_at(params.key, b),
             rows_at(params.value, b, h),
-            bias,
+            content_bias,
             static_cast<Real>(params.scale * kLog2e),
             D,
             Dv,
-            features_of(h)};
+            features_of(h),
+            {params.terms, b, h, T}};
   }
 
   Ranges features_of(int64_t h) const {
@@ -158,8 +159,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
     if (dvalue) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
-    const HeadGradients gradients = head_gradients<Real>(*this, p, b, h, bool(p.dgate));
-    const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias};
+    const HeadGradients gradients = head_gradients<Real>(*this, p, b, h, true);
+    const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
     // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of
     // them.
     const Range all{0, D};
@@ -257,6 +258,10 @@ constexpr int64_t kGroupBytes = int64_t{32} << 20;
 template <typename Real, typename Operand>
 void collaborative_attention_backward(const BackwardParams& params) {
   const CollaborativeAttentionBackward<Real, Operand> op(params);
+  bias_backward<Real, Operand>(op, params);
+  const BackwardParams& p = params;
+  if (!p.dquery && !p.dkey && !p.dvalue && !p.dmixing && !p.dcontent_bias && !p.dgate && !p.dsinks)
+    return;
   const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + op.head_bytes() +

@@ -32,6 +32,7 @@ class FoldedHeads {
       params.gate = folded(gate, head ? gate.size[0] : 1, gate.rank == 4 ? gate.size[3] : 1,
                            gate.size[head] == 1 ? 0 : gate.stride[head]);
     }
+    fold_terms(p.terms);
     const MaskParams& mask = p.mask;
     for (int64_t b = 0; b < B; ++b) {
       int64_t lo = std::max<int64_t>(0, mask.band_lo), hi = std::min(S, mask.band_hi);
@@ -54,6 +55,24 @@ class FoldedHeads {
   ForwardParams params;
 
  private:
+  // The table of offsets of one row is a bias.
+  void fold_terms(const ScoreTerms& terms) {
+    ScoreTerms& folded = params.terms;
+    Tensor& bias = folded.bias;
+    if (const Tensor& t = terms.offset_bias) {
+      bias = {t.data, t.dtype, 5, {}, {0, 0, t.stride[0], 0, t.stride[1]}};
+      folded.offset_bias = {};
+    }
+    if (bias) {
+      bias.stride[3] = bias.stride[2];
+      bias.stride[2] *= rows_;
+    }
+    if (Tensor& sinks = folded.sinks) {
+      sinks.stride[1] = sinks.stride[0];
+      sinks.stride[0] *= rows_;
+    }
+  }
+
   // A tensor [B, H, 1, width] as [B, Hk, rows, width]; `head`: elements between its heads.
   Tensor folded(const Tensor& t, int64_t B, int64_t width, int64_t head) const {
     return {

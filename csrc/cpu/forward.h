@@ -28,7 +28,8 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
         for (const TilePlace& at : bundles.tiles(item)) {
           const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
           if (op.gate.closed(at.b, at.h) || !visible.any) {
-            store_blind_rows<Real>(outputs(at.b, at.h), at.first_row, visible.count, op.Dv);
+            const HeadTerms<Real> terms(params.terms, at.b, at.h, op.T);
+            store_empty_rows(outputs(at.b, at.h), terms, at.first_row, visible.count, op.Dv);
             continue;
           }
           QueryTile<Real, Operand>* tile =

@@ -38,7 +38,7 @@ struct GatedAttention {
   Head<Real> head(int64_t b, int64_t h) const {
     const int64_t hk = h / heads_per_key;
     return {b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk), Rows{}, log2_scale,
-            D, Dv, Ranges{&features, 1}};
+            D, Dv, Ranges{&features, 1},       {params.terms, b, h, T}};
   }
 
   // The query tile of head h; `rows` is scratch.
@@ -79,7 +79,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
                       const KeyGradients<Real>& keys, BackwardScratch<Real, Operand>& scratch,
                       Workspace& workspace) const {
     const BackwardParams& p = backward;
-    const bool with_dquery = with_rows && p.dquery, with_dgate = with_rows && p.dgate;
+    const bool with_dquery = with_rows && p.dquery;
     const bool pairs = keys.dkey || keys.dvalue || with_dquery;
     const size_t mark = workspace.mark();
     auto* tiles = workspace.room<BackwardTile<Real, Operand>>(places.count());
@@ -91,7 +91,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       if (!with_rows && !sees_part) continue;
       if (with_dquery && (!visible.any || this->gate.closed(at.b, at.h)))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
-      const HeadGradients gradients = head_gradients<Real>(*this, p, at.b, at.h, with_dgate);
+      const HeadGradients gradients = head_gradients<Real>(*this, p, at.b, at.h, with_rows);
       BackwardTile<Real, Operand>& tile =
           *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, at.b, at.h, visible);
       if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
@@ -110,7 +110,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   void key_head(const Bundles& bundles, int64_t index, const KeyTile& range, bool with_rows,
                 Workspace& workspace) const {
     BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundles.size);
-    KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr};
+    KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, {}};
     if (backward.dkey)
       keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
     if (backward.dvalue)
@@ -131,6 +131,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
 template <typename Real, typename Operand>
 void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real, Operand> op(params);
+  bias_backward<Real, Operand>(op, params);
+  if (!params.dquery && !params.dkey && !params.dvalue && !params.dgate && !params.dsinks) return;
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const Bundles whole(op, tiles_in_cache(tile_bytes), 1);
@@ -152,7 +154,7 @@ void gated_attention_backward(const BackwardParams& params) {
                                w);
                  });
   }
-  if (params.dquery || params.dgate) {
+  if (params.dquery || params.dgate || params.dsinks) {
     const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
     parallel_for(bundles.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
       BackwardScratch<Real, Operand> scratch(w, op.D, op.Dv, bundles.size);

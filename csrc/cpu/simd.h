@@ -172,6 +172,34 @@ inline Vec<Real> exp2(Vec<Real> x) {
   return p * (Vec<Real>)((IntVec<Real>)rounded << kMantissaBits);
 }
 
+// tanh(x): near 0 by the approximations of the Cephes library, elsewhere by 1 - 2 / (e^2x + 1).
+template <typename Real>
+inline Vec<Real> tanh(Vec<Real> x) {
+  const IntVec<Real> negative = x < Real(0);
+  const Vec<Real> size = negative ? -x : x, z = x * x;
+  Vec<Real> near;
+  if constexpr (sizeof(Real) == 4) {
+    near = splat<Real>(-5.70498872745e-3f);
+    near = near * z + 2.06390887954e-2f;
+    near = near * z - 5.37397155531e-2f;
+    near = near * z + 1.33314422036e-1f;
+    near = near * z - 3.33332819422e-1f;
+  } else {
+    Vec<Real> p = splat<Real>(-9.64399179425052238628e-1);
+    p = p * z - 9.92877231001918586564e1;
+    p = p * z - 1.61468768441708447952e3;
+    Vec<Real> q = z + 1.12811678491632931402e2;
+    q = q * z + 2.23548839060100448583e3;
+    q = q * z + 4.84406305325125486048e3;
+    near = p / q;
+  }
+  // Beyond 20 it is 1 in either type; NaN stays NaN.
+  const Vec<Real> power =
+      exp2<Real>((size > Real(20) ? splat<Real>(20) : size) * Real(2 * 1.4426950408889634074));
+  const Vec<Real> far = Real(1) - Real(2) / (power + Real(1));
+  return size < Real(0.625) ? x + x * (z * near) : negative ? -far : far;
+}
+
 // Whether data[rows][width], rows `stride` apart, holds a NaN or an infinity.
 template <typename Real>
 inline bool has_nonfinite(const Real* data, int64_t rows, int64_t width, int64_t stride) {

@@ -4,13 +4,9 @@
 
 #include "common/params.h"
 #include "common/philox.h"
-#include "cpu/visible.h"
+#include "cpu/scores.h"
 
 namespace hk::HK_LEVEL {
-
-// Score of a hidden pair.
-template <typename Real>
-constexpr Real kHidden = -__builtin_inff();
 
 // Scores of hidden pairs become -inf, whatever stood there.
 template <typename Real>

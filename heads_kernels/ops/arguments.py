@@ -11,8 +11,10 @@ from torch import Tensor
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.operator import Call
 
-#: query, key, mixing, content_bias (None for gated attention), scale
-Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+#: bias, offset_bias, sinks, softcap; None where there is none of them
+Terms = tuple[Tensor | None, Tensor | None, Tensor | None, float] | None
+#: query, key, mixing, content_bias (None for gated attention), scale, terms
+Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, Terms]
 #: k_lo, k_hi, key_visible, dense, band_lo, band_hi
 MaskParts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
 #: gate, gate_activation, seed, dropout_p
@@ -21,7 +23,15 @@ Options = tuple[Tensor | None, str, Tensor | None, float]
 
 def scores_of(call: Call) -> Scores:
     """What scores are made of."""
-    return call.query, call.key, call.mixing, call.content_bias, call.scale
+    return call.query, call.key, call.mixing, call.content_bias, call.scale, terms_of(call)
+
+
+def terms_of(call: Call) -> Terms:
+    """What follows the product of query and key."""
+    bias, offsets, sinks, softcap = call.bias, call.offset_bias, call.sinks, call.softcap
+    if bias is None and offsets is None and sinks is None and not softcap:
+        return None
+    return bias, offsets, sinks, softcap
 
 
 def options_of(call: Call) -> Options:

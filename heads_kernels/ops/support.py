@@ -91,7 +91,7 @@ def cpu(problem: Problem) -> list[str]:
         )
     if problem.query.device.type != "cpu":
         reasons.append(f"tensors are on {problem.query.device}; it serves CPU tensors")
-    return reasons + _rows_apart(problem) + _score_terms(problem)
+    return reasons + _rows_apart(problem)
 
 
 def triton(problem: Problem) -> list[str]:

@@ -1,0 +1,196 @@
+// The terms of a score between the product and the softmax: its cap, its bias, and the sink of its
+// row.
+//
+//   score = softcap * tanh(scale * raw / softcap) + bias
+//
+// Scores are base-2 logarithms of weights here, so cap, bias and sink are multiplied by log2(e).
+#pragma once
+
+#include <cmath>
+
+#include "cpu/rows.h"
+#include "cpu/visible.h"
+
+namespace hk::HK_LEVEL {
+
+constexpr double kLog2e = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+// Score of a hidden pair.
+template <typename Real>
+constexpr Real kHidden = -__builtin_inff();
+
+// The terms of one head of one batch.
+template <typename Real>
+struct HeadTerms {
+  Rows bias;     // [T][S], strides 0 where it broadcasts; absent: none
+  Rows offsets;  // [1][T + S - 1], pair (i, j) reads column j - i + last_row; absent: none
+  Rows sinks;    // [T][1], stride 0 unless rows are heads (decode.h); absent: none
+  int64_t last_row = 0;
+  Real cap = 0;  // 0: none
+
+  HeadTerms(const ScoreTerms& terms, int64_t b, int64_t h, int64_t T)
+      : last_row(T - 1), cap(static_cast<Real>(terms.softcap * kLog2e)) {
+    if (const Tensor& t = terms.bias) {
+      const int64_t entry =
+          b / terms.bias_inner * t.stride[0] + b % terms.bias_inner * t.stride[1] + h * t.stride[2];
+      bias = {at(t, entry), t.stride[3], t.stride[4], t.dtype};
+    }
+    if (const Tensor& t = terms.offset_bias)
+      offsets = {at(t, h * t.stride[0]), 0, t.stride[1], t.dtype};
+    if (const Tensor& t = terms.sinks) sinks = {at(t, h * t.stride[0]), t.stride[1], 1, t.dtype};
+  }
+
+  bool has_bias() const { return bias || offsets; }
+  bool change_scores() const { return has_bias() || cap != Real(0); }
+
+  // Whether the bias hides the pair.
+  bool hides(int64_t row, int64_t key) const {
+    if (!has_bias()) return false;
+    return (bias ? value(bias, row, key) : value(offsets, 0, key - row + last_row)) ==
+           -std::numeric_limits<double>::infinity();
+  }
+
+  // The sink of a row, a base-2 logarithm; -inf where there is none.
+  double sink(int64_t row) const {
+    return sinks ? value(sinks, row, 0) * kLog2e : -std::numeric_limits<double>::infinity();
+  }
+
+ private:
+  static char* at(const Tensor& t, int64_t element) {
+    return static_cast<char*>(t.data) + element * element_size(t.dtype);
+  }
+  static double value(const Rows& rows, int64_t row, int64_t column) {
+    double result;
+    load_row(&result, rows.columns(column).at(row), rows.dtype, 1);
+    return result;
+  }
+};
+
+// bias[n][m] of the keys of a tile for the query rows, transposed as scores are; lanes past the
+// rows are 0. `rows` is scratch of [64][row_stride(64)].
+template <typename Real>
+inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& visible,
+                      const KeyTile& keys, Real* rows, Real* bias) {
+  const int count = keys.count(), columns = visible.columns;
+  if (terms.offsets) {
+    // Along the lanes offsets descend: lane m of key n reads reversed[count - 1 - n + m].
+    const int64_t last = keys.end - 1 - visible.first + terms.last_row;
+    const int64_t first = last - std::min<int64_t>(last, count + columns - 2);
+    alignas(64) Real ascending[BLOCK_N + BLOCK_M], reversed[BLOCK_N + BLOCK_M] = {};
+    const Rows table = terms.offsets.columns(first);
+    load_row(ascending, table.at(0), table.dtype, last - first + 1, table.step);
+    for (int64_t i = 0; i <= last - first; ++i) reversed[i] = ascending[last - first - i];
+    for (int n = 0; n < count; ++n)
+      for (int m = 0; m < columns; m += kLanes<Real>)
+        store(bias + n * BLOCK_M + m, load(reversed + count - 1 - n + m));
+    return;
+  }
+  const Rows part = terms.bias.columns(keys.begin);
+  if (part.stride == 0) {  // the same for all rows
+    Real row[BLOCK_N];
+    load_row(row, part.at(0), part.dtype, count, part.step);
+    for (int n = 0; n < count; ++n)
+      for (int m = 0; m < columns; m += kLanes<Real>)
+        store<Real>(bias + n * BLOCK_M + m, splat<Real>(row[n]));
+    return;
+  }
+  if (part.step != 1) {
+    for (int n = 0; n < count; ++n) {
+      Real* column = bias + n * BLOCK_M;
+      load_row(column, part.columns(n).at(visible.first), part.dtype, visible.count, part.stride);
+      std::fill(column + visible.count, column + std::max(visible.count, columns), Real(0));
+    }
+    return;
+  }
+  const int64_t padded = round_up(count, kLanes<Real>);
+  if (part.dtype == kDTypeOf<Real> && count == padded && columns <= visible.count) {
+    transpose(reinterpret_cast<const Real*>(part.at(visible.first)), part.stride, bias, BLOCK_M,
+              columns, padded);
+    return;
+  }
+  constexpr int64_t stride = row_stride<Real>(BLOCK_N);
+  for (int m = 0; m < columns; ++m) {
+    Real* row = rows + m * stride;
+    const int filled = m < visible.count ? count : 0;
+    if (filled) load_row(row, part.at(visible.first + m), part.dtype, count);
+    std::fill(row + filled, row + padded, Real(0));
+  }
+  transpose(rows, stride, bias, BLOCK_M, columns, padded);
+}
+
+// scores[n][m] of `count` keys, finished: factor * scores capped, then with its bias ([64][64],
+// null: none). `slope` ([64][64], null: not asked for) becomes the derivative of the cap.
+template <typename Real>
+inline void finish_scores(Real cap, Real factor, int count, int columns, const Real* bias,
+                          Real* scores, Real* slope) {
+  const Real inverse = cap != Real(0) ? Real(1) / cap : Real(0);
+  for (int n = 0; n < count; ++n) {
+    for (int m = 0; m < columns; m += kLanes<Real>) {
+      const int at = n * BLOCK_M + m;
+      Vec<Real> s = load(scores + at) * factor;
+      if (cap != Real(0)) {
+        const Vec<Real> share = tanh<Real>(s * inverse);
+        s = share * cap;
+        if (slope) store<Real>(slope + at, Real(1) - share * share);
+      }
+      if (bias) {
+        const Vec<Real> b = load(bias + at);
+        s = b == kHidden<Real> ? splat<Real>(kHidden<Real>) : s + b * static_cast<Real>(kLog2e);
+      }
+      store<Real>(scores + at, s);
+    }
+  }
+}
+
+// Where the gradient of a bias is added up: of an entry [T][S] through strides, 0 where it
+// broadcasts, or of the offsets of a head; null: not asked for.
+template <typename Real>
+struct BiasGradient {
+  Real* data = nullptr;
+  int64_t row_stride = 0, key_stride = 0;
+  Real* offsets = nullptr;
+  int64_t last_row = 0;
+
+  explicit operator bool() const { return data || offsets; }
+
+  // Adds dscores[n][m] of a tile; those of hidden pairs and of lanes without a row are 0. `rows` is
+  // scratch of [64][row_stride(64)], and dscores as long as whole vectors of keys.
+  void add(const Real* dscores, const VisibleRows<Real>& visible, const KeyTile& keys,
+           Real* rows) const {
+    const int count = keys.count(), columns = visible.columns;
+    if (offsets) {
+      alignas(64) Real sums[BLOCK_N + BLOCK_M] = {};  // reversed as in load_bias
+      for (int n = 0; n < count; ++n)
+        for (int m = 0; m < columns; m += kLanes<Real>) {
+          Real* at = sums + count - 1 - n + m;
+          store<Real>(at, load(at) + load(dscores + n * BLOCK_M + m));
+        }
+      const int64_t last = keys.end - 1 - visible.first + last_row;
+      for (int64_t i = std::min<int64_t>(last, count + visible.count - 2); i >= 0; --i)
+        offsets[last - i] += sums[i];
+    } else if (row_stride == 0) {
+      for (int n = 0; n < count; ++n) {
+        Vec<Real> sum{};
+        for (int m = 0; m < columns; m += kLanes<Real>) sum += load(dscores + n * BLOCK_M + m);
+        data[(keys.begin + n) * key_stride] += sum_lanes<Real>(sum);
+      }
+    } else if (key_stride == 0) {
+      for (int m = 0; m < columns; m += kLanes<Real>) {
+        Vec<Real> sum{};
+        for (int n = 0; n < count; ++n) sum += load(dscores + n * BLOCK_M + m);
+        for (int lane = 0; lane < kLanes<Real> && m + lane < visible.count; ++lane)
+          data[(visible.first + m + lane) * row_stride] += sum[lane];
+      }
+    } else {
+      constexpr int64_t stride = hk::HK_LEVEL::row_stride<Real>(BLOCK_N);
+      transpose(dscores, BLOCK_M, rows, stride, round_up(count, kLanes<Real>), columns);
+      for (int m = 0; m < std::min(columns, visible.count); ++m) {
+        Real* row = data + (visible.first + m) * row_stride + keys.begin;
+        for (int n = 0; n < count; ++n) row[n] += rows[m * stride + n];
+      }
+    }
+  }
+};
+
+}  // namespace hk::HK_LEVEL
