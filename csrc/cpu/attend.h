@@ -173,13 +173,13 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
 }
 
 // scratch.scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any
-// mask. `key` holds the rows of that tile. With a bias scratch.bias holds it; `with_slope`:
-// scratch.slope the derivative of the cap.
+// mask. `key` holds the rows of that tile. `with_slope`: scratch.slope becomes the derivative of
+// the cap. Gives the bias of the tile [n][m], null where there is none.
 template <typename Real, typename Operand>
-inline void score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
-                       const VisibleRows<Real>& visible, const KeyTile& tile,
-                       const Left<Operand, false>& key, const TileScratch<Real, Operand>& scratch,
-                       bool with_slope = false) {
+inline const Real* score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
+                              const VisibleRows<Real>& visible, const KeyTile& tile,
+                              const Left<Operand, false>& key,
+                              const TileScratch<Real, Operand>& scratch, bool with_slope = false) {
   const int columns = visible.columns;
   Real* scores = scratch.scores;
   bool started = false;
@@ -204,11 +204,17 @@ inline void score_tile(const Head<Real>& head, const PackedQuery<Operand>& query
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
   const HeadTerms<Real>& terms = head.terms;
-  if (terms.has_bias()) load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
+  const Real* bias = nullptr;
+  if (terms.image) {
+    bias = terms.image_tile(visible.first, tile.begin);
+  } else if (terms.has_bias()) {
+    load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
+    bias = scratch.bias;
+  }
   if (terms.change_scores() || !kScaledQuery<Operand>)
     finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.log2_scale, tile.count(),
-                  columns, terms.has_bias() ? scratch.bias : nullptr, scores,
-                  with_slope ? scratch.slope : nullptr);
+                  columns, bias, scores, with_slope ? scratch.slope : nullptr);
+  return bias;
 }
 
 // sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:

@@ -247,15 +247,14 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
 // across all lanes.
 template <typename Real, typename Operand>
 inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
-                             Real scale, bool with_dscores, const KeyTile& keys,
+                             Real scale, bool with_dscores, const KeyTile& keys, const Real* bias,
                              BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
-  const bool biased = tile.head.terms.has_bias();
-  const bool all_visible = keys.full && visible.all_rows && !biased;
+  const bool all_visible = keys.full && visible.all_rows && !bias;
   const auto lanes_that_see = [&](int m, int n) {
     const IntVec<Real> lanes = visible.lanes_that_see(m, keys.begin + n);
-    return biased ? lanes & (load(scratch.bias + n * BLOCK_M + m) != kHidden<Real>) : lanes;
+    return bias ? lanes & (load(bias + n * BLOCK_M + m) != kHidden<Real>) : lanes;
   };
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
@@ -281,36 +280,40 @@ inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const Drop
 }
 
 // Sends `count` tiles over the keys [range.begin, range.end): adds to the gradients of the keys,
-// and to `dquery` of the tiles over `dquery_features` (none: not asked for); or, where that is
-// asked for, to the gradient of the bias alone.
+// and to `dquery` of the tiles over `dquery_features` (none: not asked for).
 template <typename Real, typename Operand>
 inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
                             const DropoutParams& dropout, Real scale, const KeyTile& range,
                             Ranges dquery_features, const KeyGradients<Real>& gradients,
                             BackwardScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
-  const bool with_dscores =
-      gradients.dkey || gradients.dcontent_bias || gradients.bias || !dquery_features.empty();
+  const bool with_raw = gradients.dkey || gradients.dcontent_bias || !dquery_features.empty();
+  const bool with_dscores = with_raw || gradients.bias;
   for_visible_pairs(
       tiles, count, range,
       [&](BackwardTile<Real, Operand>& tile, const KeyTile& window, const KeyTile& keys) {
         const Head<Real>& head = tile.head;
         const int columns = tile.visible.columns;
         const int64_t offset = keys.begin - gradients.begin;
-        const bool sloped = with_dscores && head.terms.cap != Real(0) && !gradients.bias;
-        score_tile(head, tile.query, tile.visible, keys, scratch.key.rows(head.key, window, keys),
-                   scratch, sloped);
+        const bool sloped = with_raw && head.terms.cap != Real(0);
+        const Real* bias = score_tile(head, tile.query, tile.visible, keys,
+                                      scratch.key.rows(head.key, window, keys), scratch, sloped);
         if (with_dscores)
           multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
                    scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
                    BLOCK_M, false);
-        softmax_backward(tile, dropout, scale, with_dscores, keys, scratch);
+        softmax_backward(tile, dropout, gradients.bias ? Real(1) : scale, with_dscores, keys, bias,
+                         scratch);
         if (gradients.bias)
-          return gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
-        if (sloped)
+          gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
+        if (sloped || (gradients.bias && with_raw))
           for (int n = 0; n < keys.count(); ++n)
-            for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>)
-              store<Real>(scratch.dprobs + m, load(scratch.dprobs + m) * load(scratch.slope + m));
+            for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
+              Vec<Real> draw = load(scratch.dprobs + m);
+              if (gradients.bias) draw *= scale;
+              if (sloped) draw *= load(scratch.slope + m);
+              store<Real>(scratch.dprobs + m, draw);
+            }
         if (gradients.dvalue) {
           const Real* weights = dropout.active ? scratch.dropped : scratch.scores;
           add_weighted_queries(
@@ -405,69 +408,90 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   return visible.any;
 }
 
-// The gradient of a bias is a pass of its own. Rows of one entry of a dense bias are one thread's,
-// which goes over the heads and batches that share the entry in their order; where the bias
-// broadcasts over rows, and for offsets (summed over batches afterwards), all rows of it.
+// The entries [T][S] of a dense bias, and which heads share them.
+struct BiasEntries {
+  const Tensor& dbias;  // [B1, B2, H, T, S]
+  int64_t inner;
+
+  explicit BiasEntries(const BackwardParams& p) : dbias(p.dbias), inner(p.terms.bias_inner) {}
+  int64_t count() const { return dbias.size[0] * dbias.size[1] * dbias.size[2]; }
+
+  // Calls body(b, h) for the heads that read an entry, batch by batch.
+  template <typename Body>
+  void for_readers(int64_t entry, int64_t B, int64_t H, Body body) const {
+    const int64_t* size = dbias.size;
+    const int64_t of_inner = entry / size[2] % size[1], of_outer = entry / size[2] / size[1];
+    for (int64_t b = 0; b < B; ++b) {
+      if (size[0] != 1 && b / inner != of_outer) continue;
+      if (size[1] != 1 && b % inner != of_inner) continue;
+      for (int64_t h = 0; h < H; ++h)
+        if (size[2] == 1 || h == entry % size[2]) body(b, h);
+    }
+  }
+
+  // Where the sums of an entry are; those of rows [begin, end) become 0 (all, where it broadcasts
+  // over rows).
+  template <typename Real>
+  BiasGradient<Real> cleared(int64_t entry, int64_t begin, int64_t end) const {
+    const int64_t T = dbias.size[3], S = dbias.size[4];
+    const BiasGradient<Real> sums{static_cast<Real*>(dbias.data) + entry * T * S, T == 1 ? 0 : S,
+                                  S == 1 ? 0 : 1};
+    std::fill_n(sums.data + begin * sums.row_stride, (T == 1 ? 1 : end - begin) * S, Real(0));
+    return sums;
+  }
+};
+
+// The gradient of a bias as a pass of its own. Rows of one entry of a dense bias are one thread's,
+// which goes over the heads that share it in their order; where the bias broadcasts over rows, and
+// for offsets (summed over batches afterwards), all rows of it.
 template <typename Real, typename Operand, typename Operator>
 void bias_backward(const Operator& op, const BackwardParams& p) {
-  const Tensor &dense = p.dbias, &offsets = p.doffset_bias;
-  if (!dense && !offsets) return;
-  const int64_t* size = dense.size;  // [B1, B2, H, T, S]
-  const int64_t entries = dense ? size[0] * size[1] * size[2] : op.B * op.H;
+  if (!p.dbias && !p.doffset_bias) return;
+  const BiasEntries dense(p);
+  const int64_t entries = p.dbias ? dense.count() : op.B * op.H;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
-  const bool all_rows = offsets || size[3] == 1;
-  const int64_t bundle = std::clamp<int64_t>(
-      op.query_tiles * std::max<int64_t>(1, entries) / (kBundlesPerThread * p.threads), 1,
-      tiles_in_cache(tile_bytes));
+  const bool all_rows = p.doffset_bias || p.dbias.size[3] == 1;
+  // Offsets are summed bundle by bundle: then a bundle may not depend on the threads.
+  const int64_t wanted = all_rows ? 1 : kBundlesPerThread * p.threads;
+  const int64_t most = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
+  const int64_t bundle = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);
   const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, bundle);
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + bundle * tile_bytes;
 
-  // Rows [begin, end) of head (b, h), added to `gradient`.
-  const auto head_rows = [&](int64_t b, int64_t h, int64_t begin, int64_t end,
-                             const BiasGradient<Real>& gradient,
-                             BackwardScratch<Real, Operand>& scratch, Workspace& workspace) {
-    const KeyGradients<Real> keys{0, nullptr, nullptr, nullptr, gradient};
-    const HeadGradients read = head_gradients<Real>(op, p, b, h, false);
-    for (int64_t first = begin; first < end; first += bundle * BLOCK_M) {
-      const size_t mark = workspace.mark();
-      auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle);
-      int64_t count = 0;
-      for (int64_t row = first; row < std::min(end, first + bundle * BLOCK_M); row += BLOCK_M) {
-        const VisibleRows<Real> visible(p.mask, b, h, row, op.T, op.S);
-        BackwardTile<Real, Operand>& tile =
-            *new (tiles + count) BackwardTile<Real, Operand>(workspace, op, b, h, visible);
-        count += prepare_tile(op, p.closed_grad, read, tile, scratch);
-      }
-      attend_backward(tiles, count, p.dropout, Real(1), {0, op.S}, Ranges{}, keys, scratch);
-      workspace.rewind(mark);
-    }
-  };
   parallel_for(
       entries * parts, p.threads, 2 * op.multiply_adds(), bytes,
       [&](int64_t item, Workspace& workspace) {
         BackwardScratch<Real, Operand> scratch(workspace, op.D, op.Dv, bundle);
-        const int64_t entry = item / parts, begin = item % parts * bundle * BLOCK_M;
-        if (offsets) {
-          const int64_t count = offsets.size[2];
-          Real* sums = static_cast<Real*>(offsets.data) + entry * count;
-          std::fill_n(sums, count, Real(0));
-          head_rows(entry / op.H, entry % op.H, 0, op.T, {nullptr, 0, 0, sums, op.T - 1}, scratch,
-                    workspace);
-          return;
-        }
+        const int64_t entry = item / parts;
+        const int64_t begin = all_rows ? 0 : item % parts * bundle * BLOCK_M;
         const int64_t end = all_rows ? op.T : std::min(op.T, begin + bundle * BLOCK_M);
-        Real* sums = static_cast<Real*>(dense.data) + entry * size[3] * size[4];
-        const BiasGradient<Real> gradient{sums, all_rows ? 0 : size[4], size[4] == 1 ? 0 : 1};
-        std::fill_n(sums + begin * gradient.row_stride,
-                    all_rows ? size[4] : (end - begin) * size[4], Real(0));
-        const int64_t inner = p.terms.bias_inner;
-        const int64_t of_inner = entry / size[2] % size[1], of_outer = entry / size[2] / size[1];
-        for (int64_t b = 0; b < op.B; ++b) {
-          if (size[0] != 1 && b / inner != of_outer) continue;
-          if (size[1] != 1 && b % inner != of_inner) continue;
-          for (int64_t h = 0; h < op.H; ++h)
-            if (size[2] == 1 || h == entry % size[2])
-              head_rows(b, h, begin, end, gradient, scratch, workspace);
+        const auto head_rows = [&](int64_t b, int64_t h, const BiasGradient<Real>& sums) {
+          const KeyGradients<Real> keys{0, nullptr, nullptr, nullptr, sums};
+          const HeadGradients read = head_gradients<Real>(op, p, b, h, false);
+          for (int64_t first = begin; first < end; first += bundle * BLOCK_M) {
+            const size_t mark = workspace.mark();
+            auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle);
+            int64_t count = 0;
+            const int64_t last = std::min(end, first + bundle * BLOCK_M);
+            for (int64_t row = first; row < last; row += BLOCK_M) {
+              const VisibleRows<Real> visible(p.mask, b, h, row, op.T, op.S);
+              auto* tile =
+                  new (tiles + count) BackwardTile<Real, Operand>(workspace, op, b, h, visible);
+              count += prepare_tile(op, p.closed_grad, read, *tile, scratch);
+            }
+            attend_backward(tiles, count, p.dropout, Real(1), {0, op.S}, Ranges{}, keys, scratch);
+            workspace.rewind(mark);
+          }
+        };
+        if (p.dbias) {
+          const BiasGradient<Real> sums = dense.cleared<Real>(entry, begin, end);
+          dense.for_readers(entry, op.B, op.H,
+                            [&](int64_t b, int64_t h) { head_rows(b, h, sums); });
+        } else {
+          const int64_t count = p.doffset_bias.size[2];
+          Real* sums = static_cast<Real*>(p.doffset_bias.data) + entry * count;
+          std::fill_n(sums, count, Real(0));
+          head_rows(entry / op.H, entry % op.H, {nullptr, 0, 0, sums, op.T - 1});
         }
       });
 }

@@ -22,6 +22,7 @@ struct CollaborativeAttention {
   std::vector<Real> mixing;                  // [H][D]
   std::vector<Real> factors;                 // [H][D] of the features of a query
   std::vector<std::vector<Range>> features;  // of each head: runs of chunks that are not all zero
+  BiasImage<Real> image;
 
   explicit CollaborativeAttention(const AttentionParams& p)
       : params(p),
@@ -36,7 +37,8 @@ struct CollaborativeAttention {
         heads_per_key(std::max<int64_t>(1, H)),
         mixing(H * D),
         factors(H * D),
-        features(H) {
+        features(H),
+        image(p, B, H, T, S) {
     std::vector<double> own(D);  // the mixing of a head; 0 is 0 in its own dtype
     for (int64_t h = 0; h < H; ++h) {
       load_row(
@@ -79,7 +81,7 @@ struct CollaborativeAttention {
             D,
             Dv,
             features_of(h),
-            {params.terms, b, h, T}};
+            image.terms(params.terms, b, h, T)};
   }
 
   Ranges features_of(int64_t h) const {

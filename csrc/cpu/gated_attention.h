@@ -18,6 +18,7 @@ struct GatedAttention {
   Range features;             // all
   std::vector<Real> factors;  // of the D features of a query
   Real log2_scale;            // makes scores base-2 logarithms of weights
+  BiasImage<Real> image;
 
   explicit GatedAttention(const AttentionParams& p)
       : params(p),
@@ -33,12 +34,14 @@ struct GatedAttention {
         heads_per_key(Hk ? std::max<int64_t>(1, H / Hk) : 1),
         features{0, D},
         factors(D, static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1)),
-        log2_scale(static_cast<Real>(p.scale * kLog2e)) {}
+        log2_scale(static_cast<Real>(p.scale * kLog2e)),
+        image(p, B, H, T, S) {}
 
   Head<Real> head(int64_t b, int64_t h) const {
     const int64_t hk = h / heads_per_key;
-    return {b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk), Rows{}, log2_scale,
-            D, Dv, Ranges{&features, 1},       {params.terms, b, h, T}};
+    return {
+        b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk),      Rows{}, log2_scale,
+        D, Dv, Ranges{&features, 1},       image.terms(params.terms, b, h, T)};
   }
 
   // The query tile of head h; `rows` is scratch.
@@ -80,7 +83,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
                       Workspace& workspace) const {
     const BackwardParams& p = backward;
     const bool with_dquery = with_rows && p.dquery;
-    const bool pairs = keys.dkey || keys.dvalue || with_dquery;
+    const bool pairs = keys.dkey || keys.dvalue || keys.bias || with_dquery;
     const size_t mark = workspace.mark();
     auto* tiles = workspace.room<BackwardTile<Real, Operand>>(places.count());
     int64_t count = 0;
@@ -106,11 +109,12 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     workspace.rewind(mark);
   }
 
-  // dK and dV of keys `range` of a key head, summed over its query heads in order.
+  // dK and dV of keys `range` of a key head, summed over its query heads in order; `bias` is where
+  // the gradient of their bias is added.
   void key_head(const Bundles& bundles, int64_t index, const KeyTile& range, bool with_rows,
-                Workspace& workspace) const {
+                const BiasGradient<Real>& bias, Workspace& workspace) const {
     BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundles.size);
-    KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, {}};
+    KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};
     if (backward.dkey)
       keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
     if (backward.dvalue)
@@ -125,22 +129,47 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   }
 };
 
+// Whether `items` divide well among the threads: better than seven products a pair of tiles where
+// whole items need five.
+inline bool divide_well(int64_t items, int threads) {
+  return 5 * round_up(items, threads) <= 7 * items;
+}
+
 // Where key heads divide well among the threads, one thread does all of a key head: five products a
 // pair of tiles. Else the keys of a head are split for dK and dV, and dQ is a pass of its own over
-// query tiles: seven products, the same bits.
+// query tiles: seven products, the same bits. The gradient of a dense bias is added up on the way
+// where the key heads that share an entry can be one thread's, else in a pass of its own.
 template <typename Real, typename Operand>
 void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real, Operand> op(params);
-  bias_backward<Real, Operand>(op, params);
-  if (!params.dquery && !params.dkey && !params.dvalue && !params.dgate && !params.dsinks) return;
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const Bundles whole(op, tiles_in_cache(tile_bytes), 1);
   const int64_t bytes =
       BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + whole.size * tile_bytes;
-  if (op.S == 0 || 5 * round_up(heads, params.threads) <= 7 * heads) {
-    parallel_for(heads, params.threads, work, bytes + op.accumulator_bytes(op.S),
-                 [&](int64_t item, Workspace& w) { op.key_head(whole, item, {0, op.S}, true, w); });
+  const BiasEntries bias(params);
+  // Where it broadcasts over rows, its sums would follow the order of the tiles in a bundle.
+  const bool on_the_way =
+      params.dbias && params.dbias.size[3] != 1 && op.heads_per_key == 1 && op.S > 0;
+  if (on_the_way && divide_well(bias.count(), params.threads)) {
+    parallel_for(bias.count(), params.threads, work, bytes + op.accumulator_bytes(op.S),
+                 [&](int64_t entry, Workspace& w) {
+                   const BiasGradient<Real> sums = bias.cleared<Real>(entry, 0, op.T);
+                   bias.for_readers(entry, op.B, op.H, [&](int64_t b, int64_t h) {
+                     const size_t mark = w.mark();
+                     op.key_head(whole, b * op.H + h, {0, op.S}, true, sums, w);
+                     w.rewind(mark);
+                   });
+                 });
+    return;
+  }
+  bias_backward<Real, Operand>(op, params);
+  const BackwardParams& p = params;
+  if (!p.dquery && !p.dkey && !p.dvalue && !p.dgate && !p.dsinks) return;
+  if (op.S == 0 || divide_well(heads, params.threads)) {
+    parallel_for(
+        heads, params.threads, work, bytes + op.accumulator_bytes(op.S),
+        [&](int64_t item, Workspace& w) { op.key_head(whole, item, {0, op.S}, true, {}, w); });
     return;
   }
   if (params.dkey || params.dvalue) {
@@ -151,7 +180,7 @@ void gated_attention_backward(const BackwardParams& params) {
                  [&](int64_t item, Workspace& w) {
                    const int64_t begin = std::min(op.S, item % parts * keys);
                    op.key_head(whole, item / parts, {begin, std::min(op.S, begin + keys)}, false,
-                               w);
+                               {}, w);
                  });
   }
   if (params.dquery || params.dgate || params.dsinks) {

@@ -7,7 +7,10 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
+#include <memory>
 
+#include "cpu/parallel.h"
 #include "cpu/rows.h"
 #include "cpu/visible.h"
 
@@ -27,7 +30,9 @@ struct HeadTerms {
   Rows offsets;  // [1][T + S - 1], pair (i, j) reads column j - i + last_row; absent: none
   Rows sinks;    // [T][1], stride 0 unless rows are heads (decode.h); absent: none
   int64_t last_row = 0;
-  Real cap = 0;  // 0: none
+  Real cap = 0;                 // 0: none
+  const Real* image = nullptr;  // the bias tile by tile (BiasImage), where that is kept
+  int64_t windows = 0;          // of the image
 
   HeadTerms(const ScoreTerms& terms, int64_t b, int64_t h, int64_t T)
       : last_row(T - 1), cap(static_cast<Real>(terms.softcap * kLog2e)) {
@@ -39,6 +44,12 @@ struct HeadTerms {
     if (const Tensor& t = terms.offset_bias)
       offsets = {at(t, h * t.stride[0]), 0, t.stride[1], t.dtype};
     if (const Tensor& t = terms.sinks) sinks = {at(t, h * t.stride[0]), t.stride[1], 1, t.dtype};
+  }
+
+  // The tile of the image that begins with these keys, [keys][64].
+  const Real* image_tile(int64_t first_row, int64_t first_key) const {
+    const int64_t tile = first_row / BLOCK_M * windows + first_key / BLOCK_N;
+    return image + (tile * BLOCK_N + first_key % BLOCK_N) * BLOCK_M;
   }
 
   bool has_bias() const { return bias || offsets; }
@@ -118,6 +129,59 @@ inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& vis
   }
   transpose(rows, stride, bias, BLOCK_M, columns, padded);
 }
+
+// A dense bias that several heads or batches share, tile by tile as scores are: [entry][query
+// tile][window][64 keys][64 rows]. It is transposed once, and not by each that shares it.
+template <typename Real>
+class BiasImage {
+ public:
+  BiasImage(const AttentionParams& p, int64_t B, int64_t H, int64_t T, int64_t S) {
+    const Tensor& bias = p.terms.bias;
+    if (!bias || T < BLOCK_M || bias.size[3] == 1 || bias.size[4] == 1) return;
+    const int64_t entries = bias.size[0] * bias.size[1] * bias.size[2];
+    tiles_ = ceil_div(T, BLOCK_M);
+    windows_ = ceil_div(S, BLOCK_N);
+    const int64_t count = entries * tiles_ * windows_ * kTile;
+    if (B * H < kReaders * entries || count * static_cast<int64_t>(sizeof(Real)) > kBytes) return;
+    data_.reset(new Real[count]);
+    constexpr int64_t kRows = BLOCK_M * row_stride<Real>(BLOCK_N);
+    MaskParams none;
+    none.band_lo = -T;
+    none.band_hi = S + 1;
+    parallel_for(entries * tiles_, p.threads, count, piece<Real>(kRows),
+                 [&](int64_t item, Workspace& workspace) {
+                   Real* rows = workspace.take<Real>(kRows);
+                   const int64_t entry = item / tiles_, h = entry % bias.size[2];
+                   const int64_t inner = entry / bias.size[2] % bias.size[1];
+                   const int64_t outer = entry / bias.size[2] / bias.size[1];
+                   const HeadTerms<Real> terms(p.terms, outer * p.terms.bias_inner + inner, h, T);
+                   const VisibleRows<Real> all(none, 0, 0, item % tiles_ * BLOCK_M, T, S);
+                   for (int64_t w = 0; w < windows_; ++w)
+                     load_bias(terms, all, {w * BLOCK_N, std::min(S, (w + 1) * BLOCK_N), true},
+                               rows, data_.get() + (item * windows_ + w) * kTile);
+                 });
+  }
+
+  // The terms of head (b, h), with their entry where there is an image.
+  HeadTerms<Real> terms(const ScoreTerms& terms, int64_t b, int64_t h, int64_t T) const {
+    HeadTerms<Real> result(terms, b, h, T);
+    if (!data_) return result;
+    const int64_t* size = terms.bias.size;
+    const int64_t outer = size[0] == 1 ? 0 : b / terms.bias_inner;
+    const int64_t inner = size[1] == 1 ? 0 : b % terms.bias_inner;
+    const int64_t entry = (outer * size[1] + inner) * size[2] + (size[2] == 1 ? 0 : h);
+    result.image = data_.get() + entry * tiles_ * windows_ * kTile;
+    result.windows = windows_;
+    return result;
+  }
+
+ private:
+  static constexpr int64_t kTile = BLOCK_M * BLOCK_N;
+  static constexpr int64_t kReaders = 4;                // of an entry; heuristic
+  static constexpr int64_t kBytes = int64_t{32} << 20;  // heuristic: what hardly any machine lacks
+  std::unique_ptr<Real[]> data_;
+  int64_t tiles_ = 0, windows_ = 0;
+};
 
 // scores[n][m] of `count` keys, finished: factor * scores capped, then with its bias ([64][64],
 // null: none). `slope` ([64][64], null: not asked for) becomes the derivative of the cap.
