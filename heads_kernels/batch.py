@@ -83,8 +83,9 @@ def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int
     ):
         was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
         refuse("bias", was, "pass a tensor that broadcasts to them")
+    is_leaf = bias.requires_grad and bias.is_leaf  # of which every element gets its gradient
     bias = bias.reshape(shape)
-    if not (bias.requires_grad and bias.is_leaf):  # of a leaf every element gets its gradient
+    if not is_leaf:
         for dim, stride in enumerate(bias.stride()):
             if stride == 0 and bias.shape[dim] > 1:
                 bias = bias.narrow(dim, 0, 1)

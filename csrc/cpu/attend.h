@@ -174,7 +174,7 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
 
 // scratch.scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any
 // mask. `key` holds the rows of that tile. `with_slope`: scratch.slope becomes the derivative of
-// the cap. Gives the bias of the tile [n][m], null where there is none.
+// the cap. Gives the bias of the tile [n][m] where it hides a pair, else null.
 template <typename Real, typename Operand>
 inline const Real* score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
                               const VisibleRows<Real>& visible, const KeyTile& tile,
@@ -211,10 +211,11 @@ inline const Real* score_tile(const Head<Real>& head, const PackedQuery<Operand>
     load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
     bias = scratch.bias;
   }
-  if (terms.change_scores() || !kScaledQuery<Operand>)
-    finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.log2_scale, tile.count(),
-                  columns, bias, scores, with_slope ? scratch.slope : nullptr);
-  return bias;
+  if (!terms.change_scores() && kScaledQuery<Operand>) return nullptr;
+  const bool hides =
+      finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.log2_scale, tile.count(),
+                    columns, bias, scores, with_slope ? scratch.slope : nullptr);
+  return hides ? bias : nullptr;
 }
 
 // sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
@@ -251,13 +252,13 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
   const TileUnit<Operand> unit;
   const KeyTile all{0, std::numeric_limits<int64_t>::max()};
   for_visible_pairs(
-      tiles, count, all,
-      [&](QueryTile<Real, Operand>& tile, const KeyTile& window, const KeyTile& keys) {
+      tiles, count, all, [&](QueryTile<Real, Operand>& tile, const KeyTile& window, KeyTile keys) {
         const Head<Real>& head = tile.head;
         const VisibleRows<Real>& visible = tile.visible;
         Real* scores = scratch.scores;
-        score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys),
-                   scratch);
+        if (score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys),
+                       scratch))
+          keys.full = false;
         if (!keys.full) hide(scores, keys, visible, visible.columns);
         if (tile.softmax.step(scores, keys.count(), visible.columns)) {
           for (int64_t w = 0; w < head.Dv; ++w) {

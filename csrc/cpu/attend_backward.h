@@ -244,17 +244,17 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
 
 // Probabilities from scores, and (`with_dscores`) dS times `scale` from dP, of one pair of tiles.
 // Hidden pairs and lanes without a row are 0 whatever stood there: the sums over query rows run
-// across all lanes.
+// across all lanes. `hiding` is the bias of the tile where it hides a pair, else null.
 template <typename Real, typename Operand>
 inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
-                             Real scale, bool with_dscores, const KeyTile& keys, const Real* bias,
+                             Real scale, bool with_dscores, const KeyTile& keys, const Real* hiding,
                              BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
-  const bool all_visible = keys.full && visible.all_rows && !bias;
+  const bool all_visible = keys.full && visible.all_rows;
   const auto lanes_that_see = [&](int m, int n) {
     const IntVec<Real> lanes = visible.lanes_that_see(m, keys.begin + n);
-    return bias ? lanes & (load(bias + n * BLOCK_M + m) != kHidden<Real>) : lanes;
+    return hiding ? lanes & (load(hiding + n * BLOCK_M + m) != kHidden<Real>) : lanes;
   };
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
@@ -291,19 +291,20 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
   const bool with_dscores = with_raw || gradients.bias;
   for_visible_pairs(
       tiles, count, range,
-      [&](BackwardTile<Real, Operand>& tile, const KeyTile& window, const KeyTile& keys) {
+      [&](BackwardTile<Real, Operand>& tile, const KeyTile& window, KeyTile keys) {
         const Head<Real>& head = tile.head;
         const int columns = tile.visible.columns;
         const int64_t offset = keys.begin - gradients.begin;
         const bool sloped = with_raw && head.terms.cap != Real(0);
-        const Real* bias = score_tile(head, tile.query, tile.visible, keys,
-                                      scratch.key.rows(head.key, window, keys), scratch, sloped);
+        const Real* hiding = score_tile(head, tile.query, tile.visible, keys,
+                                        scratch.key.rows(head.key, window, keys), scratch, sloped);
+        if (hiding) keys.full = false;
         if (with_dscores)
           multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
                    scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
                    BLOCK_M, false);
-        softmax_backward(tile, dropout, gradients.bias ? Real(1) : scale, with_dscores, keys, bias,
-                         scratch);
+        softmax_backward(tile, dropout, gradients.bias ? Real(1) : scale, with_dscores, keys,
+                         hiding, scratch);
         if (gradients.bias)
           gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
         if (sloped || (gradients.bias && with_raw))
@@ -311,7 +312,8 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
             for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
               Vec<Real> draw = load(scratch.dprobs + m);
               if (gradients.bias) draw *= scale;
-              if (sloped) draw *= load(scratch.slope + m);
+              if (sloped)  // of a hidden pair the slope may be NaN
+                draw = draw == Real(0) ? draw : draw * load(scratch.slope + m);
               store<Real>(scratch.dprobs + m, draw);
             }
         if (gradients.dvalue) {

@@ -184,11 +184,13 @@ class BiasImage {
 };
 
 // scores[n][m] of `count` keys, finished: factor * scores capped, then with its bias ([64][64],
-// null: none). `slope` ([64][64], null: not asked for) becomes the derivative of the cap.
+// null: none). `slope` ([64][64], null: not asked for) becomes the derivative of the cap. Gives
+// whether the bias hides a pair.
 template <typename Real>
-inline void finish_scores(Real cap, Real factor, int count, int columns, const Real* bias,
+inline bool finish_scores(Real cap, Real factor, int count, int columns, const Real* bias,
                           Real* scores, Real* slope) {
   const Real inverse = cap != Real(0) ? Real(1) / cap : Real(0);
+  IntVec<Real> hidden{};
   for (int n = 0; n < count; ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       const int at = n * BLOCK_M + m;
@@ -200,11 +202,14 @@ inline void finish_scores(Real cap, Real factor, int count, int columns, const R
       }
       if (bias) {
         const Vec<Real> b = load(bias + at);
-        s = b == kHidden<Real> ? splat<Real>(kHidden<Real>) : s + b * static_cast<Real>(kLog2e);
+        const IntVec<Real> hides = b == kHidden<Real>;
+        hidden |= hides;
+        s = hides ? splat<Real>(kHidden<Real>) : s + b * static_cast<Real>(kLog2e);
       }
       store<Real>(scores + at, s);
     }
   }
+  return any_lane<Real>(hidden);
 }
 
 // Where the gradient of a bias is added up: of an entry [T][S] through strides, 0 where it

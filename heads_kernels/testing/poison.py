@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from heads_kernels.batch import expand_bias
 from heads_kernels.testing.inputs import Inputs
 
 #: Guard rows before and after, and guard elements left and right of every row. Odd, so that the
@@ -53,7 +54,8 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
     Also which elements those are, by argument.
     """
     p = inputs.problem()
-    visible = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)
+    masked = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)
+    visible = masked if p.bias is None else masked & (expand_bias(p.bias, p.B) > -torch.inf)
     blind, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]
     if p.mixing is None:
         unseen_keys = unseen.reshape(p.B, p.Hk, p.H // p.Hk, p.S).all(2)
@@ -61,13 +63,14 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
     else:
         places = {"query": blind.all(1), "key": unseen.all(1), "value": unseen}
         places["content_bias"] = unseen
-    tensors = {
-        name: t.masked_fill(
-            places[name] if name == "content_bias" else places[name][..., None], bad
-        )
-        if name in places
-        else t
-        for name, t in inputs.tensors.items()
-    }
+    tensors = dict(inputs.tensors)
+    for name, place in places.items():
+        if name in tensors:
+            whole = place if name == "content_bias" else place[..., None]
+            tensors[name] = tensors[name].masked_fill(whole, bad)
+    if p.bias is not None:  # where the mask hides the pair from all that share an element
+        shape = tensors["bias"].shape
+        seen = masked.int().sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
+        tensors["bias"] = tensors["bias"].masked_fill(seen.reshape(shape) == 0, bad)
     poisoned = replace(inputs, tensors=tensors, dout=inputs.dout.masked_fill(blind[..., None], bad))
     return poisoned, {name: places[name] for name in tensors if name in places}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from heads_kernels.ops.operator import OPERANDS
 from tests.ops.calls import OPERATORS
 
 cpu = pytest.importorskip("heads_kernels._cpu", reason="pip install, with a C++ compiler")
@@ -50,6 +51,9 @@ def call(shared: bool, splits: int = 2) -> Call:
         "dense_mask": None,
         "excluded": torch.zeros(1, S, dtype=torch.bool),
         "gate": torch.ones(H),
+        "bias": None,
+        "offset_bias": None,
+        "sinks": None,
         "seed": torch.zeros(1, dtype=torch.int64),
         "out": empty(B, H, T, Dv),
         "dout": empty(B, H, T, Dv),
@@ -66,6 +70,9 @@ def call(shared: bool, splits: int = 2) -> Call:
         "dcontent_bias": rows(B, H, S) if shared else None,
         "dquery": rows(B, T, D) if shared else empty(B, H, T, D),
         "dmixing": rows(B, 1, H, D) if shared else None,
+        "dbias": None,
+        "doffset_bias": None,
+        "dsinks": None,
     }
 
 
@@ -74,37 +81,42 @@ def of_cpu(shared: bool) -> Call:
     c = call(shared)
     like = {f"d{name}": torch.zeros_like(c[name]) for name in ("query", "key", "value")}
     dense = torch.ones(1, H, T, S, dtype=torch.bool)
-    return {**c, **like, "dense_mask": dense, "dmixing": rows(B, H, D) if shared else None}
+    c |= {**like, "dense_mask": dense, "dmixing": rows(B, H, D) if shared else None}
+    c |= {"sinks": rows(H), "dsinks": rows(B, H, T)}
+    if shared:  # never both biases
+        return {**c, "offset_bias": rows(H, T + S - 1), "doffset_bias": rows(B, H, T + S - 1)}
+    return {**c, "bias": rows(1, B, H, T, S), "dbias": rows(1, B, H, T, S)}
 
 
-def told(c: Call) -> tuple[Any, ...]:
-    scores = c["query"], c["key"], c["mixing"], c["content_bias"], 0.5
+def arguments(c: Call) -> tuple[Any, ...]:
+    terms = c["bias"], c["offset_bias"], c["sinks"], 2.0
+    scores = c["query"], c["key"], c["mixing"], c["content_bias"], 0.5, terms
     mask = c["k_lo"], c["k_hi"], c["key_visible"], c["dense_mask"], -S, S
     return scores, c["value"], mask, (c["gate"], "identity", c["seed"], 0.5)
 
 
 def cpu_forward(c: Call) -> None:
-    cpu.attention_forward(*told(c), (c["out"], c["attended"], c["lse"]), 1)
+    cpu.attention_forward(*arguments(c), (c["out"], c["attended"], c["lse"]), 1)
 
 
 def cpu_backward(c: Call) -> None:
-    names = ("dquery", "dkey", "dvalue", "dmixing", "dcontent_bias", "dgate")
+    names = [f"d{name}" for name in OPERANDS]
     saved, gradients = (c["dout"], c["attended"], c["lse"]), tuple(c[name] for name in names)
-    cpu.attention_backward(*told(c), True, saved, gradients, 1)
+    cpu.attention_backward(*arguments(c), True, saved, gradients, 1)
 
 
 def cpu_statistics(c: Call) -> None:
-    scores, _, mask, _ = told(c)
+    scores, _, mask, _ = arguments(c)
     outputs = tuple(c[name] for name in ("lse", "max_prob", "argmax", "entropy"))
     cpu.attention_statistics(scores, c["excluded"], mask, outputs, 1)
 
 
 def forward(c: Call) -> None:
-    cuda.attention_forward(*told(c), (c["out"], c["attended"], c["lse"]), HERE)
+    cuda.attention_forward(*arguments(c), (c["out"], c["attended"], c["lse"]), HERE)
 
 
 def closed(c: Call) -> None:
-    cuda.attention_closed(*told(c), c["dout"], c["dgate"], HERE)
+    cuda.attention_closed(*arguments(c), c["dout"], c["dgate"], HERE)
 
 
 def first(c: Call) -> None:
@@ -117,23 +129,26 @@ def keys(c: Call) -> None:
         (c["dout"], c["lse"], c["delta"]),
         (c["dkey"], c["dvalue"], c["dcontent_bias"]),
     )
-    cuda.attention_keys(*told(c), read, gradients, 2, HERE)
+    cuda.attention_keys(*arguments(c), read, gradients, 2, HERE)
 
 
 def queries(c: Call) -> None:
     read, gradients = (c["dout"], c["lse"], c["delta"]), (c["dquery"], c["dmixing"])
-    cuda.attention_queries(*told(c), read, gradients, 1, True, HERE)
+    cuda.attention_queries(*arguments(c), read, gradients, 1, True, HERE)
 
 
 Pass = Callable[[Call], None]
 _SCORES = ("query", "key", "mixing", "content_bias", "k_lo", "k_hi", "key_visible", "dense_mask")
+_TERMS = ("bias", "offset_bias", "sinks")
 _CALL = (*_SCORES, "value", "gate", "seed")
 _READ = ("dout", "lse", "delta")
+#: Gradients, written only where they are asked for; an empty one is not.
+GRADIENTS = [f"d{name}" for name in OPERANDS]
 #: Each pass with the tensors that it reads and writes.
 PASSES: dict[Pass, tuple[str, ...]] = {
-    cpu_forward: (*_CALL, "out", "attended", "lse"),
-    cpu_backward: (*_CALL, "dout", "attended", "lse", "dquery", "dkey", "dvalue", "dmixing", "dcontent_bias", "dgate"),
-    cpu_statistics: (*_SCORES, "excluded", "lse", "max_prob", "argmax", "entropy"),
+    cpu_forward: (*_CALL, *_TERMS, "out", "attended", "lse"),
+    cpu_backward: (*_CALL, *_TERMS, "dout", "attended", "lse", *GRADIENTS),
+    cpu_statistics: (*_SCORES, *_TERMS, "excluded", "lse", "max_prob", "argmax", "entropy"),
 }  # fmt: skip
 CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
     forward: (*_CALL, "out", "attended", "lse"),
@@ -145,8 +160,6 @@ CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
 if cuda is not None:
     PASSES |= CUDA_PASSES
 
-#: Gradients, written only where they are asked for; an empty one is not.
-GRADIENTS = {"dquery", "dkey", "dvalue", "dmixing", "dcontent_bias", "dgate"}
 #: What may be absent.
 OPTIONAL = {
     "content_bias",
@@ -154,19 +167,23 @@ OPTIONAL = {
     "dense_mask",
     "excluded",
     "gate",
+    "bias",
+    "offset_bias",
+    "sinks",
     "attended",
     "lse",
     *GRADIENTS,
 }
 #: But these passes need it.
 NEEDED = {
-    (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
+    (cpu_backward, "attended"), (cpu_backward, "lse"), *((cpu_backward, name) for name in _TERMS),
+    (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
     (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"),
 }  # fmt: skip
 #: Outputs of passes that may be empty.
 OUTPUTS = {
     cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"},
-    cpu_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS,
+    cpu_backward: {*GRADIENTS}, keys: {*GRADIENTS}, queries: {*GRADIENTS},
 }  # fmt: skip
 
 
@@ -217,6 +234,9 @@ def is_served(run: Pass, name: str, how: str) -> bool:
             "gate",
             "mixing",
             "content_bias",
+            "bias",
+            "offset_bias",
+            "sinks",
             *(("dout", "attended") if run is cpu_backward else ()),
         )
         return run.__name__.startswith("cpu") and name in own
@@ -245,7 +265,7 @@ def test_a_tensor_that_does_not_fit(run: Pass, name: str, shared: bool, how: str
 @pytest.mark.parametrize("how", ["threads", "band", "dropout_p", "activation", "seed"])
 def test_numbers_that_do_not_fit(how: str) -> None:
     c = of_cpu(shared=False)
-    scores, value, mask, options = told(c)
+    scores, value, mask, options = arguments(c)
     threads = 0 if how == "threads" else 1
     if how == "band":
         mask = (*mask[:4], -(2**40), S)
@@ -301,7 +321,8 @@ def op_arguments(shared: bool, backward: bool) -> Call:
     """Arguments of an op by name, in its order; a valid call."""
     c = {**of_cpu(shared), "band_lo": -S, "band_hi": S, "scale": 0.5}
     c |= {"gate_activation": "identity", "dropout_p": 0.5, "save": True, "closed_grad": True}
-    c["needs"] = [True] * (6 if shared else 4)
+    c["softcap"] = 2.0
+    c["needs"] = [c[name] is not None for name in OPERATORS[NAMES[shared]].operands]
     names = (
         *OPERATORS[NAMES[shared]].types,
         *(("closed_grad", "needs") if backward else ("save",)),
@@ -315,11 +336,11 @@ def op_of(shared: bool, backward: bool) -> Any:
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:
     if how == "None":
-        return name in ("content_bias", "key_visible", "dense_mask", "gate") or (
+        return name in ("content_bias", "key_visible", "dense_mask", "gate", *_TERMS) or (
             name == "seed" and backend != "cpu"
         )
     if how == "double":
-        return name in ("gate", "mixing", "content_bias") or (
+        return name in ("gate", "mixing", "content_bias", *_TERMS) or (
             backend == "cpu" and name in ("dout", "attended")
         )
     return False

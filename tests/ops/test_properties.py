@@ -15,6 +15,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
+from heads_kernels.mask import as_mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes
 from tests.ops.calls import DIFFERENTIABLE, TABLES, assert_same_bits
@@ -32,7 +33,9 @@ def masks(draw: st.DrawFn) -> MaskBuilder:
     """Any part of `hk.Mask` with any other; sizes are known when the case is made."""
     parts = draw(
         st.lists(
-            st.sampled_from(["causal", "window", "lengths", "key_mask", "query_mask", "documents"]),
+            st.sampled_from(
+                ["causal", "window", "lengths", "key_mask", "query_mask", "documents", "dense"]
+            ),
             unique=True,
         )
     )
@@ -58,7 +61,11 @@ def masks(draw: st.DrawFn) -> MaskBuilder:
         if "documents" in parts:
             ids = [torch.randint(0, 4, (1, n), generator=generator) for n in (sizes.T, sizes.S)]
             arguments["document_ids"] = (ids[0], ids[1].sort(1).values)
-        return hk.Mask(**arguments)
+        mask = hk.Mask(**arguments)
+        if "dense" in parts:
+            pairs = torch.rand(1, sizes.H, sizes.T, sizes.S, generator=generator) < 0.6
+            return as_mask(pairs, sizes) & mask
+        return mask
 
     return build
 
@@ -69,6 +76,22 @@ def gates(draw: st.DrawFn) -> str | None:
     rank = draw(st.integers(0, 4))
     full = ("", "H", "BH", "BHT", "BHTD")[rank]
     return "".join(draw(st.sampled_from([letter, letter, "1"])) for letter in full) or None
+
+
+@st.composite
+def biases(draw: st.DrawFn) -> dict[str, Any]:
+    """No bias, a dense one of any rank and sizes of 1, or a table of offsets."""
+    kind = draw(st.sampled_from(["none", "none", "dense", "offsets"]))
+    if kind == "none":
+        return {}
+    if kind == "offsets":
+        return {"offsets": draw(st.integers(1, 80))}
+    full = "BHTS"[draw(st.integers(0, 3)) :]
+    return {
+        "bias": "".join(draw(st.sampled_from([letter, letter, "1"])) for letter in full),
+        "bias_dtype": draw(st.sampled_from([None, torch.float32])),
+        "bias_hides": draw(st.booleans()),
+    }
 
 
 @st.composite
@@ -86,6 +109,9 @@ def cases(draw: st.DrawFn, operator: str) -> Case:
         "outlier": draw(st.sampled_from([1.0, 1.0, 20.0])),
         "dropout_p": draw(st.sampled_from([0.0, 0.0, 0.25])),
         "layout": draw(LAYOUT),
+        "softcap": draw(st.sampled_from([None, None, 1.0, 30.0])),
+        "sinks": draw(st.booleans()),
+        **draw(biases()),
     }
     B, Hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     T, S = draw(LENGTH), draw(LENGTH)
@@ -113,7 +139,7 @@ def test_any_call_is_accurate(
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-@given(data=st.data(), needs=st.integers(1, 63))
+@given(data=st.data(), needs=st.integers(1, 511))
 def test_any_gradients_that_are_asked_for(
     operator: str, backend: str, data: st.DataObject, needs: int
 ) -> None:
@@ -147,19 +173,22 @@ STRIDES = {
 
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize(
-    "argument", ["query", "key", "value", "gate", "mixing", "content_bias", "dout"]
+    "argument", ["query", "key", "value", "gate", "mixing", "content_bias", "bias", "sinks", "dout"]
 )
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_any_strides(operator: str, backend: str, argument: str, strides: str) -> None:
     """Views give what their contiguous copies give; gradients arrive for views too."""
     sizes = (2, 4, 33, 35)
-    case: Case = GatedCase("strides", *sizes, D=16, Dv=24, gate="BHTD")
+    options: dict[str, Any] = {"Dv": 24, "gate": "BHTD", "bias": "BHTS", "sinks": True}
+    case: Case = GatedCase("strides", *sizes, D=16, **options)
     if operator == "collaborative_attention":
-        case = CollaborativeCase("strides", *sizes, Ds=32, Dv=24, gate="BHTD", content_bias=True)
+        case = CollaborativeCase("strides", *sizes, Ds=32, content_bias=True, **options)
     inputs = case.make()
     tensors = {**inputs.tensors, "dout": inputs.dout}
-    if argument not in tensors:
-        pytest.skip(f"{operator} has no {argument}")
+    if argument not in tensors or (
+        tensors[argument].dim() < 2 and strides.startswith(("rev", "exp"))
+    ):
+        pytest.skip(f"{operator} has no such {argument}")
     view = STRIDES[strides](tensors[argument])
 
     def run(t: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import Problem
+from heads_kernels.batch import expand_bias
 from heads_kernels.testing import CASES, Case, peak_memory, plain
 from tests.ops.calls import TABLES, assert_same_bits, call
 from tests.support.alike import assert_alike
@@ -20,20 +22,28 @@ QUICK = [case for case in CASES if "model" not in case.tags and not case.dropout
 
 def arguments(case: Case, dtype: torch.dtype) -> dict[str, object]:
     inputs = case.make(dtype)
-    names = "query", "key", "mixing", "content_bias", "attn_mask", "is_causal", "scale"
-    return {name: v for name, v in {**inputs.tensors, **inputs.options}.items() if name in names}
+    given = {**inputs.tensors, **inputs.options}
+    if "offset_table" in given:
+        given["bias"] = hk.OffsetBias(given["offset_table"])
+    names = inspect.signature(hk.attention_statistics).parameters
+    return {name: value for name, value in given.items() if name in names}
+
+
+def widened(value: object) -> object:
+    if isinstance(value, hk.OffsetBias):
+        return hk.OffsetBias(value.values.double())
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def brute_force(given: dict[str, object], excluded: Tensor | None = None) -> hk.AttentionStatistics:
     """From the whole matrix of probabilities in float64; `excluded` is `[B or 1, S]`."""
-    wide = {
-        name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-        for name, v in given.items()
-    }
+    wide = {name: widened(value) for name, value in given.items()}
     problem = Problem.statistics(**wide)
     _, lse, p = plain(problem)
     entropy = torch.where(p > 0, -p * p.clamp(min=5e-324).log(), 0.0).sum(-1)
     visible = problem.intervals.to_dense(problem.T, problem.S).expand(p.shape)
+    if problem.bias is not None:
+        visible = visible & (expand_bias(problem.bias, problem.B) > -torch.inf)
     allowed = visible if excluded is None else visible & ~excluded[:, None, None]
     if problem.S == 0:
         return hk.AttentionStatistics(lse, lse * 0, lse.long(), entropy)

@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
 from heads_kernels import functional
-from heads_kernels.ops.attention_statistics.op import statistics_op
+from heads_kernels.dispatch import choose
+from heads_kernels.ops.attention_statistics import BACKENDS as STATISTICS
+from heads_kernels.ops.attention_statistics.op import SIGNATURE, statistics_op
 from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, assert_same_bits, call, serve, tensors
 from tests.support.alike import assert_alike
 
@@ -26,11 +28,19 @@ def function(
     """The operator as a function of the tensors `names`, in their order."""
 
     def run(*values: Tensor) -> Tensor:
-        arguments = dict(zip(names, values, strict=True))
+        arguments = with_offsets(dict(zip(names, values, strict=True)))
         out: Tensor = getattr(hk, operator)(**arguments, backend=backend, **options)
         return out
 
     return run
+
+
+def with_offsets(arguments: dict[str, Tensor]) -> dict[str, Any]:
+    """Arguments of a call: of an `offset_table` an `OffsetBias` is made."""
+    given: dict[str, Any] = dict(arguments)
+    if "offset_table" in given:
+        given["bias"] = hk.OffsetBias(given.pop("offset_table"))
+    return given
 
 
 def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +55,9 @@ OPCHECKS = {
     "wide": ({"T": 33, "S": 20, "D": 40}, (1, H, 33), {"attn_mask": hk.Mask(window=(3, 2))}),
     "half": ({"dtype": torch.bfloat16}, (B, H), {"dropout_p": 0.3}),
     "empty": ({"B": 0}, (H,), {"is_causal": True}),
+    "bias": ({}, (H,), {"bias": torch.randn(1, H, T, S), "softcap": 2.0}),
+    "broadcast bias": ({}, None, {"bias": torch.randn(B, 1, 1, S), "sinks": torch.randn(H)}),
+    "offsets": ({"dtype": torch.bfloat16}, None, {"bias": hk.OffsetBias(torch.randn(H, 5))}),
 }
 
 
@@ -69,9 +82,8 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
     torch.library.opcheck(op.forward_op, (*inputs, False, backend))
     out, attended, lse = op.forward_op(*inputs, True, backend)
     saved = (torch.randn_like(out), out if gate is None else attended, lse)
-    differentiable = len(arguments) + 1
-    for needs in ([True] * differentiable, [True, *[False] * (differentiable - 1)]):
-        needs = [*needs[:-1], needs[-1] and gate is not None]
+    every = [getattr(problem, name) is not None for name in op.operands]
+    for needs in (every, [True, *[False] * (len(every) - 1)]):
         torch.library.opcheck(op.backward_op, (*saved, *inputs, False, needs, backend))
 
 
@@ -85,11 +97,19 @@ def test_opcheck_statistics(backend: str, form: str) -> None:
     serve("attention_statistics", backend, **arguments)
     excluded = torch.rand(B, S) > 0.5
     mixing, content_bias = arguments.get("mixing"), arguments.get("content_bias")
-    inputs = (
-        arguments["query"], arguments["key"], mixing, content_bias, excluded,
-        None, None, None, None, -2, 3, 0.5, backend,
-    )  # fmt: skip
-    torch.library.opcheck(statistics_op, inputs)
+    problem = hk.Problem.statistics(
+        arguments["query"],
+        arguments["key"],
+        mixing=mixing,
+        content_bias=content_bias,
+        attn_mask=hk.Mask(window=(2, 3)),
+        bias=torch.randn(H, T, 1),
+        sinks=torch.randn(H),
+        softcap=3.0,
+    )
+    if choose(STATISTICS, problem, backend).backend is None:
+        pytest.skip(str(choose(STATISTICS, problem, backend)))
+    torch.library.opcheck(statistics_op, (*SIGNATURE.pack(problem), excluded, backend))
 
 
 # ---------------------------------------------------------------------- gradients
@@ -102,6 +122,12 @@ GRADCHECKS: dict[str, tuple[dict[str, int], tuple[int, ...] | None, dict[str, An
     "broadcast gate": ({}, (2, 1, 3), {"attn_mask": hk.Mask(window=(1, 0))}),
     "shared heads": ({"Hk": 1}, (2,), {"attn_mask": hk.Mask(query_lengths=[3, 0])}),
     "dropout": ({}, (2,), {"dropout_p": 0.4, "is_causal": True}),
+    "bias": ({}, (2,), {"bias": (1, 2, 3, 4), "sinks": (2,), "softcap": 1.5}),
+    "bias of keys": ({}, (2,), {"bias": (2, 1, 1, 4), "is_causal": True}),
+    "bias of rows": ({}, None, {"bias": (2, 3, 1), "sinks": (2,)}),
+    "float mask": ({}, None, {"attn_mask": (3, 4), "dropout_p": 0.4}),
+    "offsets": ({}, (2,), {"offset_table": (2, 3), "softcap": 1.5}),
+    "shared offsets": ({}, None, {"offset_table": (1, 9), "sinks": (2,)}),
 }
 
 
@@ -116,7 +142,11 @@ def test_gradcheck(operator: str, backend: str, case: str, monkeypatch: pytest.M
         gate = torch.randn(gate_shape, dtype=torch.float64)
         gate.view(-1)[1] = 0.0
         arguments["gate"] = gate.requires_grad_()
-    serve(operator, backend, **arguments, **options)
+    for name, shape in options.items():
+        if name in ("bias", "sinks", "offset_table", "attn_mask") and isinstance(shape, tuple):
+            arguments[name] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    options = {name: value for name, value in options.items() if name not in arguments}
+    serve(operator, backend, **with_offsets(arguments), **options)
     run = function(operator, backend, list(arguments), **options)
     assert torch.autograd.gradcheck(run, tuple(arguments.values()))
 
@@ -261,14 +291,21 @@ COMPILED: dict[str, tuple[str | None, dict[str, Any]]] = {
         {"gate_activation": "sigmoid", "attn_mask": hk.Mask(window=(3, 0))},
     ),
     "dropout": (None, {"dropout_p": 0.25, "attn_mask": hk.Mask(causal="lower_right")}),
+    "bias": ("head", {"softcap": 2.0, "with": ("bias", "sinks")}),
+    "offsets": (None, {"is_causal": True, "with": ("offset_table",)}),
 }
 
 
-def compiled_arguments(operator: str, gate: str | None, T: int, S: int) -> dict[str, Tensor]:
+def compiled_arguments(
+    operator: str, gate: str | None, T: int, S: int, terms: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
     arguments = tensors(operator, T=T, S=S, dtype=torch.float32, grad=True)
     if gate is not None:
         shape = {"head": (H,), "token": (B, H, T)}[gate]
         arguments["gate"] = torch.randn(shape, requires_grad=True)
+    for name in terms:
+        shape = {"bias": (1, H, T, S), "sinks": (H,), "offset_table": (H, 11)}[name]
+        arguments[name] = torch.randn(shape, requires_grad=True)
     return arguments
 
 
@@ -277,15 +314,17 @@ def compiled_arguments(operator: str, gate: str | None, T: int, S: int) -> dict[
 def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
     """One graph, without a break, serves every length: the second call does not compile again."""
     gate, options = COMPILED[case]
+    terms = options.get("with", ())
+    options = {name: value for name, value in options.items() if name != "with"}
     torch.compiler.reset()
-    arguments = compiled_arguments(operator, gate, T, S)
-    serve(operator, backend, **arguments, **options)
+    arguments = compiled_arguments(operator, gate, T, S, terms)
+    serve(operator, backend, **with_offsets(arguments), **options)
     run = function(operator, backend, list(arguments), **options)
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     compare_compiled(run, compiled, list(arguments.values()))
     with torch.compiler.set_stance("fail_on_recompile"):
         for t, s in ((9, 13), (12, 12), (33, 40)):
-            values = list(compiled_arguments(operator, gate, t, s).values())
+            values = list(compiled_arguments(operator, gate, t, s, terms).values())
             compare_compiled(run, compiled, values)
 
 

@@ -1,0 +1,249 @@
+"""What a score is made of: biases, tables of offsets, caps and sinks, by identities and against PyTorch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import heads_kernels as hk
+from heads_kernels.batch import bias_batches, flatten_bias
+from heads_kernels.testing import peak_memory
+from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, tensors
+from tests.support.alike import assert_alike
+
+B, H, T, S = 2, 4, 37, 70
+
+
+def arguments(operator: str, **sizes: Any) -> dict[str, Tensor]:
+    return tensors(operator, B=B, H=H, T=T, S=S, dtype=torch.float32, **sizes)
+
+
+def both(operator: str, backend: str, **given: Any) -> dict[str, Tensor]:
+    """The output and the gradients of all tensors among the arguments."""
+    leaves = {
+        name: value.requires_grad_()
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.is_leaf
+    }
+    out = call(operator, backend, **given)
+    grads = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out).cumsum(-1))
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+@pytest.mark.parametrize("shape", [(T, S), (1, 1, S), (H, 1, S), (B, 1, T, S), (B, H, T, S)])
+@pytest.mark.parametrize("backend", [b for operator, b in DIFFERENTIABLE if operator[0] == "g"])
+def test_a_float_mask_is_that_of_sdpa(backend: str, shape: tuple[int, ...]) -> None:
+    given = arguments("gated_attention", Hk=H)
+    mask = torch.randn(shape)
+    mask[..., ::5] = -torch.inf
+    want = F.scaled_dot_product_attention(*given.values(), mask)
+    assert_alike(call("gated_attention", backend, **given, attn_mask=mask), want)
+    assert_alike(call("gated_attention", backend, **given, bias=mask), want)
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_a_table_of_offsets_is_its_dense_bias(operator: str, backend: str) -> None:
+    given = arguments(operator)
+    table = torch.randn(H, 33, requires_grad=True)
+    offsets = hk.OffsetBias(table, first=-20)
+    out = call(operator, backend, **given, bias=offsets)
+    assert_alike(out, call(operator, backend, **given, bias=offsets.to_dense(T, S)))
+    i, j = torch.arange(T)[:, None], torch.arange(S)
+    dense = table[:, (j - i + 20).clamp(0, 32)]
+    assert_alike(offsets.to_dense(T, S), dense)
+    dout = torch.randn_like(out)
+    want = torch.autograd.grad(call(operator, backend, **given, bias=dense), table, dout)
+    assert_alike(torch.autograd.grad(out, table, dout), want)
+
+
+def test_alibi() -> None:
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    i, j = torch.arange(T)[:, None], torch.arange(S)
+    want = -slopes[:, None, None] * (j - i).abs()
+    assert_alike(hk.OffsetBias.alibi(slopes).to_dense(T, S), want)
+    later = hk.OffsetBias.alibi(slopes).starting_at(S - T).to_dense(T, S)
+    assert_alike(later, -slopes[:, None, None] * (j - i - (S - T)).abs())
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("max_distance", [20, 64, 128])
+def test_t5(bidirectional: bool, max_distance: int) -> None:
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    weight = torch.randn(32, H, requires_grad=True)
+    i, j = torch.arange(200)[:, None], torch.arange(300)
+    buckets = t5.T5Attention._relative_position_bucket(j - i, bidirectional, 32, max_distance)
+    bias = hk.OffsetBias.t5(weight, bidirectional, max_distance)
+    assert torch.equal(bias.to_dense(200, 300), weight[buckets].permute(2, 0, 1))
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_a_sink_is_one_more_key_without_a_value(operator: str, backend: str) -> None:
+    given = arguments(operator)
+    sinks = torch.randn(H)
+    got = both(operator, backend, **given, sinks=sinks.clone())
+    longer = dict(given)
+    for name in ("key", "value", "content_bias"):
+        if name in given:
+            last = -1 if name == "content_bias" else -2
+            width = [n if d % given[name].dim() != last % given[name].dim() else 1
+                     for d, n in enumerate(given[name].shape)]  # fmt: skip
+            longer[name] = torch.cat([given[name].detach(), torch.zeros(width)], last)
+    column = torch.zeros(H, T, S + 1)
+    column[..., -1] = sinks[:, None]
+    want = both(operator, backend, **longer, bias=column)
+    assert_alike(got["out"], want["out"])
+    assert_alike(got["query"], want["query"])
+    assert_alike(got["sinks"], want["bias"][..., -1].sum(1))
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_a_bias_of_rows_changes_nothing(operator: str, backend: str) -> None:
+    given = arguments(operator)
+    got = both(operator, backend, **given, bias=torch.randn(B, H, T, 1))
+    want = both(operator, backend, **given)
+    for name, tensor in want.items():
+        assert_alike(got[name], tensor, name=name)
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_a_high_cap_changes_nothing(operator: str, backend: str) -> None:
+    given = arguments(operator)
+    assert_alike(call(operator, backend, **given, softcap=1e6), call(operator, backend, **given))
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_what_a_bias_hides_a_mask_hides(operator: str, backend: str) -> None:
+    given = arguments(operator)
+    visible = torch.rand(B, 1, T, S) < 0.5
+    visible[0, 0, 3] = False
+    bias = torch.where(visible, 0.0, -torch.inf)
+    got = both(operator, backend, **given, bias=bias)
+    want = both(operator, backend, **given, attn_mask=visible)
+    for name, tensor in want.items():
+        assert_alike(got[name], tensor, name=name)
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (3, 1), (1, 5), (3, 5)])
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_any_batch_dimensions_share_a_bias(
+    operator: str, backend: str, lead: tuple[int, int]
+) -> None:
+    """A bias that rows of an alignment share, `[batch, 1, H, T, S]`, is not expanded."""
+    batch = (3, 5)
+    given = tensors(operator, B=15, H=2, Hk=2, T=9, S=11, dtype=torch.float32)
+    several = {
+        name: value if name == "mixing" else value.unflatten(0, batch)
+        for name, value in given.items()
+    }
+    bias = torch.randn(*lead, 2, 9, 11)
+    flat = flatten_bias(bias, batch, (2, 9, 11))
+    assert flat.data_ptr() == bias.data_ptr()
+    assert flat.numel() == bias.numel()
+    outer, inner = bias_batches(flat, 15)
+    assert outer * inner == 15
+    whole = bias.expand(*batch, 2, 9, 11).reshape(15, 2, 9, 11)
+    got = both(operator, backend, **several, bias=bias.clone())
+    want = both(operator, backend, **given, bias=whole.clone())
+    assert_alike(got["out"].flatten(0, 1), want["out"])
+    assert_alike(got["bias"], want["bias"].unflatten(0, batch).sum_to_size(bias.shape))
+
+
+@pytest.mark.parametrize("shape", [(1, H, T, S), (B, 1, T, S), (1, 1, 1, S), (H, T, 1)])
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_the_bits_of_a_gradient_do_not_depend_on_threads(
+    operator: str, backend: str, shape: tuple[int, ...]
+) -> None:
+    given = {**arguments(operator, Hk=H), "sinks": torch.randn(H)}
+    table = torch.randn(H, 9)
+
+    def run() -> dict[str, Tensor]:
+        results = both(operator, backend, **given, bias=bias.clone())
+        leaf = table.clone().requires_grad_()
+        out = call(operator, backend, **given, bias=hk.OffsetBias(leaf))
+        return {**results, "table": torch.autograd.grad(out.square().sum(), leaf)[0]}
+
+    bias = torch.randn(shape)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = run()
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert_same_bits(backend, run(), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] != "eager"]
+)
+def test_offsets_take_linear_memory(operator: str, backend: str) -> None:
+    length = 4096
+    given = tensors(operator, B=1, H=2, Hk=2, T=length, S=length, D=16, Dv=16, dtype=torch.float32)
+    table = torch.randn(2, 65, requires_grad=True)
+
+    def run() -> list[Tensor]:
+        out = getattr(hk, operator)(**given, bias=hk.OffsetBias(table), backend=backend)
+        return [out.detach(), *torch.autograd.grad(out.sum(), table)]
+
+    run()
+    peak = peak_memory(run)
+    assert peak.extra < 4 * length * length / 8, f"{peak.extra / 2**20:.1f} MiB ({peak.how})"
+
+
+# ---------------------------------------------------------------------- bad input
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "bias of another shape": ({"bias": torch.zeros(T, S + 1)}, ValueError, "bias has shape"),
+    "bias of ints": ({"bias": torch.zeros(T, S).int()}, TypeError, "bias has dtype torch.int32"),
+    "bias as a list": ({"bias": [0.0]}, TypeError, "bias is a list"),
+    "bias elsewhere": ({"bias": torch.zeros(T, S, device="meta")}, ValueError, "bias is on meta"),
+    "sparse bias": ({"bias": torch.zeros(T, S).to_sparse()}, ValueError, "bias has layout"),
+    "two biases": (
+        {"bias": torch.zeros(T, S), "attn_mask": torch.zeros(T, S)},
+        ValueError,
+        "attn_mask is a float tensor beside bias",
+    ),
+    "offsets of other heads": (
+        {"bias": hk.OffsetBias(torch.zeros(3, 5))},
+        ValueError,
+        "bias has 3 heads; pass H = 4 of them, or 1",
+    ),
+    "sinks of other heads": ({"sinks": torch.zeros(3)}, ValueError, "sinks has shape [3]"),
+    "sinks as a number": ({"sinks": 1.0}, TypeError, "sinks is a float"),
+    "cap of 0": ({"softcap": 0.0}, ValueError, "softcap is 0.0; pass a float > 0, or None"),
+    "negative cap": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+    "cap that is no number": ({"softcap": float("nan")}, ValueError, "softcap is nan"),
+    "cap as a tensor": ({"softcap": torch.ones(())}, TypeError, "softcap is a tensor"),
+    "cap as a flag": ({"softcap": True}, TypeError, "softcap is a bool"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize(
+    "operator", ["gated_attention", "collaborative_attention", "attention_statistics"]
+)
+def test_bad_terms(operator: str, what: str) -> None:
+    bad, kind, message = BAD[what]
+    with pytest.raises(kind, match="^" + message.replace("[", r"\[").replace("]", r"\]")):
+        getattr(hk, operator)(**{**arguments(operator), **bad})
+
+
+def test_bad_tables() -> None:
+    for table, message in (
+        (torch.zeros(3), "table has shape"),
+        (torch.zeros(2, 0), "table has shape"),
+        (torch.zeros(2, 3).long(), "table has dtype"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            hk.OffsetBias(table)
+    with pytest.raises(TypeError, match="first is a float"):
+        hk.OffsetBias(torch.zeros(2, 3), first=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="slopes has shape"):
+        hk.OffsetBias.alibi(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="max_distance is 8; pass more than 8"):
+        hk.OffsetBias.t5(torch.zeros(32, 2), max_distance=8)
