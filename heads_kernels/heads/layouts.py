@@ -114,7 +114,7 @@ LAYOUTS: dict[str, HeadLayout] = {
         ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), HeadLayout("ViT")
     ),
     "GPT2Attention": HeadLayout("GPT-2", "q_attn|c_attn", "c_attn", "c_attn", "c_proj"),
-    **dict.fromkeys(("T5Attention", "MT5Attention"), _T5),
+    **dict.fromkeys(("T5Attention", "MT5Attention", "SwitchTransformersAttention"), _T5),
     **dict.fromkeys(
         ("BartAttention", "MBartAttention", "MarianAttention", "PegasusAttention"), _BART
     ),
@@ -185,7 +185,11 @@ def form_of(module: nn.Module) -> HeadLayout | None:
             and all(is_projection(at_path(module, path)) for path in form.projections)
         ):
             rotary = "position_embeddings" in inspect.signature(type(inner).forward).parameters
-            return replace(form, between=_ROTARY if rotary else _UNTESTED)
+            return replace(
+                form,
+                between=_ROTARY if rotary else _UNTESTED,
+                rows=("sinks",) if isinstance(getattr(inner, "sinks", None), nn.Parameter) else (),
+            )
     return None
 
 

@@ -47,6 +47,11 @@ T5 = {
     "vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4,
     "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0,
 }  # fmt: skip
+CAPPED = GROUPED | LOCAL | {"attn_logit_softcapping": 2.0}  # low enough to change small scores
+GEMMA3N = {
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40,
+    "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0, 0.0],
+}  # fmt: skip
 DISTILBERT = {
     "vocab_size": 40, "dim": 32, "hidden_dim": 24, "n_layers": 2, "n_heads": 4,
     "max_position_embeddings": 64,
@@ -93,13 +98,51 @@ TINY = {
     "bart": Tiny("BartModel", SEQ2SEQ, "BartAttention"),
     "marian": Tiny("MarianModel", SEQ2SEQ, "MarianAttention"),
     "mbart": Tiny("MBartForConditionalGeneration", SEQ2SEQ, "MBartAttention"),
+    "longt5": Tiny("LongT5Model", T5 | {"local_radius": 4}),
     "mt5": Tiny("MT5Model", T5, "MT5Attention"),
     "pegasus": Tiny("PegasusForConditionalGeneration", SEQ2SEQ, "PegasusAttention"),
+    "switch_transformers": Tiny(
+        "SwitchTransformersModel",
+        T5
+        | {"num_decoder_layers": 2, "num_experts": 2}
+        | {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0},
+        "SwitchTransformersAttention",
+    ),
     "t5": Tiny("T5Model", T5, "T5Attention"),
+    "umt5": Tiny("UMT5Model", T5),
     "eurobert": Tiny("EuroBertModel", GROUPED, "EuroBertAttention"),
     "gemma": Tiny("GemmaForCausalLM", GROUPED, "GemmaAttention"),
+    "flint": Tiny("FlintForCausalLM", GROUPED | LOCAL | EXPERTS, "FlintAttention"),
+    "gemma2": Tiny("Gemma2ForCausalLM", CAPPED, "Gemma2Attention"),
     "gemma3_text": Tiny("Gemma3ForCausalLM", GROUPED | LOCAL, "Gemma3Attention"),
     "gpt2": Tiny("GPT2LMHeadModel", GPT2, "GPT2Attention"),
+    "gemma3n_text": Tiny("Gemma3nForCausalLM", GROUPED | LOCAL | GEMMA3N, "Gemma3nTextAttention"),
+    "gpt_oss": Tiny(
+        "GptOssForCausalLM",
+        GROUPED | LOCAL | {"num_local_experts": 2, "num_experts_per_tok": 2},
+        "GptOssAttention",
+    ),
+    "granite_swa": Tiny("GraniteSWAForCausalLM", GROUPED | LOCAL, "GraniteSWAAttention"),
+    "granitemoe_swa": Tiny(
+        "GraniteMoeSWAForCausalLM",
+        GROUPED | LOCAL | {"num_local_experts": 2},
+        "GraniteMoeSWAAttention",
+    ),
+    "mimo_v2_flash": Tiny(
+        "MiMoV2FlashForCausalLM",
+        GROUPED | LOCAL | DENSE_MLP | {"n_routed_experts": 2, "moe_intermediate_size": 16},
+    ),
+    "openai_privacy_filter": Tiny(
+        "OpenAIPrivacyFilterModel",
+        GROUPED | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 2},
+        "OpenAIPrivacyFilterAttention",
+    ),
+    "t5gemma": Tiny(
+        "T5GemmaModel",
+        {"encoder": CAPPED, "decoder": CAPPED, "vocab_size": 40},
+        "T5GemmaSelfAttention",
+    ),
+    "vaultgemma": Tiny("VaultGemmaForCausalLM", CAPPED, "VaultGemmaAttention"),
     "granite": Tiny("GraniteForCausalLM", GROUPED, "GraniteAttention"),
     "llama": Tiny("LlamaForCausalLM", GROUPED | {"attention_bias": True}, "LlamaAttention"),
     "ministral": Tiny("MinistralForCausalLM", GROUPED, "MinistralAttention"),
@@ -136,12 +179,15 @@ WITH_HEADS = [name for name, tiny in TINY.items() if tiny.attention]
 def build(name: str, attention: str = "eager", *, model: str = "", **changes: Any) -> Any:
     """The model of a family, the same every time, in evaluation mode.
 
-    `attention` is its attention function, `model` another class of the family, `changes` are of its config.
+    `attention` is its attention function ("eager" in place of an "sdpa" that can't serve it), `model` another class of
+    the family, `changes` are of its config.
     """
     assert hk.integrations.transformers  # registers "heads_kernels"
     tiny = TINY[name]
     model_class = getattr(transformers, model or tiny.model)
     config = model_class.config_class(**(tiny.arguments | changes))
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        attention = "eager"
     return randomised(model_class, config, attention)
 
 

@@ -28,7 +28,10 @@ from tests.support.tiny_models import (
     with_gradients,
 )
 
-MASKED = ("albert", "bert", "deit", "distilbert", "gpt2", "llama", "qwen3", "roberta", "t5", "vit", "bart")  # fmt: skip
+MASKED = (
+    "albert", "bart", "bert", "deit", "distilbert", "gemma2", "gpt2", "gpt_oss", "llama", "qwen3", "roberta",
+    "t5", "umt5", "vit",
+)  # fmt: skip
 KINDS = ("head_mask", "decoder_head_mask", "cross_attn_head_mask")
 
 
@@ -48,15 +51,23 @@ class Reference:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
         for bias in (attention_mask, position_bias):
             scores = scores if bias is None else scores + bias
         kind = self.kind(module, query.shape[2], key.shape[2])
-        probabilities = scores.softmax(-1)
+        if s_aux is None:
+            probabilities = scores.softmax(-1)
+        else:
+            sinks = s_aux[:, None, None].expand(*scores.shape[:3], 1)
+            probabilities = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
         if kind in self.masks:
             mask = self.masks[kind]
             row = mask if mask.dim() == 1 else mask[self.calls[kind]]

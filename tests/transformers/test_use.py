@@ -20,7 +20,7 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import release, use
-from tests.support.tiny_models import TINY, build, outputs
+from tests.support.tiny_models import TINY, build, outputs, small
 
 
 def test_release_takes_everything_back() -> None:
@@ -201,17 +201,16 @@ def test_unsupported_families_are_named() -> None:
     gptj = transformers.GPTJModel(transformers.GPTJConfig(rotary_dim=4, **plain))
     with pytest.raises(ValueError, match=r"family 'gptj'\), which computes its attention itself"):
         use(gptj)
-    sinks = {**TINY["llama"].arguments, "num_local_experts": 2}
-    with pytest.raises(
-        ValueError, match=r"GptOssModel .*plain attention \(attention sinks\); .*te"
-    ):
-        use(transformers.GptOssModel(transformers.GptOssConfig(**sinks)))
     doge = transformers.DogeModel(transformers.DogeConfig(**TINY["llama"].arguments))
     with pytest.raises(ValueError, match=r"family 'doge'\), which has its own way with masks"):
         use(doge)
-    softcap = transformers.Gemma2Model(transformers.Gemma2Config(**TINY["llama"].arguments))
-    with pytest.raises(ValueError, match=r"Gemma2Model .*plain attention \(scores under a tanh\)"):
-        use(softcap)
-    softcap.set_attn_implementation("heads_kernels")
-    with pytest.raises(ValueError, match=r"softcap is given by Gemma2Attention .* use attn_impl"):
-        softcap(torch.ones(1, 3, dtype=torch.long))
+    inkling = small("inkling2_text")
+    with pytest.raises(
+        ValueError, match=r"Inkling2TextModel .*plain attention \(attention sinks by"
+    ):
+        use(inkling)
+    inkling.set_attn_implementation("heads_kernels")
+    with pytest.raises(
+        ValueError, match=r"sinks is given by Inkling2\w+Attention .* use attn_impl"
+    ):
+        inkling(torch.ones(1, 3, dtype=torch.long))

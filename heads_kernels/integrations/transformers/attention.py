@@ -1,12 +1,11 @@
-"""The attention function that transformers' models call: gates, head masks and key padding in the operator."""
+"""The attention function that transformers' models call: gates, head masks, padding and biases in the operator."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from heads_kernels.checks import GATE_ACTIVATIONS
 from heads_kernels.errors import refuse
@@ -17,11 +16,13 @@ from heads_kernels.functional import (
 )
 from heads_kernels.integrations.transformers.head_masks import PLACE, head_mask
 from heads_kernels.integrations.transformers.masks import PreparedMask
+from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.support import UNSERVED
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.observing import AttentionCall
 from heads_kernels.nn.shared import split_shared
+from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.ops.gate import activate
 
@@ -37,7 +38,9 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: RelativeBias | Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
     output_gate: Tensor | None = None,
     gate_activation: str = "identity",
@@ -53,10 +56,7 @@ def attention_forward(
     any floating dtype or integers, with gradient. Closed heads cost nothing. In a layer converted to ragged heads the
     gradient of a gate is 0 where the gate is 0: the operator has one flag (`closed_grad`) for zeros of both.
 
-    The operators take no additive mask. A call with a `position_bias`, a float mask, or a bool mask that differs by
-    row and is no `PreparedMask` runs as transformers' own SDPA function, and its output times the gate. A layer that
-    was pruned has the buffer `kept_heads`: the bias and head masks are of the heads as they were. A converted layer
-    has the mixed query of every head in memory then.
+    A layer that was pruned has the buffer `kept_heads`: biases, sinks and head masks are of the heads as they were.
 
     Args:
         module: the layer that calls.
@@ -64,6 +64,8 @@ def attention_forward(
             are what `split_shared` takes apart.
         attention_mask: what `prepare_mask` gave; a bool tensor, True = may attend; or a float tensor to add.
         is_causal, sliding_window: read where there is no mask; `module.is_causal` stands in for None.
+        position_bias: added to the scores; a tensor that broadcasts to `[B, H, T, S]`.
+        softcap, s_aux: `softcap` and `sinks` of the operators.
         output_gate: logits `[B, H, T]` or `[B, H, T, Dv]` of an output-gated layer, under `gate_activation`.
 
     Returns:
@@ -71,14 +73,12 @@ def attention_forward(
         probabilities, the `hk.AttentionStatistics` of the layer.
 
     Raises:
-        ValueError: softcap, sinks, sparse indices, a paged cache, or `output_attentions` beside an additive mask; a
-            head mask that does not fit, or that is given to a model without `use(model)`.
+        ValueError: sinks by row, sparse indices, a paged cache; a mask of another length than the keys; a head mask
+            that does not fit, or that is given to a model without `use(model)`.
     """
     _check_served(module, kwargs)
     if (place := getattr(module, PLACE, None)) is not None and place.statistics:
         output_attentions = True
-    if isinstance(attention_mask, PreparedMask) and isinstance(attention_mask.mask, Tensor):
-        attention_mask = attention_mask.mask
     B, T, D = query.shape[0], *query.shape[2:]
     scale = D**-0.5 if scaling is None else scaling
     operands = _operands(module, query, key, value)
@@ -91,41 +91,33 @@ def attention_forward(
     if gate is None and output_gate is not None:
         gate, activation, output_gate = output_gate, gate_activation, None
 
-    kept: Tensor | None = getattr(module, "kept_heads", None)
-    if position_bias is not None and kept is not None:
-        position_bias = position_bias[:, kept]
-    is_added = position_bias is not None or _is_dense(attention_mask)
-    mask = None if is_added else _mask(module, T, attention_mask, is_causal, sliding_window)
+    S = operands["key"].shape[-2]
+    mask = _mask(module, (T, S), attention_mask, is_causal, sliding_window)
+    scores: dict[str, Any] = {
+        "bias": _bias(module, (H, T, S), attention_mask, position_bias, query.device),
+        "softcap": softcap,
+        "sinks": None if s_aux is None else _of_kept_heads(module, H, s_aux, 0),
+        "scale": scale,
+    }
     if (observer := getattr(module, "observer", None)) is not None:
-        visible, bias = mask, position_bias
-        if is_added:
-            visible, bias = _parts(module, T, attention_mask, is_causal, position_bias)
-        parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands}
-        observer(AttentionCall(**parts, mask=visible, scale=scale, bias=bias))
+        parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands, **scores}
+        observer(AttentionCall(**parts, mask=_visible(mask, attention_mask)))
 
+    operator: Any = collaborative_attention if is_shared else gated_attention
+    heads = operator(
+        **operands,
+        **scores,
+        gate=gate,
+        attn_mask=mask,
+        gate_activation=activation,
+        closed_grad=closed_grad,
+        dropout_p=dropout,
+    )
+    out = heads.transpose(1, 2).contiguous()
     statistics = None
-    if is_added:
-        if output_attentions:
-            was = f"is True, but {type(module).__name__} has an additive or dense mask"
-            refuse("output_attentions", was, "use attn_implementation='eager' for maps")
-        out = _by_sdpa(module, operands, attention_mask, dropout, scale, is_causal, position_bias)
-        if gate is not None:
-            out = out * _by_token(gate, activation).to(out.dtype)
-    else:
-        operator: Any = collaborative_attention if is_shared else gated_attention
-        heads = operator(
-            **operands,
-            gate=gate,
-            attn_mask=mask,
-            scale=scale,
-            gate_activation=activation,
-            closed_grad=closed_grad,
-            dropout_p=dropout,
-        )
-        out = heads.transpose(1, 2).contiguous()
-        if output_attentions:
-            del operands["value"]
-            statistics = attention_statistics(**operands, attn_mask=mask, scale=scale)
+    if output_attentions:
+        del operands["value"]
+        statistics = attention_statistics(**operands, **scores, attn_mask=mask)
     if output_gate is not None:  # beside gates of heads, which close heads in the operator
         out = out * _by_token(output_gate, gate_activation).to(out.dtype)
     return out, statistics
@@ -157,24 +149,27 @@ def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> d
     return {"query": query, "key": key, "value": value}
 
 
-# ---------------------------------------------------------------------- masks
-def _is_dense(attention_mask: PreparedMask | Tensor | None) -> bool:
-    """Whether it is a tensor that no fused kernel reads: to be added, or different from row to row."""
-    if not isinstance(attention_mask, Tensor):
-        return False
-    return attention_mask.dtype != torch.bool or attention_mask.shape[1:3] != (1, 1)
+# ---------------------------------------------------------------------- masks and biases
+def _is_added(attention_mask: PreparedMask | Tensor | None) -> TypeGuard[Tensor]:
+    return isinstance(attention_mask, Tensor) and attention_mask.is_floating_point()
 
 
 def _mask(
     module: nn.Module,
-    T: int,
+    sizes: tuple[int, int],
     attention_mask: PreparedMask | Tensor | None,
     is_causal: bool | None,
     sliding_window: int | None,
-) -> Mask | Tensor:
+) -> Mask | Tensor | None:
     """The operator's mask. A call without one is read as stock SDPA reads it: a single row sees every key."""
+    T, S = sizes
+    if isinstance(attention_mask, PreparedMask):
+        if attention_mask.sizes[3] != S:  # the model added keys that the mask knows nothing of
+            was = f"is of {attention_mask.sizes[3]} keys, but {type(module).__name__} has {S}"
+            refuse("attention_mask", was, "use attn_implementation='eager' or 'sdpa'")
+        return attention_mask.mask
     if attention_mask is not None:
-        return attention_mask.mask if isinstance(attention_mask, PreparedMask) else attention_mask
+        return None if _is_added(attention_mask) else attention_mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = T > 1 and bool(causal)
     if sliding_window is None or T == 1:
@@ -182,56 +177,44 @@ def _mask(
     return Mask(causal=causal, window=(sliding_window - 1, 0 if causal else sliding_window - 1))
 
 
-def _parts(
+def _bias(
     module: nn.Module,
-    T: int,
+    sizes: tuple[int, int, int],
     attention_mask: PreparedMask | Tensor | None,
-    is_causal: bool | None,
-    position_bias: Tensor | None,
-) -> tuple[Mask | Tensor, Tensor | None]:
-    """What a call with an additive or dense mask hides, and what it adds to the scores."""
-    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
-        hidden = (
-            torch.finfo(attention_mask.dtype).min / 2
-        )  # a bias may have been added to the minimum
-        bias = attention_mask if position_bias is None else position_bias + attention_mask
-        return attention_mask > hidden, bias
-    return _mask(module, T, attention_mask, is_causal, None), position_bias
+    position_bias: RelativeBias | Tensor | None,
+    device: torch.device,
+) -> Tensor | OffsetBias | None:
+    """What a call of sizes (H, T, S) adds to its scores: a bias, a mask of floats, or both."""
+    H, T, S = sizes
+    bias: Tensor | OffsetBias | None
+    if isinstance(position_bias, RelativeBias):
+        kept: Tensor | None = getattr(module, "kept_heads", None)
+        bias = position_bias.offsets(kept, device)
+    else:
+        bias = None if position_bias is None else _of_kept_heads(module, H, position_bias, -3)
+    if not _is_added(attention_mask):
+        return bias
+    added = _of_kept_heads(module, H, attention_mask, -3)
+    if isinstance(bias, OffsetBias):
+        bias = bias.to_dense(T, S)
+    return added if bias is None else added + bias
 
 
-def _by_sdpa(
-    module: nn.Module,
-    operands: dict[str, Tensor],
-    attention_mask: PreparedMask | Tensor | None,
-    dropout: float,
-    scale: float,
-    is_causal: bool | None,
-    position_bias: Tensor | None,
-) -> Tensor:
-    """Attention without gates, `[B, T, H, Dv]`, by transformers' own function."""
-    if isinstance(attention_mask, PreparedMask):
-        attention_mask = attention_mask.to_dense()
-    query, key, value = operands["query"], operands["key"], operands["value"]
-    if "mixing" in operands:
-        mixing = operands["mixing"].to(query.dtype)
-        if module.ragged:  # no gradient where it is 0
-            mixing = mixing * (mixing != 0)
-        query = query[:, None] * mixing[:, None]  # [B, H, T, Ds]
-        key = key[:, None].expand(-1, len(mixing), -1, -1)
-        content = scale * operands["content_bias"][:, :, None]  # [B, H, 1, S]
-        position_bias = content if position_bias is None else position_bias + content
-    out: Tensor = sdpa_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scale,
-        is_causal=is_causal,
-        position_bias=position_bias,
-    )[0]
-    return out
+def _visible(
+    mask: Mask | Tensor | None, attention_mask: PreparedMask | Tensor | None
+) -> Mask | Tensor | None:
+    """The mask for observers, who ask which rows and keys are tokens: what a mask of floats hides, too."""
+    if not _is_added(attention_mask):
+        return mask
+    return attention_mask > torch.finfo(attention_mask.dtype).min / 2  # a bias may have been added
+
+
+def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tensor:
+    """The part of a tensor of all heads that is of the H heads that are left; `dim` is that of the heads."""
+    kept: Tensor | None = getattr(module, "kept_heads", None)
+    if kept is None or tensor.dim() < abs(dim) or tensor.shape[dim] in (1, H):
+        return tensor
+    return tensor.index_select(dim, kept)
 
 
 def _by_token(gate: Tensor, activation: str) -> Tensor:

@@ -8,11 +8,13 @@ from typing import Any, Final
 
 from heads_kernels.integrations.transformers.head_masks import RowsOfHeadMask
 from heads_kernels.integrations.transformers.output_gated import WAYS
+from heads_kernels.integrations.transformers.relative_bias import T5_LIKE
 from heads_kernels.integrations.transformers.replacement import Replacement, Replacing
 
 #: Stock class -> what stands before it, and the folder of transformers.models that it lies in.
 _REPLACED: Final[dict[str, tuple[type[Replacement], str]]] = {
     **WAYS,
+    **T5_LIKE,
     "AlbertTransformer": (RowsOfHeadMask, "albert"),
 }
 

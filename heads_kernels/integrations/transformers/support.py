@@ -16,9 +16,7 @@ from heads_kernels.integrations.transformers.tested import TESTED
 
 #: What models may ask of their attention function that the operator does not compute.
 UNSERVED: Final = {
-    "softcap": "scores under a tanh",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks by row",
     "indices": "keys chosen by index",
     "block_indices": "keys chosen by index",
     "cache": "a paged cache",

@@ -15,7 +15,7 @@ class Tested:
 
     Attributes:
         model: the class that the tests make a tiny random model of.
-        bias: scores have an additive bias: attention runs as SDPA, and its output times the gates.
+        scores: what the family's scores have beside products of queries and keys; "" where nothing.
         output_gate: how the family gates the output of attention; "" where it does not.
         fused: whether that gate and attention run as one op.
         head_masks: arguments of `model(...)` that are honoured.
@@ -25,7 +25,7 @@ class Tested:
     """
 
     model: str
-    bias: bool = False
+    scores: str = ""
     output_gate: str = ""
     fused: bool = False
     head_masks: tuple[str, ...] = _SELF
@@ -37,9 +37,10 @@ class Tested:
 _ELEMENT: Final = "sigmoid, by element"
 _HEAD: Final = "sigmoid, by token and head"
 _HYBRID: Final = "layers of linear attention stay as they are"
-_BIAS: Final = (
-    "relative positions are a bias; in cross-attention that bias is 0, and is added all the same"
-)
+_OFFSETS: Final = "bias of offsets"
+_CAP: Final = "softcap"
+_SINKS: Final = "sinks"
+_STOCK_LAYERS: Final = "the encoder's local attention stays as it is"
 
 #: By the `model_type` of the config.
 TESTED: Final[dict[str, Tested]] = {
@@ -49,17 +50,38 @@ TESTED: Final[dict[str, Tested]] = {
     "deit": Tested("DeiTModel"),
     "distilbert": Tested("DistilBertModel"),
     "electra": Tested("ElectraModel"),
+    "flint": Tested("FlintForCausalLM", scores=_SINKS),
+    "gemma2": Tested("Gemma2ForCausalLM", scores=_CAP),
     "gemma3_text": Tested("Gemma3ForCausalLM"),
+    "gemma3n_text": Tested("Gemma3nForCausalLM"),
     "gpt2": Tested("GPT2LMHeadModel"),
+    "gpt_oss": Tested("GptOssForCausalLM", scores=_SINKS),
+    "granite_swa": Tested("GraniteSWAForCausalLM", scores=_SINKS),
+    "granitemoe_swa": Tested("GraniteMoeSWAForCausalLM", scores=_SINKS),
     "llama": Tested("LlamaForCausalLM"),
+    "longt5": Tested(
+        "LongT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ[1:], heads=False, note=_STOCK_LAYERS
+    ),
     "marian": Tested("MarianModel", head_masks=_SEQ2SEQ),
+    "mimo_v2_flash": Tested("MiMoV2FlashForCausalLM", scores=_SINKS, heads=False),
     "mistral": Tested("MistralForCausalLM"),
     "modernbert": Tested("ModernBertModel"),
-    "mt5": Tested("MT5Model", bias=True, head_masks=_SEQ2SEQ, statistics=False, note=_BIAS),
+    "mt5": Tested("MT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ),
+    "openai_privacy_filter": Tested("OpenAIPrivacyFilterModel", scores=_SINKS),
     "qwen2": Tested("Qwen2ForCausalLM"),
     "qwen3": Tested("Qwen3ForCausalLM"),
     "roberta": Tested("RobertaModel"),
-    "t5": Tested("T5Model", bias=True, head_masks=_SEQ2SEQ, statistics=False, note=_BIAS),
+    "switch_transformers": Tested("SwitchTransformersModel", scores=_OFFSETS, head_masks=_SEQ2SEQ),
+    "t5": Tested("T5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ),
+    "t5gemma": Tested("T5GemmaModel", scores=_CAP, head_masks=_SEQ2SEQ),
+    "umt5": Tested(
+        "UMT5Model",
+        scores=_OFFSETS,
+        head_masks=_SEQ2SEQ,
+        heads=False,
+        note="the zeros that cross-attention adds are a bias like any other",
+    ),
+    "vaultgemma": Tested("VaultGemmaForCausalLM", scores=_CAP),
     "vit": Tested("ViTModel"),
     "afmoe": Tested("AfmoeForCausalLM", output_gate=_ELEMENT, fused=True),
     "bailing_hybrid": Tested(
@@ -119,7 +141,7 @@ def table() -> str:
     header = (
         "family",
         "tested with",
-        "attention",
+        "scores",
         "output gate",
         "head masks",
         "statistics",
@@ -133,7 +155,7 @@ def table() -> str:
             (
                 f"`{name}`",
                 f"`{tested.model}`",
-                "SDPA, times the gates" if tested.bias else "operator",
+                tested.scores,
                 gate,
                 ", ".join(f"`{mask}`" for mask in tested.head_masks),
                 "yes" if tested.statistics else "no",
@@ -141,7 +163,9 @@ def table() -> str:
                 tested.note,
             )
         )
-    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+    return "\n".join(
+        f"| {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |") for row in rows
+    )
 
 
 def of_a_form() -> str:
