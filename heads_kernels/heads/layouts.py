@@ -194,8 +194,10 @@ def form_of(module: nn.Module) -> HeadLayout | None:
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Whether the forward that transformers wrote for a module asks it for an attention function."""
+    """Whether a module asks transformers for an attention function, or calls the operator in the place of its own."""
     kind: Any = type(module)
+    if getattr(kind, "calls_operator", False):
+        return True
     return _calls_interface(getattr(kind, "stock", kind))
 
 

@@ -26,7 +26,7 @@ from tests.support.tiny_models import (
 )
 
 #: Their position bias is for all heads; transformers' own functions don't take out those that are left.
-BIASED = ("mt5", "switch_transformers", "t5")
+BIASED = ("beit", "mt5", "switch_transformers", "t5")
 #: The gate of Laguna, and what the sinks of Granite leave, are rounded to float32 whatever the dtype of the model is.
 LEAST = dict.fromkeys(("granite_swa", "granitemoe_swa", "laguna"), torch.float32)
 #: The others share their entry of the table, and every line of the forward of their attention, with one of these.

@@ -52,6 +52,18 @@ GEMMA3N = {
     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40,
     "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0, 0.0],
 }  # fmt: skip
+ALIBI = {"vocab_size": 40, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0}
+MPT = {
+    "vocab_size": 40, "d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 1, "max_seq_len": 64,
+    "pad_token_id": 0,
+}  # fmt: skip
+LAYOUTLM3 = {
+    "coordinate_size": 6, "shape_size": 4, "visual_embed": False, "rel_pos_bins": 8, "rel_2d_pos_bins": 8,
+}  # fmt: skip
+SWIN = {
+    "image_size": 12, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [4, 4],
+    "window_size": 3, "mlp_ratio": 1.0,
+}  # fmt: skip
 DISTILBERT = {
     "vocab_size": 40, "dim": 32, "hidden_dim": 24, "n_layers": 2, "n_heads": 4,
     "max_position_embeddings": 64,
@@ -78,6 +90,13 @@ class Tiny:
 
 TINY = {
     "albert": Tiny("AlbertModel", PLAIN | {"embedding_size": 16}, "AlbertAttention"),
+    "beit": Tiny("BeitModel", IMAGES | {"use_relative_position_bias": True}, "BeitAttention"),
+    "bloom": Tiny("BloomForCausalLM", ALIBI),
+    "data2vec-vision": Tiny("Data2VecVisionModel", IMAGES | {"use_relative_position_bias": True}),
+    "layoutlmv3": Tiny("LayoutLMv3Model", PLAIN | LAYOUTLM3),
+    "mpnet": Tiny("MPNetModel", PLAIN),
+    "mpt": Tiny("MptForCausalLM", MPT),
+    "swin": Tiny("SwinModel", SWIN),
     "bert": Tiny("BertModel", PLAIN, "BertAttention"),
     "bert-generation": Tiny("BertGenerationEncoder", PLAIN, "BertGenerationAttention"),
     "camembert": Tiny("CamembertModel", PLAIN, "CamembertAttention"),

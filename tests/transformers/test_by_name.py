@@ -26,11 +26,14 @@ from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, build, outputs
 ROOT = Path(__file__).parents[2]
 
 BLOOM = {"vocab_size": 40, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-#: Models that compute attention themselves, and arguments of their configs.
-ITSELF: dict[str, dict[str, Any]] = {
+#: Models that compute attention themselves and are served after `use`, and arguments of their configs.
+BY_USE: dict[str, dict[str, Any]] = {
     "MPNetModel": PLAIN,
     "BloomModel": BLOOM,
     "MptModel": {"vocab_size": 40, "d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 1},
+}  # fmt: skip
+#: Those that are not.
+ITSELF: dict[str, dict[str, Any]] = {
     "XGLMModel": {"vocab_size": 40, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 24},
     "CodeGenModel": GPT2 | {"rotary_dim": 4},
     "RoFormerModel": PLAIN,
@@ -62,30 +65,31 @@ def make(name: str, arguments: dict[str, Any], attention: str) -> Any:
 
 
 # ---------------------------------------------------------------------- what is refused
-@pytest.mark.parametrize("name", [*ITSELF, *BY_TABLE])
+@pytest.mark.parametrize("name", [*ITSELF, *BY_TABLE, *BY_USE])
 def test_models_that_compute_attention_themselves_are_not_made(name: str) -> None:
-    arguments = {**ITSELF, **BY_TABLE}[name]
-    refusal = rf"attn_implementation is 'heads_kernels' for a {name} .*, which computes its attention itself; use"
+    arguments = {**ITSELF, **BY_TABLE, **BY_USE}[name]
+    instead = "make it with 'eager' or 'sdpa' and call .*use" if name in BY_USE else "use 'eager'"
+    refusal = rf"attn_implementation is 'heads_kernels' for a {name} .*, which computes its attention itself; {instead}"
     with pytest.raises(ValueError, match=refusal):
         make(name, arguments, NAME)
 
 
 def test_models_that_compute_attention_themselves_are_not_loaded(tmp_path: Path) -> None:
-    make("MPNetModel", ITSELF["MPNetModel"], "eager").save_pretrained(tmp_path)
+    make("MPNetModel", BY_USE["MPNetModel"], "eager").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"'heads_kernels' for a MPNetModel \(family 'mpnet'\)"):
         transformers.AutoModel.from_pretrained(tmp_path, attn_implementation=NAME)
 
 
 def test_set_attn_implementation_leaves_them_as_they_are() -> None:
-    model = make("MPNetModel", ITSELF["MPNetModel"], "eager")
+    model = make("MPNetModel", BY_USE["MPNetModel"], "eager")
     model.set_attn_implementation(NAME)  # transformers logs a warning
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ITSELF)
+@pytest.mark.parametrize("name", [*ITSELF, *BY_USE])
 def test_mask_is_refused_where_nothing_else_was(name: str) -> None:
     """A config that was changed behind transformers' back: the first pass with a mask names the code that reads it."""
-    model = make(name, ITSELF[name], "eager")
+    model = make(name, {**ITSELF, **BY_USE}[name], "eager")
     model.config._attn_implementation = NAME
     with pytest.raises(ValueError, match=r"attention_mask of .* is computed with \(.*\) by \w+ "):
         model(IDS, attention_mask=REAL)
@@ -166,7 +170,7 @@ def test_other_names_are_as_they_were() -> None:
         assert not model._forward_pre_hooks
     with pytest.raises(ValueError, match='attn_implementation="nonsense"` is not supported'):
         build("bert", "nonsense")
-    assert make("MPNetModel", ITSELF["MPNetModel"], "eager")(IDS, attention_mask=REAL)
+    assert make("MPNetModel", BY_USE["MPNetModel"], "eager")(IDS, attention_mask=REAL)
 
 
 SAME = {

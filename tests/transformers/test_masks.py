@@ -205,6 +205,7 @@ def test_it_has_the_shape_of_a_tensor_and_can_be_handed_on() -> None:
     assert (mask.dtype, mask.ndim, mask.dim(), len(mask.shape)) == (torch.bool, 4, 4, 4)
     assert (mask.size(), mask.size(-1)) == (tuple(dense.shape), 5)
     assert mask.contiguous() is mask
+    assert mask.to(torch.bool) is mask
     moved = mask.to("meta")
     assert {tensor.device.type for tensor in tree_leaves(moved.mask)} == {"meta"}
     assert mask.to("cpu", non_blocking=True).to_dense().equal(dense)

@@ -19,6 +19,8 @@ from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from tests.support.tiny_models import build, outputs, with_gradients
 
 T5_LIKE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+#: Families that compute attention themselves.
+THEMSELVES = ("bloom", "data2vec-vision", "layoutlmv3", "mpnet", "mpt")
 
 
 @pytest.fixture
@@ -146,8 +148,10 @@ def test_statistics_have_the_bias() -> None:
 
 # ---------------------------------------------------------------------- caps and sinks
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "granite_swa", "mimo_v2_flash"])
-def test_generate_with_caps_and_sinks(name: str, cache: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gpt_oss", "granite_swa", "mimo_v2_flash", "bloom", "mpt"]
+)
+def test_generate_with_terms(name: str, cache: str) -> None:
     """Longer than the window of 4, with padding."""
     model = build(name)
     real = torch.ones(3, 6, dtype=torch.long)
@@ -211,3 +215,86 @@ def lengthen(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     mask = kwargs["attention_mask"]
     longer = type(mask)(mask.mask, (*mask.shape[:3], 12), mask.device)
     return args, kwargs | {"attention_mask": longer}
+
+
+# ---------------------------------------------------------------------- stock classes that compute attention themselves
+@pytest.mark.parametrize("name", [*THEMSELVES, "beit", "swin"])
+def test_closed_heads_are_zero(name: str) -> None:
+    """What the operator gives of each head, with one closed."""
+    model = use(build(name))
+    seen = []
+    operator = attention.gated_attention
+
+    def spy(**named: Any) -> Tensor:
+        seen.append(operator(**named))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "gated_attention", spy)
+        whole = outputs(model)
+        closed = outputs(model, head_mask=torch.tensor([1.0, 0.0, 1.0, 0.5]))
+    assert not torch.equal(closed, whole)
+    first, closed_first = seen[0], seen[len(seen) // 2]
+    assert closed_first[:, 1].eq(0).all()
+    assert_alike(closed_first[:, 0], first[:, 0])
+    assert_alike(closed_first[:, 3], first[:, 3] / 2)
+
+
+@pytest.mark.parametrize("name", [*THEMSELVES, "beit", "swin"])
+def test_statistics_are_those_of_biased_maps(name: str) -> None:
+    model = build(name)
+    arguments: dict[str, Any] = {"output_attentions": True}
+    if model.main_input_name == "input_ids":
+        arguments["input_ids"] = torch.arange(3, 30).view(3, 9)
+    else:
+        arguments["pixel_values"] = torch.randn(2, 3, 12, 12)
+    expected = model(**arguments).attentions
+    found = use(model)(**arguments).attentions
+    assert len(found) == len(expected) > 0
+    for statistics, maps in zip(found, expected, strict=True):
+        assert_alike(statistics.max_prob, maps.amax(-1))
+
+
+@pytest.mark.parametrize("name", THEMSELVES)
+def test_another_attention_while_in_use(name: str) -> None:
+    model = build(name)
+    expected = outputs(model)
+    use(model).config._attn_implementation_internal = "eager"
+    assert_alike(outputs(model), expected)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "mpnet"])
+def test_biases_stay_small(name: str, calls: list[dict[str, Any]]) -> None:
+    """Those by the key's position are `[B or 1, H, 1, S]`, those by distance a table."""
+    outputs(use(build(name)))
+    assert all(isinstance(call["attn_mask"], hk.Mask) for call in calls)
+    for bias in (call["bias"] for call in calls):
+        assert isinstance(bias, hk.OffsetBias) if name == "mpnet" else bias.shape[2] == 1
+
+
+@pytest.mark.parametrize("name", ["beit", "data2vec-vision"])
+def test_bias_that_layers_share(name: str) -> None:
+    changes = {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}
+    model = build(name, **changes)
+    expected = with_gradients(model)
+    assert any("relative_position_bias_table" in each for each in expected)
+    assert_alike(with_gradients(use(model)), expected)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpnet"])
+def test_dropout_of_probabilities(name: str) -> None:
+    none = {"hidden_dropout": 0.0, "hidden_dropout_prob": 0.0}
+    some = {"attention_dropout": 0.5, "attention_probs_dropout_prob": 0.5}
+    model = use(build(name, **none, **some))
+    whole = outputs(model)
+    assert_alike(outputs(model), whole)
+    assert not torch.equal(outputs(model.train()), whole)
+
+
+def test_bloom_with_holes_in_its_padding() -> None:
+    """Positions count real tokens, so that this is no function of the distance."""
+    model = build("bloom")
+    real = torch.ones(3, 9, dtype=torch.long)
+    real[1, 3:5] = real[2, :2] = 0
+    expected = with_gradients(model, attention_mask=real)
+    assert_alike(with_gradients(use(model), attention_mask=real), expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from heads_kernels.functional import (
 from heads_kernels.integrations.transformers.head_masks import PLACE, head_mask
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
-from heads_kernels.integrations.transformers.support import UNSERVED
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.observing import AttentionCall
@@ -25,6 +24,14 @@ from heads_kernels.nn.shared import split_shared
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.ops.gate import activate
+
+#: What models may ask of their attention function that the operator does not compute.
+UNSERVED: Final = {
+    "sinks": "attention sinks by row",
+    "indices": "keys chosen by index",
+    "block_indices": "keys chosen by index",
+    "cache": "a paged cache",
+}
 
 
 def attention_forward(

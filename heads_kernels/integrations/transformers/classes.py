@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import cache
 from typing import Any, Final
 
+from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.head_masks import RowsOfHeadMask
 from heads_kernels.integrations.transformers.output_gated import WAYS
 from heads_kernels.integrations.transformers.relative_bias import T5_LIKE
 from heads_kernels.integrations.transformers.replacement import Replacement, Replacing
 
-#: Stock class -> what stands before it, and the folder of transformers.models that it lies in.
+#: Stock class -> what stands before it, and its folder or file in transformers.models.
 _REPLACED: Final[dict[str, tuple[type[Replacement], str]]] = {
     **WAYS,
     **T5_LIKE,
+    **BIASED,
     "AlbertTransformer": (RowsOfHeadMask, "albert"),
 }
 
@@ -26,11 +29,18 @@ def replacement(stock: Any) -> Any:
     return _made(stock)
 
 
+def serves(model_class: type) -> bool:
+    """Whether the file of a model has attention of its own that is replaced: `use` serves it, its name does not."""
+    own = vars(sys.modules[model_class.__module__])
+    return any(name in own and before.calls_operator for name, (before, _) in _REPLACED.items())
+
+
 def replacement_of(name: str) -> Any:
     """The class that replaces the stock class of this name; None where the installed transformers has it not."""
-    folder = _REPLACED[name][1]
+    file = _REPLACED[name][1]
+    file = file if "." in file else f"{file}.modeling_{file}"
     try:
-        source = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+        source = importlib.import_module(f"transformers.models.{file}")
     except ModuleNotFoundError:
         return None
     stock = getattr(source, name, None)

@@ -73,8 +73,12 @@ class PreparedMask(BlockMask):
     def size(self, dim: int | None = None) -> Any:
         return self.sizes if dim is None else self.sizes[dim]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PreparedMask:
-        """The mask on another device, as models that are spread over several ask for it."""
+    def to(
+        self, device: torch.device | torch.dtype | str, *, non_blocking: bool = False
+    ) -> PreparedMask:
+        """The mask on another device, as models that are spread over several ask for it; as bools it is itself."""
+        if device is torch.bool:
+            return self
         if isinstance(device, (torch.dtype, Tensor)):
             _refuse_use("to")
         moved = tree_map_only(

@@ -61,10 +61,10 @@ def use(model: Model) -> Model:
         vars(module).setdefault(_BEFORE, implementations)
         for config in configs_of(module):
             config._attn_implementation_internal = NAME
-    watch(model)
     for module in model.modules():
         if (made := replacement(type(module))) is not None:
             module.__class__ = made
+    watch(model)
     return model
 
 
@@ -124,6 +124,7 @@ def _check_stock_would_do(model: nn.Module) -> None:
         if calls_interface(module) and getattr(module, "mixing", None) is not None:
             was = f"has heads that share queries and keys in {name!r}, which stock attention can not read"
             refuse("model", was, "keep it in use")
-        if hasattr(module, "kept_heads") and hasattr(module, "has_relative_attention_bias"):  # T5
+        biased = ("has_relative_attention_bias", "relative_position_bias")  # T5, Swin
+        if hasattr(module, "kept_heads") and any(hasattr(module, each) for each in biased):
             was = f"has fewer heads in {name!r} than the position bias that stock attention adds"
             refuse("model", was, "keep it in use")

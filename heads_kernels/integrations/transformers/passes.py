@@ -110,7 +110,10 @@ def unwatch(model: nn.Module) -> None:
 
 def _pass_of(model: PreTrainedModel) -> Pass:
     modules = _by_argument(model)
-    stacks = {name: {type(each.config) for each in found} for name, found in modules.items()}
+    stacks = {  # some attention modules have no config; those of a stack are of one class
+        name: {type(getattr(each, "config", each)) for each in found}
+        for name, found in modules.items()
+    }
     stacks[""] = set().union(*stacks.values())  # of all arguments
     parameters = inspect.signature(model.forward).parameters.values()
     return Pass(

@@ -19,11 +19,12 @@ class RelativeBias:
     backward pass, and has to look them up again for the embedding to get its gradient.
 
     Args:
-        module: the attention module that has the embedding; None: nothing is added, as in cross-attention.
+        module: the module that has the embedding, whose `offsets()` is an `OffsetBias`; None: nothing is added, as in
+            cross-attention.
         start: position of the first query row.
     """
 
-    def __init__(self, module: OwnRelativePositions | None, start: int = 0) -> None:
+    def __init__(self, module: Replacement | None, start: int = 0) -> None:
         self.module = module
         self.start = start
         self.found: OffsetBias | None = None

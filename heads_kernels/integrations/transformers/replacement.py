@@ -22,10 +22,12 @@ class Replacement(nn.Module, metaclass=Replacing):
     Attributes:
         prefix: what its classes are called, before the name of the stock class.
         stock: the stock class, in classes that are made of it.
+        calls_operator: whether it calls the operator where its stock class computes attention itself.
     """
 
     prefix = "Fused"
     stock: type[nn.Module]
+    calls_operator = False
 
     if TYPE_CHECKING:  # what the stock class has
 

@@ -12,18 +12,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import NAME
 from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.integrations.transformers.attention import UNSERVED
+from heads_kernels.integrations.transformers.classes import replacement, serves
 from heads_kernels.integrations.transformers.tested import TESTED
-
-#: What models may ask of their attention function that the operator does not compute.
-UNSERVED: Final = {
-    "sinks": "attention sinks by row",
-    "indices": "keys chosen by index",
-    "block_indices": "keys chosen by index",
-    "cache": "a paged cache",
-}
 
 ITSELF: Final = "computes its attention itself"
 INSTEAD: Final = "use 'eager' or 'sdpa', if need be for this part of a model alone"
+_MAKE: Final = (
+    "make it with 'eager' or 'sdpa' and call heads_kernels.integrations.transformers.use(model)"
+)
 
 
 def stock_forward(module: nn.Module) -> Any:
@@ -54,11 +51,13 @@ def check_model(model: PreTrainedModel) -> None:
         ValueError: the reason, and which of them it is; or there is no attention at all.
     """
     for name, part in model.named_modules():
-        if isinstance(part, PreTrainedModel) and (why := _why_not(part) or _why_not_sdpa(part)):
+        if not isinstance(part, PreTrainedModel) or serves(type(part)):
+            continue
+        if why := _why_not(part) or _why_not_sdpa(part):
             where = f"model{'.' if name else ''}{name}"
             instead = f"it can not be used; tested families: {', '.join(TESTED)}"
             refuse(where, f"is a {family(part)}, which {why}", instead)
-    if not any(map(calls_interface, model.modules())):
+    if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
         why = ITSELF if computes_itself(model) else "has no attention"
         instead = f"there is nothing to use it for; tested families: {', '.join(TESTED)}"
         refuse("model", f"is a {family(model)}, which {why}", instead)
@@ -71,10 +70,10 @@ def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
         is_made: False while the model has no modules yet.
     """
     why = _why_not(model)
-    instead = INSTEAD
+    instead = _MAKE if why and serves(type(model)) else INSTEAD
     if not why and not is_made and (table := _classes_by_name(model)):
         why = f"looks its layers up by it while it is made ({table})"
-        instead = "make it with 'eager' or 'sdpa' and call heads_kernels.integrations.transformers.use(model)"
+        instead = _MAKE
     if why:
         refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {why}", instead)
 

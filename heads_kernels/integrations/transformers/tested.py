@@ -38,6 +38,9 @@ _ELEMENT: Final = "sigmoid, by element"
 _HEAD: Final = "sigmoid, by token and head"
 _HYBRID: Final = "layers of linear attention stay as they are"
 _OFFSETS: Final = "bias of offsets"
+_KEYS: Final = "ALiBi, by the key's position"
+_DENSE: Final = "bias of two dimensions"
+_BY_USE: Final = "by `use` alone: by name it is refused"
 _CAP: Final = "softcap"
 _SINKS: Final = "sinks"
 _STOCK_LAYERS: Final = "the encoder's local attention stays as it is"
@@ -46,7 +49,10 @@ _STOCK_LAYERS: Final = "the encoder's local attention stays as it is"
 TESTED: Final[dict[str, Tested]] = {
     "albert": Tested("AlbertModel", note="`[L, H]`: a row for each run of the shared layer"),
     "bart": Tested("BartModel", head_masks=_SEQ2SEQ),
+    "beit": Tested("BeitModel", scores=_DENSE),
     "bert": Tested("BertModel"),
+    "bloom": Tested("BloomForCausalLM", scores=_KEYS, heads=False, note=_BY_USE),
+    "data2vec-vision": Tested("Data2VecVisionModel", scores=_DENSE, heads=False, note=_BY_USE),
     "deit": Tested("DeiTModel"),
     "distilbert": Tested("DistilBertModel"),
     "electra": Tested("ElectraModel"),
@@ -58,6 +64,7 @@ TESTED: Final[dict[str, Tested]] = {
     "gpt_oss": Tested("GptOssForCausalLM", scores=_SINKS),
     "granite_swa": Tested("GraniteSWAForCausalLM", scores=_SINKS),
     "granitemoe_swa": Tested("GraniteMoeSWAForCausalLM", scores=_SINKS),
+    "layoutlmv3": Tested("LayoutLMv3Model", scores=_DENSE, heads=False, note=_BY_USE),
     "llama": Tested("LlamaForCausalLM"),
     "longt5": Tested(
         "LongT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ[1:], heads=False, note=_STOCK_LAYERS
@@ -66,11 +73,19 @@ TESTED: Final[dict[str, Tested]] = {
     "mimo_v2_flash": Tested("MiMoV2FlashForCausalLM", scores=_SINKS, heads=False),
     "mistral": Tested("MistralForCausalLM"),
     "modernbert": Tested("ModernBertModel"),
+    "mpnet": Tested("MPNetModel", scores=_OFFSETS, heads=False, note=_BY_USE),
+    "mpt": Tested("MptForCausalLM", scores=_KEYS, heads=False, note=_BY_USE),
     "mt5": Tested("MT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "openai_privacy_filter": Tested("OpenAIPrivacyFilterModel", scores=_SINKS),
     "qwen2": Tested("Qwen2ForCausalLM"),
     "qwen3": Tested("Qwen3ForCausalLM"),
     "roberta": Tested("RobertaModel"),
+    "swin": Tested(
+        "SwinModel",
+        scores=_DENSE,
+        heads=False,
+        note="rows of a head mask `[L, H]` are stages, whose numbers of heads differ by default",
+    ),
     "switch_transformers": Tested("SwitchTransformersModel", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "t5": Tested("T5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "t5gemma": Tested("T5GemmaModel", scores=_CAP, head_masks=_SEQ2SEQ),
@@ -120,7 +135,7 @@ TESTED: Final[dict[str, Tested]] = {
 #: Others whose attention has one of the forms of `hk.heads` (`FORMS` in heads/layouts.py): tested are outputs under
 #: `use`, gates, closed and pruned heads, saving.
 OF_A_FORM: Final[tuple[str, ...]] = (
-    "aimv2_text_model", "aimv2_vision_model", "apertus", "arcee", "aria_text", "beit", "biogpt", "blenderbot",
+    "aimv2_text_model", "aimv2_vision_model", "apertus", "arcee", "aria_text", "biogpt", "blenderbot",
     "blenderbot-small", "chinese_clip_vision_model", "clip_text_model", "clip_vision_model", "cohere",
     "cohere2", "cohere2_moe", "cwm", "data2vec-audio", "data2vec-text", "dinov2_with_registers", "dinov3_vit",
     "dpt", "emu3_text_model", "ernie4_5", "esm", "exaone4", "exaone_moe", "glm", "glm4", "glm4_moe",

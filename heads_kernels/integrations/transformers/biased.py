@@ -1,0 +1,232 @@
+"""Attention classes of transformers that compute biased scores themselves, on the operator after `use`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.heads.layers import NAME
+from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.replacement import Replacement
+from heads_kernels.offset_bias import OffsetBias
+from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+
+
+class Biased(Replacement):
+    """A layer whose stock forward computes attention itself.
+
+    It serves what the package's mask function gave. A mask of floats is that of another attention function, which the
+    config names again: the layer is as its stock class has it then.
+    """
+
+    calls_operator = True
+
+    def by_heads(self, projected: Tensor) -> Tensor:
+        """`[B, T, H * D]` as `[B, H, T, D]`."""
+        return projected.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        bias: RelativeBias | Tensor | None,
+        dropout: float,
+        scaling: float | None = None,
+    ) -> tuple[Tensor, AttentionStatistics | None]:
+        """`[B, T, H * Dv]`."""
+        out, statistics = attention_forward(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            position_bias=bias,
+            dropout=dropout if self.training else 0.0,
+            scaling=scaling,
+            is_causal=False,
+        )
+        return out.flatten(2), statistics
+
+
+# ---------------------------------------------------------------------- MPNet
+class MPNetBias(Replacement):
+    """The encoder, which computes the bias of all layers: by offsets, not as `[B, H, T, T]`."""
+
+    def compute_position_bias(
+        self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
+    ) -> RelativeBias | Tensor:
+        if self.config._attn_implementation != NAME or position_ids is not None:
+            stock: Tensor = super().compute_position_bias(x, position_ids, num_buckets)
+            return stock
+        return RelativeBias(self)
+
+    def offsets(self) -> OffsetBias:
+        """The stock buckets of every distance; those from 128 on share one."""
+        weight = self.relative_attention_bias.weight
+        offsets = torch.arange(-128, 129, device=weight.device)
+        return OffsetBias(weight[self.relative_position_bucket(offsets)].mT, first=-128)
+
+
+class MPNet(Biased):
+    """`o(attention)`, with the bias of the encoder."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_bias: RelativeBias | Tensor | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(attention_mask, Tensor):
+            return super().forward(
+                hidden_states, attention_mask, position_bias, output_attentions, **kwargs
+            )
+        query, key, value = (
+            self.by_heads(each(hidden_states)) for each in (self.q, self.k, self.v)
+        )
+        out, statistics = self.attend(
+            query, key, value, attention_mask, position_bias, self.dropout.p
+        )
+        return (self.o(out), statistics) if output_attentions else (self.o(out),)
+
+
+# ---------------------------------------------------------------------- ALiBi
+class Bloom(Biased):
+    """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`: all rows share it."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it leaves the bias of `dense` out
+        if isinstance(attention_mask, Tensor) or slow:
+            return super().forward(
+                hidden_states, residual, alibi, attention_mask, layer_past, **kwargs
+            )
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        bias = alibi.unflatten(0, (-1, self.num_heads))  # [B, H, 1, S]
+        dropout = self.attention_dropout.p
+        out, statistics = self.attend(query, key, value, attention_mask, bias, dropout)
+        hidden = torch.dropout(self.dense(out), self.hidden_dropout, self.training)
+        return residual + hidden, statistics
+
+
+class Mpt(Biased):
+    """ALiBi by the distance of the key from the last one, `[H, 1, positions]`: all rows share it."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor | None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(attention_mask, Tensor):
+            return super().forward(
+                hidden_states, position_bias, past_key_values, attention_mask, **kwargs
+            )
+        projected = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        query, key, value = (
+            each.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for each in projected.chunk(3, dim=2)
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        if position_bias is not None:
+            position_bias = position_bias[None, ..., -key.shape[2] :]
+        out, statistics = self.attend(
+            query,
+            key,
+            value,
+            attention_mask,
+            position_bias,
+            self.attn_dropout_p,
+            scaling=self.softmax_scale,
+        )
+        return self.out_proj(out), statistics
+
+
+# ---------------------------------------------------------------------- two dimensions
+class LayoutLMv3(Biased):
+    """Biases of positions in the text and on the page, `[B, H, T, T]` each, under the scale of the scores."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        rel_pos: Tensor | None = None,
+        rel_2d_pos: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(attention_mask, Tensor):
+            return super().forward(hidden_states, attention_mask, rel_pos, rel_2d_pos, **kwargs)
+        query, key, value = (
+            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
+        )
+        bias = None
+        if self.has_relative_attention_bias:
+            assert rel_pos is not None
+            bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos
+            bias = bias * self.attention_head_size**-0.5
+        return self.attend(query, key, value, attention_mask, bias, self.dropout.p)
+
+
+class Data2VecVision(Biased):
+    """A bias of the window, of the layer's own or shared by all, `[1, H, T, T]`; there is no mask."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        output_attentions: bool = False,
+        relative_position_bias: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        resolution: Any = None,
+    ) -> Any:
+        if self.config._attn_implementation != NAME:
+            return super().forward(
+                hidden_states,
+                output_attentions,
+                relative_position_bias,
+                interpolate_pos_encoding,
+                resolution,
+            )
+        query, key, value = (
+            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
+        )
+        bias = relative_position_bias
+        if self.has_relative_position_bias:
+            window = tuple(size // self.config.patch_size for size in resolution)
+            own = self.relative_position_bias(
+                window, interpolate_pos_encoding, dim_size=hidden_states.shape[1]
+            )
+            bias = own if bias is None else own + bias
+        out, statistics = self.attend(query, key, value, None, bias, self.dropout.p)
+        return (out, statistics) if output_attentions else (out,)
+
+
+#: Stock class -> what stands before it, and its file in transformers.models.
+BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
+    "BloomAttention": (Bloom, "bloom"),
+    "Data2VecVisionSdpaSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
+    "Data2VecVisionSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
+    "LayoutLMv3SelfAttention": (LayoutLMv3, "layoutlmv3"),
+    "MPNetEncoder": (MPNetBias, "mpnet"),
+    "MPNetSelfAttention": (MPNet, "mpnet"),
+    "MptAttention": (Mpt, "mpt"),
+}
