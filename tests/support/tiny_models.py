@@ -97,6 +97,7 @@ TINY = {
     "mpnet": Tiny("MPNetModel", PLAIN),
     "mpt": Tiny("MptForCausalLM", MPT),
     "swin": Tiny("SwinModel", SWIN),
+    "swinv2": Tiny("Swinv2Model", SWIN),
     "bert": Tiny("BertModel", PLAIN, "BertAttention"),
     "bert-generation": Tiny("BertGenerationEncoder", PLAIN, "BertGenerationAttention"),
     "camembert": Tiny("CamembertModel", PLAIN, "CamembertAttention"),

@@ -12,15 +12,17 @@ from tests.support.alike import assert_alike
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
+import transformers
+
 import heads_kernels as hk
 from heads_kernels.heads.layers import NAME
 from heads_kernels.integrations.transformers import attention, release, use
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
-from tests.support.tiny_models import build, outputs, with_gradients
+from tests.support.tiny_models import build, outputs, randomised, with_gradients
 
 T5_LIKE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 #: Families that compute attention themselves.
-THEMSELVES = ("bloom", "data2vec-vision", "layoutlmv3", "mpnet", "mpt")
+THEMSELVES = ("bloom", "data2vec-vision", "layoutlmv3", "mpnet", "mpt", "swinv2")
 
 
 @pytest.fixture
@@ -279,6 +281,16 @@ def test_bias_that_layers_share(name: str) -> None:
     expected = with_gradients(model)
     assert any("relative_position_bias_table" in each for each in expected)
     assert_alike(with_gradients(use(model)), expected)
+
+
+def test_swin2sr_is_as_swin_v2() -> None:
+    config = transformers.Swin2SRConfig(
+        image_size=16, embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=4, mlp_ratio=1.0
+    )
+    model = randomised(transformers.Swin2SRModel, config, "eager")
+    image = torch.randn(2, 3, 16, 16)
+    expected = with_gradients(model, pixel_values=image)
+    assert_alike(with_gradients(use(model), pixel_values=image), expected)
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpnet"])

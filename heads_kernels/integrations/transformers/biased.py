@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from heads_kernels.heads.layers import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
@@ -220,6 +222,32 @@ class Data2VecVision(Biased):
         return (out, statistics) if output_attentions else (out,)
 
 
+class Swinv2(Biased):
+    """Normalised queries and keys under a scale of each head, and a bias of the window, `[windows or 1, H, T, T]`.
+
+    The model makes the mask of its shifted windows itself, whatever its attention function is.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        output_attentions: bool | None = False,
+    ) -> Any:
+        query, key, value = (
+            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
+        )
+        scale = self.logit_scale.clamp(max=math.log(100)).exp()  # [H, 1, 1]
+        query, key = normalize(query, dim=-1) * scale, normalize(key, dim=-1)
+        table = self.continuous_position_bias_mlp(self.relative_coords_table).flatten(0, 2)
+        bias = 16 * table[self.relative_position_index].permute(2, 0, 1).sigmoid()[None]
+        if attention_mask is not None:  # [windows, T, T]; the stock forward adds it twice
+            bias = bias + 2 * attention_mask[:, None]
+            bias = bias.repeat(len(query) // len(attention_mask), 1, 1, 1)
+        out, statistics = self.attend(query, key, value, None, bias, self.dropout.p, scaling=1.0)
+        return (out, statistics) if output_attentions else (out,)
+
+
 #: Stock class -> what stands before it, and its file in transformers.models.
 BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
     "BloomAttention": (Bloom, "bloom"),
@@ -229,4 +257,6 @@ BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
     "MPNetEncoder": (MPNetBias, "mpnet"),
     "MPNetSelfAttention": (MPNet, "mpnet"),
     "MptAttention": (Mpt, "mpt"),
+    "Swin2SRSelfAttention": (Swinv2, "swin2sr"),
+    "Swinv2SelfAttention": (Swinv2, "swinv2"),
 }

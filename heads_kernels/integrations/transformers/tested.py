@@ -41,6 +41,7 @@ _OFFSETS: Final = "bias of offsets"
 _KEYS: Final = "ALiBi, by the key's position"
 _DENSE: Final = "bias of two dimensions"
 _BY_USE: Final = "by `use` alone: by name it is refused"
+_STAGES: Final = "rows of a head mask `[L, H]` are stages, whose numbers of heads differ by default"
 _CAP: Final = "softcap"
 _SINKS: Final = "sinks"
 _STOCK_LAYERS: Final = "the encoder's local attention stays as it is"
@@ -80,12 +81,8 @@ TESTED: Final[dict[str, Tested]] = {
     "qwen2": Tested("Qwen2ForCausalLM"),
     "qwen3": Tested("Qwen3ForCausalLM"),
     "roberta": Tested("RobertaModel"),
-    "swin": Tested(
-        "SwinModel",
-        scores=_DENSE,
-        heads=False,
-        note="rows of a head mask `[L, H]` are stages, whose numbers of heads differ by default",
-    ),
+    "swin": Tested("SwinModel", scores=_DENSE, heads=False, note=_STAGES),
+    "swinv2": Tested("Swinv2Model", scores=_DENSE, heads=False, note=f"{_STAGES}; {_BY_USE}"),
     "switch_transformers": Tested("SwitchTransformersModel", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "t5": Tested("T5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "t5gemma": Tested("T5GemmaModel", scores=_CAP, head_masks=_SEQ2SEQ),
