@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -15,11 +16,13 @@ pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 import transformers
 from transformers import PreTrainedModel
+from transformers.models.bert import modeling_bert
 from transformers.models.pp_formulanet import modeling_pp_formulanet
 
 from heads_kernels.heads.layers import NAME
 from heads_kernels.integrations.after_import import after_import
 from heads_kernels.integrations.transformers import use
+from heads_kernels.integrations.transformers.support import KNOWN
 from tests.support.alike import assert_alike
 from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, build, outputs
 
@@ -133,6 +136,50 @@ def test_models_that_look_their_layers_up() -> None:
 def test_masks_of_flex_attention_taken_apart() -> None:
     with pytest.raises(ValueError, match=r"for a DogeModel .*has its own way with masks of flex"):
         make("DogeModel", TINY["llama"].arguments, NAME)
+
+
+@pytest.mark.parametrize("how", ["made", "set", "used"])
+def test_arguments_that_are_not_known(how: str) -> None:
+    """Of an attention function, in code that is newer than the package."""
+
+    class Newer(modeling_bert.BertSelfAttention):
+        def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+            query = self.query(hidden_states).unflatten(-1, (4, -1)).transpose(1, 2)
+            interface = modeling_bert.ALL_ATTENTION_FUNCTIONS["sdpa"]
+            out, _ = interface(
+                self, query, query, query, attention_mask, scaling=1.0, temperature=2.0, **kwargs
+            )
+            return out.flatten(2), None
+
+    class NewerModel(transformers.BertModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.encoder.layer[1].attention.self.__class__ = Newer
+            self.post_init()
+
+    refusal = r"temperature is handed .* by 'encoder.layer.1.attention.self', a Newer, and has no meaning here; use 'e"
+    config = build("bert").config
+
+    def put_to_use() -> None:
+        config._attn_implementation = NAME if how == "made" else "eager"
+        model = NewerModel(config)
+        use(model) if how == "used" else model.set_attn_implementation(NAME)
+
+    with pytest.raises(ValueError, match=refusal):
+        put_to_use()
+
+
+@pytest.mark.check
+def test_arguments_of_all_attention_classes_are_known() -> None:
+    """Read off the sources of transformers."""
+    interfaces = {"attention_interface", "attention_fn"}
+    names = set()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                names |= {each.arg for each in node.keywords if node.func.id in interfaces}
+    assert "scaling" in names
+    assert names - {None} <= KNOWN
 
 
 def test_models_without_attention_run_by_any_name() -> None:

@@ -11,7 +11,7 @@ from heads_kernels.heads.layers import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.passes import watch
-from heads_kernels.integrations.transformers.support import check_named
+from heads_kernels.integrations.transformers.support import check_keywords, check_named
 
 
 def register() -> None:
@@ -44,6 +44,7 @@ def register() -> None:
     def post_init(self: PreTrainedModel) -> None:
         finish(self)
         if self.config._attn_implementation == NAME:
+            check_keywords(self)
             watch(self)
 
     stock: Any = PreTrainedModel

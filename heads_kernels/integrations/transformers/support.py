@@ -12,9 +12,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import NAME
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.integrations.transformers.attention import UNSERVED
+from heads_kernels.integrations.transformers.attention import UNSERVED, attention_forward
 from heads_kernels.integrations.transformers.classes import replacement, serves
 from heads_kernels.integrations.transformers.tested import TESTED
+
+#: What models hand to any attention function that changes nothing in the operator: packed sequences for flash
+#: attention, whose masks say the same, and how flash attention is to add up.
+UNUSED: Final = {
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "deterministic",
+}  # fmt: skip
+#: What the attention function reads, or refuses where it is given.
+KNOWN: Final = {*inspect.signature(attention_forward).parameters, *UNSERVED, *UNUSED}
 
 ITSELF: Final = "computes its attention itself"
 INSTEAD: Final = "use 'eager' or 'sdpa', if need be for this part of a model alone"
@@ -57,6 +65,7 @@ def check_model(model: PreTrainedModel) -> None:
             where = f"model{'.' if name else ''}{name}"
             instead = f"it can not be used; tested families: {', '.join(TESTED)}"
             refuse(where, f"is a {family(part)}, which {why}", instead)
+    check_keywords(model)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
         why = ITSELF if computes_itself(model) else "has no attention"
         instead = f"there is nothing to use it for; tested families: {', '.join(TESTED)}"
@@ -74,8 +83,24 @@ def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
     if not why and not is_made and (table := _classes_by_name(model)):
         why = f"looks its layers up by it while it is made ({table})"
         instead = _MAKE
+    if is_made and not why:
+        check_keywords(model)
     if why:
         refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {why}", instead)
+
+
+def check_keywords(model: PreTrainedModel) -> None:
+    """Refuse a model that asks its attention function for something by a name that the package does not know."""
+    for name, module in model.named_modules():
+        if calls_interface(module) and (unknown := sorted(_asked(module) - KNOWN)):
+            was = f"is handed to the attention function by {name!r}, a {type(module).__name__}, and has no meaning here"
+            refuse(unknown[0], was, INSTEAD)
+
+
+def _asked(module: nn.Module) -> set[str]:
+    """The names of the arguments that the forward of a module calls its attention function with."""
+    calls = (names for names in _constants(module) if {"scaling", "dropout"} & set(names))
+    return {str(name) for names in calls for name in names}
 
 
 def _why_not(model: PreTrainedModel) -> str | None:
@@ -104,16 +129,20 @@ def _why_not_sdpa(model: PreTrainedModel) -> str | None:
     if model._supports_sdpa:
         return None
     handed = {
-        name for module in model.modules() if calls_interface(module) for name in _keywords(module)
+        name
+        for module in model.modules()
+        if calls_interface(module)
+        for names in _constants(module)
+        for name in names
     }
     asked = dict.fromkeys(what for name, what in UNSERVED.items() if name in handed)
     return f"computes more than plain attention ({', '.join(asked)})" if asked else None
 
 
-def _keywords(module: nn.Module) -> set[str]:
-    """The names of all arguments that the forward of a module passes by name: tuples among its constants."""
+def _constants(module: nn.Module) -> list[tuple[Any, ...]]:
+    """The tuples among the constants of the forward of a module: names of arguments that it passes by name."""
     constants = stock_forward(module).__code__.co_consts
-    return {str(name) for names in constants if isinstance(names, tuple) for name in names}
+    return [names for names in constants if isinstance(names, tuple)]
 
 
 def family(model: PreTrainedModel) -> str:
