@@ -28,7 +28,8 @@ class Biased(Replacement):
 
     def by_heads(self, projected: Tensor) -> Tensor:
         """`[B, T, H * D]` as `[B, H, T, D]`."""
-        return projected.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        heads = projected.view(*projected.shape[:-1], -1, self.attention_head_size)
+        return heads.transpose(1, 2)
 
     def attend(
         self,
@@ -63,8 +64,9 @@ class MPNetBias(Replacement):
         self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
     ) -> RelativeBias | Tensor:
         if self.config._attn_implementation != NAME or position_ids is not None:
-            stock: Tensor = super().compute_position_bias(x, position_ids, num_buckets)
-            return stock
+            stock: Any = super()
+            bias: Tensor = stock.compute_position_bias(x, position_ids, num_buckets)
+            return bias
         return RelativeBias(self)
 
     def offsets(self) -> OffsetBias:
@@ -119,7 +121,7 @@ class Bloom(Biased):
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
-        bias = alibi.unflatten(0, (-1, self.num_heads))  # [B, H, 1, S]
+        bias = alibi.view(-1, self.num_heads, 1, alibi.shape[-1])  # [B, H, 1, S]
         dropout = self.attention_dropout.p
         out, statistics = self.attend(query, key, value, attention_mask, bias, dropout)
         hidden = torch.dropout(self.dense(out), self.hidden_dropout, self.training)
@@ -145,7 +147,7 @@ class Mpt(Biased):
         if self.clip_qkv:
             projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (
-            each.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            each.view(*each.shape[:-1], self.n_heads, -1).transpose(1, 2)
             for each in projected.chunk(3, dim=2)
         )
         if past_key_values is not None:
@@ -172,8 +174,8 @@ class LayoutLMv3(Biased):
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
-        rel_pos: Tensor | None = None,
-        rel_2d_pos: Tensor | None = None,
+        rel_pos: Any = None,
+        rel_2d_pos: Any = None,
         **kwargs: Any,
     ) -> Any:
         if isinstance(attention_mask, Tensor):
@@ -183,7 +185,6 @@ class LayoutLMv3(Biased):
         )
         bias = None
         if self.has_relative_attention_bias:
-            assert rel_pos is not None
             bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos
             bias = bias * self.attention_head_size**-0.5
         return self.attend(query, key, value, attention_mask, bias, self.dropout.p)

@@ -52,14 +52,18 @@ class OwnRelativePositions(Replacement):
         """What the stock forward adds to the scores. While decoding with a static cache, whose length is a tensor, it
         is the stock tensor of one row."""
         if self.config._attn_implementation != NAME or isinstance(past_seen_tokens, Tensor):
-            stock: Tensor = super().compute_bias(query_length, key_length, device, past_seen_tokens)
-            return stock
+            return self._stock_bias(query_length, key_length, device, past_seen_tokens)
         return RelativeBias(self, past_seen_tokens)
+
+    def _stock_bias(self, *args: Any) -> Tensor:
+        stock: Any = super()
+        bias: Tensor = stock.compute_bias(*args)
+        return bias
 
     def offsets(self) -> OffsetBias:
         """The bias of every distance: those from `max_distance` on share a bucket, and one row shows them all."""
         far = self.relative_attention_max_distance
-        row = super().compute_bias(1, 2 * far + 1, past_seen_tokens=far)  # [1, H, 1, 2 far + 1]
+        row = self._stock_bias(1, 2 * far + 1, None, far)  # [1, H, 1, 2 far + 1]
         return OffsetBias(row[0, :, 0], first=-far)
 
 
