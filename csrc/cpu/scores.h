@@ -72,7 +72,7 @@ struct HeadTerms {
     return static_cast<char*>(t.data) + element * element_size(t.dtype);
   }
   static double value(const Rows& rows, int64_t row, int64_t column) {
-    double result;
+    double result = 0;
     load_row(&result, rows.columns(column).at(row), rows.dtype, 1);
     return result;
   }
