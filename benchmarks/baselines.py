@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.testing import Inputs
 
 Call = Callable[[], Tensor]
@@ -22,7 +23,7 @@ Call = Callable[[], Tensor]
 class _Masks:
     """The mask of a call in the forms that eager PyTorch and SDPA take; True = may attend."""
 
-    visible: Tensor | None  # bool [B | 1, 1, T | 1, S], without the causal part if is_causal
+    visible: Tensor | None  # bool [B | 1, H | 1, T | 1, S], without the causal part if is_causal
     additive: Tensor | None  # the whole mask, 0 or -inf
     is_causal: bool
 
@@ -30,11 +31,18 @@ class _Masks:
 def baselines(inputs: Inputs) -> dict[str, Call]:
     """`eager` and `sdpa`: the same call in PyTorch, reading (and differentiating) the same tensors.
 
-    Raises `ValueError` for a mask that is neither causal nor padding of keys, nor both.
+    A cap or sinks have `eager` alone: SDPA has neither. Raises `ValueError` for a mask under which a row sees nothing,
+    unless it is padding, and for collaborative attention with a bias, a cap or sinks.
     """
     masks = _masks(inputs)
+    terms = {"bias", "offset_table", "sinks"} & inputs.tensors.keys()
     if inputs.operator == "gated_attention":
-        return {"eager": _gated_eager(inputs, masks), "sdpa": _gated_sdpa(inputs, masks)}
+        found = {"eager": _gated_eager(inputs, masks)}
+        if "softcap" not in inputs.options and "sinks" not in terms:
+            found["sdpa"] = _gated_sdpa(inputs, masks)
+        return found
+    if terms or "softcap" in inputs.options:
+        raise ValueError(f"{inputs.operator} has a bias, a cap or sinks; no baseline")
     return {
         "eager": _collaborative_eager(inputs, masks),
         "sdpa": _collaborative_sdpa(inputs, masks),
@@ -45,32 +53,56 @@ def _gated_eager(inputs: Inputs, masks: _Masks) -> Call:
     t, scale = inputs.tensors, inputs.problem().scale
     query, key, value = t["query"], t["key"], t["value"]
     group = query.shape[1] // key.shape[1]
+    softcap, sinks = inputs.options.get("softcap"), t.get("sinks")
 
     def call() -> Tensor:
         k, v = key, value
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = query @ k.mT * scale
-        if masks.additive is not None:
-            scores = scores + masks.additive
-        return times_gate(scores.softmax(-1) @ v, inputs)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        for added in (_bias(inputs), masks.additive):
+            if added is not None:
+                scores = scores + added
+        if sinks is None:
+            return times_gate(scores.softmax(-1) @ v, inputs)
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        p = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        return times_gate(p @ v, inputs)
 
     return call
 
 
 def _gated_sdpa(inputs: Inputs, masks: _Masks) -> Call:
+    """A bias and what is hidden are one float mask."""
     t, scale = inputs.tensors, inputs.problem().scale
     query, key, value = t["query"], t["key"], t["value"]
     grouped = query.shape[1] != key.shape[1]
 
     def call() -> Tensor:
+        mask, is_causal, bias = masks.visible, masks.is_causal, _bias(inputs)
+        if bias is not None:
+            mask = bias if masks.additive is None else bias + masks.additive
+            is_causal = False
         out = F.scaled_dot_product_attention(
-            query, key, value, masks.visible, is_causal=masks.is_causal, scale=scale,
-            enable_gqa=grouped,
-        )  # fmt: skip
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
         return times_gate(out, inputs)
 
     return call
+
+
+def _bias(inputs: Inputs) -> Tensor | None:
+    """What is added to the scores, dense and in the dtype of the query; of a table of offsets made in every call."""
+    tensors = inputs.tensors
+    dtype = tensors["query"].dtype
+    if "bias" in tensors:
+        return tensors["bias"].to(dtype)
+    if "offset_table" not in tensors:
+        return None
+    T, S = tensors["query"].shape[2], tensors["key"].shape[2]
+    return OffsetBias(tensors["offset_table"]).to_dense(T, S).to(dtype)
 
 
 def _collaborative_eager(inputs: Inputs, masks: _Masks) -> Call:
@@ -132,20 +164,24 @@ def _masks(inputs: Inputs) -> _Masks:
     problem = inputs.problem()
     T, S, dtype = problem.T, problem.S, problem.query.dtype
     is_causal = bool(inputs.options.get("is_causal"))
-    whole = problem.intervals.to_dense(T, S, problem.query.device)  # [B | 1, 1, T, S]
-    keys = whole.any(-2, keepdim=True)  # [B | 1, 1, 1, S]
+    whole = problem.intervals.to_dense(T, S, problem.query.device)  # [B | 1, H | 1, T, S]
+    keys = whole.any(-2, keepdim=True)  # [B | 1, H | 1, 1, S]
     triangle = torch.ones(T, S, dtype=torch.bool, device=whole.device).tril()
-    told = keys & triangle if is_causal else keys.expand(whole.shape)
-    rows = whole.any(-1, keepdim=True)  # padded query rows: nobody masks them by hand
-    if not torch.equal(told & rows, whole):
-        raise ValueError(
-            f"attn_mask of {inputs.operator} is not causal or key padding; no baseline"
-        )
+    simple = keys & triangle if is_causal else keys.expand(whole.shape)
+    rows = whole.any(-1, keepdim=True)
+    if not torch.equal(simple & rows, whole):  # a window, or a dense mask
+        if not rows.all():
+            raise ValueError(
+                f"attn_mask of {inputs.operator} has rows that see nothing; no baseline"
+            )
+        return _Masks(whole, _additive(whole, dtype), False)
+    # Padded query rows: nobody masks them by hand.
     if keys.all():
         if not is_causal:
             return _Masks(None, None, False)
         return _Masks(None, _additive(triangle, dtype), True)
-    return _Masks(told if is_causal else keys, _additive(told if is_causal else keys, dtype), False)
+    visible = simple if is_causal else keys
+    return _Masks(visible, _additive(visible, dtype), False)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """Accuracy and FLOPs of every workload, checked before it is timed.
 
 Accuracy is the one rule of `heads_kernels.testing` for the output, lse and every gradient; where a
-call has many pairs, those of its first and last head. FLOPs
+call has many pairs, those of some heads and batches. FLOPs
 are counted by `torch.utils.flop_counter` on our operator and on plain PyTorch, and worked out by
 closed formulas (2 per multiply-add): scores 2 B T S H D (collaborative 2 B T S H Ds), P V
 2 B T S H Dv; executed: see `Workload`.
@@ -55,7 +55,7 @@ def check(workload: Workload, dtype: torch.dtype) -> Check:
     failures: list[str] = []
     worst, ratio, model_error = "", 0.0, None
     for number, inputs in enumerate(calls):
-        some, step = (inputs, 1) if workload.expected else _some_heads(inputs)
+        some, where = (inputs, None) if workload.expected else _part(inputs)
         with _one_thread():
             reference = testing.reference(some)
         report = testing.compare(reference, None, workload.name)
@@ -64,9 +64,8 @@ def check(workload: Workload, dtype: torch.dtype) -> Check:
         if nearest.ratio >= ratio:
             worst, ratio = nearest.name, nearest.ratio
         bound = next(q.max_bound for q in report.quantities if q.name == "out")
-        if step > 1:
-            failures += _whole_failures(inputs, (slice(None), slice(None, None, step)),
-                reference.oracle["out"], bound)  # fmt: skip
+        if where is not None:
+            failures += _whole_failures(inputs, where, reference.oracle["out"], bound)
         failures += _baseline_failures(some, reference.oracle["out"])
         if workload.expected and dtype == torch.float32:
             error = _model_error(inputs, workload.expected[number])
@@ -83,23 +82,36 @@ def check(workload: Workload, dtype: torch.dtype) -> Check:
     )  # fmt: skip
 
 
-def _some_heads(inputs: Inputs) -> tuple[Inputs, int]:
-    """The call with its first and its last head where it has more than `_MOST_PAIRS`, and their distance.
+def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, slice] | None]:
+    """The call itself; or, with more than `_MOST_PAIRS`, some heads and batches of it, and where its output has them.
 
-    Where some heads are closed these are an open and a closed one. Grouped heads are kept, all of
-    them: another number of them would be another kernel's work.
+    Heads are the first and the last: where some are closed, an open and a closed one. Grouped ones are kept, all of
+    them: another number would be another kernel's work. Batches are evenly spread, and all of them under a mask.
     """
     problem = inputs.problem()
-    pairs, step = problem.B * problem.H * problem.T * problem.S, problem.H - 1
-    if pairs <= _MOST_PAIRS or step <= 1 or inputs.tensors["value"].shape[1] != problem.H:
-        return inputs, 1
+    B, H = problem.B, problem.H
+    pairs = problem.B * problem.H * problem.T * problem.S
+    step = H - 1 if H > 2 and inputs.tensors["value"].shape[1] == H else 1
+    if pairs <= _MOST_PAIRS or (step == 1 and "attn_mask" in inputs.options):
+        return inputs, None
+    batches = 1
+    if "attn_mask" not in inputs.options:
+        kept = pairs // H * len(range(0, H, step))
+        batches = min(B, -(-kept // _MOST_PAIRS))
+    if step == batches == 1:
+        return inputs, None
     tensors = dict(inputs.tensors)
     for name, tensor in tensors.items():
-        if name == "mixing" or (name == "gate" and tensor.dim() == 1):  # [H, ...]
-            tensors[name] = tensor[::step]
-        elif name in ("gate", "content_bias") or tensor.dim() == 4:  # [B, H, ...]
-            tensors[name] = tensor[:, ::step]
-    return replace(inputs, tensors=tensors, dout=inputs.dout[:, ::step]), step
+        if name in ("mixing", "sinks", "offset_table") or (name == "gate" and tensor.dim() == 1):
+            tensors[name] = tensor[::step]  # [H, ...]
+            continue
+        if tensor.shape[0] == B:
+            tensor = tensor[::batches]
+        if name in ("gate", "content_bias") or tensor.dim() == 4:  # [B, H, ...]
+            tensor = tensor[:, ::step]
+        tensors[name] = tensor
+    where = slice(None, None, batches), slice(None, None, step)
+    return replace(inputs, tensors=tensors, dout=inputs.dout[where]), where
 
 
 def _whole_failures(

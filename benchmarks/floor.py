@@ -129,11 +129,12 @@ def _bytes(inputs: Inputs, open_heads: int, direction: Direction) -> int:
         tensor = inputs.tensors[name]
         return tensor.nbytes * part * (share if tensor.dim() == 4 else 1.0)
 
-    names = ("query", "key", "value")
+    names = ("query", "key", "value", "bias")
     out, read = inputs.dout.nbytes, size("query", rows) + size("key", keys) + size("value", keys)
+    read += size("bias", rows) if "bias" in inputs.tensors else 0
     if direction == "forward":
         return round(read + out)
-    gradients = sum(inputs.tensors[name].nbytes for name in names)
+    gradients = sum(inputs.tensors[name].nbytes for name in names if name in inputs.tensors)
     return round(read + 2 * rows * share * out + gradients)  # out and dout are read
 
 

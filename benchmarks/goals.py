@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from benchmarks.problems import DIRECTIONS, Direction
-from benchmarks.shapes import LONG, NARROW, REAL, SHARED, SHORT, WIDTHS, by_length, by_sharing
+from benchmarks.shapes import (
+    LONG,
+    NARROW,
+    PAIR_HEADS,
+    REAL,
+    SHARED,
+    SHORT,
+    WIDTHS,
+    by_length,
+    by_sharing,
+)
 
 #: eager, sdpa     PyTorch's time by ours; sdpa is SDPA times the gate
 #: best            the better of the two, by ours
@@ -65,6 +75,13 @@ def _goals() -> Iterator[Goal]:
             yield Goal(dense, "backward", "best", 2.0)
             for direction in DIRECTIONS:
                 yield Goal(ragged, direction, "dense rate", _RATE)
+    for H in PAIR_HEADS:
+        yield Goal(f"pair_bias_H{H}", "forward", "sdpa", 1.6)
+        yield Goal(f"pair_bias_H{H}", "backward", "sdpa", 2.3)
+        yield Goal(f"pair_bias_H{H}", "backward", "eager", 4.0)
+    yield Goal("t5_base", "forward", "sdpa", 1.5)
+    yield Goal("mask_random", "forward", "sdpa", 1.3)
+    yield Goal("mask_blocks", "forward", "dense rate", _RATE)
     for base in NARROW:
         for direction in DIRECTIONS:
             yield Goal(f"{base}_bfloat16", direction, "float32", _NARROW)

@@ -55,7 +55,7 @@ class Report:
                 f"{row.executed / max(row.counted, 1):.0%}", verdict)  # fmt: skip
         self._print(table)
         self._note(
-            "Errors of out, lse and all gradients (where pairs are many, of the first and the last head) "
+            "Errors of out, lse and all gradients (where pairs are many, of some heads and batches) "
             "against eager in float64, as a part of what the accuracy rule allows. GFLOP of the "
             "forward pass: counted by FlopCounterMode, the same for our operator, plain PyTorch and "
             "the closed formula; executed is what masks, closed heads and empty mixing chunks leave."
@@ -89,14 +89,16 @@ class Report:
     def memory(self) -> None:
         if not self.results.memory or self._done("memory"):
             return
-        rows = self.results.memory
-        table = _table("Peak memory beyond inputs and results", rows[0].case, "pass", "MiB", "")
-        for row in rows:
-            mib = "-" if row.extra is None else f"{row.extra / 2**20:,.1f}"
-            name = {"sdpa": "SDPA*gate"}.get(row.candidate, row.candidate)
-            what = "forward" if row.direction == "forward" else "forward and backward"
-            table.add_row(name, what, mib, row.how if row.extra is None else "")
-        self._print(table)
+        for case in dict.fromkeys(row.case for row in self.results.memory):
+            table = _table("Peak memory beyond inputs and results", case, "pass", "MiB", "")
+            for row in self.results.memory:
+                if row.case != case:
+                    continue
+                mib = "-" if row.extra is None else f"{row.extra / 2**20:,.1f}"
+                name = {"sdpa": "SDPA*gate"}.get(row.candidate, row.candidate)
+                what = "forward" if row.direction == "forward" else "forward and backward"
+                table.add_row(name, what, mib, row.how if row.extra is None else "")
+            self._print(table)
 
     def overhead(self) -> None:
         if not self.results.overhead or self._done("overhead"):
@@ -225,7 +227,7 @@ _SPEED: Final[tuple[tuple[str, Callable[[Speed], str | Text]], ...]] = (
     ("GFLOP/s", lambda row: f"{row.gflops:.0f}"),
     ("eager", lambda row: _ms(row.eager_ms)),
     ("x", lambda row: _ratio(row.ratio("eager"))),
-    ("SDPA*gate", lambda row: _ms(row.sdpa_ms)),
+    ("SDPA*gate", lambda row: "" if row.sdpa_ms is None else _ms(row.sdpa_ms)),
     ("x", lambda row: _ratio(row.ratio("sdpa"))),
     ("x dense", lambda row: _ratio(row.ratio("dense"))),
     ("x f32", lambda row: _ratio(row.ratio("float32"))),

@@ -50,7 +50,7 @@ class NothingToDo(Exception):
 def synthetic(form: str) -> list[Workload]:
     """The named workloads of a form; those of MiniLM come by capturing it."""
     if form == "smoke":
-        return problems.standard(64)
+        return [*problems.standard(64), *shapes.score_terms(8)]
     return shapes.full() if form == "full" else shapes.quick()
 
 
@@ -189,6 +189,10 @@ def _memory(settings: Settings, results: Results) -> None:
     if not failures:
         full = settings.form == "full"
         results.memory += measure.memory(inputs, name, eager_backward=full)
+    biased = shapes.score_terms(8 if settings.form == "smoke" else 1)[0]
+    if settings.form != "quick":  # of which `biased` is a workload, and checked
+        (inputs,) = biased.make(settings.dtype)
+        results.memory += measure.memory(inputs, biased.name, eager_backward=True)
 
 
 def backends(settings: Settings) -> list[str]:

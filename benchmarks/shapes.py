@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from benchmarks.problems import (
     CLOSED_SERIES,
@@ -15,8 +16,9 @@ from benchmarks.problems import (
     standard,
     workload,
 )
+from heads_kernels.mask import Mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, find
-from heads_kernels.testing.masks import lower_right, padded
+from heads_kernels.testing.masks import Sizes, fixed, lower_right, padded
 
 #: T to B of the series over length, about a thousand tokens a call: at 12 heads of width 64 all
 #: tensors of a call are 12 MB, so no length has the help of a cache that another has not.
@@ -45,7 +47,7 @@ def quick() -> list[Workload]:
 def full() -> list[Workload]:
     """All workloads of the full form but those of MiniLM."""
     return [*standard(closed=CLOSED_SERIES), *lengths(), *short(), *real_padding(), *shared(),
-        *narrow(), *models()]  # fmt: skip
+        *narrow(), *models(), *score_terms()]  # fmt: skip
 
 
 def by_length(T: int, D: int) -> str:
@@ -181,3 +183,66 @@ def models() -> list[Workload]:
         named(deit, 4 * 197 * 197),
         named(replace(decode, B=1, mask=lower_right), 2048),
     ]
+
+
+#: Heads of the rows of an alignment with pair bias.
+PAIR_HEADS: Final = (4, 8)
+
+
+def score_terms(part: int = 1) -> list[Workload]:
+    """Calls with a bias, a cap, sinks and dense masks, in the shapes of models; all lengths divided by `part`."""
+    rows, T, L = 128 // part, 256 // part, 512 // part
+    table = f"pair bias [1, H, T, T], B{rows} T{T} D32, sigmoid gate by element"
+    result = []
+    for H in PAIR_HEADS:
+        case = GatedCase(f"pair_bias_{H}", rows, H, T, T, D=32, Dv=32, gate="BHTD", gate_dtype=None,
+            gate_activation="sigmoid", bias="1HTS", bias_dtype=None, layout="transposed")  # fmt: skip
+        result.append(workload(f"pair_bias_H{H}", table, f"H{H}", case, rows * T * T))
+    # Offsets -128 to 128, which T5's 32 buckets divide up.
+    t5 = GatedCase(
+        "t5_base_encoder", 8, 12, L, L, D=64, Dv=64, offsets=257, scale=1.0, layout="transposed"
+    )
+    # Windows of a half and a quarter of the length: those of the models are longer than such calls, or as here.
+    gemma = GatedCase("gemma_2", 1, 8, 2 * L, 2 * L, D=256, Dv=256, Hk=4, softcap=50.0, is_causal=True,
+        mask=fixed(Mask(window=(L - 1, 0))), layout="transposed")  # fmt: skip
+    gpt_oss = GatedCase("gpt_oss", 1, 64, L, L, D=64, Dv=64, Hk=8, sinks=True, is_causal=True,
+        mask=fixed(Mask(window=(L // 4 - 1, 0))), layout="transposed")  # fmt: skip
+    table = "bias by offset, cap, sinks in the shapes of models"
+    result += [
+        workload("t5_base", table, f"T5-base encoder, B8 H12 T{L} D64", t5, 8 * L * L),
+        workload("gemma_2", table, f"Gemma 2, B1 H8 Hk4 T{2 * L} D256, cap", gemma,
+            _windowed_pairs(2 * L, L)),
+        workload("gpt_oss", table, f"GPT-OSS, B1 H64 Hk8 T{L} D64, sinks", gpt_oss,
+            _windowed_pairs(L, L // 4)),
+    ]  # fmt: skip
+    dense = replace(find("gated_attention", "bert_base_512"), T=L, S=L)
+    sizes = Sizes(dense.B, dense.H, L, L)
+    drawn = int(random_pairs(sizes, torch.device("cpu")).sum())
+    table = f"dense bool masks [B, 1, T, S], B{dense.B} H{dense.H} T{L} D64"
+    result += [
+        workload("mask_random", table, "half of the pairs, drawn", replace(dense, mask=random_pairs), drawn,
+            dense="gated_dense"),
+        workload("mask_blocks", table, "a quarter of the blocks", replace(dense, mask=block_sparse),
+            dense.B * L * L // 4, dense="gated_dense"),
+    ]  # fmt: skip
+    return result
+
+
+def _windowed_pairs(T: int, window: int) -> int:
+    """Of a causal window that counts the row's own key."""
+    return causal_pairs(window) + (T - window) * window
+
+
+def random_pairs(sizes: Sizes, device: torch.device) -> Tensor:
+    """Half of the pairs, and the diagonal; the same ones every time."""
+    drawn = (
+        torch.rand(sizes.B, 1, sizes.T, sizes.S, generator=torch.Generator().manual_seed(0)) < 0.5
+    )
+    return (drawn | torch.eye(sizes.T, sizes.S, dtype=torch.bool)).to(device)
+
+
+def block_sparse(sizes: Sizes, device: torch.device) -> Tensor:
+    """Every fourth diagonal of 8 x 8 blocks."""
+    i, j = (torch.arange(n, device=device) // (n // 8) for n in (sizes.T, sizes.S))
+    visible = (i[:, None] - j) % 4 == 0
+    return visible.expand(sizes.B, 1, sizes.T, sizes.S)

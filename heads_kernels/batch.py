@@ -76,13 +76,7 @@ def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int
     alignment share, `[batch, 1, H, T, T]`, is not expanded. Copied is what broadcasts in between: `[x, 1, y, H, T, S]`.
     `full` is (H, T, S). Raises ValueError where the shape does not broadcast.
     """
-    sizes = (*batch, *full)
-    shape = (1,) * (len(sizes) - bias.dim()) + tuple(bias.shape)
-    if len(shape) != len(sizes) or any(
-        got not in (1, want) for got, want in zip(shape, sizes, strict=True)
-    ):
-        was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
-        refuse("bias", was, "pass a tensor that broadcasts to them")
+    shape = check_bias_shape(bias, (*batch, *full))
     is_leaf = bias.requires_grad and bias.is_leaf  # of which every element gets its gradient
     bias = bias.reshape(shape)
     if not is_leaf:
@@ -99,6 +93,20 @@ def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int
     elements = math.prod(bias.shape[:count])
     lead = (elements, 1) if outside else (1, elements)
     return bias.reshape(*lead, *bias.shape[count:])
+
+
+def check_bias_shape(bias: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a bias with as many dimensions as `sizes`, those of the scores.
+
+    Raises ValueError where it does not broadcast to them.
+    """
+    shape = (1,) * (len(sizes) - bias.dim()) + tuple(bias.shape)
+    if len(shape) != len(sizes) or any(
+        got not in (1, want) for got, want in zip(shape, sizes, strict=True)
+    ):
+        was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
+        refuse("bias", was, "pass a tensor that broadcasts to them")
+    return shape
 
 
 def bias_batches(bias: Tensor, B: int) -> tuple[int, int]:

@@ -112,6 +112,7 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     mask = as_mask(call.mask, (call.B, call.H, call.T, call.S)) & Mask.of((_Within(band),))
     heads = call.H if call.mixing is not None else key.shape[1]
     value = features[:, None].expand(call.B, heads, -1, -1)
+    query, key, value = map(call.batched, (query, key, value))
     # A sink is in `lse`, and no part of a band.
     terms: dict[str, Any] = {"bias": call.bias, "softcap": call.softcap, "scale": call.scale}
     if call.mixing is None:
@@ -119,8 +120,9 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
         problem = Problem.gated(query, key, value, attn_mask=mask, **terms)
     else:
         operator = COLLABORATIVE
+        content_bias = None if call.content_bias is None else call.batched(call.content_bias)
         problem = Problem.collaborative(
-            query, key, value, call.mixing, call.content_bias, attn_mask=mask, **terms
+            query, key, value, call.mixing, content_bias, attn_mask=mask, **terms
         )
     backend = next(row.name for row in operator.backends if not row.unsupported(problem))
     if backend == "eager":

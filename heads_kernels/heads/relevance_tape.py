@@ -34,6 +34,8 @@ _ATTENTION: Final = {
     "heads_kernels::collaborative_attention",
     "scaled_dot_product_attention",
 }
+#: Arguments that add to scores, through which relevance does not go.
+_ADDED: Final = ("bias", "offset_bias", "sinks")
 
 
 class _Step(NamedTuple):
@@ -142,7 +144,10 @@ class RelevanceTape(TorchFunctionMode):
         out = result if isinstance(result, Tensor) else result[0]
         gate = given.get("gate")
         heads = out if gate is None else out.detach()
-        self._record(*attention_step(call, given, self.full), [heads], layer)
+        inputs, back = attention_step(call, given, self.full)
+        if self.full and any(map(self.carries, map(given.get, _ADDED))):
+            back = refusing("attention", "whose bias depends on heads")
+        self._record(inputs, back, [heads], layer)
         if gate is not None:
             self._record(*gate_step(self.carries, heads, gate, given["gate_activation"]), [out])
 

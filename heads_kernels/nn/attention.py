@@ -15,7 +15,7 @@ from heads_kernels.nn.state_dict import load_torch_projections, split_projection
 class GatedMultiheadAttention(Multihead):
     r"""Multi-head attention (Vaswani et al. 2017) whose heads can be gated, closed and pruned.
 
-    .. math:: \sum_h g_h \cdot softmax(scale \cdot X W_Q^h (Y W_K^h)^T \text{ under the mask}) Y W_V^h W_O^h + b_O
+    .. math:: \sum_h g_h \cdot softmax(scale \cdot X W_Q^h (Y W_K^h)^T + bias_h) Y W_V^h W_O^h + b_O
 
     Three uses: encoder (`layer(x, key_padding_mask=...)`), decoder (`layer(x, is_causal=True)`), encoder-decoder
     (`layer(x, memory, key_padding_mask=...)`). It takes the place of the attention in PyTorch's own layers, all of a

@@ -50,6 +50,12 @@ class KeyValueCache:
         """S: how many positions are held."""
         return self._length
 
+    def length_after(self, positions: int, appended: bool) -> int:
+        """`length` after a call that brings so many: self-attention appends them, others fill an empty cache."""
+        if appended:
+            return self._length + positions
+        return self._length if self._stored else positions
+
     def __repr__(self) -> str:
         room = "" if self.max_length is None else f" of {self.max_length}"
         if not self._stored:

@@ -9,6 +9,8 @@ from heads_kernels.errors import refuse
 from heads_kernels.mask import Mask
 from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term, readable
 
+PAIRS = "[T, S] or [B * H, T, S]"
+
 
 def module_mask(
     sizes: tuple[int, int, int, int],
@@ -29,7 +31,8 @@ def module_mask(
         key_padding_mask: `[B or 1, S]`; bool with True = hidden, or floating with 0 = visible and -inf = hidden. In
             self-attention the rows are the last T keys, and a hidden key is a row that sees nothing.
         query_padding_mask: `[B or 1, T]`, the same for rows.
-        attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs. Not read where `is_causal`.
+        attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs, unless it is a bias (`biases`). Not read where
+            `is_causal`.
         is_causal: row i sees keys up to its own position; in self-attention the last row stands beside the last key
             (a cache holds what came before), else the first row beside the first key.
         self_attention: rows and keys are of one sequence.
@@ -61,12 +64,17 @@ def module_mask(
 
 def _pairs(attn_mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
     """`attn_mask` as bool `[1, 1, T, S]` or `[B, H, T, S]`, True = visible."""
+    visible = _visible("attn_mask", attn_mask, PAIRS, (2, 3))
+    check_pairs(visible, sizes)
+    return visible[None, None] if visible.dim() == 2 else visible.view(sizes)
+
+
+def check_pairs(attn_mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    """`attn_mask` is `[T, S]` or `[B * H, T, S]` of these sizes (B, H, T, S)."""
     B, H, T, S = sizes
-    visible = _visible("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (2, 3))
-    if visible.shape not in ((T, S), (B * H, T, S)):
-        was = f"has shape {list(visible.shape)}, but B, H, T, S are {list(sizes)}"
+    if attn_mask.shape not in ((T, S), (B * H, T, S)):
+        was = f"has shape {list(attn_mask.shape)}, but B, H, T, S are {list(sizes)}"
         refuse("attn_mask", was, f"pass [{T}, {S}] or [{B * H}, {T}, {S}]")
-    return visible.view((1, 1, T, S) if visible.dim() == 2 else sizes)
 
 
 def _visible(argument: str, hidden: Tensor, layout: str, ranks: tuple[int, ...]) -> Tensor:

@@ -10,15 +10,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.batch import Batch, flatten_companion, unflatten
 from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, is_sharded
 from heads_kernels.errors import refuse
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
+from heads_kernels.nn.biases import is_bias, module_bias
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.masks import module_mask
 from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 
 
@@ -137,6 +140,7 @@ class Multihead(nn.Module, ABC):
         *,
         query_padding_mask: Tensor | None = None,
         mask: Mask | None = None,
+        bias: Tensor | OffsetBias | None = None,
         cache: KeyValueCache | None = None,
         need_statistics: bool = False,
     ) -> tuple[Tensor, AttentionStatistics | None]:
@@ -146,25 +150,32 @@ class Multihead(nn.Module, ABC):
         sequence, and `key_padding_mask` hides its rows as well as its keys (but see `computes_padded_rows`).
 
         Args:
-            query: `[B, T, embed_dim]`; with `batch_first=False` all inputs and the output have `B` second.
-            key: `[B, S, kdim]`; default `query`.
-            value: `[B, S, vdim]`; default `key`.
-            key_padding_mask: `[B, S]` (keys of the cache included), bool with True = hidden, or floating with 0 =
+            query: `[..., T, embed_dim]`, any number of batch dimensions, at least one; behind `B` stands their product.
+                With `batch_first=False` all inputs and the output are `[T, B, embed_dim]`.
+            key: `[..., S, kdim]`; default `query`.
+            value: `[..., S, vdim]`; default `key`.
+            key_padding_mask: `[..., S]` (keys of the cache included), bool with True = hidden, or floating with 0 =
                 visible and -inf = hidden.
             need_weights: only False: no `[T, S]` matrix is ever in memory.
-            attn_mask: `[T, S]` or `[B * H, T, S]`, meaning as above. No fused kernel reads it: say it as `mask` where
-                that can. With `is_causal` it is not read, as the flag already says it.
+            attn_mask: `[T, S]` or `[B * H, T, S]`: bool with True = hidden, or floating, to be added to the scores as
+                a bias is; one that hides and adds nothing is better said as `mask`. With `is_causal` it is not read,
+                as the flag already says it.
             average_attn_weights: of no effect, there being no weights.
             is_causal: no row sees a key behind its own position. With a cache the last row stands beside the last key.
-            query_padding_mask: `[B, T]`, meaning as above; for encoder-decoder attention.
+            query_padding_mask: `[..., T]`, as `key_padding_mask`; for encoder-decoder attention.
             mask: a native mask, True = visible; it is shared by the layers of a model at no cost.
+            bias: added to the scaled scores: a float tensor broadcastable to `[..., H, T, S]`, with the batch
+                dimensions of the inputs, H the heads that pruning has left and S the keys of the cache included; or
+                an `OffsetBias`. -inf hides. It gets a gradient, summed over what it was broadcast along, and is not
+                expanded in memory. In self-attention the last row of an `OffsetBias` stands beside the last key; with
+                a cache of encoder-decoder attention pass `bias.starting_at(row)`.
             cache: keys and values of earlier calls; see `KeyValueCache`.
             need_statistics: whether to return `hk.attention_statistics` of this call (before dropout).
 
         Returns:
-            The output `[B, T, embed_dim]`, and the statistics, `[B, H, T]` each, or None. Rows that see nothing, and
-            layers without heads, give the bias of `out_proj`. With both gates a head is multiplied by its head gate
-            in the operator, where closed heads cost nothing, and by the sigmoid of its output gate behind it.
+            The output `[..., T, embed_dim]`, and the statistics, `[..., H, T]` each, or None. Rows that see nothing,
+            and layers without heads, give the bias of `out_proj`. With both gates a head is multiplied by its head
+            gate in the operator, where closed heads cost nothing, and by the sigmoid of its output gate behind it.
 
         Raises:
             TypeError, ValueError: an argument that does not fit, named with its value and what would do.
@@ -181,66 +192,97 @@ class Multihead(nn.Module, ABC):
             key = query
         value = key if value is None else value
         self._check(query, key, value)
-        if not self.batch_first:
-            query, key, value = (each.transpose(0, 1) for each in (query, key, value))
-        if cache is None:
-            source = self.source(key, value)
-        elif not isinstance(cache, KeyValueCache):
-            was = f"is a {type(cache).__name__}"
-            refuse("cache", was, "pass a hk.nn.KeyValueCache", TypeError)
-        elif alone:
-            source = cache.append(*self.source(key, value))
-        else:
-            source = cache.once(partial(self.source, key, value))
-            if source[0].shape[0] != query.shape[0]:
-                was = f"holds batch {source[0].shape[0]}, but query has batch {query.shape[0]}"
-                refuse("cache", was, "call reorder(beams) or reset() first")
-        operands = self.operands(query, source)
+        batch = tuple(query.shape[:-2]) if query.dim() > 3 else None
+        rows = self._in_order(query)
+        keys = rows if alone else self._in_order(key)
+        values = keys if value is key else self._in_order(value)
+        S = keys.shape[1]
+        if cache is not None:
+            if not isinstance(cache, KeyValueCache):
+                was = f"is a {type(cache).__name__}"
+                refuse("cache", was, "pass a hk.nn.KeyValueCache", TypeError)
+            S = cache.length_after(S, alone)
+        sizes = rows.shape[0], self.num_heads, rows.shape[1], S
+        lead = sizes[:1] if batch is None else batch
+        is_added = is_bias(attn_mask, is_causal)
         visible = module_mask(
-            (query.shape[0], self.num_heads, query.shape[1], source[0].shape[1]),
+            sizes,
             mask=mask,
-            key_padding_mask=key_padding_mask,
-            query_padding_mask=query_padding_mask,
-            attn_mask=attn_mask,
+            key_padding_mask=_flat("key_padding_mask", key_padding_mask, batch, "S"),
+            query_padding_mask=_flat("query_padding_mask", query_padding_mask, batch, "T"),
+            attn_mask=None if is_added else attn_mask,
             is_causal=is_causal,
             self_attention=alone,
             hides_rows=not self.computes_padded_rows,
         )
+        bias = module_bias(
+            bias,
+            attn_mask if is_added else None,
+            query,
+            (*lead, *sizes[1:]),
+            self_attention=alone,
+            kept_heads=getattr(self, "kept_heads", None),
+        )
+        if cache is None:
+            source = self.source(keys, values)
+        elif alone:
+            source = cache.append(*self.source(keys, values))
+        else:
+            source = cache.once(partial(self.source, keys, values))
+            if source[0].shape[0] != rows.shape[0]:
+                was = f"holds batch {source[0].shape[0]}, but query has batch {rows.shape[0]}"
+                refuse("cache", was, "call reorder(beams) or reset() first")
+        operands = self.operands(rows, source)
         if self.observer is not None:
             call = AttentionCall(
                 **{"mixing": None, "content_bias": None, **operands},  # type: ignore[arg-type]
                 mask=visible,
                 scale=self.scale,
+                bias=bias,
+                batch=batch,
                 self_attention=alone,
             )
             self.observer(call)
-        heads = self._attend(query, operands, visible)  # [B, H, T, Dv]
-        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        # The operator gets the batch dimensions of the call: flattened, a bias that has them would be expanded.
+        arguments: dict[str, Any] = {
+            name: each if each is None or name == "mixing" else unflatten(each, batch)
+            for name, each in operands.items()
+        }
+        arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
+        heads = self._attend(rows, arguments, batch)
+        output = unflatten(self.out_proj(heads.transpose(1, 2).flatten(2)), batch)
         output = output if self.batch_first else output.transpose(0, 1)
         if not need_statistics:
             return output, None
-        scores = {name: tensor for name, tensor in operands.items() if name != "value"}
-        return output, attention_statistics(**scores, attn_mask=visible, scale=self.scale)  # type: ignore[arg-type]
+        del arguments["value"]
+        return output, attention_statistics(**arguments)
 
-    def _attend(self, query: Tensor, operands: dict[str, Tensor | None], visible: Mask) -> Tensor:
-        """The operator, its heads gated: `[B, H, T, Dv]`."""
-        gate: dict[str, Any] = {}
+    def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch) -> Tensor:
+        """The operator, its heads gated: `[B, H, T, Dv]`; its arguments have the dimensions `batch` for B."""
+        gate, activation = None, "identity"
         if self.head_gate is not None:
             self._check_noise()
-            gate = {"gate": self.head_gate(*query.shape[:2])}
+            gate = self.head_gate(*query.shape[:2])
         elif self.gate_proj is not None:
-            gate = {"gate": self._logits(query), "gate_activation": "sigmoid"}
+            gate, activation = self._logits(query), "sigmoid"
+        if batch is not None and gate is not None and gate.dim() > 1:
+            gate = unflatten(gate.expand(len(query), *gate.shape[1:]), batch)
         heads = type(self).operator(
-            **operands,
-            **gate,
+            **arguments,
+            gate=gate,
+            gate_activation=activation,
             closed_grad=self.closed_grad,
-            attn_mask=visible,
-            scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
         )
+        if batch is not None:
+            heads = heads.flatten(0, len(batch) - 1)
         if self.head_gate is not None and self.gate_proj is not None:
             heads = heads * self._logits(query).sigmoid()
         return heads
+
+    def _in_order(self, inputs: Tensor) -> Tensor:
+        """`[B, L, width]`, one batch dimension first."""
+        return inputs.flatten(0, -3) if self.batch_first else inputs.transpose(0, 1)
 
     def _check_noise(self) -> None:
         """Under tensor parallelism every process has heads of its own, whose gates want noise of their own."""
@@ -270,16 +312,22 @@ class Multihead(nn.Module, ABC):
                     f"pass {layout} and masks (enable_nested_tensor=False in a TransformerEncoder)"
                 )
                 refuse(name, "is nested", instead)
-            if tensor.dim() != 3 or tensor.shape[2] != width:
+            fits = tensor.dim() == 3 or (tensor.dim() > 3 and self.batch_first)
+            if not fits or tensor.shape[-1] != width:
                 order = "batch first" if self.batch_first else "as batch_first=False says"
                 refuse(name, f"has shape {list(tensor.shape)}", f"pass {layout}, {order}")
-        batch = 0 if self.batch_first else 1
-        if key.shape[batch] != query.shape[batch]:
-            was = f"has batch {key.shape[batch]}, but query has batch {query.shape[batch]}"
-            refuse("key", was, "make them equal")
-        if value.shape[:2] != key.shape[:2]:
+        found, wanted = (self._batch(each) for each in (key, query))
+        if found != wanted:
+            refuse("key", f"has batch {found}, but query has batch {wanted}", "make them equal")
+        if value.shape[:-1] != key.shape[:-1]:
             was = f"has shape {list(value.shape)}, but key has {list(key.shape)}"
             refuse("value", was, "make batch and length equal")
+
+    def _batch(self, inputs: Tensor) -> int | list[int]:
+        """The batch dimensions; of a single one its size."""
+        if inputs.dim() > 3:
+            return list(inputs.shape[:-2])
+        return inputs.shape[0 if self.batch_first else 1]
 
     def extra_repr(self) -> str:
         parts = [f"num_heads={self.num_heads}", f"value_dim={self.value_dim}"]
@@ -288,6 +336,13 @@ class Multihead(nn.Module, ABC):
         parts += [] if self.batch_first else ["batch_first=False"]
         parts += [f"output_gate={self.output_gate!r}"] if self.output_gate else []
         return ", ".join(parts)
+
+
+def _flat(argument: str, mask: Tensor | None, batch: Batch, layout: str) -> Tensor | None:
+    """A padding mask `[*batch, layout]` as `[B or 1, layout]`."""
+    if batch is None or not isinstance(mask, Tensor):
+        return mask
+    return flatten_companion(argument, mask, batch, layout)
 
 
 def head_width(argument: str, embed_dim: int, num_heads: int, width: int | None) -> int:

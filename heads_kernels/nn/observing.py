@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads_kernels.batch import Batch, unflatten
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -28,6 +29,7 @@ class AttentionCall:
         mask: `hk.Mask` or bool tensor, True = visible.
         scale: the factor of scores.
         bias, softcap, sinks: as the operators take them, or None.
+        batch: the batch dimensions of the layer's input and of `bias`, whose product B is, where they are several.
         self_attention: whether rows and keys are of one sequence; the last row is then the last key.
         rows: `[B, T]`, rows that are known to be tokens, not padding.
     """
@@ -42,6 +44,7 @@ class AttentionCall:
     bias: Tensor | OffsetBias | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    batch: Batch = None
     self_attention: bool = True
     rows: Tensor | None = None
 
@@ -100,21 +103,34 @@ class AttentionCall:
         own = torch.arange(self.T, device=self.query.device) + (self.S - self.T)
         if bool((self._bounds[1] <= own + 1).all()):
             return True
-        dense = self._intervals.dense
-        if dense is None or dense.shape[-2] == 1:
-            return False
-        return not bool(dense.triu(self.S - self.T + 1).any())
+        hiding = [self._intervals.dense]
+        if isinstance(self.bias, Tensor):
+            hiding.append(self.bias > -torch.inf)
+        behind = self.S - self.T + 1
+        return any(
+            some is not None
+            and some.shape[-2:] == (self.T, self.S)
+            and not bool(some.triu(behind).any())
+            for some in hiding
+        )
 
     @cached_property
     def _problem(self) -> Problem:
-        return Problem.statistics(self.query, self.key, **self._options)
+        return Problem.statistics(**self._scores)
+
+    def batched(self, tensor: Tensor) -> Tensor:
+        """A tensor `[B, ...]` with the batch dimensions that `bias` has."""
+        return unflatten(tensor, self.batch)
 
     @property
-    def _options(self) -> dict[str, Any]:
-        """What its scores are made of besides query and key, by argument."""
+    def _scores(self) -> dict[str, Any]:
+        """What its scores are made of, by argument."""
+        content_bias = self.content_bias
         return {
+            "query": self.batched(self.query),
+            "key": self.batched(self.key),
             "mixing": self.mixing,
-            "content_bias": self.content_bias,
+            "content_bias": None if content_bias is None else self.batched(content_bias),
             "attn_mask": self.mask,
             "bias": self.bias,
             "softcap": self.softcap,
@@ -151,9 +167,12 @@ class AttentionCall:
     # ------------------------------------------------------------------ what they attend to
     def statistics(self, exclude_keys: Tensor | None = None) -> AttentionStatistics:
         """`hk.attention_statistics` of the call; `exclude_keys` as there."""
-        return attention_statistics(
-            self.query, self.key, exclude_keys=exclude_keys, **self._options
-        )
+        if self.batch is None:
+            return attention_statistics(**self._scores, exclude_keys=exclude_keys)
+        if isinstance(exclude_keys, Tensor) and exclude_keys.dim() == 2:
+            exclude_keys = self.batched(exclude_keys.expand(self.B, -1))
+        found = attention_statistics(**self._scores, exclude_keys=exclude_keys)
+        return AttentionStatistics(*(each.flatten(0, len(self.batch) - 1) for each in found))
 
     @torch.no_grad()
     def probabilities(self, rows: slice) -> Tensor:

@@ -42,9 +42,9 @@ class Inputs:
         if self.options.get("dropout_p"):
             torch.manual_seed(self.seed)
         function = _FUNCTIONS[self.operator]
-        return function(**self._arguments(options), backend=backend)
+        return function(**self.arguments(**options), backend=backend)
 
-    def _arguments(self, options: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, **options: Any) -> dict[str, Any]:
         """The arguments by name: of an `offset_table` an `OffsetBias` is made."""
         arguments = {**self.tensors, **self.options, **options}
         if "offset_table" in arguments:
@@ -68,7 +68,7 @@ class Inputs:
 
     def problem(self, **options: Any) -> Problem:
         """The parsed call."""
-        return _PROBLEMS[self.operator](**self._arguments(options))
+        return _PROBLEMS[self.operator](**self.arguments(**options))
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in `dtype`; quantised inputs in float64 are what the oracle reads."""

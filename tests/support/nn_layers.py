@@ -46,12 +46,16 @@ def formula(
     y: Tensor,
     visible: Tensor | None = None,
     gates: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`."""
+    """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`,
+    `bias` of any that broadcasts to `visible`."""
     D, Dv, Hk = layer.head_dim, layer.value_dim, layer.num_key_heads
     shape = x.shape[0], layer.num_heads, x.shape[1], y.shape[1]
+    added = {} if bias is None else {"bias": bias}
     heads = reference.attention(
-        {
+        added
+        | {
             "query": layer.q_proj(x).unflatten(2, (layer.num_heads, D)).transpose(1, 2),
             "key": layer.k_proj(y).unflatten(2, (Hk, D)).transpose(1, 2),
             "value": layer.v_proj(y).unflatten(2, (Hk, Dv)).transpose(1, 2),

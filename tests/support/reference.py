@@ -25,7 +25,7 @@ def attention(
 ) -> Tensor:
     """Either operator, its tensor arguments by name.
 
-    `visible` is bool `[B, H, T, S]`; `kept` has that shape too: 0, or 1 over the share kept.
+    `visible` is bool `[B, H, T, S]`; `kept` has that shape too: 0, or 1 over the share kept. A `bias` broadcasts to it.
     """
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     heads = []
@@ -39,8 +39,11 @@ def attention(
             group = query.shape[1] // key.shape[1]
             scores = torch.einsum("btd,bsd->bts", query[:, h], key[:, h // group])
             v = value[:, h // group]
+        scores = scale * scores
+        if "bias" in arguments:
+            scores = scores + arguments["bias"].expand(visible.shape)[:, h]
         # finite, so that autograd meets no nan in a row that sees nothing
-        p = torch.softmax((scale * scores).masked_fill(~visible[:, h], -1e30), -1) * visible[:, h]
+        p = torch.softmax(scores.masked_fill(~visible[:, h], -1e30), -1) * visible[:, h]
         if kept is not None:
             p = p * kept[:, h]
         heads.append(torch.einsum("bts,bsd->btd", p, v))

@@ -25,6 +25,7 @@ from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report, make_console
 from heads_kernels import _cpu
 from heads_kernels.testing import Timing
+from tests.support.alike import assert_alike
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "benchmarks")
@@ -314,11 +315,12 @@ def test_many_pairs_are_held_to_the_rule_on_some_heads(
     (workload,) = (w for w in problems.standard(64) if w.name == f"{operator}_closed_50")
     (inputs,) = workload.make(torch.float32)
     monkeypatch.setattr(checks, "_MOST_PAIRS", 2 * 4 * 64 * 64)
-    some, step = checks._some_heads(inputs)
-    assert (step, some.dout.shape[1]) == (11, 2)
+    some, where = checks._part(inputs)
+    assert where == (slice(None, None, 1), slice(None, None, 11))
+    assert some.dout.shape[:2] == (2, 2)
     assert sorted(some.tensors["gate"].ne(0).tolist()) == [False, True]
     assert checks.check(workload, torch.float32).failures == ()
-    where, out = (slice(None), slice(None, None, 11)), some.call().double()
+    out = some.call().double()
     assert checks._whole_failures(inputs, where, out, 0.0) == []
     (failure,) = checks._whole_failures(inputs, where, out + 1, 0.5)
     assert "a part of the whole call is off by 1.0e+00" in failure
@@ -455,10 +457,37 @@ def test_what_can_not_be_plotted_is_said(
         plot.draw(kept)
 
 
-def test_no_baseline_for_a_window() -> None:
-    inputs = problems.find("gated_attention", "window").make()
-    with pytest.raises(ValueError, match="not causal or key padding; no baseline"):
+def test_no_baseline_for_rows_that_see_nothing() -> None:
+    inputs = problems.find("gated_attention", "dense_rows").make()
+    with pytest.raises(ValueError, match="rows that see nothing; no baseline"):
         baselines(inputs)
+
+
+@pytest.mark.parametrize(
+    "name", ["bias", "bias_pairs", "offsets", "softcap_bias", "sinks_all", "window"]
+)
+def test_baselines_of_score_terms_are_the_call(name: str) -> None:
+    case = problems.find("gated_attention", name)
+    if name == "sinks_all":  # its padded rows and its dropout are no baseline's
+        case = replace(case, mask=None, dropout_p=0.0)
+    inputs = case.make(torch.float64)
+    calls = baselines(inputs)
+    assert ("sdpa" in calls) == (not name.startswith(("softcap", "sinks")))
+    for call in calls.values():
+        assert_alike(call(), inputs.call())
+
+
+def test_a_part_of_many_batches_has_the_bias_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call with pair bias: some heads, some batches, and the bias of those heads."""
+    (workload, *_) = shapes.score_terms(2)
+    (inputs,) = workload.make(torch.float32)
+    monkeypatch.setattr(checks, "_MOST_PAIRS", 1 << 18)
+    some, where = checks._part(inputs)
+    assert where == (slice(None, None, 8), slice(None, None, 3))
+    assert some.dout.shape[:2] == (8, 2)
+    assert some.tensors["bias"].shape == (1, 2, 128, 128)
+    with torch.no_grad():
+        assert_alike(some.call(), inputs.call()[where])
 
 
 def test_sentences_are_english_and_the_same_every_time() -> None:

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "heads_kernels"
 LAYERS = (
     {"errors", "flops", "build_info"},
     {"checks"},
-    {"mask", "batch"},
+    {"mask", "batch", "offset_bias"},
     {"problem"},
     {"dispatch"},
     {"ops"},

@@ -1,0 +1,361 @@
+"""What attention modules add to their scores (`bias`, float `attn_mask`), and inputs of several batch dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support.alike import assert_alike
+from tests.support.nn_layers import (
+    CAUSAL,
+    PADDED,
+    B,
+    E,
+    Gates,
+    H,
+    S,
+    T,
+    formula,
+    layer_of,
+    spread,
+    torch_attention,
+)
+
+N = 3  # rows of an alignment
+
+
+def random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, dtype=torch.float64)
+
+
+def shared_layer(**options: Any) -> hk.nn.CollaborativeMultiheadAttention:
+    """With mixing that makes it the ordinary layer of the same weights."""
+    sizes = {"embed_dim": E, "num_heads": H, "shared_dim": E, "dtype": torch.float64}
+    return hk.nn.CollaborativeMultiheadAttention(**sizes, **options).eval()
+
+
+def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.autograd.grad((out * weight).sum(), leaves)
+
+
+# ---------------------------------------------------------------------- the bias of a call
+SHAPES = [(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (H, T, 1), (T, S), (S,), ()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bias_is_added_to_the_scores(shape: tuple[int, ...]) -> None:
+    layer = layer_of(num_key_heads=2, output_gate="element")
+    x, y, bias = random(B, T, E), random(B, S, E), random(*shape).requires_grad_()
+    gates = layer.gate_proj(x).unflatten(2, (H, -1)).transpose(1, 2).sigmoid()
+    out, expected = layer(x, y, bias=bias)[0], formula(layer, x, y, gates=gates, bias=bias)
+    assert_alike(out, expected)
+    leaves = bias, *layer.parameters()
+    assert_alike(gradients(out, *leaves), gradients(expected, *leaves))
+
+
+def test_bias_beside_masks_and_a_head_gate() -> None:
+    layer, x, bias = layer_of(), random(B, S, E), random(1, H, S, S).requires_grad_()
+    layer.head_gate = Gates([0.0, 1.0, 0.25, -2.0])
+    hidden = random(S, S) > 0.6
+    bias.data[0, :, hidden] = -torch.inf
+    visible = (~PADDED[:, None, :, None] & ~PADDED[:, None, None, :]).expand(B, H, S, S)
+    finite = bias.masked_fill(hidden, 0.0)
+    gates = layer.head_gate.gates[:, None, None]
+    expected = formula(layer, x, x, visible & ~hidden, gates, finite)
+    out = layer(x, key_padding_mask=PADDED, bias=bias)[0]
+    assert_alike(out, expected)
+    assert_alike(gradients(out, bias), gradients(expected, bias))
+    rows = layer(x, key_padding_mask=PADDED, bias=bias, need_statistics=True)[1]
+    assert rows.argmax[1, :, 4:].eq(-1).all()
+
+
+def test_offset_bias_is_its_dense_form() -> None:
+    x, table = random(B, S, E), random(H, 5).requires_grad_()
+    for layer in (layer_of(), spread(shared_layer())):
+        out = layer(x, bias=hk.OffsetBias(table))[0]
+        expected = layer(x, bias=hk.OffsetBias(table).to_dense(S, S))[0]
+        assert_alike(out, expected)
+        assert_alike(gradients(out, table), gradients(expected, table))
+
+
+def test_a_collaborative_layer_with_the_same_weights_adds_the_same() -> None:
+    layer, shared = layer_of(output_gate="head"), shared_layer(output_gate="head")
+    shared.load_state_dict(layer.state_dict())
+    x, bias = random(B, N, S, E), random(B, 1, H, S, S)
+    arguments = {"bias": bias, "key_padding_mask": PADDED[:, None]}
+    found, expected = (each(x, need_statistics=True, **arguments) for each in (shared, layer))
+    assert_alike(found[0], expected[0])
+    assert_alike(found[1].entropy, expected[1].entropy)
+
+
+# ---------------------------------------------------------------------- float masks
+@pytest.mark.parametrize("shape", [(S, S), (B * H, S, S)])
+def test_a_float_mask_is_added_as_torch_does(shape: tuple[int, ...]) -> None:
+    theirs = torch_attention().double()
+    ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
+    x, added = random(B, S, E), random(*shape).requires_grad_()
+    added.data[..., 0, 1:] = -torch.inf
+    out, expected = ours(x, attn_mask=added)[0], theirs(x, x, x, attn_mask=added)[0]
+    assert_alike(out, expected)
+    assert_alike(gradients(out, added)[0].nan_to_num(), gradients(expected, added)[0])
+
+
+def test_a_float_mask_of_zeros_that_learns_has_a_gradient() -> None:
+    layer, x, added = layer_of(), random(B, S, E), torch.zeros(S, S).requires_grad_()
+    layer(x, attn_mask=added)[0].square().sum().backward()
+    assert added.grad is not None
+    assert added.grad.ne(0).any()
+    with pytest.raises(
+        ValueError, match=r"attn_mask requires a gradient.*is_causal; pass it as bias"
+    ):
+        layer(x, attn_mask=added, is_causal=True)
+
+
+def test_a_float_mask_of_an_encoder_is_added() -> None:
+    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    theirs = nn.TransformerEncoder(spread(layer), 2, enable_nested_tensor=False).eval()
+    slopes = -torch.arange(1.0, H + 1).repeat(B)[:, None, None]
+    alibi = slopes * (torch.arange(S)[:, None] - torch.arange(S)).abs()
+    x = torch.randn(B, S, E)
+    expected = theirs(
+        x, mask=alibi
+    )  # with gradients: stock's path of inference takes float masks for bool ones
+    assert_alike(hk.nn.replace_attention_(theirs)(x, mask=alibi), expected)
+
+
+# ---------------------------------------------------------------------- several batch dimensions
+@pytest.mark.parametrize("collaborative", [False, True])
+@pytest.mark.parametrize("shape", [(B, 1, H, S, S), (1, N, 1, S, S), (B, N, H, 1, S), (H, S, S)])
+def test_batch_dimensions(shape: tuple[int, ...], collaborative: bool) -> None:
+    """Those of the inputs and the bias, as if each element were a call of its own."""
+    options = {"output_gate": "element"}
+    layer = spread(shared_layer(**options)) if collaborative else layer_of(**options)
+    x, bias = random(B, N, S, E).requires_grad_(), random(*shape).requires_grad_()
+    hidden = torch.rand(B, N, S) > 0.8
+    out, rows = layer(x, key_padding_mask=hidden, bias=bias, need_statistics=True)
+    one = [
+        layer(
+            x[b, n][None],
+            key_padding_mask=hidden[b, n][None],
+            bias=bias.expand(B, N, H, S, S)[b, n],
+            need_statistics=True,
+        )
+        for b in range(B)
+        for n in range(N)
+    ]
+    expected = torch.cat([each for each, _ in one]).view(out.shape)
+    assert_alike(out, expected)
+    assert rows.lse.shape == (B, N, H, S)
+    assert_alike(rows.entropy, torch.cat([each.entropy for _, each in one]).view(B, N, H, S))
+    assert_alike(gradients(out, x, bias), gradients(expected, x, bias))
+
+
+def test_batch_dimensions_of_cross_attention_and_gates() -> None:
+    class ByRow(Gates):
+        def forward(self, batch_size: int, length: int) -> Tensor:
+            return self.gates[:, None] * torch.linspace(0, 1, batch_size * length).view(
+                -1, 1, length
+            )
+
+    layer, x, y = layer_of(), random(B, N, T, E), random(B, N, S, E)
+    layer.head_gate = ByRow([0.0, 1.0, 0.25, -2.0])
+    rows = torch.rand(B, N, T) > 0.8
+    found = layer(x, y, query_padding_mask=rows)[0]
+    expected = layer(x.flatten(0, 1), y.flatten(0, 1), query_padding_mask=rows.flatten(0, 1))[0]
+    assert_alike(found, expected.view(B, N, T, E))
+    assert layer(x[:0])[0].shape == (0, N, T, E)
+
+
+def test_a_bias_that_rows_share_is_not_expanded() -> None:
+    """The operator, and whoever observes it, gets it as it is."""
+    layer, seen = nn.Sequential(layer_of()), []
+    x, bias = random(B, N, S, E), random(B, 1, H, S, S)
+    with hk.heads.observe(layer, lambda _, call: seen.append(call)):
+        statistics = layer[0](x, bias=bias, need_statistics=True)[1]
+    (call,) = seen
+    assert call.bias is bias
+    assert call.query.shape == (B * N, H, S, E // H)
+    assert call._problem.bias.shape == (B, 1, H, S, S)
+    assert_alike(call.statistics().lse, statistics.lse.flatten(0, 1))
+    p = call.probabilities(slice(0, S))
+    assert_alike(call.statistics().max_prob, p.amax(-1))
+
+
+# ---------------------------------------------------------------------- caches
+@pytest.mark.parametrize("batch", [(B,), (B, N)])
+@torch.no_grad()
+def test_decoding_with_a_bias_is_the_full_pass(batch: tuple[int, ...]) -> None:
+    layer, x = layer_of(num_key_heads=2), random(*batch, S, E)
+    dense = random(*batch[:1], *(1,) * (len(batch) - 1), H, S, S)
+    for bias in (dense, hk.OffsetBias(random(H, 9), first=-6), hk.OffsetBias.alibi(torch.rand(H))):
+        full = layer(x, is_causal=True, bias=bias)[0]
+        cache, steps, start = hk.nn.KeyValueCache(), [], 0
+        for part in x.split([2, 1, 1, 3], dim=-2):
+            stop = start + part.shape[-2]
+            own = bias if isinstance(bias, hk.OffsetBias) else bias[..., start:stop, :stop]
+            steps += [layer(part, is_causal=True, bias=own, cache=cache)[0]]
+            start = stop
+        assert_alike(torch.cat(steps, -2), full)
+
+
+@torch.no_grad()
+def test_rows_of_encoder_decoder_attention_are_counted_by_the_caller() -> None:
+    layer, x, y = layer_of(), random(B, T, E), random(B, S, E)
+    bias, cache = hk.OffsetBias(random(H, 9)), hk.nn.KeyValueCache()
+    full = layer(x, y, bias=bias)[0]
+    steps = [
+        layer(x[:, row : row + 1], y, bias=bias.starting_at(row), cache=cache)[0]
+        for row in range(T)
+    ]
+    assert_alike(torch.cat(steps, 1), full)
+
+
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    layer, x, cache = layer_of(), random(B, 2, E), hk.nn.KeyValueCache()
+    layer(x, cache=cache)
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"bias": random(H, 2, 2)}, r"bias has shape \[4, 2, 2\], but scores are \[2, 4, 2, 4\]"),
+        ({"bias": hk.OffsetBias(random(H, 3)).starting_at(2)}, "bias starts at row 2.*cache.*at 2"),
+        ({"attn_mask": random(2, 2)}, r"attn_mask has shape \[2, 2\]"),
+    ]
+    for arguments, match in bad:
+        with pytest.raises(ValueError, match=match):
+            layer(x, cache=cache, **arguments)
+        assert cache.length == 2
+
+
+# ---------------------------------------------------------------------- heads
+def test_a_bias_is_of_the_heads_that_are_left() -> None:
+    model, x, bias = nn.Sequential(layer_of()), random(B, S, E), random(H, S, S)
+    layer = model[0]
+    layer.head_gate = hk.nn.FixedGate(torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    expected = layer(x, bias=bias)[0]
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(layer(x, bias=bias[[0, 2, 3]])[0], expected)
+    for each in (bias, hk.OffsetBias(random(H, 3))):
+        with pytest.raises(ValueError, match=r"bias has 4 heads; pass 3.*it has \[0, 2, 3\]"):
+            layer(x, bias=each)
+    hk.heads.prune(model, {0: [0, 1, 2]})
+    alone = layer(x, bias=random(1, S, S).requires_grad_())[0]
+    assert_alike(alone, layer.out_proj.bias.expand_as(alone))
+
+
+class Paired(nn.Module):
+    """Two layers whose scores have a bias of pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer_of(bias=False) for _ in range(2))
+        self.bias = nn.Parameter(random(1, H, S, S))
+        self.pairs = nn.Parameter(random(E, H))
+
+    def forward(self, x: Tensor, depends: bool = False) -> Tensor:
+        bias = self.bias
+        for layer in self.layers:
+            x = x + layer(x, bias=bias)[0]
+            if depends:
+                bias = self.bias + torch.nn.functional.linear(x, self.pairs.mT).mT[..., None]
+        return x[..., 0, :]
+
+
+@pytest.mark.filterwarnings("ignore:At T = 128")  # all features: more FLOPs than before
+@pytest.mark.parametrize("batch", [(B,), (B, N)])
+def test_a_converted_layer_takes_the_bias_on(batch: tuple[int, ...]) -> None:
+    model, x = Paired(), random(*batch, S, E)
+    expected = model(x)
+    hk.convert.collaborate(model, E, calibration=[x])
+    assert all(isinstance(each, hk.nn.CollaborativeMultiheadAttention) for each in model.layers)
+    assert_alike(model(x), expected, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("batch", [(B,), (B, N)])
+def test_readers_of_heads_read_the_biased_scores(batch: tuple[int, ...]) -> None:
+    """A bias that lets a row see one key alone makes a head that is sure of it."""
+    model, x = Paired(), random(*batch, S, E)
+    model.bias.data[0, 1] = torch.full((S, S), -torch.inf).fill_diagonal_(0.0).roll(1, 1)
+    confidence = hk.heads.statistics(model, [x]).confidence.table()
+    assert_alike(confidence[:, 1], torch.ones(2, dtype=confidence.dtype))
+    assert confidence[:, 0].max() < 1
+    [found, _] = hk.heads.maps(model, x)
+    assert_alike(found.maps[1], torch.eye(S, dtype=torch.float64).roll(1, 1))
+    found, expected = (hk.heads.distance(model, [each]) for each in (x, x.flatten(0, -3)))
+    assert_alike(found.within(), expected.within())
+
+
+def test_a_causal_bias_is_causal() -> None:
+    seen: list[bool] = []
+    layer, x = nn.Sequential(layer_of()), random(B, S, E)
+    bias = random(1, S, S)
+    with hk.heads.observe(layer, lambda _, call: seen.append(call.is_causal)):
+        layer[0](x, bias=bias)
+        layer[0](x, bias=bias.masked_fill(CAUSAL, -torch.inf))
+    assert seen == [False, True]
+
+
+def test_relevance_takes_a_bias_as_constant() -> None:
+    model, x = Paired(), random(B, S, E)
+    for attention in ("constant", "full"):
+        found = hk.heads.relevance(model, [x], attention=attention).table()
+        assert_alike(found.sum(1), torch.ones(2, dtype=found.dtype))
+
+    def depending(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model(x, depends=True)
+        return out
+
+    hk.heads.relevance(model, [x], depending)
+    with pytest.raises(ValueError, match="attention, whose bias depends on heads"):
+        hk.heads.relevance(model, [x], depending, attention="full")
+
+
+# ---------------------------------------------------------------------- inside PyTorch, and bad input
+def test_compile() -> None:
+    layer = layer_of(dtype=torch.float32, output_gate="element")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, bias = torch.randn(B, N, S, E), torch.randn(B, 1, H, S, S, requires_grad=True)
+    out, expected = (each(x, bias=bias)[0] for each in (compiled, layer))
+    assert_alike(out, expected)
+    assert_alike(gradients(out, bias), gradients(expected, bias))
+
+
+X = torch.zeros(B, N, S, E)
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"bias": 1.0}, TypeError, "bias is a float; pass a torch.Tensor"),
+    ({"bias": torch.zeros(S, S, dtype=torch.bool)}, TypeError, "bias has dtype torch.bool"),
+    ({"bias": torch.zeros(H - 1, S, S)}, ValueError, "bias has 3 heads; pass 4"),
+    (
+        {"bias": torch.zeros(N, H, S, T)},
+        ValueError,
+        r"bias has shape .* scores are \[2, 3, 4, 7, 7\]",
+    ),
+    ({"bias": torch.zeros(B * N, H, S, S)}, ValueError, r"bias has shape \[6, 4, 7, 7\]"),
+    ({"bias": hk.OffsetBias(torch.zeros(2, 3))}, ValueError, "bias has 2 heads; pass 4"),
+    (
+        {"bias": torch.zeros(S, S), "attn_mask": torch.ones(S, S)},
+        ValueError,
+        "attn_mask is a float tensor beside bias; add them",
+    ),
+    ({"attn_mask": torch.ones(T, S)}, ValueError, r"attn_mask has shape \[5, 7\]"),
+    ({"attn_mask": torch.ones(S)}, ValueError, r"attn_mask has shape \[7\]"),
+    ({"key_padding_mask": PADDED}, ValueError, r"key_padding_mask has shape \[2, 7\].*\[2, 3, S\]"),
+    ({"key": X[:, 0]}, ValueError, r"key has batch 2, but query has batch \[2, 3\]"),
+    ({"key": X[:, :1]}, ValueError, r"key has batch \[2, 1\], but query has batch \[2, 3\]"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "match"), BAD)
+def test_bad_calls(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    layer = hk.nn.GatedMultiheadAttention(E, H)
+    with pytest.raises(error, match=match):
+        layer(X, **arguments)
+
+
+def test_batch_second_has_one_batch_dimension() -> None:
+    layer = hk.nn.GatedMultiheadAttention(E, H, batch_first=False)
+    with pytest.raises(ValueError, match=r"query has shape \[2, 3, 7, 24\]; pass \[T, B, 24\]"):
+        layer(X)
