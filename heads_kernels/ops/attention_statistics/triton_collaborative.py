@@ -17,8 +17,8 @@ from heads_kernels.ops.triton.operands import (
     bytes_of,
     mixing_of,
     rows_of,
-    upright,
     visible_of,
+    with_positive_scale,
 )
 from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST
@@ -97,7 +97,7 @@ def collaborative_statistics(
     """Fill `statistics`."""
     query, key = call.query, call.key
     mixing, (B, H, T, S), Ds = call.mixing, call.scores, query.shape[-1]
-    scale, query, content_bias = upright(call.scale, query, call.content_bias)
+    scale, query, content_bias = with_positive_scale(call.scale, query, call.content_bias)
     tiles = tiles_for("attention_statistics.collaborative", query, Ds, 0)
     launch(
         _collaborative_kernel, B * H * -(-T // tiles.block_m), query, tiles,

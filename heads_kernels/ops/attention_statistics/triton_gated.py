@@ -11,7 +11,7 @@ from heads_kernels.ops.attention_statistics.triton_stream import fresh_rows, see
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile
-from heads_kernels.ops.triton.operands import bytes_of, rows_of, upright, visible_of
+from heads_kernels.ops.triton.operands import bytes_of, rows_of, visible_of, with_positive_scale
 from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST
 from heads_kernels.ops.triton.tiles import padded, tiles_for
@@ -59,7 +59,7 @@ def gated_statistics(call: Call, excluded: Tensor | None, statistics: AttentionS
     """Fill `statistics`."""
     query, key = call.query, call.key
     (B, H, T, D), (_, Hk, S, _) = query.shape, key.shape
-    scale, query = upright(call.scale, query)
+    scale, query = with_positive_scale(call.scale, query)
     tiles = tiles_for("attention_statistics.gated", query, D, 0)
     launch(
         _gated_kernel, B * H * -(-T // tiles.block_m), query, tiles,

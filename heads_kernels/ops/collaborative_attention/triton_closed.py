@@ -18,8 +18,8 @@ from heads_kernels.ops.triton.operands import (
     gate_of,
     mixing_of,
     rows_of,
-    upright,
     visible_of,
+    with_positive_scale,
 )
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 
@@ -56,7 +56,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
-    scale, query, content_bias = upright(call.scale, call.query, call.content_bias)
+    scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
     tiles = tiles_for("collaborative_attention.forward", call.query, Ds, Dv)
     launch(
         _closed_kernel, B * H * -(-T // tiles.block_m), query, tiles,

@@ -17,8 +17,8 @@ from heads_kernels.ops.triton.operands import (
     gate_of,
     mixing_of,
     rows_of,
-    upright,
     visible_of,
+    with_positive_scale,
 )
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 
@@ -55,7 +55,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
-    scale, query, content_bias = upright(call.scale, call.query, call.content_bias)
+    scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
     tiles = tiles_for("collaborative_attention.forward", call.query, Ds, Dv)
     launch(
         _forward_kernel, B * H * -(-T // tiles.block_m), query, tiles,

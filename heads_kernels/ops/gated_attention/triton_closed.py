@@ -16,8 +16,8 @@ from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_of,
     rows_of,
-    upright,
     visible_of,
+    with_positive_scale,
 )
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 
@@ -52,7 +52,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
-    scale, query = upright(call.scale, call.query)
+    scale, query = with_positive_scale(call.scale, call.query)
     tiles = tiles_for("gated_attention.forward", call.query, D, Dv)
     launch(
         _closed_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,

@@ -15,8 +15,8 @@ from heads_kernels.ops.triton.operands import (
     gate_kind,
     gate_of,
     rows_of,
-    upright,
     visible_of,
+    with_positive_scale,
 )
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 
@@ -53,7 +53,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
     (B, H, T, D), Dv = call.query.shape, call.value.shape[3]
-    scale, query = upright(call.scale, call.query)
+    scale, query = with_positive_scale(call.scale, call.query)
     tiles = tiles_for("gated_attention.forward", call.query, D, Dv)
     launch(
         _forward_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,

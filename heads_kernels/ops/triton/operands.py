@@ -1,4 +1,4 @@
-"""What a kernel is told about a tensor: named tuples of a pointer and strides, packed here and read in kernels.
+"""What kernels know of a tensor: named tuples of a pointer and strides, packed here and read in kernels.
 
 Strides count elements. A dimension that broadcasts has stride 0. Absent tensors are None, which a kernel sees at
 compile time.
@@ -86,7 +86,7 @@ def bias_of(content_bias: Tensor | None) -> Bias | None:
     return None if content_bias is None else Bias(content_bias, *content_bias.stride())
 
 
-def upright(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
+def with_positive_scale(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
     """The same scores with a scale that is not negative, as the online softmax asks: `factors` change sign with it."""
     if scale >= 0.0:
         return scale, *factors
