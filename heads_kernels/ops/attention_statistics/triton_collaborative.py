@@ -17,13 +17,19 @@ from heads_kernels.ops.triton.operands import (
     bytes_of,
     mixing_of,
     rows_of,
-    visible_of,
     with_positive_scale,
 )
 from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
 
 
 @triton.jit
@@ -50,7 +56,9 @@ def _step(
         if content_bias is not None:
             scores += load_bias(content_bias, b, h, keys, S)[None, :]
         if PARTIAL:
-            seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+            seen = pairs_visible(
+                visible, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S
+            )
             scores = tl.where(seen, scores, float("-inf"))
         kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, steepness)
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -70,7 +78,8 @@ def _collaborative_kernel(
     first_row = (tiles - 1 - tl.program_id(0) // H % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
     steepness = tl.maximum(scale * LOG2E, SMALLEST)
     kept = fresh_rows(BLOCK_M)
@@ -78,14 +87,14 @@ def _collaborative_kernel(
     for step in range((full_end - full_start) * count):
         kept, scores = _step(
             query, key, mixing, content_bias, visible, excluded, stride_excluded, kept, scores, lo, hi, first_row,
-            full_start + step // count, step % count, count, numbers, b, h, T, S, steepness,
-            False, DS, BLOCK_M, BLOCK_N, BLOCK_D,
+            full_tile(visible, b, h, own, full_start + step // count), step % count,
+            count, numbers, b, h, T, S, steepness, False, DS, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     for step in tl.range(0, (full_start - start + end - full_end) * count, num_stages=1):
         kept, scores = _step(
             query, key, mixing, content_bias, visible, excluded, stride_excluded, kept, scores, lo, hi, first_row,
-            partial_tile(step // count, start, full_start, full_end), step % count, count, numbers, b, h, T, S,
-            steepness, True, DS, BLOCK_M, BLOCK_N, BLOCK_D,
+            partial_tile(visible, b, h, own, step // count, start, full_start, full_end), step % count,
+            count, numbers, b, h, T, S, steepness, True, DS, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     at = (b * H + h).to(tl.int64) * T + rows
     store_rows(kept, lse, max_prob, argmax, entropy, at, rows < T, steepness)
@@ -101,7 +110,7 @@ def collaborative_statistics(
     tiles = tiles_for("attention_statistics.collaborative", query, Ds, 0)
     launch(
         _collaborative_kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        rows_of(query), rows_of(key), mixing_of(mixing), bias_of(content_bias), visible_of(call.intervals),
+        rows_of(query), rows_of(key), mixing_of(mixing), bias_of(content_bias), visible_to_tiles(call, tiles),
         *bytes_of(excluded), *statistics, H, T, S, scale,
         DS=Ds, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d,
         CHUNKS=chunks_of(Ds, tiles.block_d),

@@ -13,7 +13,13 @@ from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.product import guarded_product, product
 from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST, log_sum_exp, online_softmax
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
 
 
 @triton.jit
@@ -29,7 +35,8 @@ def attend(
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
     steepness = tl.maximum(scale * LOG2E, SMALLEST)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -37,14 +44,14 @@ def attend(
     total = tl.zeros((BLOCK_M,), tl.float32)
     scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range((full_end - full_start) * count):
-        tile = full_start + step // count
+        tile = full_tile(visible, b, h, own, full_start + step // count)
         acc, top, total, scores = _attend_step(
             query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows,
             first_row, tile, step % count, count, numbers, b, h, T, S, steepness,
             False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for step in tl.range(0, (full_start - start + end - full_end) * count, num_stages=1):
-        tile = partial_tile(step // count, start, full_start, full_end)
+        tile = partial_tile(visible, b, h, own, step // count, start, full_start, full_end)
         acc, top, total, scores = _attend_step(
             query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows,
             first_row, tile, step % count, count, numbers, b, h, T, S, steepness,
@@ -84,7 +91,9 @@ def _attend_step(
         if content_bias is not None:
             scores += load_bias(content_bias, b, h, keys, S)[None, :]
         if PARTIAL:
-            seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+            seen = pairs_visible(
+                visible, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S
+            )
             scores = tl.where(seen, scores, float("-inf"))
         p, top, total, shrink = online_softmax(scores, top, total, steepness)
         if dropout is not None:

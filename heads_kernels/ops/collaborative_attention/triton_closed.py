@@ -18,9 +18,9 @@ from heads_kernels.ops.triton.operands import (
     gate_of,
     mixing_of,
     rows_of,
-    visible_of,
     with_positive_scale,
 )
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 
 
@@ -61,7 +61,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     launch(
         _closed_kernel, B * H * -(-T // tiles.block_m), query, tiles,
         rows_of(query), rows_of(call.key), rows_of(call.value), mixing_of(call.mixing), bias_of(content_bias),
-        rows_of(dout), gate_of(call.gate), visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        rows_of(dout), gate_of(call.gate), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
         dgate_rows, H, T, S, scale,
         DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),

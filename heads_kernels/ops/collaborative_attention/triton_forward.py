@@ -17,9 +17,9 @@ from heads_kernels.ops.triton.operands import (
     gate_of,
     mixing_of,
     rows_of,
-    visible_of,
     with_positive_scale,
 )
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 
 
@@ -60,7 +60,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     launch(
         _forward_kernel, B * H * -(-T // tiles.block_m), query, tiles,
         rows_of(query), rows_of(call.key), rows_of(call.value), mixing_of(call.mixing), bias_of(content_bias),
-        gate_of(call.gate), visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        gate_of(call.gate), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
         rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None, H, T, S, scale,
         KIND=gate_kind(call.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),

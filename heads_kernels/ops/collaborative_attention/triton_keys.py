@@ -27,13 +27,20 @@ from heads_kernels.ops.triton.operands import (
     gate_of,
     mixing_of,
     rows_of,
-    visible_of,
 )
 from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.rows import load_row_terms
 from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_that_see
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_that_see,
+)
 
 
 @triton.jit
@@ -67,7 +74,9 @@ def _rows_tile(
     p = probabilities(scores + bias[:, None], row_lse[None, :], scale * LOG2E)  # [BLOCK_N, BLOCK_M]
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
-        seen = pairs_visible(visible, b, lo[None, :], hi[None, :], keys[:, None], S)
+        seen = pairs_visible(
+            visible, b, h, lo[None, :], hi[None, :], rows[None, :], keys[:, None], T, S
+        )
         p = tl.where(seen, p, 0.0)
     weights = p * g[None, :]
     if dropout is not None:
@@ -112,12 +121,18 @@ def _keys_kernel(
     b = tl.program_id(0) // (tiles * slices) % B
     split = tl.program_id(0) // (tiles * slices * B)
     keys = first_key + tl.arange(0, BLOCK_N)
-    start, full_start, full_end, end = tiles_that_see(visible, b, first_key, T, S, BLOCK_N, BLOCK_M)
+    own = first_key // BLOCK_N
+    if visible.lists is None:
+        start, full_start, full_end, end = tiles_that_see(
+            visible, b, first_key, T, S, BLOCK_N, BLOCK_M
+        )
     dkey = tl.zeros((BLOCK_N, SLICE), tl.float32)
     heads = tl.cdiv(H, SPLITS)
     for index in range(tl.minimum(heads, H - split * heads)):
         h = split * heads + index
         count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
+        if visible.lists is not None:
+            start, full_start, full_end, end = listed_tiles(visible, b, h, own, T)
         slice_mixing = load_mixing(mixing, h, column, DS, SLICE)  # [SLICE]
         bias = tl.zeros((BLOCK_N,), tl.float32)
         if content_bias is not None:
@@ -132,7 +147,8 @@ def _keys_kernel(
         )
         dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
         dbias = tl.zeros((BLOCK_N,), tl.float32)
-        for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
+        for place in range(full_start, full_start + (full_end - full_start) * taking_part):
+            tile = full_tile(visible, b, h, own, place)
             dkey, dvalue, dbias = _rows_tile(
                 query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias, tile,
                 count, numbers, column, b, h, H, T, S, first_key, scale,
@@ -140,10 +156,10 @@ def _keys_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         for place in range((full_start - start + end - full_end) * taking_part):
+            tile = partial_tile(visible, b, h, own, place, start, full_start, full_end)
             dkey, dvalue, dbias = _rows_tile(
-                query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias,
-                partial_tile(place, start, full_start, full_end), count, numbers, column, b, h, H, T, S, first_key,
-                scale,
+                query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias, tile,
+                count, numbers, column, b, h, H, T, S, first_key, scale,
                 True, dkey_out is not None, dkey_out is not None or dbias_out is not None, KIND, ACTIVATION, DS, DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
@@ -183,7 +199,7 @@ def keys_pass(
         _keys_kernel, programs * splits, call.query, tiles,
         rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), mixing_of(call.mixing),
         bias_of(call.content_bias), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        visible_to_tiles(call, tiles, by_keys=True), dropout_of(call.seed, call.dropout_p),
         rows_of(part) if dkey.numel() else None, rows_of(dvalue) if dvalue.numel() else None,
         dcontent_bias if dcontent_bias.numel() else None,
         B, H, T, S, splits, call.scale,

@@ -27,13 +27,20 @@ from heads_kernels.ops.triton.operands import (
     gate_of,
     mixing_of,
     rows_of,
-    visible_of,
 )
 from heads_kernels.ops.triton.product import finite_part, product
 from heads_kernels.ops.triton.rows import load_row_terms
 from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_in_ranges,
+)
 
 
 @triton.jit
@@ -69,7 +76,9 @@ def _keys_tile(
         dp = tl.where(kept(dropout, b, h, rows, first_key, BLOCK_N), dp * dropout.scale, 0.0)
     dscores = p * (dp * g[:, None] - row_delta[:, None])
     if PARTIAL:
-        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        seen = pairs_visible(
+            visible, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S
+        )
         dscores = tl.where(seen, dscores, 0.0)
     if PARTIAL:
         k_slice = finite_part(k_slice)
@@ -98,11 +107,14 @@ def _queries_kernel(
     first_row = tile_of_rows * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
+    if visible.lists is None:
+        start, full_start, full_end, end = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
     heads = tl.cdiv(H, SPLITS)
     for index in range(tl.minimum(heads, H - split * heads)):
         h = split * heads + index
         count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
+        if visible.lists is not None:
+            start, full_start, full_end, end = listed_tiles(visible, b, h, tile_of_rows, T)
         slice_mixing = load_mixing(mixing, h, column, DS, SLICE)  # [SLICE]
         used = tl.where(SKIPS == 0, 1, tl.max((slice_mixing != 0.0).to(tl.int32)))
         taking_part = tl.minimum(open_rows(gate, b, h, T, KIND, ACTIVATION), used)
@@ -113,17 +125,19 @@ def _queries_kernel(
             lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
         )
         dmixed = tl.zeros((BLOCK_M, SLICE), tl.float32)
-        for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
+        for place in range(full_start, full_start + (full_end - full_start) * taking_part):
+            tile = full_tile(visible, b, h, tile_of_rows, place)
             dmixed = _keys_tile(
                 query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed,
                 lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, scale,
                 False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         for place in range((full_start - start + end - full_end) * taking_part):
+            tile = partial_tile(visible, b, h, tile_of_rows, place, start, full_start, full_end)
             dmixed = _keys_tile(
                 query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed,
-                lo, hi, rows, first_row, partial_tile(place, start, full_start, full_end), count, numbers, column, b, h,
-                T, S, scale, True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
+                lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, scale,
+                True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         # Rows that see nothing take part in no sum, whatever stands in them or in the keys beside them.
         blind = (row_lse == float("inf"))[:, None]
@@ -167,7 +181,7 @@ def queries_pass(
         _queries_kernel, programs * splits, call.query, tiles,
         rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), mixing_of(call.mixing),
         bias_of(call.content_bias), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
         rows_of(part) if dquery.numel() else None, mixing_parts,
         B, H, T, S, splits, int(mixing_parts is None or not closed_grad), call.scale,
         KIND=gate_kind(gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,

@@ -9,7 +9,13 @@ from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile
 from heads_kernels.ops.triton.product import guarded_product, product
 from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST, log_sum_exp, online_softmax
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
 
 
 @triton.jit
@@ -25,21 +31,23 @@ def attend(
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     q = load_tile(query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     steepness = tl.maximum(scale * LOG2E, SMALLEST)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for tile in range(full_start, full_end):
+    for place in range(full_start, full_end):
+        tile = full_tile(visible, b, h, own, place)
         acc, top, total = _attend_tile(
-            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, steepness,
             False, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
-        tile = partial_tile(index, start, full_start, full_end)
+        tile = partial_tile(visible, b, h, own, index, start, full_start, full_end)
         acc, top, total = _attend_tile(
-            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, steepness,
             True, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     share = tl.where(total == 0.0, 0.0, 1.0 / total)
@@ -50,7 +58,7 @@ def attend(
 
 @triton.jit
 def _attend_tile(
-    q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+    q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, steepness,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +76,9 @@ def _attend_tile(
         q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     )  # [BLOCK_M, BLOCK_N]
     if PARTIAL:
-        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        seen = pairs_visible(
+            visible, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S
+        )
         scores = tl.where(seen, scores, float("-inf"))
     p, top, total, shrink = online_softmax(scores, top, total, steepness)
     if dropout is not None:

@@ -16,9 +16,9 @@ from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_of,
     rows_of,
-    visible_of,
     with_positive_scale,
 )
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 
 
@@ -57,7 +57,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     launch(
         _closed_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         rows_of(query), rows_of(call.key), rows_of(call.value), rows_of(dout), gate_of(call.gate),
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p), dgate_rows,
+        visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p), dgate_rows,
         H, T, S, H // max(Hk, 1), scale,
         D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),

@@ -15,9 +15,9 @@ from heads_kernels.ops.triton.operands import (
     gate_kind,
     gate_of,
     rows_of,
-    visible_of,
     with_positive_scale,
 )
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 
 
@@ -58,7 +58,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     launch(
         _forward_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         rows_of(query), rows_of(call.key), rows_of(call.value), gate_of(call.gate),
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
         rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None,
         H, T, call.key.shape[2], H // max(call.key.shape[1], 1), scale,
         KIND=gate_kind(call.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,

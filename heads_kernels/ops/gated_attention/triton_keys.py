@@ -18,12 +18,20 @@ from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
-from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, visible_of
+from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of
 from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.rows import load_row_terms
 from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_that_see
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_that_see,
+)
 
 
 @triton.jit
@@ -51,7 +59,7 @@ def _rows_tile(
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
         keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
-        seen = pairs_visible(visible, b, lo[None, :], hi[None, :], keys, S)
+        seen = pairs_visible(visible, b, h, lo[None, :], hi[None, :], rows[None, :], keys, T, S)
         p = tl.where(seen, p, 0.0)
     weights = p * g[None, :]
     if dropout is not None:
@@ -90,20 +98,27 @@ def _keys_kernel(
     v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    start, full_start, full_end, end = tiles_that_see(visible, b, first_key, T, S, BLOCK_N, BLOCK_M)
+    own = first_key // BLOCK_N
+    if visible.lists is None:
+        start, full_start, full_end, end = tiles_that_see(
+            visible, b, first_key, T, S, BLOCK_N, BLOCK_M
+        )
     heads = tl.cdiv(GROUP, SPLITS)
     for index in range(tl.minimum(heads, GROUP - split * heads)):
         h = hk * GROUP + split * heads + index
+        if visible.lists is not None:
+            start, full_start, full_end, end = listed_tiles(visible, b, h, own, T)
         # A closed head has no tiles.
         taking_part = tl.minimum(open_rows(gate, b, h, T, KIND, ACTIVATION), 1)
-        for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
+        for place in range(full_start, full_start + (full_end - full_start) * taking_part):
+            tile = full_tile(visible, b, h, own, place)
             dkey, dvalue = _rows_tile(
                 k, v, query, dout, gate, lse, delta, visible, dropout, dkey, dvalue, tile, b, h, H, T, S, first_key,
                 scale * LOG2E, False, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
         for place in tl.range(0, (full_start - start + end - full_end) * taking_part, num_stages=1):
-            tile = partial_tile(place, start, full_start, full_end)
+            tile = partial_tile(visible, b, h, own, place, start, full_start, full_end)
             dkey, dvalue = _rows_tile(
                 k, v, query, dout, gate, lse, delta, visible, dropout, dkey, dvalue, tile, b, h, H, T, S, first_key,
                 scale * LOG2E, True, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
@@ -145,7 +160,7 @@ def keys_pass(
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
         rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        visible_to_tiles(call, tiles, by_keys=True), dropout_of(call.seed, call.dropout_p),
         *(rows_of(part) if grad.numel() else None for grad, part in parts),
         B, H, T, S, group, splits, call.scale,
         KIND=gate_kind(gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,

@@ -11,17 +11,24 @@ from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
-from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, visible_of
+from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of
 from heads_kernels.ops.triton.product import finite_part, product
 from heads_kernels.ops.triton.rows import load_row_terms
 from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
 
 
 @triton.jit
 def _keys_tile(
-    q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+    q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T, S,
     steepness,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +51,9 @@ def _keys_tile(
         dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)
     dscores = p * (dp * g[:, None] - row_delta[:, None])
     if PARTIAL:
-        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        seen = pairs_visible(
+            visible, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S
+        )
         dscores = tl.where(seen, dscores, 0.0)
         k = finite_part(k)
     return product(dscores.to(k.dtype), k, dquery)
@@ -66,7 +75,10 @@ def _queries_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
     lo, hi = ranges(visible, b, rows, taking_part, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, taking_part, BLOCK_N)
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(
+        visible, b, h, own, lo, hi, rows, taking_part, BLOCK_N
+    )
     q = load_tile(
         query, b, h, first_row, rows < taking_part, D, BLOCK_M, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
@@ -77,15 +89,16 @@ def _queries_kernel(
         lse, delta, gate, b, h, pair, rows, T, KIND, ACTIVATION
     )
     dquery = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for tile in range(full_start, full_end):
+    for place in range(full_start, full_end):
+        tile = full_tile(visible, b, h, own, place)
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T, S,
             scale * LOG2E, False, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
-        tile = partial_tile(index, start, full_start, full_end)
+        tile = partial_tile(visible, b, h, own, index, start, full_start, full_end)
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
+            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T, S,
             scale * LOG2E, True, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     # Rows that see nothing are 0, whatever stands in the keys beside them.
@@ -104,7 +117,7 @@ def queries_pass(
     launch(
         _queries_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p), rows_of(dquery),
+        visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p), rows_of(dquery),
         H, T, S, H // max(Hk, 1), call.scale,
         KIND=gate_kind(gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),

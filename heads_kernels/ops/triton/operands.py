@@ -52,6 +52,30 @@ class Bias(NamedTuple):
     stride_s: int
 
 
+class Dense(NamedTuple):
+    """A dense mask `[B, H, T, S]` of bytes."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    stride_s: int
+
+
+class TileLists(NamedTuple):
+    """Of every tile of rows (or of keys) the tiles that it meets: see `tile_lists`.
+
+    A list has `length` places for full tiles and `length` for partial ones; `counts` says how many there are of both.
+    Strides count lists.
+    """
+
+    tiles: Tensor  # int32
+    counts: Tensor  # int32
+    length: int
+    stride_b: int
+    stride_h: int
+
+
 class Visible(NamedTuple):
     """The parts of `Intervals` that kernels read; batches share a row of `k_lo` or `key_visible` by stride 0."""
 
@@ -62,6 +86,8 @@ class Visible(NamedTuple):
     key_visible: Tensor | None  # uint8
     stride_rows: int
     stride_keys: int
+    dense: Dense | None
+    lists: TileLists | None  # of a call whose intervals do not say which tiles are full
 
 
 class Dropout(NamedTuple):
@@ -107,11 +133,11 @@ def gate_of(gate: Tensor | None) -> Gate | None:
         return None
     leading = 1 if gate.dim() == 1 else 0  # [H] has no batch
     strides = [0] * leading
-    strides += [s if size != 1 else 0 for s, size in zip(gate.stride(), gate.shape, strict=True)]
+    strides += _strides(gate)
     return Gate(gate, *strides, *[0] * (4 - len(strides)))
 
 
-def visible_of(intervals: Intervals) -> Visible:
+def visible_of(intervals: Intervals, lists: TileLists | None = None) -> Visible:
     i = intervals
     return Visible(
         band_lo=i.band_lo,
@@ -121,6 +147,8 @@ def visible_of(intervals: Intervals) -> Visible:
         key_visible=bytes_of(i.key_visible)[0],
         stride_rows=_batch_stride(i.k_lo),
         stride_keys=_batch_stride(i.key_visible),
+        dense=None if i.dense is None else Dense(i.dense.view(torch.uint8), *_strides(i.dense)),
+        lists=lists,
     )
 
 
@@ -133,6 +161,11 @@ def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:
     if seed is None or dropout_p == 0.0:
         return None
     return Dropout(seed, threshold(dropout_p), 1.0 / (1.0 - dropout_p))
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Its strides, 0 where it broadcasts."""
+    return [s if size != 1 else 0 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]
 
 
 def _batch_stride(tensor: Tensor | None) -> int:
