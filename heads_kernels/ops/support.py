@@ -114,7 +114,6 @@ def triton(problem: Problem) -> list[str]:
         + _too_wide(problem)
         + _far_rows(problem)
         + _too_many(problem)
-        + _score_terms(problem)
         + _rows_apart(problem)
     )
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from heads_kernels import Problem
 from heads_kernels.ops.gated_attention.op import OPERATOR
 from heads_kernels.ops.support import TRITON_INTERPRETED
-from heads_kernels.testing import masks
+from heads_kernels.testing import check, find, masks
 
 if not TRITON_INTERPRETED:
     pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
+from heads_kernels.ops.triton import operands
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles
 
@@ -68,3 +69,15 @@ def test_lists(name: str, by_keys: bool) -> None:
         assert counts == [len(full), len(partial)]
         assert lists.tiles[number, 0, : counts[0]].tolist() == full
         assert lists.tiles[number, 1, : counts[1]].tolist() == partial
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["bias_shared", "offsets", "dense_heads"])
+def test_addresses_of_64_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of biases and masks so large that 32 bits do not count their elements."""
+    far = torch.empty_strided((1, 2, 2**16, 2**16), (0, 0, 2**16, 1), device="meta")
+    assert operands._far(far) == 1
+    assert operands._far(far[..., : 2**14, :]) is None
+    monkeypatch.setattr(operands, "_far", lambda pairs: None if pairs is None else 1)
+    report = check(find("gated_attention", name), torch.float32, "triton")
+    assert report.ok, str(report)

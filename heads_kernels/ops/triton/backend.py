@@ -12,6 +12,7 @@ from heads_kernels.ops.gated_attention import triton_keys as gated_keys
 from heads_kernels.ops.gated_attention import triton_queries as gated_queries
 from heads_kernels.ops.layout import contiguous_rows
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
 from heads_kernels.ops.triton.rows import first_pass
 
 
@@ -22,18 +23,17 @@ def forward(call: Call, results: Results) -> None:
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
     """Fill `gradients`; empty ones are not computed."""
-    dquery, dkey, dvalue, dmixing, dcontent_bias, dgate = gradients[:6]
-    dout, attended, lse = contiguous_rows(saved.dout), saved.attended, saved.lse
-    delta, dattended, gate = first_pass(dout, attended, lse, call.gate, call.gate_activation, dgate)
-    if dgate.numel() and closed_grad:
+    g, dout = gradients, contiguous_rows(saved.dout)
+    first = first_pass(call, saved, dout, g.dgate, g.dsinks)
+    if g.dgate.numel() and closed_grad:
         (gated_closed if call.mixing is None else collaborative_closed).closed_pass(
-            call, dout, dgate
+            call, dout, g.dgate
         )
     if call.mixing is None:
-        gated_keys.keys_pass(call, dattended, gate, lse, delta, dkey, dvalue)
-        gated_queries.queries_pass(call, dattended, gate, lse, delta, dquery)
+        gated_keys.keys_pass(call, first, g.dkey, g.dvalue)
+        gated_queries.queries_pass(call, first, g.dquery)
     else:
-        collaborative_keys.keys_pass(call, dattended, gate, lse, delta, dkey, dvalue, dcontent_bias)
-        collaborative_queries.queries_pass(
-            call, dattended, gate, lse, delta, closed_grad, dquery, dmixing
-        )
+        collaborative_keys.keys_pass(call, first, g.dkey, g.dvalue, g.dcontent_bias)
+        collaborative_queries.queries_pass(call, first, closed_grad, g.dquery, g.dmixing)
+    bias_pass(call, first, g.dbias)
+    offsets_pass(call, first, g.doffset_bias)

@@ -1,14 +1,12 @@
-"""Lists of full and of partial tiles, for what hides pairs one by one: dense masks.
+"""Lists of full and of partial tiles, for what hides pairs one by one: dense masks, and biases where they are -inf.
 
-A kernel of its own reads the mask once and writes, for every tile of query rows (or, for passes over keys, of keys),
+A kernel of its own reads mask and bias once and writes, for every tile of query rows (for passes over keys, of keys),
 the tiles that it sees: those that are full, which take no mask arithmetic, and those that are partial. Tiles that are
-hidden whole stand in neither list and are skipped. The lists are made anew for every launch that reads them, on the
+hidden whole are in neither list and are skipped. The lists are made anew for every launch that reads them, on the
 device: nothing waits for the host.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -16,14 +14,15 @@ import triton.language as tl
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import TileLists, Visible, visible_of
+from heads_kernels.ops.triton.operands import TileLists, Visible, terms_of, visible_of
+from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges, tiles_that_see
 
 
 @triton.jit
 def _lists_kernel(
-    visible, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    visible, terms, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """A program writes the two lists of one tile of rows, or BY_KEYS of keys, and how long they are."""
     row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
@@ -50,8 +49,9 @@ def _lists_kernel(
         rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         lo, hi = ranges(visible, b, rows, T, S)
+        bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
         seen = pairs_visible(
-            visible, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S
+            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
         )  # [BLOCK_M, BLOCK_N]
         there = (rows < T)[:, None] & (keys < S)[None, :]
         # Full tiles are loaded whole; rows or keys of the owner that are not there are not stored.
@@ -62,8 +62,9 @@ def _lists_kernel(
         tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
         full += is_full.to(tl.int32)
         partial += (is_seen & ~is_full).to(tl.int32)
-    tl.store(counts + tl.program_id(0) * 2, full)
-    tl.store(counts + tl.program_id(0) * 2 + 1, partial)
+    counts += tl.program_id(0).to(tl.int64) * 2
+    tl.store(counts, full)
+    tl.store(counts + 1, partial)
 
 
 def visible_to_tiles(call: Call, tiles: Tiles, by_keys: bool = False) -> Visible:
@@ -71,28 +72,34 @@ def visible_to_tiles(call: Call, tiles: Tiles, by_keys: bool = False) -> Visible
 
     `by_keys`: lists of tiles of rows for every tile of keys, not the other way around.
     """
-    if call.intervals.dense is None:
+    if call.intervals.dense is None and call.bias is None and call.offset_bias is None:
         return visible_of(call.intervals)
     _, _, T, S = call.scores
-    batches, heads = _varying(call)
+    batches, heads = varying_pairs(call)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
     count = batches * heads * owners
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
     counts = call.query.new_empty((count, 2), dtype=torch.int32)
     launch(
-        _lists_kernel, count, call.query, tiles, visible_of(call.intervals), lists, counts, heads, T, S,
+        _lists_kernel, count, call.query, tiles, visible_of(call.intervals), terms_of(call),
+        lists, counts, heads, T, S,
         BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
     )  # fmt: skip
-    strides = heads * owners if batches > 1 else 0, owners if heads > 1 else 0
+    strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
     return visible_of(call.intervals, TileLists(lists, counts, length, *strides))
 
 
-def _varying(call: Call) -> tuple[int, int]:
+def varying_pairs(call: Call) -> tuple[int, int]:
     """Batches and heads that may see different pairs: those of the call, or 1 where all see the same."""
     B, H, _, _ = call.scores
-    i = call.intervals
-    of_batches: list[Any] = [i.k_lo, i.key_visible, i.dense]
-    batches = any(part is not None and part.shape[0] > 1 for part in of_batches)
-    heads = i.dense is not None and i.dense.shape[1] > 1
+    i, bias, table = call.intervals, call.bias, call.offset_bias
+    of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense) if part is not None]
+    of_heads = [] if i.dense is None else [i.dense.shape[1]]
+    if bias is not None:
+        of_batches += bias.shape[:2]
+        of_heads.append(bias.shape[2])
+    if table is not None:
+        of_heads.append(table.shape[0])
+    batches, heads = (any(size != 1 for size in sizes) for sizes in (of_batches, of_heads))
     return B if batches else 1, H if heads else 1

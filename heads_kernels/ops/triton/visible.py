@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from heads_kernels.ops.triton.load import pair_addresses
+
 #: Rows looked at together by `rows_that_see`. Heuristic: 8 values a thread of 4 warps.
 _SCAN: tl.constexpr = tl.constexpr(1024)
 
@@ -156,15 +158,19 @@ def partial_tile(visible, b, h, tile, index, start, full_start, full_end):
 
 
 @triton.jit
-def pairs_visible(visible, b, h, lo, hi, rows, keys, T, S):
-    """bool, True where the row sees the key; `lo`, `hi`, `rows` and `keys` broadcast to the tile."""
+def pairs_visible(visible, terms, b, h, lo, hi, rows, keys, T, S, bias):
+    """bool, True where the row sees the key; `lo`, `hi`, `rows` and `keys` broadcast to the tile.
+
+    `bias` is that of their scores: where it is -inf, the key is hidden.
+    """
     seen = (keys >= lo) & (keys < hi)
     if visible.key_visible is not None:
         at = b.to(tl.int64) * visible.stride_keys + keys
         seen = seen & (tl.load(visible.key_visible + at, mask=keys < S, other=0) != 0)
     if visible.dense is not None:
-        dense = visible.dense
-        at = dense.ptr + b.to(tl.int64) * dense.stride_b + h.to(tl.int64) * dense.stride_h
-        at = at + rows.to(tl.int64) * dense.stride_t + keys.to(tl.int64) * dense.stride_s
+        of_batch = b.to(tl.int64) * visible.dense.stride_b
+        at = pair_addresses(visible.dense, visible.far_dense, of_batch, h, rows, keys)
         seen = seen & (tl.load(at, mask=(rows < T) & (keys < S), other=0) != 0)
+    if terms.bias is not None:
+        seen = seen & (bias != float("-inf"))
     return seen
