@@ -25,10 +25,10 @@ from typing import Any, Final
 import torch
 
 from benchmarks.binaries import TARGETS, Kernel, recorded
-from heads_kernels.ops import attention_statistics, support
+from heads_kernels.ops import support
+from heads_kernels.ops.attention_statistics.op import SIGNATURE, statistics_op
 from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
-from heads_kernels.ops.library import load
 from heads_kernels.problem import Problem
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask
@@ -53,15 +53,11 @@ def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
 
 
 def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
-    given = inputs.tensors
-    p = Problem.statistics(
-        given["query"], given["key"], mixing=given.get("mixing"),
-        content_bias=given.get("content_bias"), is_causal=True,
-    )  # fmt: skip
+    given = {name: tensor for name, tensor in inputs.tensors.items() if name != "value"}
+    options = {name: inputs.options[name] for name in ("softcap",) if name in inputs.options}
+    p = Problem.statistics(**given, **options, is_causal=True)
     for excluded in (None, torch.zeros(p.B, p.S, dtype=torch.bool)):
-        load(attention_statistics.BACKENDS, "triton").forward(
-            p.query, p.key, p.mixing, p.content_bias, excluded, p.intervals, p.scale
-        )
+        statistics_op(*SIGNATURE.pack(p), excluded, "triton")
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,12 @@ def _works() -> tuple[Work, ...]:
             "mask": mask.holes, "gate": "BHTD", "gate_activation": "softplus",
         },
         "causal, dropout": {"is_causal": True, "dropout_p": 0.1},
+        "bias, gate of elements": {
+            "bias": "1HTS", "bias_dtype": None, "gate": "BHTD", "gate_activation": "sigmoid",
+        },
+        "offsets, causal": {"offsets": 129, "is_causal": True},
+        "softcap, sinks": {"softcap": 50.0, "sinks": True, "is_causal": True},
+        "dense mask": {"mask": mask.dense_blocks},
     }  # fmt: skip
     result = []
     for D, (words, options) in itertools.product((64, 32, 96, 128, 256), features.items()):
@@ -109,6 +111,9 @@ def _works() -> tuple[Work, ...]:
     for D in (64, 128, 256):
         case = GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D)
         result.append(Work(f"attention_statistics: {case}", case, _statistics))
+    case = GatedCase("bias, softcap, sinks, D 64", B, H, T, T, D=64, Dv=64, softcap=50.0, sinks=True,
+        bias="1HTS")  # fmt: skip
+    result.append(Work(f"attention_statistics: {case}", case, _statistics))
     for Ds in (256, 768):
         shared = CollaborativeCase(f"Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=True)
         result.append(Work(f"attention_statistics: {shared}", shared, _statistics))
@@ -183,6 +188,13 @@ STATED: Final = (
         target="sm_80",
         work="*gate of elements*",
     ),
+    Bound(
+        128,
+        "the same of 128 features beside a tile of bias",
+        kernel="gated_attention.forward",
+        target="sm_100",
+        work="*bias, gate of elements, D 128",
+    ),
     Bound(128, "the bounds of visible ranges of two rows a thread", target="sm_80"),
     Bound(512, "the words of Philox beside a tile of scores", target="sm_80", work="*dropout*"),
     Bound(
@@ -190,6 +202,13 @@ STATED: Final = (
         "a list of chunks and two sums of a slice beside a tile of scores",
         kernel="collaborative_attention.*",
         target="sm_90",
+    ),
+    Bound(
+        1280,
+        "the same; the loops over tiles spill nothing",
+        kernel="collaborative_attention.queries",
+        target="sm_90",
+        work="*offsets*",
     ),
     Bound(512, "the same", kernel="collaborative_attention.*", target="sm_80"),
     Bound(384, "the same", kernel="collaborative_attention.*", target="sm_100"),

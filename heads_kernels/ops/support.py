@@ -95,7 +95,7 @@ def cpu(problem: Problem) -> list[str]:
 
 
 def triton(problem: Problem) -> list[str]:
-    """The Triton kernels read tensors in GPU memory (interpreted: in any), rows contiguous, masks as intervals."""
+    """The Triton kernels read tensors in GPU memory (interpreted: in any), rows contiguous, and every mask."""
     reasons = []
     if _TRITON_MISSING:
         reasons.append(_TRITON_MISSING)
@@ -114,8 +114,6 @@ def triton(problem: Problem) -> list[str]:
         + _too_wide(problem)
         + _far_rows(problem)
         + _too_many(problem)
-        + _dense_mask(problem)
-        + _score_terms(problem)
         + _rows_apart(problem)
     )
 

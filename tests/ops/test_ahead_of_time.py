@@ -34,9 +34,12 @@ def works(*ends: str, features: str = "*") -> list[ahead_of_time.Work]:
 #: Every operator, pass and feature on the newest Triton; the passes on the oldest.
 PASSES = works(", D 64", "heads, Ds 256", features="causal, gate")
 PASSES += works(": D 64", ": Ds 256")
+PASSES += works(", D 64", features="bias") + works(", D 64", features="offsets")
 WORKS = PASSES
 if NEWEST:
-    WORKS = list(dict.fromkeys([*works(", D 64"), *works("elements, Ds 256"), *PASSES]))
+    WORKS = list(
+        dict.fromkeys([*works(", D 64"), *works("elements, Ds 256", "causal, Ds 256"), *PASSES])
+    )
 
 
 def hold(targets: list[str], works: list[ahead_of_time.Work], dtype: str) -> None:

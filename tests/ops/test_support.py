@@ -44,10 +44,6 @@ REFUSED = {
         lambda: gated(**tensors("gated_attention")),
         "tensors are float64; it computes in float32, use the eager backend",
     ),
-    "dense mask": (
-        lambda: gated(attn_mask=torch.rand(5, 7) < 0.5),
-        "a dense attn_mask is no interval per row; use hk.Mask, or the eager backend",
-    ),
     "stride": (
         lambda: gated(value=torch.randn(2, 2, 7, 12)[..., ::2]),
         "value has stride 2 in its last dimension; it needs 1 (.contiguous())",
@@ -117,6 +113,14 @@ def test_what_is_served(unsupported: Unsupported) -> None:
     query, key = torch.randn(2, 1, 2, 5, 256)
     assert unsupported(Problem.statistics(query, key)) == []
     assert unsupported(gated(attn_mask=hk.Mask(window=(3, 0), key_lengths=[2, 7]))) == []
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_dense_masks() -> None:
+    problem = gated(attn_mask=torch.rand(5, 7) < 0.5)
+    assert support.triton(problem) == []
+    (reason,) = support.cuda(problem)
+    assert reason == "a dense attn_mask is no interval per row; use hk.Mask, or the eager backend"
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from heads_kernels.ops.triton.scores import add_sink
 from heads_kernels.ops.triton.softmax import LN2, log_sum_exp, online_softmax
 
 
@@ -42,20 +43,24 @@ def see_tile(rows, scores, excluded, stride_excluded, b, keys, S, steepness):
 
 
 @triton.jit
-def store_rows(rows, lse, max_prob, argmax, entropy, at, there, steepness):
+def store_rows(rows, terms, h, lse, max_prob, argmax, entropy, at, there, steepness):
     """Write the four statistics of rows at element `at` [BLOCK_M]."""
     top, total, spread, best, where = rows
     sees = total != 0.0
     counts = sees & (best > float("-inf"))
     share = 1.0 / tl.where(sees, total, 1.0)
     largest = tl.exp2(tl.where(counts, (best - top) * steepness, 0.0)) * share
-    tl.store(lse + at, log_sum_exp(top, total, steepness), mask=there)
+    row_lse = log_sum_exp(top, total, steepness)
+    spent = tl.log(tl.where(sees, total, 1.0)) - spread * share * LN2
+    if terms.sinks is not None:
+        # Probabilities p = w * q, of which q are those without the sink: -sum p ln p = w * (-sum q ln q - ln w).
+        with_sink, of_keys = add_sink(row_lse, terms, h)
+        largest = largest * of_keys
+        spent = tl.where(of_keys == 0.0, 0.0, of_keys * (spent - (row_lse - with_sink)))
+        row_lse = with_sink
+    tl.store(lse + at, row_lse, mask=there)
     tl.store(
         max_prob + at, tl.where(total == total, tl.where(counts, largest, 0.0), total), mask=there
     )
     tl.store(argmax + at, tl.where(counts, where, -1).to(tl.int64), mask=there)
-    tl.store(
-        entropy + at,
-        tl.where(sees, tl.log(tl.where(sees, total, 1.0)) - spread * share * LN2, 0.0),
-        mask=there,
-    )
+    tl.store(entropy + at, tl.where(sees, spent, 0.0), mask=there)

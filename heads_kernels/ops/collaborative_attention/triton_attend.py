@@ -8,58 +8,71 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, mixed
+from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
 from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.product import guarded_product, product
-from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST, log_sum_exp, online_softmax
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, steepness_of
+from heads_kernels.ops.triton.softmax import SMALLEST, log_sum_exp, online_softmax
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
 
 
 @triton.jit
 def attend(
-    query, key, value, mixing, content_bias, visible, dropout, b, h, first_row, T, S, scale,
+    query, key, value, mixing, content_bias, terms, visible, dropout, b, h, first_row, T, S, scale,
     DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`attended` [BLOCK_M, BLOCK_DV] and `lse` [BLOCK_M] of the rows of a head; 0 and -inf where they see nothing.
+    """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
 
-    With T 0 (a closed head) no row and no key is read. `scale` is not negative. Scores, probabilities and the
-    accumulator stay on chip.
+    Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse
+    is -inf. `scale` is not negative. Scores, probabilities and the accumulator stay on chip.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
-    steepness = tl.maximum(scale * LOG2E, SMALLEST)
+    steepness = tl.maximum(steepness_of(scale, terms), SMALLEST)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range((full_end - full_start) * count):
-        tile = full_start + step // count
+        tile = full_tile(visible, b, h, own, full_start + step // count)
         acc, top, total, scores = _attend_step(
-            query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows,
-            first_row, tile, step % count, count, numbers, b, h, T, S, steepness,
+            query, key, value, mixing, content_bias, terms, visible, dropout, acc, top, total, scores, lo, hi, rows,
+            first_row, tile, step % count, count, numbers, b, h, T, S, scale, steepness,
             False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for step in tl.range(0, (full_start - start + end - full_end) * count, num_stages=1):
-        tile = partial_tile(step // count, start, full_start, full_end)
+        tile = partial_tile(visible, b, h, own, step // count, start, full_start, full_end)
         acc, top, total, scores = _attend_step(
-            query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows,
-            first_row, tile, step % count, count, numbers, b, h, T, S, steepness,
+            query, key, value, mixing, content_bias, terms, visible, dropout, acc, top, total, scores, lo, hi, rows,
+            first_row, tile, step % count, count, numbers, b, h, T, S, scale, steepness,
             True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     share = tl.where(total == 0.0, 0.0, 1.0 / total)
     if dropout is not None:
         share = share * dropout.scale
-    return acc * share[:, None], log_sum_exp(top, total, steepness)
+    lse, sees = log_sum_exp(top, total, steepness), total != 0.0
+    if terms.sinks is not None:
+        lse, of_keys = add_sink(lse, terms, h)
+        share = share * of_keys
+        lse = tl.where(rows < T, lse, float("-inf"))
+    return acc * share[:, None], lse, sees
 
 
 @triton.jit
 def _attend_step(
-    query, key, value, mixing, content_bias, visible, dropout, acc, top, total, scores, lo, hi, rows, first_row, tile,
-    place, count, numbers, b, h, T, S, steepness,
+    query, key, value, mixing, content_bias, terms, visible, dropout, acc, top, total, scores, lo, hi, rows, first_row,
+    tile, place, count, numbers, b, h, T, S, scale, steepness,
     PARTIAL: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +95,13 @@ def _attend_step(
             value, b, h, first_key, keys < S, DV, BLOCK_N, BLOCK_DV
         )  # [BLOCK_N, BLOCK_DV]
         if content_bias is not None:
-            scores += load_bias(content_bias, b, h, keys, S)[None, :]
+            scores += load_content_bias(content_bias, b, h, keys, S)[None, :]
+        bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+        scores, _ = finish(scores, bias, terms, scale)
         if PARTIAL:
-            seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+            seen = pairs_visible(
+                visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias,
+            )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         p, top, total, shrink = online_softmax(scores, top, total, steepness)
         if dropout is not None:

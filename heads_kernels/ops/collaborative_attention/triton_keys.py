@@ -15,40 +15,56 @@ from torch import Tensor
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
-from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, load_mixing, mixed
+from heads_kernels.ops.triton.chunks import (
+    active_chunks,
+    chunk_at,
+    load_content_bias,
+    load_mixing,
+    mixed,
+)
 from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile, store_columns, store_tile
 from heads_kernels.ops.triton.operands import (
-    bias_of,
+    content_bias_of,
     dropout_of,
     gate_kind,
     gate_of,
     mixing_of,
     rows_of,
-    visible_of,
+    terms_of,
 )
 from heads_kernels.ops.triton.product import product
-from heads_kernels.ops.triton.rows import load_row_terms
-from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
+from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
+from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_that_see
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_that_see,
+)
 
 
 @triton.jit
 def _rows_tile(
-    query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias, tile,
+    query, key, v, dout, mixing, content, gate, lse, delta, terms, visible, dropout, dkey, dvalue, dcontent, tile,
     count, numbers, slice_column, b, h, H, T, S, first_key, scale,
     PARTIAL: tl.constexpr, NEEDS_KEY: tl.constexpr, NEEDS_SCORES: tl.constexpr,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """`dkey` [BLOCK_N, SLICE], `dvalue` [BLOCK_N, BLOCK_DV] and `dbias` of head h after one tile of query rows."""
+    """`dkey` [BLOCK_N, SLICE], `dvalue` [BLOCK_N, BLOCK_DV] and `dcontent` of head h after one tile of query rows."""
     first_row = tile * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
-    scores = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    bias = load_bias(terms, b, h, rows[None, :], keys[:, None], T, S)
+    raw = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for place in range(count):
         column = chunk_at(numbers, place) * BLOCK_D
         k = load_columns(
@@ -57,17 +73,20 @@ def _rows_tile(
         q = load_columns(
             query, b, first_row, rows < T, column, DS, BLOCK_M, BLOCK_D
         )  # [BLOCK_M, BLOCK_D]
-        scores = product(k, tl.trans(mixed(q, mixing, h, column, DS, BLOCK_D)), scores)
-    row_lse, row_delta, g, sound = load_row_terms(
+        raw = product(k, tl.trans(mixed(q, mixing, h, column, DS, BLOCK_D)), raw)
+    row_lse, row_delta, g, finite = load_row_terms(
         lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
     if not PARTIAL:  # all rows are there, and what they hold reaches every key
-        sound = rows < T
-    do = load_tile(dout, b, h, first_row, sound, DV, BLOCK_M, v.shape[1])  # [BLOCK_M, BLOCK_DV]
-    p = probabilities(scores + bias[:, None], row_lse[None, :], scale * LOG2E)  # [BLOCK_N, BLOCK_M]
+        finite = rows < T
+    do = load_tile(dout, b, h, first_row, finite, DV, BLOCK_M, v.shape[1])  # [BLOCK_M, BLOCK_DV]
+    scores, slope = finish(raw + content[:, None], bias, terms, scale)  # [BLOCK_N, BLOCK_M]
+    p = probabilities(scores, row_lse[None, :], steepness_of(scale, terms))
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
-        seen = pairs_visible(visible, b, lo[None, :], hi[None, :], keys[:, None], S)
+        seen = pairs_visible(
+            visible, terms, b, h, lo[None, :], hi[None, :], rows[None, :], keys[:, None], T, S, bias
+        )
         p = tl.where(seen, p, 0.0)
     weights = p * g[None, :]
     if dropout is not None:
@@ -78,24 +97,24 @@ def _rows_tile(
         dp = product(v, tl.trans(do), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if dropout is not None:
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        dscores = p * (dp * g[None, :] - row_delta[None, :])
+        dscores = p * (dp * g[None, :] - row_delta[None, :]) * slope
         if PARTIAL:
             dscores = tl.where(seen, dscores, 0.0)
-        dbias += tl.sum(dscores, 1)
+        dcontent += tl.sum(dscores, 1)
         if NEEDS_KEY:
             q_slice = load_columns(
-                query, b, first_row, sound, slice_column, DS, BLOCK_M, SLICE
+                query, b, first_row, finite, slice_column, DS, BLOCK_M, SLICE
             )  # [BLOCK_M, SLICE]
             dkey = product(
                 dscores.to(do.dtype), mixed(q_slice, mixing, h, slice_column, DS, SLICE), dkey
             )
-    return dkey, dvalue, dbias
+    return dkey, dvalue, dcontent
 
 
 @triton.jit
 def _keys_kernel(
-    query, key, value, dout, mixing, content_bias, gate, lse, delta, visible, dropout, dkey_out, dvalue_out, dbias_out,
-    B, H, T, S, SPLITS, scale,
+    query, key, value, dout, mixing, content_bias, gate, lse, delta, terms, visible, dropout, dkey_out, dvalue_out,
+    dcontent_out, B, H, T, S, SPLITS, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
@@ -112,16 +131,22 @@ def _keys_kernel(
     b = tl.program_id(0) // (tiles * slices) % B
     split = tl.program_id(0) // (tiles * slices * B)
     keys = first_key + tl.arange(0, BLOCK_N)
-    start, full_start, full_end, end = tiles_that_see(visible, b, first_key, T, S, BLOCK_N, BLOCK_M)
+    own = first_key // BLOCK_N
+    if visible.lists is None:
+        start, full_start, full_end, end = tiles_that_see(
+            visible, b, first_key, T, S, BLOCK_N, BLOCK_M
+        )
     dkey = tl.zeros((BLOCK_N, SLICE), tl.float32)
     heads = tl.cdiv(H, SPLITS)
     for index in range(tl.minimum(heads, H - split * heads)):
         h = split * heads + index
         count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
+        if visible.lists is not None:
+            start, full_start, full_end, end = listed_tiles(visible, b, h, own, T)
         slice_mixing = load_mixing(mixing, h, column, DS, SLICE)  # [SLICE]
-        bias = tl.zeros((BLOCK_N,), tl.float32)
+        content = tl.zeros((BLOCK_N,), tl.float32)
         if content_bias is not None:
-            bias = load_bias(content_bias, b, h, keys, S)
+            content = load_content_bias(content_bias, b, h, keys, S)
         v = load_tile(
             value, b, h, first_key, keys < S, DV, BLOCK_N, BLOCK_DV
         )  # [BLOCK_N, BLOCK_DV]
@@ -131,20 +156,21 @@ def _keys_kernel(
             open_rows(gate, b, h, T, KIND, ACTIVATION), tl.where(column == 0, 1, used)
         )
         dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-        dbias = tl.zeros((BLOCK_N,), tl.float32)
-        for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
-            dkey, dvalue, dbias = _rows_tile(
-                query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias, tile,
-                count, numbers, column, b, h, H, T, S, first_key, scale,
-                False, dkey_out is not None, dkey_out is not None or dbias_out is not None, KIND, ACTIVATION, DS, DV,
+        dcontent = tl.zeros((BLOCK_N,), tl.float32)
+        for place in range(full_start, full_start + (full_end - full_start) * taking_part):
+            tile = full_tile(visible, b, h, own, place)
+            dkey, dvalue, dcontent = _rows_tile(
+                query, key, v, dout, mixing, content, gate, lse, delta, terms, visible, dropout, dkey, dvalue, dcontent,
+                tile, count, numbers, column, b, h, H, T, S, first_key, scale,
+                False, dkey_out is not None, dkey_out is not None or dcontent_out is not None, KIND, ACTIVATION, DS, DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         for place in range((full_start - start + end - full_end) * taking_part):
-            dkey, dvalue, dbias = _rows_tile(
-                query, key, v, dout, mixing, bias, gate, lse, delta, visible, dropout, dkey, dvalue, dbias,
-                partial_tile(place, start, full_start, full_end), count, numbers, column, b, h, H, T, S, first_key,
-                scale,
-                True, dkey_out is not None, dkey_out is not None or dbias_out is not None, KIND, ACTIVATION, DS, DV,
+            tile = partial_tile(visible, b, h, own, place, start, full_start, full_end)
+            dkey, dvalue, dcontent = _rows_tile(
+                query, key, v, dout, mixing, content, gate, lse, delta, terms, visible, dropout, dkey, dvalue, dcontent,
+                tile, count, numbers, column, b, h, H, T, S, first_key, scale,
+                True, dkey_out is not None, dkey_out is not None or dcontent_out is not None, KIND, ACTIVATION, DS, DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         if dvalue_out is not None:
@@ -153,9 +179,11 @@ def _keys_kernel(
         if column == 0:
             if dvalue_out is not None:
                 store_tile(dvalue_out, b, h, first_key, S, dvalue, DV, BLOCK_N, BLOCK_DV)
-            if dbias_out is not None:
+            if dcontent_out is not None:
                 tl.store(
-                    dbias_out + (b * H + h).to(tl.int64) * S + keys, dbias * scale, mask=keys < S
+                    dcontent_out + (b * H + h).to(tl.int64) * S + keys,
+                    dcontent * scale,
+                    mask=keys < S,
                 )
     if dkey_out is not None:
         store_columns(
@@ -164,13 +192,9 @@ def _keys_kernel(
 
 
 def keys_pass(
-    call: Call, dattended: Tensor, gate: Tensor | None, lse: Tensor, delta: Tensor,
-    dkey: Tensor, dvalue: Tensor, dcontent_bias: Tensor,
-) -> None:  # fmt: skip
-    """Fill `dkey`, `dvalue` and `dcontent_bias`; an empty one is not computed.
-
-    `gate` is what `dattended` still lacks.
-    """
+    call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dcontent_bias: Tensor
+) -> None:
+    """Fill `dkey`, `dvalue` and `dcontent_bias`; an empty one is not computed."""
     if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
         return
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
@@ -181,13 +205,13 @@ def keys_pass(
     part = split_parts(dkey, splits)
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), mixing_of(call.mixing),
-        bias_of(call.content_bias), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), mixing_of(call.mixing),
+        content_bias_of(call.content_bias), gate_of(first.gate), first.lse, first.delta,
+        terms_of(call), visible_to_tiles(call, tiles, by_keys=True), dropout_of(call.seed, call.dropout_p),
         rows_of(part) if dkey.numel() else None, rows_of(dvalue) if dvalue.numel() else None,
         dcontent_bias if dcontent_bias.numel() else None,
         B, H, T, S, splits, call.scale,
-        KIND=gate_kind(gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
+        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), SLICE=width,
     )  # fmt: skip

@@ -15,30 +15,45 @@ from torch import Tensor
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
-from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_bias, load_mixing, mixed
+from heads_kernels.ops.triton.chunks import (
+    active_chunks,
+    chunk_at,
+    load_content_bias,
+    load_mixing,
+    mixed,
+)
 from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
-    bias_of,
+    content_bias_of,
     dropout_of,
     gate_kind,
     gate_of,
     mixing_of,
     rows_of,
-    visible_of,
+    terms_of,
 )
 from heads_kernels.ops.triton.product import finite_part, product
-from heads_kernels.ops.triton.rows import load_row_terms
-from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
+from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
+from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_in_ranges,
+)
 
 
 @triton.jit
 def _keys_tile(
-    query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed, lo, hi, rows,
+    query, key, value, do, row_lse, row_delta, g, mixing, content_bias, terms, visible, dropout, dmixed, lo, hi, rows,
     first_row, tile, count, numbers, slice_column, b, h, T, S, scale,
     PARTIAL: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
@@ -47,7 +62,8 @@ def _keys_tile(
     first_key = tile * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     there = keys < S
-    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+    raw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for place in range(count):
         column = chunk_at(numbers, place) * BLOCK_D
         q = load_columns(
@@ -56,20 +72,23 @@ def _keys_tile(
         k = load_columns(
             key, b, first_key, there, column, DS, BLOCK_N, BLOCK_D
         )  # [BLOCK_N, BLOCK_D]
-        scores = product(mixed(q, mixing, h, column, DS, BLOCK_D), tl.trans(k), scores)
+        raw = product(mixed(q, mixing, h, column, DS, BLOCK_D), tl.trans(k), raw)
     v = load_tile(value, b, h, first_key, there, DV, BLOCK_N, do.shape[1])  # [BLOCK_N, BLOCK_DV]
     k_slice = load_columns(
         key, b, first_key, there, slice_column, DS, BLOCK_N, SLICE
     )  # [BLOCK_N, SLICE]
     if content_bias is not None:
-        scores += load_bias(content_bias, b, h, keys, S)[None, :]
-    p = probabilities(scores, row_lse[:, None], scale * LOG2E)  # [BLOCK_M, BLOCK_N]
+        raw += load_content_bias(content_bias, b, h, keys, S)[None, :]
+    scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
+    p = probabilities(scores, row_lse[:, None], steepness_of(scale, terms))
     dp = product(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
     if dropout is not None:
         dp = tl.where(kept(dropout, b, h, rows, first_key, BLOCK_N), dp * dropout.scale, 0.0)
-    dscores = p * (dp * g[:, None] - row_delta[:, None])
+    dscores = p * (dp * g[:, None] - row_delta[:, None]) * slope
     if PARTIAL:
-        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        seen = pairs_visible(
+            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        )
         dscores = tl.where(seen, dscores, 0.0)
     if PARTIAL:
         k_slice = finite_part(k_slice)
@@ -78,7 +97,7 @@ def _keys_tile(
 
 @triton.jit
 def _queries_kernel(
-    query, key, value, dout, mixing, content_bias, gate, lse, delta, visible, dropout, dquery_out, dmixing_out,
+    query, key, value, dout, mixing, content_bias, gate, lse, delta, terms, visible, dropout, dquery_out, dmixing_out,
     B, H, T, S, SPLITS, SKIPS, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, SLICE: tl.constexpr,
@@ -98,11 +117,14 @@ def _queries_kernel(
     first_row = tile_of_rows * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
+    if visible.lists is None:
+        start, full_start, full_end, end = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
     heads = tl.cdiv(H, SPLITS)
     for index in range(tl.minimum(heads, H - split * heads)):
         h = split * heads + index
         count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
+        if visible.lists is not None:
+            start, full_start, full_end, end = listed_tiles(visible, b, h, tile_of_rows, T)
         slice_mixing = load_mixing(mixing, h, column, DS, SLICE)  # [SLICE]
         used = tl.where(SKIPS == 0, 1, tl.max((slice_mixing != 0.0).to(tl.int32)))
         taking_part = tl.minimum(open_rows(gate, b, h, T, KIND, ACTIVATION), used)
@@ -113,24 +135,26 @@ def _queries_kernel(
             lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
         )
         dmixed = tl.zeros((BLOCK_M, SLICE), tl.float32)
-        for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
+        for place in range(full_start, full_start + (full_end - full_start) * taking_part):
+            tile = full_tile(visible, b, h, tile_of_rows, place)
             dmixed = _keys_tile(
-                query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed,
+                query, key, value, do, row_lse, row_delta, g, mixing, content_bias, terms, visible, dropout, dmixed,
                 lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, scale,
                 False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         for place in range((full_start - start + end - full_end) * taking_part):
+            tile = partial_tile(visible, b, h, tile_of_rows, place, start, full_start, full_end)
             dmixed = _keys_tile(
-                query, key, value, do, row_lse, row_delta, g, mixing, content_bias, visible, dropout, dmixed,
-                lo, hi, rows, first_row, partial_tile(place, start, full_start, full_end), count, numbers, column, b, h,
-                T, S, scale, True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
+                query, key, value, do, row_lse, row_delta, g, mixing, content_bias, terms, visible, dropout, dmixed,
+                lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, scale,
+                True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         # Rows that see nothing take part in no sum, whatever stands in them or in the keys beside them.
-        blind = (row_lse == float("inf"))[:, None]
-        dmixed = tl.where(blind, 0.0, dmixed)
+        sees_nothing = (row_lse == float("inf"))[:, None]
+        dmixed = tl.where(sees_nothing, 0.0, dmixed)
         if dquery_out is not None:
             # Of rows that see nothing nothing, whatever stands in the mixing vector.
-            term = tl.where(blind, 0.0, slice_mixing[None, :] * dmixed * scale)
+            term = tl.where(sees_nothing, 0.0, slice_mixing[None, :] * dmixed * scale)
             begun = tl.where(index > 0, T, 0)
             add_columns(
                 dquery_out, split * B + b, first_row, T, begun, column, term, DS, BLOCK_M, SLICE
@@ -146,10 +170,9 @@ def _queries_kernel(
 
 
 def queries_pass(
-    call: Call, dattended: Tensor, gate: Tensor | None, lse: Tensor, delta: Tensor, closed_grad: bool,
-    dquery: Tensor, dmixing_rows: Tensor,
-) -> None:  # fmt: skip
-    """Fill `dquery` and `dmixing_rows`; an empty one is not computed. `gate` is what `dattended` still lacks."""
+    call: Call, first: FirstPass, closed_grad: bool, dquery: Tensor, dmixing_rows: Tensor
+) -> None:
+    """Fill `dquery` and `dmixing_rows`; an empty one is not computed."""
     if not (dquery.numel() or dmixing_rows.numel()):
         return
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
@@ -165,12 +188,12 @@ def queries_pass(
     mixing_parts = dmixing_rows.new_empty((B, row_tiles, H, Ds)) if dmixing_rows.numel() else None
     launch(
         _queries_kernel, programs * splits, call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), mixing_of(call.mixing),
-        bias_of(call.content_bias), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), mixing_of(call.mixing),
+        content_bias_of(call.content_bias), gate_of(first.gate), first.lse, first.delta,
+        terms_of(call), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
         rows_of(part) if dquery.numel() else None, mixing_parts,
         B, H, T, S, splits, int(mixing_parts is None or not closed_grad), call.scale,
-        KIND=gate_kind(gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
+        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), SLICE=width,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from heads_kernels.ops import support
 #: In the order in which they are asked.
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.native", support.cpu),
-    Backend("triton", "heads_kernels.ops.gated_attention.triton", support.triton),
+    Backend("triton", "heads_kernels.ops.triton.backend", support.triton),
     # Behind Triton until a kept run on a GPU shows the order: neither has run on one.
     Backend("cuda", "heads_kernels.ops.gated_attention.cuda", support.cuda),
     Backend("eager", "heads_kernels.ops.eager", support.eager),

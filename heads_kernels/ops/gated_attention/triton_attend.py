@@ -8,49 +8,66 @@ import triton.language as tl
 from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile
 from heads_kernels.ops.triton.product import guarded_product, product
-from heads_kernels.ops.triton.softmax import LOG2E, SMALLEST, log_sum_exp, online_softmax
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, steepness_of
+from heads_kernels.ops.triton.softmax import SMALLEST, log_sum_exp, online_softmax
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
 
 
 @triton.jit
 def attend(
-    query, key, value, visible, dropout, b, h, first_row, T, S, GROUP, scale,
+    query, key, value, terms, visible, dropout, b, h, first_row, T, S, GROUP, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """`attended` [BLOCK_M, BLOCK_DV] and `lse` [BLOCK_M] of the rows of a head; 0 and -inf where they see nothing.
+    """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
 
-    With T 0 (a closed head) nothing is read. `scale` is not negative. The query tile, scores, probabilities and the
-    accumulator stay on chip.
+    Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) nothing is read, and lse is -inf.
+    `scale` is not negative. The query tile, scores, probabilities and the accumulator stay on chip.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, T, BLOCK_N)
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     q = load_tile(query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    steepness = tl.maximum(scale * LOG2E, SMALLEST)
+    steepness = tl.maximum(steepness_of(scale, terms), SMALLEST)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for tile in range(full_start, full_end):
+    for place in range(full_start, full_end):
+        tile = full_tile(visible, b, h, own, place)
         acc, top, total = _attend_tile(
-            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+            q, key, value, terms, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
+            steepness,
             False, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
-        tile = partial_tile(index, start, full_start, full_end)
+        tile = partial_tile(visible, b, h, own, index, start, full_start, full_end)
         acc, top, total = _attend_tile(
-            q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+            q, key, value, terms, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
+            steepness,
             True, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     share = tl.where(total == 0.0, 0.0, 1.0 / total)
     if dropout is not None:
         share = share * dropout.scale
-    return acc * share[:, None], log_sum_exp(top, total, steepness)
+    lse, sees = log_sum_exp(top, total, steepness), total != 0.0
+    if terms.sinks is not None:
+        lse, of_keys = add_sink(lse, terms, h)
+        share = share * of_keys
+        lse = tl.where(rows < T, lse, float("-inf"))
+    return acc * share[:, None], lse, sees
 
 
 @triton.jit
 def _attend_tile(
-    q, key, value, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, S, steepness,
+    q, key, value, terms, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
+            steepness,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -64,11 +81,13 @@ def _attend_tile(
     else:
         k = load_whole_tile(key, b, hk, first, D, BLOCK_N, BLOCK_D)
         v = load_whole_tile(value, b, hk, first, DV, BLOCK_N, BLOCK_DV)
-    scores = product(
-        q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32)
-    )  # [BLOCK_M, BLOCK_N]
+    bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+    raw = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+    scores, _ = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
     if PARTIAL:
-        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        seen = pairs_visible(
+            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        )
         scores = tl.where(seen, scores, float("-inf"))
     p, top, total, shrink = online_softmax(scores, top, total, steepness)
     if dropout is not None:

@@ -14,16 +14,18 @@ from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_kind,
     gate_of,
+    has_terms,
     rows_of,
-    upright,
-    visible_of,
+    terms_of,
+    with_positive_scale,
 )
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 
 
 @triton.jit
 def _forward_kernel(
-    query, key, value, gate, visible, dropout, out, attended_out, lse_out, H, T, S, GROUP, scale,
+    query, key, value, gate, terms, visible, dropout, out, attended_out, lse_out, H, T, S, GROUP, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +36,8 @@ def _forward_kernel(
     b, h = pair // H, pair % H
     first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
-    attended, lse = attend(
-        query, key, value, visible, dropout, b, h, first_row, taking_part, S, GROUP, scale,
+    attended, lse, sees = attend(
+        query, key, value, terms, visible, dropout, b, h, first_row, taking_part, S, GROUP, scale,
         D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
     if attended_out is not None:
@@ -45,7 +47,7 @@ def _forward_kernel(
         tl.store(lse_out + pair.to(tl.int64) * T + rows, lse, mask=rows < T)
     gated = times_gate(attended, gate, b, h, rows, T, KIND, ACTIVATION, DV, BLOCK_DV)
     # Rows that see nothing are 0, whatever their gate.
-    gated = tl.where((lse == float("-inf"))[:, None], 0.0, gated)
+    gated = tl.where(sees[:, None], gated, 0.0)
     store_tile(out, b, h, first_row, T, gated, DV, BLOCK_M, BLOCK_DV)
 
 
@@ -53,12 +55,12 @@ def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
     (B, H, T, D), Dv = call.query.shape, call.value.shape[3]
-    scale, query = upright(call.scale, call.query)
-    tiles = tiles_for("gated_attention.forward", call.query, D, Dv)
+    scale, query = with_positive_scale(call.scale, call.query)
+    tiles = tiles_for("gated_attention.forward", call.query, D, Dv, has_terms(call))
     launch(
         _forward_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         rows_of(query), rows_of(call.key), rows_of(call.value), gate_of(call.gate),
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        terms_of(call), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
         rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None,
         H, T, call.key.shape[2], H // max(call.key.shape[1], 1), scale,
         KIND=gate_kind(call.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,

@@ -18,17 +18,26 @@ from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
-from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, visible_of
+from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, terms_of
 from heads_kernels.ops.triton.product import product
-from heads_kernels.ops.triton.rows import load_row_terms
-from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
+from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
+from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_that_see
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_that_see,
+)
 
 
 @triton.jit
 def _rows_tile(
-    k, v, query, dout, gate, lse, delta, visible, dropout, dkey, dvalue, tile, b, h, H, T, S, first_key, steepness,
+    k, v, query, dout, gate, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S, first_key, scale,
     PARTIAL: tl.constexpr, NEEDS_KEY: tl.constexpr, NEEDS_VALUE: tl.constexpr,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -36,22 +45,28 @@ def _rows_tile(
     """`dkey` [BLOCK_N, BLOCK_D] and `dvalue` [BLOCK_N, BLOCK_DV] after one tile of query rows of head h."""
     first_row = tile * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_lse, row_delta, g, sound = load_row_terms(
+    row_lse, row_delta, g, finite = load_row_terms(
         lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
     if PARTIAL:
-        q = load_tile(query, b, h, first_row, sound, D, BLOCK_M, k.shape[1])  # [BLOCK_M, BLOCK_D]
-        do = load_tile(dout, b, h, first_row, sound, DV, BLOCK_M, v.shape[1])  # [BLOCK_M, BLOCK_DV]
+        q = load_tile(query, b, h, first_row, finite, D, BLOCK_M, k.shape[1])  # [BLOCK_M, BLOCK_D]
+        do = load_tile(
+            dout, b, h, first_row, finite, DV, BLOCK_M, v.shape[1]
+        )  # [BLOCK_M, BLOCK_DV]
     else:
         q = load_whole_tile(query, b, h, first_row, D, BLOCK_M, k.shape[1])
         do = load_whole_tile(dout, b, h, first_row, DV, BLOCK_M, v.shape[1])
+    keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
+    bias = load_bias(terms, b, h, rows[None, :], keys, T, S)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    scores = product(k, tl.trans(q), zeros)  # [BLOCK_N, BLOCK_M]
-    p = probabilities(scores, row_lse[None, :], steepness)
+    raw = product(k, tl.trans(q), zeros)
+    scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_N, BLOCK_M]
+    p = probabilities(scores, row_lse[None, :], steepness_of(scale, terms))
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
-        keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
-        seen = pairs_visible(visible, b, lo[None, :], hi[None, :], keys, S)
+        seen = pairs_visible(
+            visible, terms, b, h, lo[None, :], hi[None, :], rows[None, :], keys, T, S, bias
+        )
         p = tl.where(seen, p, 0.0)
     weights = p * g[None, :]
     if dropout is not None:
@@ -63,7 +78,7 @@ def _rows_tile(
         dp = product(v, tl.trans(do), zeros)
         if dropout is not None:
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        dscores = p * (dp * g[None, :] - row_delta[None, :])
+        dscores = p * (dp * g[None, :] - row_delta[None, :]) * slope
         if PARTIAL:
             dscores = tl.where(seen, dscores, 0.0)
         dkey = product(dscores.to(q.dtype), q, dkey)
@@ -72,7 +87,8 @@ def _rows_tile(
 
 @triton.jit
 def _keys_kernel(
-    query, key, value, dout, gate, lse, delta, visible, dropout, dkey_out, dvalue_out, B, H, T, S, GROUP, SPLITS, scale,
+    query, key, value, dout, gate, lse, delta, terms, visible, dropout, dkey_out, dvalue_out,
+    B, H, T, S, GROUP, SPLITS, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -90,23 +106,30 @@ def _keys_kernel(
     v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
     dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    start, full_start, full_end, end = tiles_that_see(visible, b, first_key, T, S, BLOCK_N, BLOCK_M)
+    own = first_key // BLOCK_N
+    if visible.lists is None:
+        start, full_start, full_end, end = tiles_that_see(
+            visible, b, first_key, T, S, BLOCK_N, BLOCK_M
+        )
     heads = tl.cdiv(GROUP, SPLITS)
     for index in range(tl.minimum(heads, GROUP - split * heads)):
         h = hk * GROUP + split * heads + index
+        if visible.lists is not None:
+            start, full_start, full_end, end = listed_tiles(visible, b, h, own, T)
         # A closed head has no tiles.
         taking_part = tl.minimum(open_rows(gate, b, h, T, KIND, ACTIVATION), 1)
-        for tile in range(full_start, full_start + (full_end - full_start) * taking_part):
+        for place in range(full_start, full_start + (full_end - full_start) * taking_part):
+            tile = full_tile(visible, b, h, own, place)
             dkey, dvalue = _rows_tile(
-                k, v, query, dout, gate, lse, delta, visible, dropout, dkey, dvalue, tile, b, h, H, T, S, first_key,
-                scale * LOG2E, False, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
+                k, v, query, dout, gate, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S,
+                first_key, scale, False, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
         for place in tl.range(0, (full_start - start + end - full_end) * taking_part, num_stages=1):
-            tile = partial_tile(place, start, full_start, full_end)
+            tile = partial_tile(visible, b, h, own, place, start, full_start, full_end)
             dkey, dvalue = _rows_tile(
-                k, v, query, dout, gate, lse, delta, visible, dropout, dkey, dvalue, tile, b, h, H, T, S, first_key,
-                scale * LOG2E, True, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
+                k, v, query, dout, gate, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S,
+                first_key, scale, True, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
     part = split * B + b
@@ -116,16 +139,8 @@ def _keys_kernel(
         store_tile(dvalue_out, part, hk, first_key, S, dvalue, DV, BLOCK_N, BLOCK_DV)
 
 
-def keys_pass(
-    call: Call,
-    dattended: Tensor,
-    gate: Tensor | None,
-    lse: Tensor,
-    delta: Tensor,
-    dkey: Tensor,
-    dvalue: Tensor,
-) -> None:
-    """Fill `dkey` and `dvalue`; an empty one is not computed. `gate` is what `dattended` still lacks.
+def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> None:
+    """Fill `dkey` and `dvalue`; an empty one is not computed.
 
     Of heads wider than 128 the sums of both do not fit into registers: each has a launch of its own.
     """
@@ -133,8 +148,8 @@ def keys_pass(
         return
     if dkey.numel() and dvalue.numel() and max(dkey.shape[3], dvalue.shape[3]) > 128:
         nothing = dkey.new_empty(0)
-        keys_pass(call, dattended, gate, lse, delta, dkey, nothing)
-        keys_pass(call, dattended, gate, lse, delta, nothing, dvalue)
+        keys_pass(call, first, dkey, nothing)
+        keys_pass(call, first, nothing, dvalue)
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
     tiles = tiles_for("gated_attention.keys", call.query, D, Dv)
@@ -144,11 +159,12 @@ def keys_pass(
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),
+        first.lse, first.delta,
+        terms_of(call), visible_to_tiles(call, tiles, by_keys=True), dropout_of(call.seed, call.dropout_p),
         *(rows_of(part) if grad.numel() else None for grad, part in parts),
         B, H, T, S, group, splits, call.scale,
-        KIND=gate_kind(gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
+        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
     )  # fmt: skip
     for grad, part in parts:

@@ -11,18 +11,33 @@ from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
-from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, visible_of
+from heads_kernels.ops.triton.operands import (
+    dropout_of,
+    gate_kind,
+    gate_of,
+    has_terms,
+    rows_of,
+    terms_of,
+)
 from heads_kernels.ops.triton.product import finite_part, product
-from heads_kernels.ops.triton.rows import load_row_terms
-from heads_kernels.ops.triton.softmax import LOG2E, probabilities
+from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
+from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
+from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
 
 
 @triton.jit
 def _keys_tile(
-    q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
-    steepness,
+    q, do, row_lse, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T, S,
+    scale,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dquery` [BLOCK_M, BLOCK_D] after one tile of keys."""
@@ -36,15 +51,19 @@ def _keys_tile(
     else:
         k = load_whole_tile(key, b, hk, first, D, BLOCK_N, q.shape[1])
         v = load_whole_tile(value, b, hk, first, DV, BLOCK_N, do.shape[1])
+    bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    scores = product(q, tl.trans(k), zeros)  # [BLOCK_M, BLOCK_N]
-    p = probabilities(scores, row_lse[:, None], steepness)
+    raw = product(q, tl.trans(k), zeros)
+    scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
+    p = probabilities(scores, row_lse[:, None], steepness_of(scale, terms))
     dp = product(do, tl.trans(v), zeros)
     if dropout is not None:
         dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)
-    dscores = p * (dp * g[:, None] - row_delta[:, None])
+    dscores = p * (dp * g[:, None] - row_delta[:, None]) * slope
     if PARTIAL:
-        seen = pairs_visible(visible, b, lo[:, None], hi[:, None], keys[None, :], S)
+        seen = pairs_visible(
+            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        )
         dscores = tl.where(seen, dscores, 0.0)
         k = finite_part(k)
     return product(dscores.to(k.dtype), k, dquery)
@@ -52,7 +71,7 @@ def _keys_tile(
 
 @triton.jit
 def _queries_kernel(
-    query, key, value, dout, gate, lse, delta, visible, dropout, dquery_out, H, T, S, GROUP, scale,
+    query, key, value, dout, gate, lse, delta, terms, visible, dropout, dquery_out, H, T, S, GROUP, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +85,10 @@ def _queries_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
     lo, hi = ranges(visible, b, rows, taking_part, S)  # [BLOCK_M]
-    start, full_start, full_end, end = tiles_seen(visible, b, lo, hi, rows, taking_part, BLOCK_N)
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(
+        visible, b, h, own, lo, hi, rows, taking_part, BLOCK_N
+    )
     q = load_tile(
         query, b, h, first_row, rows < taking_part, D, BLOCK_M, BLOCK_D
     )  # [BLOCK_M, BLOCK_D]
@@ -77,35 +99,35 @@ def _queries_kernel(
         lse, delta, gate, b, h, pair, rows, T, KIND, ACTIVATION
     )
     dquery = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for tile in range(full_start, full_end):
+    for place in range(full_start, full_end):
+        tile = full_tile(visible, b, h, own, place)
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
-            scale * LOG2E, False, D, DV, BLOCK_M, BLOCK_N,
+            q, do, row_lse, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T,
+            S, scale, False, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
-        tile = partial_tile(index, start, full_start, full_end)
+        tile = partial_tile(visible, b, h, own, index, start, full_start, full_end)
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, key, value, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, S,
-            scale * LOG2E, True, D, DV, BLOCK_M, BLOCK_N,
+            q, do, row_lse, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T,
+            S, scale, True, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     # Rows that see nothing are 0, whatever stands in the keys beside them.
     dquery = tl.where((row_lse == float("inf"))[:, None], 0.0, dquery * scale)
     store_tile(dquery_out, b, h, first_row, T, dquery, D, BLOCK_M, BLOCK_D)
 
 
-def queries_pass(
-    call: Call, dattended: Tensor, gate: Tensor | None, lse: Tensor, delta: Tensor, dquery: Tensor
-) -> None:
-    """Fill `dquery` unless it is empty. `gate` is what `dattended` still lacks."""
+def queries_pass(call: Call, first: FirstPass, dquery: Tensor) -> None:
+    """Fill `dquery` unless it is empty."""
     if not dquery.numel():
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
-    tiles = tiles_for("gated_attention.queries", call.query, D, Dv)
+    tiles = tiles_for("gated_attention.queries", call.query, D, Dv, has_terms(call))
     launch(
         _queries_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(dattended), gate_of(gate), lse, delta,
-        visible_of(call.intervals), dropout_of(call.seed, call.dropout_p), rows_of(dquery),
+        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),
+        first.lse, first.delta,
+        terms_of(call), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p), rows_of(dquery),
         H, T, S, H // max(Hk, 1), call.scale,
-        KIND=gate_kind(gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
+        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
     )  # fmt: skip

@@ -53,7 +53,7 @@ def mixed(tile, mixing, h, column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_bias(content_bias, b, h, keys, S):
+def load_content_bias(content_bias, b, h, keys, S):
     """float32 `[N]`: the content bias of keys, 0 where there is none."""
     at = (
         content_bias.ptr

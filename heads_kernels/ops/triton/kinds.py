@@ -33,6 +33,8 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
             256: (32, 128, 64, 64, 8, 2),
         },
         "collaborative_attention.queries": {256: (128, 32, 64, 128, 8, 2)},
+        "gated_attention.biases": {64: (64, 64, 0, 0, 4, 2), 256: (64, 64, 0, 0, 8, 1)},
+        "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
         "attention_statistics": {256: (128, 64, 64, 0, 8, 3)},
         "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
     },
@@ -51,6 +53,10 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "collaborative_attention.forward": {256: (128, 64, 64, 0, 8, 2)},
         "collaborative_attention.keys": {256: (32, 64, 64, 128, 8, 2)},
         "collaborative_attention.queries": {256: (64, 32, 64, 128, 8, 2)},
+        "gated_attention.forward, terms": {64: (128, 32, 0, 0, 8, 3)},
+        "gated_attention.queries, terms": {64: (64, 32, 0, 0, 4, 2)},
+        "gated_attention.biases": {64: (64, 64, 0, 0, 8, 2), 256: (32, 32, 0, 0, 4, 1)},
+        "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
         "attention_statistics": {256: (128, 64, 64, 0, 8, 2)},
         "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
     },
@@ -61,6 +67,8 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "collaborative_attention.forward": {256: (64, 32, 32, 0, 4, 1)},
         "collaborative_attention.keys": {256: (32, 32, 32, 64, 4, 1)},
         "collaborative_attention.queries": {256: (32, 32, 32, 64, 4, 1)},
+        "gated_attention.biases": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
+        "collaborative_attention.biases": {256: (32, 32, 32, 0, 4, 1)},
         "attention_statistics": {256: (64, 32, 32, 0, 4, 1)},
         "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
     },
@@ -78,16 +86,22 @@ _FLOAT: Final[dict[str, dict[int, Numbers]]] = {
     "collaborative_attention.forward": {256: (32, 32, 32, 0, 8, 1)},
     "collaborative_attention.keys": {256: (32, 32, 32, 64, 8, 1)},
     "collaborative_attention.queries": {256: (32, 32, 32, 64, 8, 1)},
+    "gated_attention.biases": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
+    "collaborative_attention.biases": {256: (32, 32, 32, 0, 8, 1)},
     "attention_statistics": {256: (32, 32, 32, 0, 8, 1)},
     "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
 }
 
 
-def numbers_of_kind(kind: str, kernel: str, half: bool, width: int) -> Numbers:
-    """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits."""
+def numbers_of_kind(kind: str, kernel: str, half: bool, width: int, terms: bool = False) -> Numbers:
+    """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
+
+    `terms`: the kernel reads a bias, a cap or a dense mask, for which some have rows of their own.
+    """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
-    rows = (_HALF[kind] if half else _FLOAT)[kernel]
-    return next(numbers for widest, numbers in rows.items() if width <= widest)
+    table = _HALF[kind] if half else _FLOAT
+    rows = table[kernel] | (table.get(f"{kernel}, terms", {}) if terms else {})
+    return next(numbers for widest, numbers in sorted(rows.items()) if width <= widest)
 
 
 def kind_of(capability: tuple[int, int] | None) -> str:

@@ -13,6 +13,16 @@ def head_of(rows, b, h):
 
 
 @triton.jit
+def pair_addresses(pairs, far, of_batch, h, rows, keys):
+    """Addresses of a bias or dense mask at `rows` and `keys`, which broadcast to the tile, of a head of a batch."""
+    start = pairs.ptr + of_batch + h.to(tl.int64) * pairs.stride_h
+    if far is not None:
+        rows = rows.to(tl.int64)
+        keys = keys.to(tl.int64)
+    return start + (rows * pairs.stride_t + keys * pairs.stride_s)
+
+
+@triton.jit
 def tile_addresses(rows, b, h, first, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """Addresses `[BLOCK, COLUMNS]` of rows `first` and on; `first` is an int32 scalar."""
     start = head_of(rows, b, h) + first.to(tl.int64) * rows.stride_l

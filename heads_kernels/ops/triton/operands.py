@@ -1,7 +1,7 @@
-"""What a kernel is told about a tensor: named tuples of a pointer and strides, packed here and read in kernels.
+"""What kernels know of a tensor: named tuples of a pointer and strides, packed here and read in kernels.
 
 Strides count elements. A dimension that broadcasts has stride 0. Absent tensors are None, which a kernel sees at
-compile time.
+compile time; a tuple that may be None has no such fields, for Triton 3.6 can not compare it then.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.batch import bias_batches
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.gate import is_elementwise
+from heads_kernels.ops.operator import Call
 from heads_kernels.ops.philox import threshold
 
 
@@ -43,13 +45,61 @@ class Mixing(NamedTuple):
     stride_d: int
 
 
-class Bias(NamedTuple):
+class ContentBias(NamedTuple):
     """A content bias `[B, H, S]`."""
 
     ptr: Tensor
     stride_b: int
     stride_h: int
     stride_s: int
+
+
+class Bias(NamedTuple):
+    """A bias of the scores, `[B1, B2, H, T, S]`: batch b reads entry `(b // inner, b % inner)`.
+
+    A table of offsets is a bias whose rows begin one element further left each.
+    """
+
+    ptr: Tensor
+    inner: int
+    stride_outer: int
+    stride_inner: int
+    stride_h: int
+    stride_t: int
+    stride_s: int
+
+
+class Terms(NamedTuple):
+    """What scores have beside the product of query and key; see `scores`."""
+
+    bias: Bias | None
+    far_bias: int | None  # not None: elements of a head are further apart than 32 bits count
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Dense(NamedTuple):
+    """A dense mask `[B, H, T, S]` of bytes."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    stride_s: int
+
+
+class TileLists(NamedTuple):
+    """Of every tile of rows (or of keys) the tiles that it meets: see `tile_lists`.
+
+    A list has `length` places for full tiles and `length` for partial ones; `counts` says how many there are of both.
+    Strides count lists.
+    """
+
+    tiles: Tensor  # int32
+    counts: Tensor  # int32
+    length: int
+    stride_b: int
+    stride_h: int
 
 
 class Visible(NamedTuple):
@@ -62,6 +112,9 @@ class Visible(NamedTuple):
     key_visible: Tensor | None  # uint8
     stride_rows: int
     stride_keys: int
+    dense: Dense | None
+    far_dense: int | None  # as of a bias
+    lists: TileLists | None  # of a call whose intervals do not say which tiles are full
 
 
 class Dropout(NamedTuple):
@@ -82,11 +135,34 @@ def mixing_of(mixing: Tensor) -> Mixing:
     return Mixing(mixing, mixing.stride(0), mixing.stride(1))
 
 
-def bias_of(content_bias: Tensor | None) -> Bias | None:
-    return None if content_bias is None else Bias(content_bias, *content_bias.stride())
+def content_bias_of(content_bias: Tensor | None) -> ContentBias | None:
+    return None if content_bias is None else ContentBias(content_bias, *content_bias.stride())
 
 
-def upright(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
+def has_terms(call: Call) -> bool:
+    """Whether the loops over tiles read a bias, a cap or a dense mask."""
+    parts = call.bias, call.offset_bias, call.intervals.dense
+    return bool(call.softcap) or any(part is not None for part in parts)
+
+
+def terms_of(call: Call) -> Terms:
+    sinks = None if call.sinks is None else call.sinks.contiguous()
+    bias = call.bias if call.offset_bias is None else call.offset_bias
+    return Terms(_bias_of(call), _far(bias), call.softcap or None, sinks)
+
+
+def _bias_of(call: Call) -> Bias | None:
+    B, _, T, _ = call.scores
+    if call.offset_bias is not None:  # row i reads columns T - 1 - i and on
+        of_head, of_key = _strides(call.offset_bias)
+        return Bias(call.offset_bias[:, T - 1 :], 1, 0, 0, of_head, -of_key, of_key)
+    if call.bias is None:
+        return None
+    inner = max(bias_batches(call.bias, B)[1], 1)
+    return Bias(call.bias, inner, *_strides(call.bias))
+
+
+def with_positive_scale(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
     """The same scores with a scale that is not negative, as the online softmax asks: `factors` change sign with it."""
     if scale >= 0.0:
         return scale, *factors
@@ -107,11 +183,11 @@ def gate_of(gate: Tensor | None) -> Gate | None:
         return None
     leading = 1 if gate.dim() == 1 else 0  # [H] has no batch
     strides = [0] * leading
-    strides += [s if size != 1 else 0 for s, size in zip(gate.stride(), gate.shape, strict=True)]
+    strides += _strides(gate)
     return Gate(gate, *strides, *[0] * (4 - len(strides)))
 
 
-def visible_of(intervals: Intervals) -> Visible:
+def visible_of(intervals: Intervals, lists: TileLists | None = None) -> Visible:
     i = intervals
     return Visible(
         band_lo=i.band_lo,
@@ -121,7 +197,23 @@ def visible_of(intervals: Intervals) -> Visible:
         key_visible=bytes_of(i.key_visible)[0],
         stride_rows=_batch_stride(i.k_lo),
         stride_keys=_batch_stride(i.key_visible),
+        dense=None if i.dense is None else _dense_of(i.dense),
+        far_dense=_far(i.dense),
+        lists=lists,
     )
+
+
+def _dense_of(mask: Tensor) -> Dense:
+    return Dense(mask.view(torch.uint8), *_strides(mask))
+
+
+def _far(pairs: Tensor | None) -> int | None:
+    """1 where the elements of a head, and those that a last tile would have, need more than 32 bits."""
+    if pairs is None:
+        return None
+    sizes, strides = pairs.shape[-2:], pairs.stride()[-2:]
+    reach = sum((size + 1024) * stride for size, stride in zip(sizes, strides, strict=True))
+    return 1 if reach >= 1 << 31 else None
 
 
 def bytes_of(flags: Tensor | None) -> tuple[Tensor | None, int]:
@@ -133,6 +225,11 @@ def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:
     if seed is None or dropout_p == 0.0:
         return None
     return Dropout(seed, threshold(dropout_p), 1.0 / (1.0 - dropout_p))
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Its strides, 0 where it broadcasts."""
+    return [s if size != 1 else 0 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]
 
 
 def _batch_stride(tensor: Tensor | None) -> int:

@@ -4,25 +4,72 @@
 
 `g` is the activated gate. For gates of heads and of rows `delta = g * (dgate row)`; a gate of elements keeps
 `dout * attended` as it is, and its `dattended` is written for the passes that follow.
+
+A row with a sink has a finite `lse` also where it sees no key. Such rows are found by the mask then, and have
+`lse` -inf in the passes that follow, as rows without a sink.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.ops.operator import Call, Saved
 from heads_kernels.ops.triton.gate import element_gates, row_gates
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
-from heads_kernels.ops.triton.operands import gate_kind, gate_of, rows_of
+from heads_kernels.ops.triton.operands import (
+    Rows,
+    gate_kind,
+    gate_of,
+    rows_of,
+    terms_of,
+    visible_of,
+)
+from heads_kernels.ops.triton.scores import load_bias
+from heads_kernels.ops.triton.tile_lists import varying_pairs
 from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
+
+
+class FirstPass(NamedTuple):
+    """What the first pass leaves for those that follow."""
+
+    lse: Tensor  # [B, H, T], -inf in rows that see nothing
+    delta: Tensor  # [B, H, T]
+    dattended: Tensor  # [B, H, T, Dv]: dout, or g * dout
+    gate: Tensor | None  # what dattended still lacks
+
+
+@triton.jit
+def _seeing_kernel(
+    visible, terms, seeing, H, T, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A program writes for BLOCK_M rows whether they see any key."""
+    tiles = tl.cdiv(T, BLOCK_M)
+    pair = tl.program_id(0) // tiles
+    b, h = pair // H, pair % H
+    rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    lo, hi = ranges(visible, b, rows, T, S)
+    start, _, _, end = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
+    sees = tl.zeros((BLOCK_M,), tl.int32)
+    for tile in range(start, end):
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+        seen = pairs_visible(
+            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        )  # [BLOCK_M, BLOCK_N]
+        sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
+    tl.store(seeing + pair.to(tl.int64) * T + rows, sees.to(tl.uint8), mask=rows < T)
 
 
 @triton.jit
 def _rows_kernel(
-    dout, attended, gate, lse, delta, dgate_rows, dattended, H, T,
+    dout, attended, gate, terms, lse, seeing, delta, dgate_rows, dattended, seen_lse, dsinks, H, T,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """A program reads BLOCK_M rows of a head once. Rows that see nothing get 0, whatever stands in `dout` there."""
@@ -32,7 +79,12 @@ def _rows_kernel(
     first_row = (tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     of_pair = pair.to(tl.int64) * T + rows
-    sees = tl.load(lse + of_pair, mask=rows < T, other=float("-inf")) != float("-inf")  # [BLOCK_M]
+    row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
+    sees = row_lse != float("-inf")
+    if seeing is not None:
+        at = seeing.ptr + b.to(tl.int64) * seeing.stride_b + h.to(tl.int64) * seeing.stride_h
+        sees = sees & (tl.load(at + rows, mask=rows < T, other=0) != 0)
+        tl.store(seen_lse + of_pair, tl.where(sees, row_lse, float("-inf")), mask=rows < T)
     do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV).to(
         tl.float32
     )  # [BLOCK_M, BLOCK_DV]
@@ -53,53 +105,65 @@ def _rows_kernel(
         if KIND != "none":
             total = total * row_gates(gate, b, h, rows, T, ACTIVATION)
     tl.store(delta + of_pair, tl.where(sees, total, 0.0), mask=rows < T)
+    if dsinks is not None:
+        share = tl.exp(tl.load(terms.sinks + h).to(tl.float32) - row_lse)
+        tl.store(dsinks + of_pair, tl.where(sees, -share * total, 0.0), mask=rows < T)
 
 
 @triton.jit
 def load_row_terms(
     lse, delta, gate, b, h, pair, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """`lse`, `delta`, the gate and `sound` of query rows, [M] each.
+    """`lse`, `delta`, the gate and `finite` of query rows, [M] each.
 
-    lse is +inf for rows that see nothing: `p` is 0 there. A row is sound if it sees something and its numbers are
-    finite; one that sees something and is not sound has lse nan, and so has `p` wherever it sees a key: with its query
+    lse is +inf for rows that see nothing: `p` is 0 there. A row is finite if it sees something and its numbers are
+    finite; one that sees something and is not finite has lse nan, and so has `p` wherever it sees a key: with its query
     and dout left out (read as 0), what it poisons are the keys that it sees, and no others. Its delta and gate are 0.
     """
     of_pair = pair.to(tl.int64) * T + rows
     row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("-inf"))
     row_delta = tl.load(delta + of_pair, mask=rows < T, other=0.0)
-    sound = (row_lse * 0.0 + row_delta * 0.0) == 0.0
+    finite = (row_lse * 0.0 + row_delta * 0.0) == 0.0
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse + row_delta * 0.0)
     if KIND == "none":
         g = tl.full(rows.shape, 1.0, tl.float32)
     else:
-        g = tl.where(sound, row_gates(gate, b, h, rows, T, ACTIVATION), 0.0)
-    return row_lse, tl.where(sound, row_delta, 0.0), g, sound
+        g = tl.where(finite, row_gates(gate, b, h, rows, T, ACTIVATION), 0.0)
+    return row_lse, tl.where(finite, row_delta, 0.0), g, finite
 
 
-def first_pass(
-    dout: Tensor,
-    attended: Tensor,
-    lse: Tensor,
-    gate: Tensor | None,
-    activation: str,
-    dgate_rows: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Fill `dgate_rows` unless it is empty; returns `delta`, `dattended` and the gate still to be applied to it.
-
-    `dattended` is `dout` itself, with the gate left, unless the gate is elementwise: then the gate is in it.
-    """
+def first_pass(call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor) -> FirstPass:
+    """Fill `dgate` and `dsinks`, unless they are empty, and what the other passes read."""
     B, H, T, Dv = dout.shape
-    kind = gate_kind(gate)
-    delta = torch.empty_like(lse)
+    kind = gate_kind(call.gate)
+    delta = torch.empty_like(saved.lse)
     dattended = torch.empty_like(dout) if kind == "elements" else dout
-    asked = dgate_rows.numel() > 0
     tiles = tiles_for("backward.rows", dout, Dv, Dv)
+    seeing = _seeing(call)
+    lse = saved.lse if seeing is None else torch.empty_like(saved.lse)
+    of_gate = rows_of(dgate) if kind == "elements" else dgate
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
-        rows_of(dout), rows_of(attended), gate_of(gate), lse, delta,
-        (rows_of(dgate_rows) if kind == "elements" else dgate_rows) if asked else None,
-        rows_of(dattended) if kind == "elements" else None, H, T,
-        KIND=kind, ACTIVATION=activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
+        rows_of(dout), rows_of(saved.attended), gate_of(call.gate), terms_of(call), saved.lse, seeing, delta,
+        of_gate if dgate.numel() else None, rows_of(dattended) if kind == "elements" else None,
+        None if seeing is None else lse, dsinks if dsinks.numel() else None, H, T,
+        KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
     )  # fmt: skip
-    return delta, dattended, None if kind == "elements" else gate
+    return FirstPass(lse, delta, dattended, None if kind == "elements" else call.gate)
+
+
+def _seeing(call: Call) -> Rows | None:
+    """bytes `[B or 1, H or 1, T]`, 1 for rows that see a key; None where `lse` says it: without sinks, or all do."""
+    _, _, T, S = call.scores
+    biased = call.bias is not None or call.offset_bias is not None
+    if call.sinks is None or (S > 0 and not biased and not call.intervals.hides):
+        return None
+    batches, heads = varying_pairs(call)
+    seeing = call.query.new_empty((batches, heads, T, 1), dtype=torch.uint8)
+    tiles = tiles_for("backward.rows", call.query, 0, 0)
+    launch(
+        _seeing_kernel, batches * heads * -(-T // tiles.block_m), call.query, tiles,
+        visible_of(call.intervals), terms_of(call), seeing, heads, T, S,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_m,
+    )  # fmt: skip
+    return Rows(seeing, heads * T if batches != 1 else 0, T if heads != 1 else 0, 1)

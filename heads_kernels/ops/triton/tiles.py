@@ -37,15 +37,16 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def tiles_for(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles:
+def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False) -> Tiles:
     """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths in the dtype of `like`.
 
-    D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 where there are none.
+    D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 where there are none; `terms`
+    whether scores have a bias or a cap, or the mask is dense.
     """
     if TRITON_INTERPRETED:
         return _interpreted(like, D)
     gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
-    return _chosen(kernel, gpu, kind, like.dtype, D, Dv)
+    return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms)
 
 
 def padded(width: int) -> int:
@@ -59,14 +60,16 @@ def chunks_of(Ds: int, block_d: int) -> int:
 
 
 @functools.cache
-def _chosen(kernel: str, gpu: str, kind: str, dtype: torch.dtype, D: int, Dv: int) -> Tiles:
+def _chosen(
+    kernel: str, gpu: str, kind: str, dtype: torch.dtype, D: int, Dv: int, terms: bool
+) -> Tiles:
     name = str(dtype).removeprefix("torch.")
     tuned = _tuned(gpu).get((kernel, name, padded(D), padded(Dv)))
     if tuned is not None:
         return tuned
     shared = "collaborative" in kernel
     width = padded(Dv if shared else max(D, Dv))
-    tiles = Tiles(*numbers_of_kind(kind, kernel, dtype.itemsize == 2, width))
+    tiles = Tiles(*numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, terms))
     return _within(tiles, D) if shared else tiles
 
 

@@ -6,12 +6,17 @@ rows take no mask arithmetic. So a loop runs over two lists of tiles, in this or
 
     full      the tiles [full_start, full_end), where every row sees every key
     partial   those of [start, full_start) and [full_end, end), which are masked element by element
+
+Where intervals do not say which tiles are full, `tile_lists` has written the lists before: the four numbers then are
+places in them, and `full_tile` and `partial_tile` read the numbers of tiles there.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from heads_kernels.ops.triton.load import pair_addresses
 
 #: Rows looked at together by `rows_that_see`. Heuristic: 8 values a thread of 4 warps.
 _SCAN: tl.constexpr = tl.constexpr(1024)
@@ -35,8 +40,18 @@ def ranges(visible, b, rows, T, S):
 
 
 @triton.jit
-def tiles_seen(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
-    """Tiles of keys for the query `rows` with ranges `lo`, `hi`: `start`, `full_start`, `full_end`, `end` in tiles."""
+def tiles_seen(visible, b, h, tile, lo, hi, rows, T, BLOCK: tl.constexpr):
+    """Tiles of keys for the query `rows` of `tile` with ranges `lo`, `hi`: `start`, `full_start`, `full_end`, `end`."""
+    if visible.lists is None:
+        tiles = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK)
+    else:
+        tiles = listed_tiles(visible, b, h, tile, T)
+    return tiles
+
+
+@triton.jit
+def tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
+    """The same by intervals alone."""
     sees = lo < hi
     start = tl.min(tl.where(sees, lo, 2147483647)) // BLOCK
     end = tl.cdiv(tl.max(hi), BLOCK)
@@ -59,7 +74,7 @@ def tiles_seen(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of query rows for the keys `[first_key, first_key + BLOCK_N)`, as `tiles_seen`.
+    """Tiles of query rows for the keys `[first_key, first_key + BLOCK_N)`, as `tiles_in_ranges`.
 
     Where data decides (`k_lo`), rows between the first and the last that see a key count as partial unless all rows
     from the first to the last that see every key do see every key.
@@ -108,17 +123,54 @@ def _ordered(start, full_start, full_end, end):
 
 
 @triton.jit
-def partial_tile(index, start, full_start, full_end):
-    """The tile that stands at `index` in the list of partial tiles."""
-    before = full_start - start
-    return tl.where(index < before, start + index, full_end + index - before)
+def listed_tiles(visible, b, h, tile, T):
+    """The same of what `tile_lists` wrote for a tile of rows or of keys; no tiles where T is 0 (a closed head)."""
+    counts = visible.lists.counts + _number_of_list(visible, b, h, tile) * 2
+    taking_part = tl.minimum(T, 1)
+    full = tl.load(counts) * taking_part
+    return full * 0, full * 0, full, full + tl.load(counts + 1) * taking_part
 
 
 @triton.jit
-def pairs_visible(visible, b, lo, hi, keys, S):
-    """bool, True where the row with range `lo`, `hi` sees the key; `lo`, `hi` and `keys` broadcast to the tile."""
+def _number_of_list(visible, b, h, tile):
+    return b.to(tl.int64) * visible.lists.stride_b + h.to(tl.int64) * visible.lists.stride_h + tile
+
+
+@triton.jit
+def full_tile(visible, b, h, tile, place):
+    """The tile at `place` among the full ones of a `tile` of rows or of keys."""
+    if visible.lists is not None:
+        at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
+        place = tl.load(visible.lists.tiles + at + place)
+    return place
+
+
+@triton.jit
+def partial_tile(visible, b, h, tile, index, start, full_start, full_end):
+    """The tile that stands at `index` in the list of partial tiles of a `tile` of rows or of keys."""
+    if visible.lists is None:
+        before = full_start - start
+        number = tl.where(index < before, start + index, full_end + index - before)
+    else:
+        at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
+        number = tl.load(visible.lists.tiles + at + visible.lists.length + index)
+    return number
+
+
+@triton.jit
+def pairs_visible(visible, terms, b, h, lo, hi, rows, keys, T, S, bias):
+    """bool, True where the row sees the key; `lo`, `hi`, `rows` and `keys` broadcast to the tile.
+
+    `bias` is that of their scores: where it is -inf, the key is hidden.
+    """
     seen = (keys >= lo) & (keys < hi)
     if visible.key_visible is not None:
         at = b.to(tl.int64) * visible.stride_keys + keys
         seen = seen & (tl.load(visible.key_visible + at, mask=keys < S, other=0) != 0)
+    if visible.dense is not None:
+        of_batch = b.to(tl.int64) * visible.dense.stride_b
+        at = pair_addresses(visible.dense, visible.far_dense, of_batch, h, rows, keys)
+        seen = seen & (tl.load(at, mask=(rows < T) & (keys < S), other=0) != 0)
+    if terms.bias is not None:
+        seen = seen & (bias != float("-inf"))
     return seen

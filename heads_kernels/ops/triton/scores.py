@@ -1,0 +1,80 @@
+"""The terms of a score between the product of query and key and the softmax: `heads_kernels.ops.scores` in Triton.
+
+    score = softcap * tanh(scale * raw / softcap) + bias
+
+Without a cap and a bias the scores of kernels are the raw products, and `scale` is a part of the steepness of their
+softmax; with either of them scores are finished, and the steepness is that of base 2 alone. Kernels are compiled for
+one or the other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.triton.load import pair_addresses
+from heads_kernels.ops.triton.softmax import LOG2E
+
+
+@triton.jit
+def load_bias(terms, b, h, rows, keys, T, S):
+    """float32: the bias of `rows` and `keys`, which broadcast to the tile; 0 where there is none.
+
+    It is loaded before the product of query and key, to be on its way meanwhile.
+    """
+    values = 0.0
+    if terms.bias is not None:
+        bias = terms.bias
+        entry = (b // bias.inner).to(tl.int64) * bias.stride_outer
+        entry += (b % bias.inner).to(tl.int64) * bias.stride_inner
+        at = pair_addresses(bias, terms.far_bias, entry, h, rows, keys)
+        values = tl.load(at, mask=(rows < T) & (keys < S), other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def finish(raw, bias, terms, scale):
+    """The scores of `raw` products, and the slope of the cap: what the gradient of a score is multiplied by."""
+    scores, slope = raw, 1.0
+    if terms.softcap is not None:
+        share = _tanh(raw * scale * (1.0 / terms.softcap))
+        scores = terms.softcap * share
+        slope = 1.0 - share * share
+    elif terms.bias is not None:
+        scores = raw * scale
+    if terms.bias is not None:
+        scores = scores + bias
+    return scores, slope
+
+
+@triton.jit
+def steepness_of(scale, terms):
+    """What scores are multiplied by in the softmax, in base 2."""
+    steepness = LOG2E
+    if (terms.softcap is None) and (terms.bias is None):
+        steepness = scale * LOG2E
+    return steepness
+
+
+@triton.jit
+def add_sink(lse, terms, h):
+    """`lse` with the sink of the head, and the share of the softmax that is left to keys; both [M]."""
+    sink = tl.load(terms.sinks + h).to(tl.float32)
+    top = tl.maximum(lse, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    whole = base + tl.log(tl.exp(lse - base) + tl.exp(sink - base))
+    return whole, tl.where(lse == float("-inf"), 0.0, tl.exp(lse - whole))
+
+
+@triton.jit
+def _tanh(x):
+    """tanh within 2 units in the last place: the formulas of Cephes' `tanhf`."""
+    size = tl.abs(x)
+    square = x * x
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    small = x + x * square * series
+    large = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    return tl.where(size < 0.625, small, tl.where(x < 0.0, -large, large))

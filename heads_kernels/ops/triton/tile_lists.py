@@ -1,0 +1,105 @@
+"""Lists of full and of partial tiles, for what hides pairs one by one: dense masks, and biases where they are -inf.
+
+A kernel of its own reads mask and bias once and writes, for every tile of query rows (for passes over keys, of keys),
+the tiles that it sees: those that are full, which take no mask arithmetic, and those that are partial. Tiles that are
+hidden whole are in neither list and are skipped. The lists are made anew for every launch that reads them, on the
+device: nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.operator import Call
+from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.operands import TileLists, Visible, terms_of, visible_of
+from heads_kernels.ops.triton.scores import load_bias
+from heads_kernels.ops.triton.tiles import Tiles
+from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges, tiles_that_see
+
+
+@triton.jit
+def _lists_kernel(
+    visible, terms, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A program writes the two lists of one tile of rows, or BY_KEYS of keys, and how long they are."""
+    row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
+    if BY_KEYS:
+        owners, length = key_tiles, row_tiles
+    else:
+        owners, length = row_tiles, key_tiles
+    owner = tl.program_id(0) % owners
+    h = tl.program_id(0) // owners % H
+    b = tl.program_id(0) // (owners * H)
+    if BY_KEYS:
+        first, _, _, last = tiles_that_see(visible, b, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
+    else:
+        rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
+        lo, hi = ranges(visible, b, rows, T, S)
+        first, _, _, last = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
+    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    full, partial = owner * 0, owner * 0
+    for tile in range(first, last):
+        if BY_KEYS:
+            row_tile, key_tile = tile, owner
+        else:
+            row_tile, key_tile = owner, tile
+        rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        lo, hi = ranges(visible, b, rows, T, S)
+        bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+        seen = pairs_visible(
+            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        )  # [BLOCK_M, BLOCK_N]
+        there = (rows < T)[:, None] & (keys < S)[None, :]
+        # Full tiles are loaded whole; rows or keys of the owner that are not there are not stored.
+        whole = (row_tile + 1) * BLOCK_M <= T if BY_KEYS else (key_tile + 1) * BLOCK_N <= S
+        is_seen = tl.max((seen & there).to(tl.int32)) != 0
+        is_full = is_seen & whole & (tl.min((seen | ~there).to(tl.int32)) != 0)
+        tl.store(at + full, tile, mask=is_full)
+        tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
+        full += is_full.to(tl.int32)
+        partial += (is_seen & ~is_full).to(tl.int32)
+    counts += tl.program_id(0).to(tl.int64) * 2
+    tl.store(counts, full)
+    tl.store(counts + 1, partial)
+
+
+def visible_to_tiles(call: Call, tiles: Tiles, by_keys: bool = False) -> Visible:
+    """What kernels with these tiles read of the mask, with lists of tiles where they are needed.
+
+    `by_keys`: lists of tiles of rows for every tile of keys, not the other way around.
+    """
+    if call.intervals.dense is None and call.bias is None and call.offset_bias is None:
+        return visible_of(call.intervals)
+    _, _, T, S = call.scores
+    batches, heads = varying_pairs(call)
+    row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
+    owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
+    count = batches * heads * owners
+    lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
+    counts = call.query.new_empty((count, 2), dtype=torch.int32)
+    launch(
+        _lists_kernel, count, call.query, tiles, visible_of(call.intervals), terms_of(call),
+        lists, counts, heads, T, S,
+        BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+    )  # fmt: skip
+    strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
+    return visible_of(call.intervals, TileLists(lists, counts, length, *strides))
+
+
+def varying_pairs(call: Call) -> tuple[int, int]:
+    """Batches and heads that may see different pairs: those of the call, or 1 where all see the same."""
+    B, H, _, _ = call.scores
+    i, bias, table = call.intervals, call.bias, call.offset_bias
+    of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense) if part is not None]
+    of_heads = [] if i.dense is None else [i.dense.shape[1]]
+    if bias is not None:
+        of_batches += bias.shape[:2]
+        of_heads.append(bias.shape[2])
+    if table is not None:
+        of_heads.append(table.shape[0])
+    batches, heads = (any(size != 1 for size in sizes) for sizes in (of_batches, of_heads))
+    return B if batches else 1, H if heads else 1
