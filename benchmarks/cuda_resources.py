@@ -31,12 +31,12 @@ _SECTION: Final = re.compile(
 _ENTRY: Final = re.compile(
     r"entryINS0_\d+(?P<kernel>[A-Za-z]+)I(NS0_4(?P<half>\w{4})E|f)(?P<rest>.*?)EEv"
 )
-_NUMBERS: Final = re.compile(r"L(?:i|NS0_\d+\w+?E)(\d+)E")
+_NUMBERS: Final = re.compile(r"L(?:i|b|NS0_\d+\w+?E)(\d+)E")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel for one part; `numbers` are its width, then what else it is compiled for."""
+    """One kernel for one part; `numbers` are its width, whether it has score terms, and what else it is compiled for."""
 
     name: str
     dtype: str

@@ -44,11 +44,11 @@ EMULATED_LEVELS = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
 # serves both and torch.set_num_threads holds.
 LINK_CPU = ["-shared", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
 
-# The parts that get machine code of their own. sm_89 runs that of sm_86: its own differs in the
-# spelling of one conversion, and would take a wheel over 10 MB. All others from compute capability
-# 8.0 on compile the PTX; it is what the machine code is made of too, for no kernel uses more than it
-# has.
-ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100")
+# The parts that get machine code of their own. sm_86 and sm_89 run that of sm_80: their own differs
+# in the spelling of a few conversions, and would take a quarter more time and room. All others from
+# compute capability 8.0 on compile the PTX; it is what the machine code is made of too, for no
+# kernel uses more than it has.
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PTX = "compute_80"
 TOOLKIT = "/usr/local/cuda"  # where its installer puts it
 OLDEST_NVCC = (12, 8)  # knows sm_100 and -compress-mode

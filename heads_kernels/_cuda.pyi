@@ -3,8 +3,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
-_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
+_Terms = tuple[Tensor | None, Tensor | None, Tensor | None, float] | None
+_Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, _Terms]
+_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int, Tensor | None]
 _Options = tuple[Tensor | None, str, Tensor | None, float]
 _Read = tuple[Tensor, Tensor, Tensor]
 _Where = tuple[int, int]
@@ -29,9 +30,12 @@ def attention_closed(
     /,
 ) -> None: ...
 def attention_rows(
-    gated: tuple[Tensor | None, str],
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
     read: _Read,
-    written: tuple[Tensor, Tensor | None, Tensor | None],
+    written: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     where: _Where,
     /,
 ) -> None: ...
@@ -58,7 +62,21 @@ def attention_queries(
     where: _Where,
     /,
 ) -> None: ...
-def tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int, /) -> tuple[int, int, int]: ...
+def attention_bias(
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    read: _Read,
+    gradients: Sequence[Tensor | None],
+    splits: int,
+    where: _Where,
+    /,
+) -> None: ...
+def dense_cells(mask: Tensor, cells: Tensor, where: _Where, /) -> None: ...
+def tiles_of(
+    kernel: str, dtype: torch.dtype, D: int, Dv: int, terms: bool, /
+) -> tuple[int, int, int]: ...
 def unsupported_device(index: int, /) -> str: ...
 def wrapper_names() -> list[str]: ...
 def check_wrapper(name: str, tensors: Sequence[Tensor], where: _Where, /) -> None: ...

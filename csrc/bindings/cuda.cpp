@@ -46,14 +46,43 @@ void check_single(const hk::Tensor& t, const char* name) {
   require(t.dtype != hk::DType::kFloat64, name, "is float64");
 }
 
+int64_t cells_along(int64_t length) { return (length + cuda::kCell - 1) / cuda::kCell; }
+
+// The cells of a dense mask, bytes; sizes of 1 broadcast.
+hk::Tensor cells_of(py::handle cells, const py::object& device) {
+  const hk::Tensor result = shape_of(cells, device, "dense_cells");
+  require(attribute(cells, Torch::get().dtype).is(Torch::get().uint8), "dense_cells");
+  return result;
+}
+
 Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::handle value,
                       const py::tuple& mask, const py::tuple& options, const py::object& device) {
   const Sizes n = set_call(params, scores, value, mask, options, device);
-  require(!params.mask.dense, "dense_mask", "is there, and these kernels read none");
   check_single(params.query, "query");
   check_single(params.gate, "gate");
   check_single(params.mixing, "mixing");
   check_single(params.content_bias, "content_bias");
+  check_single(params.terms.bias, "bias");
+  check_single(params.terms.offset_bias, "offset_bias");
+  check_single(params.terms.sinks, "sinks");
+  return n;
+}
+
+// The same for a pass that skips what a dense mask hides: the last of `mask` are its cells.
+template <typename Params>
+Sizes set_tiled_call(Params& params, const py::tuple& scores, py::handle value,
+                     const py::tuple& mask, const py::tuple& options, const py::object& device) {
+  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  if (!params.mask.dense) return n;
+  const hk::Tensor cells = cells_of(mask[6], device);
+  const int64_t full[4] = {n.B, n.H, cells_along(n.T), cells_along(n.S)};
+  require(cells.rank == 4, "dense_cells");
+  for (int d = 0; d < 4; ++d) {
+    const bool broadcasts = params.mask.dense_stride[d] == 0;
+    require(cells.size[d] == full[d] || (cells.size[d] == 1 && broadcasts), "dense_cells");
+    params.dense_cells.stride[d] = cells.size[d] == 1 ? 0 : cells.stride[d];
+  }
+  params.dense_cells.data = static_cast<const uint8_t*>(cells.data);
   return n;
 }
 
@@ -90,7 +119,7 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
                        const py::tuple& where) {
   cuda::AttendParams params;
   const py::object device = device_of(where);
-  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   set_outputs(params, n, outputs, device);
   check_written(params.out, "out");
   check_written(params.attended, "attended");
@@ -104,7 +133,7 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
                       const py::tuple& where) {
   cuda::AttendParams params;
   const py::object device = device_of(where);
-  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   params.dout = needed(dout, device, "dout");
   params.dgate = needed(dgate, device, "dgate");
   check_dout(params, n, params.dout);
@@ -115,37 +144,36 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
                 where);
 }
 
-// (gate, activation); (dout, attended, lse); (delta, dgate, dattended), of which dgate is None
-// where it is not asked for, and dattended unless the gate is elementwise.
-void attention_rows(const py::tuple& gated, const py::tuple& read, const py::tuple& written,
+// (dout, attended, lse); (delta, dgate, dattended, dsinks), of which dgate and dsinks are None
+// where they are not asked for, and dattended unless the gate is elementwise.
+void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                    const py::tuple& options, const py::tuple& read, const py::tuple& written,
                     const py::tuple& where) {
   cuda::RowsParams params;
   const py::object device = device_of(where);
-  params.gate = floating(gated[0], device, "gate");
-  params.activation = activation_of(py::cast<std::string>(gated[1]));
+  const Sizes n = set_single_call(params, scores, value, mask, options, device);
   params.dout = needed(read[0], device, "dout");
   params.attended = needed(read[1], device, "attended");
   params.lse = needed(read[2], device, "lse");
   params.delta = needed(written[0], device, "delta");
   params.dgate = floating(written[1], device, "dgate");
   params.dattended = floating(written[2], device, "dattended");
-  check_single(params.dout, "dout");
-  check_single(params.gate, "gate");
-  const hk::Tensor& dout = params.dout;
-  require(dout.rank == 4 && has_rows(dout), "dout");
-  const int64_t B = dout.size[0], H = dout.size[1], T = dout.size[2], Dv = dout.size[3];
+  params.dsinks = floating(written[3], device, "dsinks");
+  check_dout(params, n, params.dout);
   check_written(params.attended, "attended");
-  check_like(params.attended, dout, "attended");
-  check_rows(dout.dtype, params.lse, {B, H, T}, "lse");
-  check_rows(dout.dtype, params.delta, {B, H, T}, "delta");
-  check_gate(params.gate, {B, H, T, Dv});
+  check_like(params.attended, params.dout, "attended");
+  const hk::DType dtype = params.query.dtype;
+  check_rows(dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(dtype, params.delta, {n.B, n.H, n.T}, "delta");
+  check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
+  require(!params.dsinks || params.terms.sinks, "dsinks", "comes without sinks");
   require(is_elementwise(params.gate) == static_cast<bool>(params.dattended), "dattended");
   if (params.dattended) {
     check_written(params.dattended, "dattended");
-    check_like(params.dattended, dout, "dattended");
-    check_rows(dout.dtype, params.dgate, {B, H, T, Dv}, "dgate");
+    check_like(params.dattended, params.dout, "dattended");
+    check_rows(dtype, params.dgate, {n.B, n.H, n.T, params.value.size[3]}, "dgate");
   } else {
-    check_rows(dout.dtype, params.dgate, {B, H, T}, "dgate");
+    check_rows(dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
   }
   launch(cuda::attention_rows, params, where_of(where));
 }
@@ -154,7 +182,7 @@ void attention_rows(const py::tuple& gated, const py::tuple& read, const py::tup
 Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, py::handle value,
                         const py::tuple& mask, const py::tuple& options, const py::tuple& read,
                         int splits, const py::object& device) {
-  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   params.dattended = needed(read[0], device, "dattended");
   params.lse = needed(read[1], device, "lse");
   params.delta = needed(read[2], device, "delta");
@@ -202,7 +230,7 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
   params.dmixing = output(gradients[1], device, "dmixing");
   if (params.mixing) {
     const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
-                                       params.value.size[3])
+                                       params.value.size[3], cuda::has_terms(params))
                             .block_m;
     const int64_t tiles = (n.T + block_m - 1) / block_m;
     check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
@@ -218,9 +246,48 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
                 where);
 }
 
+// `gradients` is (dbias, doffset_bias), of which one is there: parts of a bias, float, `splits` one
+// behind the other, or two parts of the diagonals of every head.
+void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                    const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
+                    int splits, const py::tuple& where) {
+  cuda::BiasParams params;
+  const py::object device = device_of(where);
+  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
+  params.dbias = output(gradients[0], device, "dbias");
+  params.doffset_bias = output(gradients[1], device, "doffset_bias");
+  require(params.terms.bias || !params.dbias, "dbias", "comes without bias");
+  require(params.terms.offset_bias || !params.doffset_bias, "doffset_bias",
+          "comes without offset_bias");
+  const hk::DType dtype = params.query.dtype;
+  const int64_t* const size = params.terms.bias.size;
+  check_rows(dtype, params.dbias, {splits * size[0], size[1], size[2], size[3], size[4]}, "dbias");
+  const int tile = cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true).block_m;
+  const int64_t blocks = (n.T + tile - 1) / tile + (n.S + tile - 1) / tile;
+  check_rows(dtype, params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
+  if (!params.dbias && !params.doffset_bias) return;
+  require(splits == 1 || params.dbias, "splits", "is not 1");
+  launch(cuda::attention_bias, params, where_of(where));
+}
+
+// Fills the cells of a dense mask: a byte for each kCell x kCell pairs.
+void dense_cells(py::handle mask, py::handle cells, const py::tuple& where) {
+  const py::object device = device_of(where);
+  cuda::DenseCellsParams params;
+  params.mask = shape_of(mask, device, "dense_mask");
+  params.cells = cells_of(cells, device);
+  require(attribute(mask, Torch::get().dtype).is(Torch::get().boolean) && params.mask.rank == 4,
+          "dense_mask");
+  const int64_t* const size = params.mask.size;
+  require(is(params.cells, {size[0], size[1], cells_along(size[2]), cells_along(size[3])}) &&
+              is_dense(params.cells),
+          "dense_cells");
+  launch(cuda::dense_cells, params, where_of(where));
+}
+
 // (query rows, keys, features of a slice) of one block of threads.
-py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv) {
-  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv);
+py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms) {
+  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv, terms);
   return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
 }
 
@@ -241,6 +308,8 @@ PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
   m.def("attention_rows", &attention_rows);
   m.def("attention_keys", &attention_keys);
   m.def("attention_queries", &attention_queries);
+  m.def("attention_bias", &attention_bias);
+  m.def("dense_cells", &dense_cells);
   m.def("tiles_of", &tiles_of);
   m.def("unsupported_device", &cuda::unsupported_device,
         "Why the kernels can not run on a device; empty where they can.");

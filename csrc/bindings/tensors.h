@@ -24,7 +24,7 @@ namespace hk::bindings {
 struct Torch {
   py::str data_ptr{"data_ptr"}, stride{"stride"}, shape{"shape"}, dtype{"dtype"}, device{"device"};
   py::object dtypes[4];
-  py::object int32, int64, boolean;
+  py::object int32, int64, uint8, boolean;
   py::object tensor, make_device, cpu;
 
   Torch() {
@@ -36,6 +36,7 @@ struct Torch {
     for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
     int32 = torch.attr("int32");
     int64 = torch.attr("int64");
+    uint8 = torch.attr("uint8");
     boolean = torch.attr("bool");
   }
 

@@ -2,19 +2,23 @@
 // in one read.
 //
 //   dgate row = rowsum(dout * attended)   delta = rowsum(dattended * attended)   dattended = g *
-//   dout
+//   dout                                  dsinks row = -exp(sink - lse) * delta
 //
 // g is the activated gate. For gates of heads and of rows delta = g * (dgate row); a gate of
 // elements keeps dout * attended as it is, and its dattended is written for the passes that follow.
-#include "cuda/gate.h"
+#include "cuda/head_output.h"
 #include "cuda/launch.h"
 #include "cuda/passes.h"
-#include "cuda/softmax.h"
+#include "cuda/scores.h"
+#include "cuda/tiles.h"
 
 namespace hk::cuda {
 
 // A warp reads one row of a head once. Rows that see nothing get 0, whatever stands in dout there.
-template <typename T>
+// Their lse says so, -inf; with a sink it is the sink's, as that of a row whose keys weigh nothing
+// beside the sink: their keys are looked through, and delta is nan where none is seen, so that the
+// passes that follow leave the row out as they do any that is not sound.
+template <typename T, bool kSinks>
 struct AttentionRows {
   using Params = RowsParams;
   static constexpr int kThreads = 256, kRows = kThreads / kWarp;
@@ -25,7 +29,13 @@ struct AttentionRows {
     if (index >= p.dout.size[0] * H * length) return;
     const int64_t row = index % length, h = index / length % H, b = index / (length * H);
     const Gate gate(p.gate, p.activation);
-    const bool sees = static_cast<const float*>(p.lse.data)[index] != -kInfinity;
+    const float lse = static_cast<const float*>(p.lse.data)[index];
+    bool sees = lse != -kInfinity;
+    const float sink = kSinks ? sink_of(p, static_cast<int>(h)) : 0.0f;
+    if constexpr (kSinks) {
+      sees = !gate.closes(static_cast<int>(b), static_cast<int>(h));
+      if (sees && (lse == -kInfinity || lse == sink)) sees = sees_a_key(p, b, h, row);
+    }
     const T* dout = rows_of<T>(p.dout, b, h).row(row);
     const T* attended = rows_of<T>(p.attended, b, h).row(row);
     float* const dgate = static_cast<float*>(p.dgate.data);
@@ -47,15 +57,37 @@ struct AttentionRows {
       if (p.dgate) dgate[index] = total;
       if (sees) total *= gate.at(b, h, row);
     }
+    if constexpr (kSinks) {
+      if (p.dsinks)
+        static_cast<float*>(p.dsinks.data)[index] = sees ? -expf(sink - lse) * total : 0.0f;
+      if (!sees) total = NAN;
+    }
     static_cast<float*>(p.delta.data)[index] = total;
+  }
+
+ private:
+  HK_DEVICE static bool sees_a_key(const Params& p, int64_t b, int64_t h, int64_t row) {
+    const Head at = {static_cast<int>(b), static_cast<int>(h), static_cast<int>(p.dout.size[2]),
+                     static_cast<int>(p.key.size[p.key.rank - 2])};
+    const Visible visible(p.mask, at.b, at.T, at.S);
+    const int of_head = static_cast<int>(row);
+    const Range range = visible.range(of_head);
+    const Addends addends(p, at);
+    bool sees = false;
+    for (int key = range.lo + lane(); key < range.hi; key += kWarp) {
+      sees |= visible.key(key) && addends.at(of_head, key, p.mask.dense != nullptr) != -kInfinity;
+    }
+    return any_in_warp(sees);
   }
 };
 
 template <typename T>
 void rows_pass(const RowsParams& p, const Where& where) {
   const int64_t rows = p.dout.size[0] * p.dout.size[1] * p.dout.size[2];
-  using Kernel = AttentionRows<T>;
-  launch<Kernel>((rows + Kernel::kRows - 1) / Kernel::kRows, 0, p, where);
+  with_terms(static_cast<bool>(p.terms.sinks), [&](auto sinks) {
+    using Kernel = AttentionRows<T, sinks>;
+    launch<Kernel>((rows + Kernel::kRows - 1) / Kernel::kRows, 0, p, where);
+  });
 }
 
 template void rows_pass<HK_DTYPE>(const RowsParams&, const Where&);

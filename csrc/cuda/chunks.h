@@ -21,9 +21,19 @@ constexpr int kStepChunks = 4, kStepWidth = kStepChunks * kChunk;
 // copies of a step are under way while the one before it is computed, on two stages in turn.
 struct Step {
   int tile = 0, place = 0, stage = 0;
+  int turn = 0;  // which of two tiles, where a list is gone through with gaps
 
-  HK_DEVICE Step next(int steps) const {
-    return place + 1 < steps ? Step{tile, place + 1, stage ^ 1} : Step{tile + 1, 0, stage ^ 1};
+  // from(index) is the next tile of the list that counts, from `index` on.
+  template <typename From>
+  HK_DEVICE Step next(int steps, From&& from) const {
+    if (place + 1 < steps) return {tile, place + 1, stage ^ 1, turn};
+    return {from(tile + 1), 0, stage ^ 1, turn ^ 1};
+  }
+
+  // Where what is copied once a tile stands, one of two.
+  template <bool kGaps>
+  HK_DEVICE int half() const {
+    return kGaps ? turn : tile % 2;
   }
 };
 

@@ -1,7 +1,8 @@
 // Collaborative attention forward: out_h = act(gate_h) * attended_h, where
 //
-//   attended_h = softmax(scale * ((query * mixing_h) key^T + content_bias_h) under the mask)
-//   value_h
+//   attended_h = softmax(scores_h under the mask) value_h
+//
+// and scores_h are made of scale * ((query * mixing_h) key^T + content_bias_h) as scores.h says.
 #include <algorithm>
 
 #include "cuda/chunks.h"
@@ -9,8 +10,8 @@
 #include "cuda/content_bias.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/pairs.h"
 #include "cuda/passes.h"
+#include "cuda/scores.h"
 #include "cuda/visible.h"
 
 namespace hk::cuda {
@@ -20,19 +21,20 @@ namespace hk::cuda {
 // first. A closed head writes its zeros and is done. On chip stay the mixed query (where there is
 // room: else it is copied anew with every tile of keys), scores and the accumulator, two steps of
 // keys and two tiles of values.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct CollaborativeForward {
   struct Params : AttendParams {
     bool keeps_query;
   };
-  using Sizes = CollaborativeForwardSizes<T, kWidth>;
+  using Sizes = CollaborativeForwardSizes<T, kWidth, kTerms>;
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kBlockN;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
   using QueryTile = Tile<T, kBlockM, kStepWidth>;
   using KeyTile = Tile<T, kBlockN, kStepWidth>;
   using ValueTile = Tile<T, kBlockN, kWidth>;
-  using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth>;
+  using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
+  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
 
   // What tiles are copied from. It lies in shared memory, as At does: there it takes no registers
   // between its uses.
@@ -44,7 +46,7 @@ struct CollaborativeForward {
     const int loop = owned_tiles(Ds, keeps_query) * QueryTile::kBytes + 2 * KeyTile::kBytes +
                      2 * ValueTile::kBytes + Features::bytes(Ds) +
                      kBlockM * static_cast<int>(sizeof(Range)) + kBlockN * 4 + Sizes::kWarps * 16 +
-                     kBlockN + static_cast<int>(sizeof(Sources) + sizeof(At)) + 16;
+                     kBlockN + static_cast<int>(sizeof(Sources) + sizeof(At)) + 16 + Terms::kBytes;
     return std::max(loop, Output::kSharedBytes);
   }
 
@@ -71,6 +73,7 @@ struct CollaborativeForward {
     bool* const bad = memory.take<bool>(kBlockN);
     Sources& rows = *memory.take<Sources>(1);
     At& at = *memory.take<At>(1);
+    const Terms terms(memory);
     Features features(memory, p.mixing);
     // Of each step, or of a stage.
     const auto query = memory.ring<QueryTile>(owned_tiles(p.query.size[2], p.keeps_query));
@@ -93,20 +96,30 @@ struct CollaborativeForward {
     const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, scratch);
     if (list.count()) features.set<kThreads>(at.h);
     const float scale = static_cast<float>(p.scale);
-    const float steepness = fmaxf(fabsf(scale) * kLog2e, kSmallest);
+    const float steepness = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
     const int warp_row = warp() * kGroups * 16;
     const int steps = features.steps();
 
+    const auto head = [&] {
+      return Head{at.b, at.h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+    };
+    const auto from = [&](int index) {
+      return Terms::shown_from(index, list, at.first_row, p, head());
+    };
     const auto query_at = [&](const Step& step) {
       return query[p.keeps_query ? step.place : step.stage];
     };
-    const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == 0; };
+    const int first_tile = from(0);
+    const auto copies_query = [&](const Step& step) {
+      return !p.keeps_query || step.tile == first_tile;
+    };
     const auto copy = [&](const Step& step) {
       const int first_key = list[step.tile] * kBlockN;
       if (copies_query(step))
         copy_features<kThreads>(query_at(step), rows.query, at.first_row, features.at(step));
       copy_features<kThreads>(key[step.stage], rows.key, first_key, features.at(step));
-      if (features.ends(step)) copy_rows<kThreads>(value[step.tile % 2], rows.value, first_key);
+      if (features.ends(step))
+        copy_rows<kThreads>(value[step.template half<kTerms>()], rows.value, first_key);
     };
     const auto bias_of = [&](const Step& step) {
       return ContentBias(p.content_bias, at.b, at.h).at(list[step.tile] * kBlockN + thread_index());
@@ -117,13 +130,14 @@ struct CollaborativeForward {
     attended.clear();
     scores.clear();
     OnlineSoftmax<kGroups> softmax;
-    if (list.count()) {
-      copy({});
-      if (thread_index() < kBlockN) bias[thread_index()] = bias_of({});
+    Step step = {first_tile};
+    if (step.tile < list.count()) {
+      copy(step);
+      if (thread_index() < kBlockN) bias[thread_index()] = bias_of(step);
     }
     commit_copies();
-    for (Step step; step.tile < list.count();) {
-      const Step next = step.next(steps);
+    while (step.tile < list.count()) {
+      const Step next = step.next(steps, from);
       const bool sets_bias =
           next.tile < list.count() && features.ends(next) && thread_index() < kBlockN;
       float next_bias = 0.0f;  // on its way while this step is computed
@@ -133,18 +147,30 @@ struct CollaborativeForward {
       wait_copies<1>();
       if (copies_query(step))
         mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
-      sync_block();
+      bool hides = false;
+      if constexpr (kTerms) {
+        if (features.ends(step)) {
+          hides =
+              terms.template stage<kThreads>(p, head(), at.first_row, list[step.tile] * kBlockN);
+        }
+        hides = any_in_block(hides);
+      } else {
+        sync_block();
+      }
       multiply_rows(scores, query_at(step), warp_row, key[step.stage], features.width(step));
       if (features.ends(step)) {
         const int first_key = list[step.tile] * kBlockN;
-        const ValueTile tile_value = value[step.tile % 2];
+        const ValueTile tile_value = value[step.template half<kTerms>()];
         if (p.content_bias.rank > 0) {
           scores.each([&](float& score, int, int n, int e) { score += bias[column_of(n, e)]; });
         }
-        if (scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
-        if (!list.is_full(step.tile)) {
+        if (!kTerms && scale < 0.0f)
+          scores.each([](float& score, int, int, int) { score = -score; });
+        terms.finish(p, scores);
+        if (!list.is_full(step.tile) || hides) {
           Pairs<kGroups, kBlockN> hidden;
           add_hidden<Lie::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
+          if (hides) terms.add_hidden(hidden);
           fill(scores, hidden, -kInfinity);
           if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
         }
@@ -171,13 +197,15 @@ struct CollaborativeForward {
 
 template <typename T>
 void collaborative_forward(const AttendParams& p, const Where& where) {
-  with_value_width<T>(p.value.size[3], [&](auto width) {
-    using Kernel = CollaborativeForward<T, width>;
-    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-    const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
-    const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
-    launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM),
-                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+  with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
+    with_value_width<T, terms>(p.value.size[3], [&](auto width) {
+      using Kernel = CollaborativeForward<T, width, terms>;
+      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+      const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
+      const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
+      launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM),
+                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+    });
   });
 }
 

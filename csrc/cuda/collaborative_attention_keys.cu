@@ -20,7 +20,7 @@ namespace hk::cuda {
 // one. On chip stay a head's features of the keys (where there is room), its values and all sums.
 // Scores lie transposed, [keys, query rows], so that probabilities and dscores are left operands as
 // they stand in registers.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct CollaborativeKeys {
   struct Params : KeysParams {
     bool keeps_key;
@@ -35,6 +35,7 @@ struct CollaborativeKeys {
   using ValueTile = Tile<T, kBlockN, kWidth>;
   using DoutTile = Tile<T, kBlockM, kWidth>;
   using Scores = Accumulator<kGroups, kBlockM>;
+  using Terms = ScoreTile<kTerms, Lie::kKeysFirst, kBlockM, kBlockN>;
 
   // What a block works on.
   struct At {
@@ -69,7 +70,7 @@ struct CollaborativeKeys {
            2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + Features::bytes(Ds) +
            static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
            static_cast<int>(sizeof(Sources) + sizeof(At) + sizeof(TileList)) + 48 +
-           Sizes::kWarps * 16;
+           Sizes::kWarps * 16 + Terms::kBytes;
   }
 
   struct Memory {
@@ -83,6 +84,7 @@ struct CollaborativeKeys {
     Sources* sources = memory.take<Sources>(1);
     At* at = memory.take<At>(1);
     TileList* list = memory.take<TileList>(1);
+    Terms score_terms = Terms(memory);
     Features features;
     Ring<KeyTile> key;  // of each step, or of a stage
 
@@ -149,6 +151,14 @@ struct CollaborativeKeys {
     if (!at.is_first_slice() && !slice.used) return;
     if (!p.dkey) slice.used = 0;
     const int H = static_cast<int>(p.mixing.size[0]), steps = features.steps();
+    const auto head = [&] {
+      return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+    };
+    const auto from = [&](int index) {
+      return Terms::shown_from(index, list, at.first_key, p, head());
+    };
+    const int first_tile = from(0);
+    if (kTerms && first_tile == list.count()) return;
     const Sources& rows = *on_chip.sources;
     if (thread_index() == 0) {
       *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
@@ -161,12 +171,13 @@ struct CollaborativeKeys {
     };
     const auto copy = [&](const Step& step) {
       const int first_row = list[step.tile] * kBlockM;
-      if (!p.keeps_key || step.tile == 0)
+      if (!p.keeps_key || step.tile == first_tile)
         copy_features<kThreads>(key_at(step), rows.key, at.first_key, features.at(step));
       copy_features<kThreads>(on_chip.query[step.stage], rows.query, first_row, features.at(step));
       if (!features.ends(step)) return;
-      copy_features<kThreads>(on_chip.slice[step.tile % 2], rows.query, first_row, slice);
-      copy_rows<kThreads>(on_chip.dout[step.tile % 2], rows.dout, first_row);
+      const int half = step.template half<kTerms>();
+      copy_features<kThreads>(on_chip.slice[half], rows.query, first_row, slice);
+      copy_rows<kThreads>(on_chip.dout[half], rows.dout, first_row);
     };
     const auto sets_term = [&](const Step& step) {
       return step.tile < list.count() && features.ends(step) && thread_index() < kBlockM;
@@ -177,26 +188,38 @@ struct CollaborativeKeys {
     };
 
     copy_rows<kThreads>(on_chip.value, rows_of<T>(p.value, at.b, h), at.first_key);
-    copy({});
-    if (sets_term({})) on_chip.terms->set(thread_index(), term_of({}));
+    Step step = {first_tile};
+    copy(step);
+    if (sets_term(step)) on_chip.terms->set(thread_index(), term_of(step));
     commit_copies();
     const float* const factors = features.factors();
     Scores scores;
     scores.clear();
-    for (Step step; step.tile < list.count();) {
-      const Step next = step.next(steps);
+    while (step.tile < list.count()) {
+      const Step next = step.next(steps, from);
       RowTerm term;  // on its way while this step is computed
       if (next.tile < list.count()) copy(next);
       if (sets_term(next)) term = term_of(next);
       commit_copies();
       wait_copies<1>();
       mix_features<kThreads>(on_chip.query[step.stage], factors, features.at(step));
-      if (features.ends(step)) mix_features<kThreads>(on_chip.slice[step.tile % 2], factors, slice);
-      sync_block();
+      const bool ends = features.ends(step);
+      const int half = step.template half<kTerms>();
+      if (ends) mix_features<kThreads>(on_chip.slice[half], factors, slice);
+      bool hides = false;
+      if constexpr (kTerms) {
+        if (ends) {
+          hides = on_chip.score_terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM,
+                                                               at.first_key);
+        }
+        hides = any_in_block(hides);
+      } else {
+        sync_block();
+      }
       multiply_rows(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage],
                     features.width(step));
-      if (features.ends(step)) {
-        add_tile(p, list, on_chip, slice, at, h, step.tile, scores, sums);
+      if (ends) {
+        add_tile(p, list, on_chip, slice, at, h, step.tile, half, hides, scores, sums);
         scores.clear();
       }
       sync_block();  // no thread reads this step's tiles, nor the terms
@@ -207,17 +230,18 @@ struct CollaborativeKeys {
 
   // What one tile of query rows gives, by its scores that still lack the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
-                                 const Slice& slice, const At& at, int h, int tile,
-                                 Scores& probabilities, Sums& sums) {
-    const SliceTile query = on_chip.slice[tile % 2];
-    const DoutTile dout = on_chip.dout[tile % 2];
+                                 const Slice& slice, const At& at, int h, int tile, int half,
+                                 bool hides, Scores& scores, Sums& sums) {
+    const SliceTile query = on_chip.slice[half];
+    const DoutTile dout = on_chip.dout[half];
+    const Terms& score_terms = on_chip.score_terms;
     const RowTerms<kBlockM>& terms = *on_chip.terms;
     const int warp_row = warp() * kGroups * 16, first_key = at.first_key + warp_row;
     const int first_row = list[tile] * kBlockM;
-    const bool partial = !list.is_full(tile);
+    const bool partial = !list.is_full(tile) || hides;
+    const bool wants_dscores = p.dkey.rank > 0 || p.dcontent_bias.rank > 0;
     if (partial) leave_out_unsound<kThreads>(terms, query, dout);
 
-    const float steepness = static_cast<float>(p.scale) * kLog2e;
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr Lie kLie = Lie::kKeysFirst;
     const TileTerms<kLie, kBlockM> row = {terms, 0};
@@ -226,21 +250,22 @@ struct CollaborativeKeys {
     for (int m = 0; m < kGroups; ++m)
       for (int half = 0; half < 2; ++half)
         bias[m][half] = content_bias.at(first_key + row_of(m, 2 * half));
-    probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
-    to_probabilities(probabilities, row, steepness);
-    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial, at.b,
-                                                   h, first_row, first_key);
-    left_out.hide(probabilities);
-    if (p.dvalue.rank > 0 && at.is_first_slice()) {
-      Scores weights = probabilities;
-      weigh(weights, row, left_out, keep_scale);
-      multiply_weights(sums.dvalue, weights, dout);
-    }
-    if (p.dkey.rank > 0 || p.dcontent_bias.rank > 0) {
-      Scores dscores;
-      dscores.clear();
+    scores.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
+    Scores dscores;
+    dscores.clear();
+    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial,
+                                                   score_terms, hides, at.b, h, first_row,
+                                                   first_key);
+    if (wants_dscores) {
       multiply_rows(dscores, on_chip.value, warp_row, dout);
-      to_dscores(dscores, probabilities, row, left_out, keep_scale);
+      centre(dscores, row, left_out, keep_scale);
+    }
+    to_gradients(p, score_terms, row, left_out, scores, dscores);
+    if (p.dvalue.rank > 0 && at.is_first_slice()) {
+      weigh(scores, row, left_out, keep_scale);
+      multiply_weights(sums.dvalue, scores, dout);
+    }
+    if (wants_dscores) {
       dscores.each([&](float& value, int m, int, int e) { sums.dbias[m][e / 2] += value; });
       multiply_weights(sums.dkey, dscores, query, [&](int n) { return slice.has(n); });
     }
@@ -263,14 +288,16 @@ struct CollaborativeKeys {
 
 template <typename T>
 void collaborative_keys(const KeysParams& p, const Where& where) {
-  with_value_width<T>(p.value.size[3], [&](auto width) {
-    using Kernel = CollaborativeKeys<T, width>;
-    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-    const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
-    const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
-    const bool keeps_key = keeps_rows<Kernel>(Ds, where.device);
-    launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key),
-                   {p, keeps_key}, where);
+  with_terms(has_terms(p), [&](auto terms) {
+    with_value_width<T, terms>(p.value.size[3], [&](auto width) {
+      using Kernel = CollaborativeKeys<T, width, terms>;
+      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+      const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
+      const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
+      const bool keeps_key = keeps_rows<Kernel>(Ds, where.device);
+      launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key),
+                     {p, keeps_key}, where);
+    });
   });
 }
 

@@ -17,12 +17,12 @@ namespace hk::cuda {
 // (a splits-th of them). What a head adds to dquery is added in memory, in float, once a head:
 // dmixing asks for the sum of the head alone, and registers have no room for both. With closed_grad
 // false, or no dmixing, chunks that a head does not use are left out.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct CollaborativeQueries {
   struct Params : QueriesParams {
     bool keeps_query;
   };
-  using Sizes = CollaborativeQueriesSizes<T, kWidth>;
+  using Sizes = CollaborativeQueriesSizes<T, kWidth, kTerms>;
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kOther, kSlice = Sizes::kSlice;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
@@ -33,6 +33,7 @@ struct CollaborativeQueries {
   using ValueTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
   using Sum = Accumulator<kGroups, kSlice>;
+  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
 
   // What a block works on.
   struct At {
@@ -65,7 +66,7 @@ struct CollaborativeQueries {
            2 * (KeyTile::kBytes + SliceTile::kBytes + ValueTile::kBytes) + Features::bytes(Ds) +
            static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
            static_cast<int>(sizeof(Sources) + sizeof(At)) + 32 + Sizes::kWarps * kSlice * 4 +
-           kBlockN * 4 + Sizes::kWarps * 16;
+           kBlockN * 4 + Sizes::kWarps * 16 + Terms::kBytes;
   }
 
   struct Memory {
@@ -80,6 +81,7 @@ struct CollaborativeQueries {
     int* scratch = memory.take<int>(Sizes::kWarps * 4);
     Sources* sources = memory.take<Sources>(1);
     At* at = memory.take<At>(1);
+    Terms score_terms = Terms(memory);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
 
@@ -122,6 +124,14 @@ struct CollaborativeQueries {
                                   const Slice& slice, const At& at, int h, Sum& dmixed) {
     const Features& features = on_chip.features;
     const int H = static_cast<int>(p.mixing.size[0]), steps = features.steps();
+    const auto head = [&] {
+      return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+    };
+    const auto from = [&](int index) {
+      return Terms::shown_from(index, list, at.first_row(), p, head());
+    };
+    const int first_tile = from(0);
+    if (kTerms && first_tile == list.count()) return;
     const Sources& rows = *on_chip.sources;
     if (thread_index() == 0) {
       *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
@@ -133,15 +143,18 @@ struct CollaborativeQueries {
     const auto query_at = [&](const Step& step) {
       return on_chip.query[p.keeps_query ? step.place : step.stage];
     };
-    const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == 0; };
+    const auto copies_query = [&](const Step& step) {
+      return !p.keeps_query || step.tile == first_tile;
+    };
     const auto copy = [&](const Step& step) {
       const int first_key = list[step.tile] * kBlockN;
       if (copies_query(step))
         copy_features<kThreads>(query_at(step), rows.query, at.first_row(), features.at(step));
       copy_features<kThreads>(on_chip.key[step.stage], rows.key, first_key, features.at(step));
       if (!features.ends(step)) return;
-      copy_features<kThreads>(on_chip.slice[step.tile % 2], rows.key, first_key, slice);
-      copy_rows<kThreads>(on_chip.value[step.tile % 2], rows.value, first_key);
+      const int half = step.template half<kTerms>();
+      copy_features<kThreads>(on_chip.slice[half], rows.key, first_key, slice);
+      copy_rows<kThreads>(on_chip.value[half], rows.value, first_key);
     };
     const auto sets_bias = [&](const Step& step) {
       return step.tile < list.count() && features.ends(step) && thread_index() < kBlockN;
@@ -155,13 +168,14 @@ struct CollaborativeQueries {
       on_chip.terms->set(i, RowTerm(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
     }
     copy_rows<kThreads>(on_chip.dout, rows_of<T>(p.dattended, at.b, h), at.first_row());
-    copy({});
-    if (sets_bias({})) on_chip.bias[thread_index()] = bias_of({});
+    Step step = {first_tile};
+    copy(step);
+    if (sets_bias(step)) on_chip.bias[thread_index()] = bias_of(step);
     commit_copies();
     Scores scores;
     scores.clear();
-    for (Step step; step.tile < list.count();) {
-      const Step next = step.next(steps);
+    while (step.tile < list.count()) {
+      const Step next = step.next(steps, from);
       float next_bias = 0.0f;  // on its way while this step is computed
       if (next.tile < list.count()) copy(next);
       if (sets_bias(next)) next_bias = bias_of(next);
@@ -169,11 +183,20 @@ struct CollaborativeQueries {
       wait_copies<1>();
       if (copies_query(step))
         mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
-      sync_block();
+      bool hides = false;
+      if constexpr (kTerms) {
+        if (features.ends(step)) {
+          hides = on_chip.score_terms.template stage<kThreads>(p, head(), at.first_row(),
+                                                               list[step.tile] * kBlockN);
+        }
+        hides = any_in_block(hides);
+      } else {
+        sync_block();
+      }
       multiply_rows(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage],
                     features.width(step));
       if (features.ends(step)) {
-        add_tile(p, list, on_chip, slice, at, h, step.tile, scores, dmixed);
+        add_tile(p, list, on_chip, slice, at, h, step, hides, scores, dmixed);
         scores.clear();
       }
       sync_block();  // no thread reads this step's tiles, nor the bias
@@ -192,27 +215,27 @@ struct CollaborativeQueries {
 
   // What one tile of keys gives, by its scores that still lack the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
-                                 const Slice& slice, const At& at, int h, int tile,
-                                 Scores& probabilities, Sum& dmixed) {
-    const SliceTile key = on_chip.slice[tile % 2];
+                                 const Slice& slice, const At& at, int h, const Step& step,
+                                 bool hides, Scores& scores, Sum& dmixed) {
+    const int half = step.template half<kTerms>();
+    const SliceTile key = on_chip.slice[half];
+    const Terms& score_terms = on_chip.score_terms;
     const RowTerms<kBlockM>& terms = *on_chip.terms;
-    const int warp_row = warp() * kGroups * 16, first_key = list[tile] * kBlockN;
-    const float steepness = static_cast<float>(p.scale) * kLog2e;
+    const int warp_row = warp() * kGroups * 16, first_key = list[step.tile] * kBlockN;
     constexpr Lie kLie = Lie::kRowsFirst;
     const TileTerms<kLie, kBlockM> row = {terms, warp_row};
-    const bool partial = !list.is_full(tile);
+    const bool partial = !list.is_full(step.tile) || hides;
     // 0 * nan: what a row does not see must not reach its sum.
     if (partial) clean<kThreads>(key);
     Scores dscores;
     dscores.clear();
-    multiply_rows(dscores, on_chip.dout, warp_row, on_chip.value[tile % 2]);
+    multiply_rows(dscores, on_chip.dout, warp_row, on_chip.value[half]);
     const LeftOut<kLie, kGroups, kBlockN> left_out(p, visible_of(p, at), terms.range + warp_row,
-                                                   partial, at.b, h, at.first_row() + warp_row,
-                                                   first_key);
-    probabilities.each(
-        [&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
-    to_probabilities(probabilities, row, steepness);
-    to_dscores(dscores, probabilities, row, left_out, static_cast<float>(p.dropout.keep_scale));
+                                                   partial, score_terms, hides, at.b, h,
+                                                   at.first_row() + warp_row, first_key);
+    scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
+    centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
+    to_gradients(p, score_terms, row, left_out, scores, dscores);
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
   }
 
@@ -283,13 +306,15 @@ struct CollaborativeQueries {
 
 template <typename T>
 void collaborative_queries(const QueriesParams& p, const Where& where) {
-  with_value_width<T>(p.value.size[3], [&](auto width) {
-    using Kernel = CollaborativeQueries<T, width>;
-    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-    const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
-    const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
-    launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
-                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+  with_terms(has_terms(p), [&](auto there) {
+    with_value_width<T, there>(p.value.size[3], [&](auto width) {
+      using Kernel = CollaborativeQueries<T, width, there>;
+      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+      const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
+      const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
+      launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
+                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+    });
   });
 }
 

@@ -10,12 +10,14 @@
 
 namespace hk::cuda {
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct CollaborativeForwardSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;
   static constexpr int kWarps = 4;
-  static constexpr int kGroups = sizeof(T) == 4 || kRowBytes > 256 ? 1 : 2;
-  static constexpr int kBlockN = kRowBytes > 512 ? 16 : sizeof(T) == 4 || kRowBytes > 128 ? 32 : 64;
+  static constexpr int kGroups = sizeof(T) == 4 || kRowBytes > 256 || kTerms ? 1 : 2;
+  static constexpr int kBlockN = kRowBytes > 512                               ? 16
+                                 : sizeof(T) == 4 || kRowBytes > 128 || kTerms ? 32
+                                                                               : 64;
 };
 
 // Owns keys; tiles of kOther query rows. The sums of a slice of dkey and of dvalue stay in
@@ -33,19 +35,21 @@ struct CollaborativeKeysSizes {
 };
 
 // Owns query rows; tiles of kOther keys. The sum of a slice of a head's dmixed stays in registers.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct CollaborativeQueriesSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;
   static constexpr int kWarps = kRowBytes > 512 ? 1 : sizeof(T) == 4 && kWidth > 64 ? 2 : 4;
-  static constexpr int kGroups = sizeof(T) == 4 || kWidth > 64 ? 1 : 2;
+  static constexpr int kGroups = sizeof(T) == 4 || kWidth > 64 || kTerms ? 1 : 2;
   static constexpr int kOther = sizeof(T) == 4 || kWidth > 128 ? 16 : 32;
   static constexpr int kSlice = 128;
 };
 
 // The widths of Dv.
-template <typename T, typename F>
+template <typename T, bool kTerms, typename F>
 void with_value_width(int64_t Dv, F&& f) {
-  if constexpr (sizeof(T) == 2)
+  if constexpr (kTerms)
+    with_narrowest<64, 256>(Dv, f);
+  else if constexpr (sizeof(T) == 2)
     with_narrowest<32, 64, 128, 256>(Dv, f);
   else
     with_narrowest<64, 128, 256>(Dv, f);
@@ -53,14 +57,16 @@ void with_value_width(int64_t Dv, F&& f) {
 
 // Of "keys" or "queries".
 template <typename T>
-Tiles collaborative_tiles(const std::string& pass, int64_t Dv) {
+Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
   Tiles tiles{};
-  with_value_width<T>(Dv, [&](auto width) {
-    using Keys = CollaborativeKeysSizes<T, width>;
-    using Queries = CollaborativeQueriesSizes<T, width>;
-    if (pass == "keys") tiles = {Keys::kOther, Keys::kWarps * Keys::kGroups * 16, Keys::kSlice};
-    if (pass == "queries")
-      tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};
+  with_terms(terms, [&](auto there) {
+    with_value_width<T, there>(Dv, [&](auto width) {
+      using Keys = CollaborativeKeysSizes<T, width>;
+      using Queries = CollaborativeQueriesSizes<T, width, there>;
+      if (pass == "keys") tiles = {Keys::kOther, Keys::kWarps * Keys::kGroups * 16, Keys::kSlice};
+      if (pass == "queries")
+        tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};
+    });
   });
   return tiles;
 }

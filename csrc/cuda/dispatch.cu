@@ -39,15 +39,17 @@ HK_PASS(collaborative_attention_forward, collaborative_forward, AttendParams, qu
 HK_PASS(collaborative_attention_keys, collaborative_keys, KeysParams, query)
 HK_PASS(collaborative_attention_queries, collaborative_queries, QueriesParams, query)
 HK_PASS(attention_rows, rows_pass, RowsParams, dout)
+HK_PASS(attention_bias, bias_pass, BiasParams, query)
 
 #undef HK_PASS
 
-Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv) {
+Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv, bool terms) {
   const std::string name = kernel, pass = name.substr(name.find('.') + 1);
   const bool gated = name == "gated_attention." + pass;
   const Tiles tiles = with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    return gated ? gated_tiles<T>(pass, D, Dv) : collaborative_tiles<T>(pass, Dv);
+    if (pass == "bias") return Tiles{kBiasTile, kBiasTile, 0};
+    return gated ? gated_tiles<T>(pass, D, Dv, terms) : collaborative_tiles<T>(pass, Dv, terms);
   });
   if (tiles.block_m == 0 || !(gated || name == "collaborative_attention." + pass))
     throw std::invalid_argument("no kernel is called " + name);

@@ -1,11 +1,12 @@
-// Gated attention forward: out = act(gate) * softmax(scale * Q K^T under the mask) V.
+// Gated attention forward: out = act(gate) * softmax(scores under the mask) V; scores.h says what
+// scores are made of scale * Q K^T.
 #include <algorithm>
 
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/pairs.h"
 #include "cuda/passes.h"
+#include "cuda/scores.h"
 #include "cuda/tiles.h"
 #include "cuda/visible.h"
 
@@ -15,19 +16,20 @@ namespace hk::cuda {
 // longest of a causal mask) first. A closed head writes its zeros and is done. On chip stay the
 // query, one tile of keys and one of values, scores and the accumulator: the values arrive while
 // scores are computed, the next keys during the softmax and the product with the values.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct GatedForward {
   using Params = AttendParams;
-  using Sizes = ForwardSizes<T, kWidth>;
+  using Sizes = ForwardSizes<T, kWidth, kTerms>;
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kBlockN;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
   using QueryTile = Tile<T, kBlockM, kWidth>;
   using KeyTile = Tile<T, kBlockN, kWidth>;
-  using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth>;
+  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
+  using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
   static constexpr int kLoopBytes = QueryTile::kBytes + 2 * KeyTile::kBytes +
                                     kBlockM * static_cast<int>(sizeof(Range)) + Sizes::kWarps * 16 +
-                                    kBlockN;
+                                    kBlockN + Terms::kBytes;
   static constexpr int kSharedBytes = std::max(kLoopBytes, Output::kSharedBytes);
   static_assert(kSharedBytes <= kLeastShared);
 
@@ -47,6 +49,7 @@ struct GatedForward {
     Range* const ranges = memory.take<Range>(kBlockM);
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
     bool* const bad = memory.take<bool>(kBlockN);
+    const Terms terms(memory);
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
@@ -54,34 +57,46 @@ struct GatedForward {
     const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, scratch);
     const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
     const float scale = static_cast<float>(p.scale);
-    const float steepness = fmaxf(fabsf(scale) * kLog2e, kSmallest);
+    const float steepness = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
     const int warp_row = warp() * kGroups * 16;
     Accumulator<kGroups, kWidth> attended;
     attended.clear();
     OnlineSoftmax<kGroups> softmax;
 
-    if (list.count()) {
+    const Head head = {b, h, visible.T(), S};
+    const auto from = [&](int index) { return Terms::shown_from(index, list, first_row, p, head); };
+    int i = from(0);
+    if (i < list.count()) {
       copy_rows<kThreads>(query, rows_of<T>(p.query, b, h), first_row);
-      copy_rows<kThreads>(key, keys, list[0] * kBlockN);
+      copy_rows<kThreads>(key, keys, list[i] * kBlockN);
     }
     commit_copies();
-    for (int i = 0; i < list.count(); ++i) {
+    for (int next; i < list.count(); i = next) {
+      next = from(i + 1);
       const int first_key = list[i] * kBlockN;
       wait_copies<0>();
       sync_block();  // the keys have landed, and no thread reads the values before them
       copy_rows<kThreads>(value, values, first_key);
       commit_copies();
+      bool hides = false;
+      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, head, first_row, first_key);
       Accumulator<kGroups, kBlockN> scores;
       scores.clear();
       multiply_rows(scores, query, warp_row, key);
-      if (scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
+      if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();
-      sync_block();  // the values have landed, and no thread reads these keys
-      if (i + 1 < list.count()) copy_rows<kThreads>(key, keys, list[i + 1] * kBlockN);
+      // The values and the terms have landed, and no thread reads these keys.
+      if constexpr (kTerms)
+        hides = any_in_block(hides);
+      else
+        sync_block();
+      if (next < list.count()) copy_rows<kThreads>(key, keys, list[next] * kBlockN);
       commit_copies();
-      if (!list.is_full(i)) {
+      terms.finish(p, scores);
+      if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
         add_hidden<Lie::kRowsFirst>(hidden, visible, ranges + warp_row, first_key);
+        if (hides) terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
         if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
       }
@@ -100,10 +115,12 @@ struct GatedForward {
 
 template <typename T>
 void gated_forward(const AttendParams& p, const Where& where) {
-  with_width<T>(p.query.size[3], p.value.size[3], [&](auto width) {
-    using Kernel = GatedForward<T, width>;
-    const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-    launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, where);
+  with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
+    with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
+      using Kernel = GatedForward<T, width, terms>;
+      const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
+      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, where);
+    });
   });
 }
 

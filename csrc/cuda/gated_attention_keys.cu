@@ -19,10 +19,10 @@ enum class Sums { kBoth, kKey, kValue };
 // splits-th of them, where key heads alone would not fill the GPU). Key, value and both sums stay
 // on chip; tiles of query rows come two at a time. Scores lie transposed, [keys, query rows], so
 // that probabilities and dscores are left operands as they stand in registers.
-template <typename T, int kWidth, Sums kSums>
+template <typename T, int kWidth, bool kTerms, Sums kSums>
 struct GatedKeys {
   using Params = KeysParams;
-  using Sizes = BackwardSizes<T, kWidth>;
+  using Sizes = BackwardSizes<T, kWidth, kTerms>;
   static constexpr int kGroups = Sizes::kGroups, kBlockM = Sizes::kOther;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockN = Sizes::kWarps * kGroups * 16;
@@ -30,8 +30,10 @@ struct GatedKeys {
   using RowTile = Tile<T, kBlockM, kWidth>;
   using Scores = Accumulator<kGroups, kBlockM>;
   using Sum = Accumulator<kGroups, kWidth>;
+  using Terms = ScoreTile<kTerms, Lie::kKeysFirst, kBlockM, kBlockN>;
   static constexpr int kSharedBytes = 2 * KeyTile::kBytes + 4 * RowTile::kBytes +
-                                      2 * sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16;
+                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 +
+                                      Terms::kBytes;
   static_assert(kSharedBytes <= kLeastShared);
   static_assert(Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes <= kSharedBytes);
 
@@ -54,13 +56,20 @@ struct GatedKeys {
     const auto key = memory.tile<KeyTile>(), value = memory.tile<KeyTile>();
     const Ring<RowTile> query = memory.ring<RowTile>(2);
     const Ring<RowTile> dout = memory.ring<RowTile>(2);
-    RowTerms<kBlockM>* const terms = memory.take<RowTerms<kBlockM>>(2);
+    RowTerms<kBlockM>& rows = *memory.take<RowTerms<kBlockM>>(1);
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
+    const Terms terms(memory);
 
     const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible, first_key, scratch);
-    const auto open_from = [&](int h) {  // the first tile of the first open head
-      while (h < last_head && (list.count() == 0 || gate.closes(b, h))) ++h;
-      return Step{h, 0};
+    const auto head_of = [&](int h) { return Head{b, h, T_rows, S}; };
+    // The first tile from a step on that belongs to an open head and shows something.
+    const auto from = [&](Step step) {
+      for (; step.h < last_head; step = {step.h + 1, 0}) {
+        if (gate.closes(b, step.h)) continue;
+        step.index = Terms::shown_from(step.index, list, first_key, p, head_of(step.h));
+        if (step.index < list.count()) break;
+      }
+      return step;
     };
     const auto copy = [&](const Step& step, int stage) {
       const int first_row = list[step.index] * kBlockM;
@@ -75,32 +84,37 @@ struct GatedKeys {
     Sum dkey, dvalue;
     dkey.clear();
     dvalue.clear();
-    Step step = open_from(first_head);
+    Step step = from({first_head, 0});
     copy_rows<kThreads>(key, rows_of<T>(p.key, b, hk), first_key);
     copy_rows<kThreads>(value, rows_of<T>(p.value, b, hk), first_key);
     if (step.h < last_head) {
       copy(step, 0);
-      if (thread_index() < kBlockM) terms[0].set(thread_index(), term_of(step));
+      if (thread_index() < kBlockM) rows.set(thread_index(), term_of(step));
     }
     commit_copies();
     for (int stage = 0; step.h < last_head; stage ^= 1) {
-      Step next = {step.h, step.index + 1};
-      if (next.index == list.count()) next = open_from(step.h + 1);
+      const Step next = from({step.h, step.index + 1});
+      const int first_row = list[step.index] * kBlockM;
       RowTerm term;  // on its way while this tile is computed
       if (next.h < last_head) {
         copy(next, stage ^ 1);
         if (thread_index() < kBlockM) term = term_of(next);
       }
       commit_copies();
+      bool hides = false;
+      if constexpr (kTerms)
+        hides = terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
       wait_copies<1>();
-      sync_block();
-      const bool partial = !list.is_full(step.index);
-      if (partial) leave_out_unsound<kThreads>(terms[stage], query[stage], dout[stage]);
-      add_tile(p, visible, key, value, query[stage], dout[stage], terms[stage], partial, b, step.h,
-               first_key, list[step.index] * kBlockM, dkey, dvalue);
-      if (next.h < last_head && thread_index() < kBlockM)
-        terms[stage ^ 1].set(thread_index(), term);
-      sync_block();
+      if constexpr (kTerms)
+        hides = any_in_block(hides);
+      else
+        sync_block();
+      const bool partial = !list.is_full(step.index) || hides;
+      if (partial) leave_out_unsound<kThreads>(rows, query[stage], dout[stage]);
+      add_tile(p, visible, key, value, query[stage], dout[stage], rows, terms, partial, hides, b,
+               step.h, first_key, first_row, dkey, dvalue);
+      sync_block();  // no thread reads this tile, nor its rows' numbers
+      if (next.h < last_head && thread_index() < kBlockM) rows.set(thread_index(), term);
       step = next;
     }
     wait_copies<0>();
@@ -116,50 +130,48 @@ struct GatedKeys {
   // Adds what one tile of query rows gives.
   HK_DEVICE static void add_tile(const Params& p, const Visible& visible, const KeyTile& key,
                                  const KeyTile& value, const RowTile& query, const RowTile& dout,
-                                 const RowTerms<kBlockM>& terms, bool partial, int b, int h,
-                                 int first_key, int first_row, Sum& dkey, Sum& dvalue) {
+                                 const RowTerms<kBlockM>& rows, const Terms& terms, bool partial,
+                                 bool hides, int b, int h, int first_key, int first_row, Sum& dkey,
+                                 Sum& dvalue) {
     const int warp_row = warp() * kGroups * 16;
-    const float steepness = static_cast<float>(p.scale) * kLog2e;
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr Lie kLie = Lie::kKeysFirst;
-    const TileTerms<kLie, kBlockM> row = {terms, 0};
-    Scores probabilities;
-    probabilities.clear();
-    multiply_rows(probabilities, key, warp_row, query);
-    to_probabilities(probabilities, row, steepness);
-    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible, terms.range, partial, b, h,
-                                                   first_row, first_key + warp_row);
-    left_out.hide(probabilities);
+    const TileTerms<kLie, kBlockM> row = {rows, 0};
+    const bool wants_dkey = kSums != Sums::kValue && p.dkey;
+    Scores scores, dscores;
+    scores.clear();
+    dscores.clear();
+    multiply_rows(scores, key, warp_row, query);
+    if (wants_dkey) multiply_rows(dscores, value, warp_row, dout);
+    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible, rows.range, partial, terms, hides, b,
+                                                   h, first_row, first_key + warp_row);
+    if (wants_dkey) centre(dscores, row, left_out, keep_scale);
+    to_gradients(p, terms, row, left_out, scores, dscores);
     if (kSums != Sums::kKey && p.dvalue) {
-      Scores weights = probabilities;
-      weigh(weights, row, left_out, keep_scale);
-      multiply_weights(dvalue, weights, dout);
+      weigh(scores, row, left_out, keep_scale);
+      multiply_weights(dvalue, scores, dout);
     }
-    if (kSums != Sums::kValue && p.dkey) {
-      Scores dscores;
-      dscores.clear();
-      multiply_rows(dscores, value, warp_row, dout);
-      to_dscores(dscores, probabilities, row, left_out, keep_scale);
-      multiply_weights(dkey, dscores, query);
-    }
+    if (wants_dkey) multiply_weights(dkey, dscores, query);
   }
 };
 
 template <typename T>
 void gated_keys(const KeysParams& p, const Where& where) {
-  with_width<T>(p.query.size[3], p.value.size[3], [&](auto width) {
-    const auto run = [&](auto sums) {
-      using Kernel = GatedKeys<T, width, sums>;
-      const int64_t tiles = ceil_div(p.key.size[2], Kernel::kBlockN);
-      launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, Kernel::kSharedBytes, p,
-                     where);
-    };
-    if constexpr (width <= 128) {
-      run(std::integral_constant<Sums, Sums::kBoth>{});
-    } else {
-      if (p.dkey) run(std::integral_constant<Sums, Sums::kKey>{});
-      if (p.dvalue) run(std::integral_constant<Sums, Sums::kValue>{});
-    }
+  const auto run = [&](auto width, auto terms, auto sums) {
+    using Kernel = GatedKeys<T, width, terms, sums>;
+    const int64_t tiles = ceil_div(p.key.size[2], Kernel::kBlockN);
+    launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, Kernel::kSharedBytes, p,
+                   where);
+  };
+  with_terms(has_terms(p), [&](auto terms) {
+    with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
+      if constexpr (width <= 128) {
+        run(width, terms, std::integral_constant<Sums, Sums::kBoth>{});
+      } else {
+        if (p.dkey) run(width, terms, std::integral_constant<Sums, Sums::kKey>{});
+        if (p.dvalue) run(width, terms, std::integral_constant<Sums, Sums::kValue>{});
+      }
+    });
   });
 }
 

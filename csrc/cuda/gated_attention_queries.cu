@@ -12,18 +12,20 @@ namespace hk::cuda {
 // A block of threads owns kBlockM query rows of a head, in the order of the forward kernel. The
 // rows of query and dout and the sum stay on chip; tiles of keys and values come two at a time. A
 // closed head writes its zeros and is done.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct GatedQueries {
   using Params = QueriesParams;
-  using Sizes = BackwardSizes<T, kWidth>;
+  using Sizes = BackwardSizes<T, kWidth, kTerms>;
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kOther;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
   using RowTile = Tile<T, kBlockM, kWidth>;
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
+  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
   static constexpr int kSharedBytes = 2 * RowTile::kBytes + 4 * KeyTile::kBytes +
-                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16;
+                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 +
+                                      Terms::kBytes;
   static_assert(kSharedBytes <= kLeastShared);
   static_assert(Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes <= kSharedBytes);
 
@@ -41,6 +43,7 @@ struct GatedQueries {
     const Ring<KeyTile> value = memory.ring<KeyTile>(2);
     RowTerms<kBlockM>& terms = *memory.take<RowTerms<kBlockM>>(1);
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
+    const Terms score_terms(memory);
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
@@ -51,10 +54,13 @@ struct GatedQueries {
       copy_rows<kThreads>(key[stage], keys, list[index] * kBlockN);
       copy_rows<kThreads>(value[stage], values, list[index] * kBlockN);
     };
-    if (list.count()) {
+    const Head head = {b, h, visible.T(), S};
+    const auto from = [&](int index) { return Terms::shown_from(index, list, first_row, p, head); };
+    int i = from(0);
+    if (i < list.count()) {
       copy_rows<kThreads>(query, rows_of<T>(p.query, b, h), first_row);
       copy_rows<kThreads>(dout, rows_of<T>(p.dattended, b, h), first_row);
-      copy(0, 0);
+      copy(i, 0);
     }
     commit_copies();
     const int warp_row = warp() * kGroups * 16;
@@ -64,24 +70,32 @@ struct GatedQueries {
     const TileTerms<kLie, kBlockM> row = {terms, warp_row};
     Accumulator<kGroups, kWidth> dquery;
     dquery.clear();
-    for (int i = 0; i < list.count(); ++i) {
-      const int stage = i % 2, first_key = list[i] * kBlockN;
-      if (i + 1 < list.count()) copy(i + 1, stage ^ 1);
+    for (int stage = 0, next; i < list.count(); stage ^= 1, i = next) {
+      next = from(i + 1);
+      const int first_key = list[i] * kBlockN;
+      if (next < list.count()) copy(next, stage ^ 1);
       commit_copies();
+      bool hides = false;
+      if constexpr (kTerms)
+        hides = score_terms.template stage<kThreads>(p, head, first_row, first_key);
       wait_copies<1>();
-      sync_block();
-      const bool partial = !list.is_full(i);
-      Scores probabilities, dscores;
-      probabilities.clear();
+      if constexpr (kTerms)
+        hides = any_in_block(hides);
+      else
+        sync_block();
+      const bool partial = !list.is_full(i) || hides;
+      Scores scores, dscores;
+      scores.clear();
       dscores.clear();
-      multiply_rows(probabilities, query, warp_row, key[stage]);
+      multiply_rows(scores, query, warp_row, key[stage]);
       multiply_rows(dscores, dout, warp_row, value[stage]);
       // 0 * nan: what a row does not see must not reach its sum.
       if (partial) clean<kThreads>(key[stage]);
-      const LeftOut<kLie, kGroups, kBlockN> left_out(p, visible, terms.range + warp_row, partial, b,
-                                                     h, first_row + warp_row, first_key);
-      to_probabilities(probabilities, row, scale * kLog2e);
-      to_dscores(dscores, probabilities, row, left_out, keep_scale);
+      const LeftOut<kLie, kGroups, kBlockN> left_out(p, visible, terms.range + warp_row, partial,
+                                                     score_terms, hides, b, h, first_row + warp_row,
+                                                     first_key);
+      centre(dscores, row, left_out, keep_scale);
+      to_gradients(p, score_terms, row, left_out, scores, dscores);
       multiply_weights(dquery, dscores, key[stage]);
       sync_block();
     }
@@ -95,10 +109,12 @@ struct GatedQueries {
 
 template <typename T>
 void gated_queries(const QueriesParams& p, const Where& where) {
-  with_width<T>(p.query.size[3], p.value.size[3], [&](auto width) {
-    using Kernel = GatedQueries<T, width>;
-    const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-    launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, where);
+  with_terms(has_terms(p), [&](auto there) {
+    with_width<T, there>(p.query.size[3], p.value.size[3], [&](auto width) {
+      using Kernel = GatedQueries<T, width, there>;
+      const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
+      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, where);
+    });
   });
 }
 

@@ -14,9 +14,15 @@ HK_DEVICE int rows_taking_part(const AttendParams& p, bool closed, int T) {
   return closed == static_cast<bool>(p.dgate) ? T : 0;
 }
 
+// The sink of a head, -inf without one: the lse of rows that see nothing.
+HK_DEVICE float sink_of(const AttentionParams& p, int h) {
+  const Tensor& t = p.terms.sinks;
+  return t.rank > 0 ? load_number(t.data, t.dtype, h * t.stride[0]) : -kInfinity;
+}
+
 // The rows of all warps go through shared memory (its start, whatever stood there before), so that
-// a warp reads and writes whole rows in global memory.
-template <typename T, int kWarps, int kGroups, int kWidth>
+// a warp reads and writes whole rows in global memory. Only with kTerms are there sinks.
+template <typename T, int kWarps, int kGroups, int kWidth, bool kTerms>
 class HeadOutput {
  public:
   static constexpr int kWarpRows = kGroups * 16, kRows = kWarps * kWarpRows;
@@ -44,6 +50,7 @@ class HeadOutput {
     }
     sync_warp();
     const At at = {b, h, first_row + warp() * kWarpRows};
+    if (kTerms && p.terms.sinks.rank > 0) add_sink(tile, row_lse, sink_of(p, h));
     if (p.dgate)
       store_products(p, at, tile, row_lse);
     else
@@ -62,16 +69,34 @@ class HeadOutput {
     }
   };
 
+  // Counts one more score in every row that saw something, to which no value belongs.
+  HK_DEVICE static void add_sink(const AttendedTile& tile, float* row_lse, float sink) {
+    HK_ROLLED
+    for (int row = 0; row < kWarpRows; ++row) {
+      const float lse = row_lse[row], most = fmaxf(lse, sink);
+      if (lse == -kInfinity) continue;
+      const float sum = expf(lse - most) + expf(sink - most), share = expf(lse - most) / sum;
+      sync_warp();
+      if (lane() == 0) row_lse[row] = most + logf(sum);
+      HK_ROLLED
+      for (int column = lane(); column < kWidth; column += kWarp) *tile.at(row, column) *= share;
+    }
+    sync_warp();
+  }
+
   HK_DEVICE static void store_rows(const AttendParams& p, const Gate& gate, const At& at,
                                    const AttendedTile& tile, const float* row_lse, float* factors) {
     const Rows<T> out = rows_of<T>(p.out, at.b, at.h);
     const int count = at.count(out.length);
     HK_ROLLED
     for (int row = lane(); row < count; row += kWarp) {
-      if (p.lse) static_cast<float*>(p.lse.data)[at.index(p.out, row)] = row_lse[row];
+      const bool blind = row_lse[row] == -kInfinity;
+      if (p.lse) {
+        static_cast<float*>(p.lse.data)[at.index(p.out, row)] =
+            kTerms && blind ? sink_of(p, at.h) : row_lse[row];
+      }
       // Rows that see nothing are 0, whatever their gate.
-      const bool plain = gate.elementwise() || row_lse[row] == -kInfinity;
-      factors[row] = plain ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
+      factors[row] = blind || gate.elementwise() ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
     }
     sync_warp();
     if (p.attended) {

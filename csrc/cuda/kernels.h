@@ -12,27 +12,48 @@ struct Where {
   void* stream = nullptr;
 };
 
+// What a dense mask leaves of cells of kCell x kCell pairs, a DenseCell each; strides are 0 where
+// the mask broadcasts.
+constexpr int kCell = 32;
+enum DenseCell : uint8_t { kHidden, kMixed, kShown };
+struct DenseCells {
+  const uint8_t* data = nullptr;  // [B, H, cells of rows, cells of keys]; null without a dense mask
+  int64_t stride[4] = {};
+};
+
+// Fills the map of a mask [B or 1, H or 1, T or 1, S or 1], contiguous.
+struct DenseCellsParams {
+  Tensor mask, cells;  // bytes
+};
+
+// Whether scores are more than scaled products, or hidden pair by pair. Kernels are compiled for
+// either; sinks concern neither products nor gradients of scores.
+inline bool has_terms(const AttentionParams& p) {
+  return p.terms.bias || p.terms.offset_bias || p.terms.softcap != 0.0 || p.mask.dense;
+}
+
 // The forward pass; or, where `dgate` is there, the rows of the gate's gradient of closed heads,
 // rowsum(dout * attended), and nothing else.
 struct AttendParams : ForwardParams {
+  DenseCells dense_cells;
   Tensor dout;   // [B, H, T, Dv]
   Tensor dgate;  // [B, H, T] float
 };
 
 // The first pass of the backward, one for both operators.
-struct RowsParams {
+struct RowsParams : AttentionParams {
   Tensor dout, attended;  // [B, H, T, Dv]
-  Tensor gate;
-  Activation activation = Activation::kIdentity;
-  Tensor lse;        // [B, H, T] float
-  Tensor delta;      // [B, H, T] float
-  Tensor dgate;      // as BackwardParams, or absent
-  Tensor dattended;  // [B, H, T, Dv], dout times an elementwise gate; absent for any other
+  Tensor lse;             // [B, H, T] float
+  Tensor delta;           // [B, H, T] float
+  Tensor dgate;           // as BackwardParams, or absent
+  Tensor dattended;       // [B, H, T, Dv], dout times an elementwise gate; absent for any other
+  Tensor dsinks;          // [B, H, T] float, or absent
 };
 
 // What the passes of the backward read that follow. `gate` is what `dattended` still lacks: none,
 // or one value a row.
 struct GradientParams : AttentionParams {
+  DenseCells dense_cells;
   Tensor dattended;   // [B, H, T, Dv]
   Tensor lse, delta;  // [B, H, T] float
   // Over how many blocks of threads the heads are spread that one would sum over; every one of them
@@ -53,6 +74,13 @@ struct QueriesParams : GradientParams {
   Tensor dmixing;  // [B, tiles of rows, H, Ds] float parts
 };
 
+// Of dscores = p * (dp - delta), before cap and scale: sums over what a bias broadcasts along, or
+// over diagonals. One of both is there.
+struct BiasParams : GradientParams {
+  Tensor dbias;         // as the bias, float, dense; `splits` parts of it one behind the other
+  Tensor doffset_bias;  // two parts [B, H, blocks of offsets] float: attention_bias.cu
+};
+
 void gated_attention_forward(const AttendParams&, const Where&);
 void gated_attention_keys(const KeysParams&, const Where&);
 void gated_attention_queries(const QueriesParams&, const Where&);
@@ -60,6 +88,8 @@ void collaborative_attention_forward(const AttendParams&, const Where&);
 void collaborative_attention_keys(const KeysParams&, const Where&);
 void collaborative_attention_queries(const QueriesParams&, const Where&);
 void attention_rows(const RowsParams&, const Where&);
+void attention_bias(const BiasParams&, const Where&);
+void dense_cells(const DenseCellsParams&, const Where&);
 
 // What one block of threads of a kernel owns: query rows, keys, features of the shared width.
 struct Tiles {
@@ -67,7 +97,7 @@ struct Tiles {
 };
 
 // `kernel` is "gated_attention.keys" and the like; `D` is the width of scores, Ds where it is
-// shared.
-Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv);
+// shared; `terms` is has_terms of the call.
+Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv, bool terms);
 
 }  // namespace hk::cuda

@@ -112,16 +112,19 @@ HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Pairs<kGroups, k
   });
 }
 
-// What a tile of the backward leaves out: of a full tile nothing is hidden, and without dropout
-// nothing is dropped.
+// What a tile of the backward leaves out: of a full tile nothing is hidden, unless its terms hide
+// it, and without dropout nothing is dropped.
 template <Lie kLie, int kGroups, int kColumns>
 class LeftOut {
  public:
   // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones.
+  template <typename Terms>
   HK_DEVICE LeftOut(const AttentionParams& p, const Visible& visible, const Range* ranges,
-                    bool partial, int b, int h, int first_row, int first_key)
-      : partial_(partial), drops_(p.dropout.active) {
+                    bool partial, const Terms& terms, bool hides, int b, int h, int first_row,
+                    int first_key)
+      : partial_(partial || hides), drops_(p.dropout.active) {
     if (partial_) add_hidden<kLie>(hidden_, visible, ranges, first_key);
+    if (hides) terms.add_hidden(hidden_);
     if (drops_) add_dropped<kLie>(dropped_, p.dropout, b, h, first_row, first_key);
   }
 

@@ -20,5 +20,7 @@ template <typename T>
 void collaborative_queries(const QueriesParams&, const Where&);
 template <typename T>
 void rows_pass(const RowsParams&, const Where&);
+template <typename T>
+void bias_pass(const BiasParams&, const Where&);
 
 }  // namespace hk::cuda

@@ -3,11 +3,13 @@
 //   p = exp(scores - lse)        dp = dattended value^T        dscores = p * (dp - delta)
 //
 // The gate is still to be applied to dattended, and so to dp and to the weights p of dvalue;
-// dropout multiplies both by what it keeps.
+// dropout multiplies both by what it keeps. Where scores are capped, dscores are those of the
+// scores before the cap.
 #pragma once
 
 #include "cuda/pairs.h"
 #include "cuda/row_terms.h"
+#include "cuda/scores.h"
 
 namespace hk::cuda {
 
@@ -23,16 +25,6 @@ struct TileTerms {
   }
 };
 
-// Scores become probabilities; those of hidden pairs are what the other factor makes of them, and
-// have to be hidden there.
-template <Lie kLie, int kRows, int kGroups, int kColumns>
-HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
-                                const TileTerms<kLie, kRows>& row, float steepness) {
-  scores.each([&](float& value, int m, int n, int e) {
-    value = row.terms.probability(value, steepness, row(m, n, e));
-  });
-}
-
 // What dropout and the gate make of probabilities, or of dp.
 template <Lie kLie, int kRows, int kGroups, int kColumns>
 HK_DEVICE void weigh(Accumulator<kGroups, kColumns>& tile, const TileTerms<kLie, kRows>& row,
@@ -43,16 +35,28 @@ HK_DEVICE void weigh(Accumulator<kGroups, kColumns>& tile, const TileTerms<kLie,
   left_out.drop(tile);
 }
 
-// dp becomes dscores, 0 where it is hidden.
+// dp becomes what probabilities multiply.
 template <Lie kLie, int kRows, int kGroups, int kColumns>
-HK_DEVICE void to_dscores(Accumulator<kGroups, kColumns>& dp,
-                          const Accumulator<kGroups, kColumns>& probabilities,
-                          const TileTerms<kLie, kRows>& row,
-                          const LeftOut<kLie, kGroups, kColumns>& left_out, float keep_scale) {
+HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileTerms<kLie, kRows>& row,
+                      const LeftOut<kLie, kGroups, kColumns>& left_out, float keep_scale) {
   weigh(dp, row, left_out, keep_scale);
-  dp.each([&](float& value, int m, int n, int e) {
-    value = probabilities.c[m][n][e] * (value - row.terms.delta[row(m, n, e)]);
+  dp.each([&](float& value, int m, int n, int e) { value -= row.terms.delta[row(m, n, e)]; });
+}
+
+// Raw products become probabilities, and centred dp dscores: 0 where they are hidden.
+template <typename Terms, Lie kLie, int kRows, int kGroups, int kColumns>
+HK_DEVICE void to_gradients(const AttentionParams& p, const Terms& terms,
+                            const TileTerms<kLie, kRows>& row,
+                            const LeftOut<kLie, kGroups, kColumns>& left_out,
+                            Accumulator<kGroups, kColumns>& scores,
+                            Accumulator<kGroups, kColumns>& dp) {
+  terms.finish(p, scores, [&](float slope, int m, int n, int e) { dp.c[m][n][e] *= slope; });
+  const float steepness = Terms::steepness(p);
+  scores.each([&](float& value, int m, int n, int e) {
+    value = row.terms.probability(value, steepness, row(m, n, e));
+    dp.c[m][n][e] *= value;
   });
+  left_out.hide(scores);
   left_out.hide(dp);
 }
 

@@ -19,23 +19,28 @@ namespace hk::cuda {
 // Bytes of shared memory that every part gives to a block.
 constexpr int kLeastShared = 99 << 10;
 
-template <typename T, int kWidth>
+// kernels with terms (scores.h) have a tile of numbers more in shared memory and more arithmetic:
+// of them there are fewer widths, and a warp owns one group.
+template <typename T, int kWidth, bool kTerms>
 struct ForwardSizes {
   static constexpr bool kWide = sizeof(T) * kWidth > 256;  // bytes of a row
-  static constexpr int kWarps = 4;
-  static constexpr int kGroups = sizeof(T) == 4 || kWide ? 1 : 2;
-  static constexpr int kBlockN = sizeof(T) * kWidth > 512 ? 16 : kWide ? 32 : 64;
+  static constexpr int kWarps = sizeof(T) * kWidth > 512 && kTerms ? 2 : 4;
+  static constexpr int kGroups = sizeof(T) == 4 || kWide || kTerms ? 1 : 2;
+  static constexpr int kBlockN = sizeof(T) * kWidth > 512 ? 16 : kWide || kTerms ? 32 : 64;
 };
 
 // Of both passes of the backward: a warp owns rows (keys or query rows) and goes through tiles of
 // kOther of the other side, two of which lie in shared memory. Two operands of each side.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct BackwardSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;
   static constexpr int kWarps = kRowBytes > 512 ? 1 : kRowBytes > 256 ? 2 : 4;
-  static constexpr int kGroups = kRowBytes > 128 ? 1 : 2;
+  static constexpr int kGroups = kRowBytes > 128 || kTerms ? 1 : 2;
   static constexpr int kOther = kRowBytes > 256 ? 16 : 32;
 };
+
+// Rows and keys of a block of the gradient of a bias (attention_bias.cu).
+constexpr int kBiasTile = 64;
 
 // f of the first of these widths that `width` fits into; the last one serves every other.
 template <int kWidth, int... kWider, typename F>
@@ -46,11 +51,19 @@ void with_narrowest(int64_t width, F&& f) {
   f(std::integral_constant<int, kWidth>{});
 }
 
+// f of whether a call has terms, as a constant.
+template <typename F>
+void with_terms(bool terms, F&& f) {
+  terms ? f(std::true_type{}) : f(std::false_type{});
+}
+
 // The widths of D and Dv. Narrow heads of float take a wider one: fewer kernels for the dtype that
 // is used least.
-template <typename T, typename F>
+template <typename T, bool kTerms, typename F>
 void with_width(int64_t D, int64_t Dv, F&& f) {
-  if constexpr (sizeof(T) == 2)
+  if constexpr (kTerms && sizeof(T) == 4)
+    with_narrowest<64, 256>(D > Dv ? D : Dv, f);
+  else if constexpr (sizeof(T) == 2 && !kTerms)
     with_narrowest<32, 64, 96, 128, 256>(D > Dv ? D : Dv, f);
   else
     with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
@@ -58,13 +71,15 @@ void with_width(int64_t D, int64_t Dv, F&& f) {
 
 // Of "keys" or "queries".
 template <typename T>
-Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv) {
+Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms) {
   Tiles tiles{};
-  with_width<T>(D, Dv, [&](auto width) {
-    using Sizes = BackwardSizes<T, width>;
-    constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
-    if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
-    if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};
+  with_terms(terms, [&](auto there) {
+    with_width<T, there>(D, Dv, [&](auto width) {
+      using Sizes = BackwardSizes<T, width, there>;
+      constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
+      if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
+      if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};
+    });
   });
   return tiles;
 }

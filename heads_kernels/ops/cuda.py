@@ -1,7 +1,8 @@
-"""The launcher that both operators share: calls of the compiled extension `heads_kernels._cuda`.
+"""Both operators on the `cuda` backend: the order of the kernels in `csrc/cuda/`.
 
-Kernels run on the device and the current stream of their tensors; emulated, on CPU tensors. Gradients of heads or of
-tiles that several blocks of threads would sum are parts, to be added up in order afterwards (`parts.py`).
+They are calls of the compiled extension `heads_kernels._cuda`; the kernels of gated attention run where a call has no
+mixing, on the device and the current stream of their tensors (emulated: on CPU tensors). Gradients that several blocks
+of threads would sum are parts, to be added up in order afterwards (`parts.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from heads_kernels.ops.arguments import MaskParts, Options, Scores, asked_for
+from heads_kernels.ops.arguments import (
+    Options,
+    Scores,
+    asked_for,
+    mask_of,
+    options_of,
+    scores_of,
+)
 from heads_kernels.ops.gate import can_close, is_elementwise
+from heads_kernels.ops.layout import contiguous_rows
+from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.support import CUDA_EMULATED
 
 if TYPE_CHECKING or not CUDA_EMULATED:
@@ -21,11 +32,25 @@ if TYPE_CHECKING or not CUDA_EMULATED:
 else:
     from heads_kernels import _cuda_emulated as _cuda
 
-#: What every pass over scores takes: scores, value, mask, options.
-Call = tuple[Scores, Tensor, MaskParts, Options]
+#: Query rows and keys of a cell of the map of a dense mask (kCell of csrc/cuda/kernels.h).
+_CELL = 32
+
+#: k_lo, k_hi, key_visible, dense, band_lo, band_hi, cells of the dense mask
+_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int, Tensor | None]
+#: dattended, lse, delta
+_Read = tuple[Tensor, Tensor, Tensor]
 
 
-class Tiles(NamedTuple):
+class _Arguments(NamedTuple):
+    """What every pass over scores takes."""
+
+    scores: Scores
+    value: Tensor
+    mask: _Mask
+    options: Options
+
+
+class _Tiles(NamedTuple):
     """What one block of threads owns: query rows, keys, features of the shared width."""
 
     block_m: int
@@ -33,14 +58,139 @@ class Tiles(NamedTuple):
     slice: int
 
 
-@functools.cache
-def tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int) -> Tiles:
-    """Tiles of "gated_attention.keys" and the like; `D` is the width of scores, `Ds` where it is shared."""
-    return Tiles(*_cuda.tiles_of(kernel, dtype, D, Dv))
+def forward(call: Call, results: Results) -> None:
+    """Fill `results`; empty ones are not kept."""
+    outputs = [asked_for(result) for result in results]
+    _cuda.attention_forward(*_arguments(call), outputs, _where(results.out))
 
 
-def single(tensor: Tensor | None) -> Tensor | None:
-    """A gate, mixing or bias without float64, which the kernels do not know.
+def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+    """Fill `gradients`; empty ones are not computed."""
+    arguments, dout = _arguments(call), contiguous_rows(saved.dout)
+    gate, activation, *others = arguments.options
+    delta, dattended = _rows_pass(arguments, dout, saved, gradients)
+    if closed_grad and gradients.dgate.numel() and gate is not None and can_close(gate, activation):
+        _cuda.attention_closed(*arguments, dout, gradients.dgate, _where(dout))
+    if dattended is not dout:  # the gate is in it
+        arguments = arguments._replace(options=(None, activation, *others))
+    read = dattended, saved.lse, delta
+    _keys_pass(call, arguments, read, gradients)
+    _queries_pass(call, arguments, read, closed_grad, gradients)
+    _bias_pass(call, arguments, read, gradients)
+
+
+def _rows_pass(
+    arguments: _Arguments, dout: Tensor, saved: Saved, gradients: Gradients
+) -> tuple[Tensor, Tensor]:
+    """Fill `dgate`, of open heads, and `dsinks`; returns `delta`, and `dattended` that an elementwise gate is in."""
+    delta = torch.empty_like(saved.lse)
+    gate = arguments.options[0]
+    product = None
+    if gate is not None and is_elementwise(gate):
+        product = torch.empty_like(saved.attended)
+    read = dout, saved.attended, saved.lse
+    written = delta, asked_for(gradients.dgate), product, asked_for(gradients.dsinks)
+    _cuda.attention_rows(*arguments, read, written, _where(dout))
+    return delta, dout if product is None else product
+
+
+def _keys_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradients) -> None:
+    """Fill `dkey`, `dvalue` and `dcontent_bias`."""
+    dkey, dvalue, dcontent_bias = (
+        gradients.dkey,
+        gradients.dvalue,
+        asked_for(gradients.dcontent_bias),
+    )
+    if not (dkey.numel() or dvalue.numel() or dcontent_bias is not None):
+        return
+    B, H, _, S, width, _ = call.sizes
+    tiles = _tiles(call, "keys")
+    if call.mixing is None:
+        Hk = call.key.shape[1]
+        splits = splits_of(H // max(Hk, 1), B * Hk * -(-S // tiles.block_n), call.key)
+        dvalue_parts = split_parts(dvalue, splits)
+    else:
+        slices = -(-width // tiles.slice) if dkey.numel() else 1
+        splits = splits_of(H, B * -(-S // tiles.block_n) * slices, call.key)
+        dvalue_parts = dvalue
+    dkey_parts = split_parts(dkey, splits)
+    written = asked_for(dkey_parts), asked_for(dvalue_parts), dcontent_bias
+    _cuda.attention_keys(*arguments, read, written, splits, _where(read[0]))
+    sum_parts(dkey_parts, dkey, splits)
+    sum_parts(dvalue_parts, dvalue, splits)
+
+
+def _queries_pass(
+    call: Call, arguments: _Arguments, read: _Read, closed_grad: bool, gradients: Gradients
+) -> None:
+    """Fill `dquery` and `dmixing`."""
+    dquery, dmixing = gradients.dquery, asked_for(gradients.dmixing)
+    if not dquery.numel() and dmixing is None:
+        return
+    where = _where(read[0])
+    if call.mixing is None:
+        _cuda.attention_queries(*arguments, read, (dquery, None), 1, closed_grad, where)
+        return
+    B, H, T, _, width, _ = call.sizes
+    if H == 0:
+        dquery.zero_()  # the kernel stores what heads give
+        return
+    tiles = _tiles(call, "queries")
+    row_tiles = -(-T // tiles.block_m)
+    splits = splits_of(H, B * row_tiles * -(-width // tiles.slice), dquery)
+    parts = split_parts(dquery, splits, torch.float32)
+    rows = None if dmixing is None else dmixing.new_empty((B, row_tiles, H, width))
+    _cuda.attention_queries(*arguments, read, (asked_for(parts), rows), splits, closed_grad, where)
+    sum_parts(parts, dquery, splits)
+    if rows is not None:
+        torch.sum(rows, 1, out=dmixing)
+
+
+def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradients) -> None:
+    """Fill `dbias` or `doffset_bias`."""
+    dbias, doffset_bias = gradients.dbias, gradients.doffset_bias
+    B, H, T, S = call.scores
+    block = _tiles(call, "bias").block_m
+    where = _where(read[0])
+    if dbias.numel():
+        B1, B2, *sizes = dbias.shape
+        full = H, -(-T // block), -(-S // block)
+        owners = [n if size > 1 else 1 for size, n in zip(sizes, full, strict=True)]
+        blocks = B1 * B2 * owners[0] * owners[1] * owners[2]
+        shares = B * H // max(B1 * B2 * owners[0], 1)
+        splits = splits_of(shares, blocks, call.query)
+        parts = split_parts(dbias, splits)
+        _cuda.attention_bias(*arguments, read, (parts, None), splits, where)
+        sum_parts(parts, dbias, splits)
+    if doffset_bias.numel():
+        # Offset j - i is in column j - i + (tiles of rows) * block of both parts.
+        row_tiles, key_tiles = -(-T // block), -(-S // block)
+        parts = doffset_bias.new_zeros((2, B, H, (row_tiles + key_tiles) * block))
+        _cuda.attention_bias(*arguments, read, (None, parts), 1, where)
+        if T and S:
+            first = row_tiles * block - (T - 1)
+            columns = slice(first, first + doffset_bias.shape[2])
+            torch.add(parts[0, ..., columns], parts[1, ..., columns], out=doffset_bias)
+        else:
+            doffset_bias.zero_()
+
+
+def _arguments(call: Call) -> _Arguments:
+    query, key, mixing, content_bias, scale, terms = scores_of(call)
+    gate, *options = options_of(call)
+    if terms is not None:
+        *tensors, softcap = terms
+        terms = (*map(_single, tensors), softcap)
+    return _Arguments(
+        (query, key, _single(mixing), _single(content_bias), scale, terms),
+        call.value,
+        (*mask_of(call.intervals), _dense_cells(call.intervals.dense)),
+        (_single(gate), *options),
+    )
+
+
+def _single(tensor: Tensor | None) -> Tensor | None:
+    """A gate, mixing, bias or sinks without float64, which the kernels do not know.
 
     Kernels skip what is exactly 0, so a number that float32 can't hold becomes its smallest normal one.
     """
@@ -51,60 +201,27 @@ def single(tensor: Tensor | None) -> Tensor | None:
     return torch.where((narrow == 0) & (tensor != 0), least, narrow)
 
 
-def attention_forward(call: Call, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Fill `outputs` (out, attended, lse); of the last two empty ones are not kept."""
-    out, attended, lse = outputs
-    _cuda.attention_forward(*call, (out, asked_for(attended), asked_for(lse)), _where(out))
+def _dense_cells(dense: Tensor | None) -> Tensor | None:
+    """What a dense mask leaves of each cell of pairs: bytes, sizes of 1 broadcast as those of the mask."""
+    if dense is None:
+        return None
+    B, H, T, S = dense.shape
+    cells = dense.new_empty((B, H, -(-T // _CELL), -(-S // _CELL)), dtype=torch.uint8)
+    _cuda.dense_cells(dense, cells, _where(dense))
+    return cells
 
 
-def attention_rows(
-    call: Call, dout: Tensor, attended: Tensor, lse: Tensor, dgate_rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The first pass of the backward: fills `dgate_rows` unless it is empty, of open heads.
-
-    Returns `delta`, `dattended` and the gate still to be applied to it: `dattended` is `dout` itself, with the gate
-    left, unless the gate is elementwise: then the gate is in it.
-    """
-    gate, activation, *_ = call[3]
-    delta = torch.empty_like(lse)
-    elementwise = gate is not None and is_elementwise(gate)
-    product = torch.empty_like(attended) if elementwise else None
-    read, written = (dout, attended, lse), (delta, asked_for(dgate_rows), product)
-    _cuda.attention_rows((gate, activation), read, written, _where(dout))
-    return (delta, dout, gate) if product is None else (delta, product, None)
+def _tiles(call: Call, name: str) -> _Tiles:
+    operator = "gated_attention" if call.mixing is None else "collaborative_attention"
+    terms = call.bias, call.offset_bias, call.intervals.dense
+    has_terms = call.softcap != 0.0 or any(term is not None for term in terms)
+    D, Dv = call.query.shape[-1], call.value.shape[-1]
+    return _tiles_of(f"{operator}.{name}", call.query.dtype, D, Dv, has_terms)
 
 
-def attention_closed(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
-    """Write the rows of closed heads into `dgate_rows`, where that is asked for and a gate can close a head."""
-    gate, activation, *_ = call[3]
-    if dgate_rows.numel() and gate is not None and can_close(gate, activation):
-        _cuda.attention_closed(*call, dout, dgate_rows, _where(dout))
-
-
-def attention_keys(
-    call: Call,
-    read: tuple[Tensor, Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor | None],
-    splits: int,
-) -> None:
-    """Fill `gradients` (dkey, dvalue, dcontent_bias); empty ones are not computed.
-
-    `read` is dattended, lse, delta.
-    """
-    dkey, dvalue, dcontent_bias = (asked_for(gradient) for gradient in gradients)
-    _cuda.attention_keys(*call, read, (dkey, dvalue, dcontent_bias), splits, _where(read[0]))
-
-
-def attention_queries(
-    call: Call,
-    read: tuple[Tensor, Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor | None],
-    splits: int,
-    closed_grad: bool,
-) -> None:
-    """Fill `gradients` (dquery, dmixing); empty ones are not computed. `read` is dattended, lse, delta."""
-    dquery, dmixing = (asked_for(gradient) for gradient in gradients)
-    _cuda.attention_queries(*call, read, (dquery, dmixing), splits, closed_grad, _where(read[0]))
+@functools.cache
+def _tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int, has_terms: bool) -> _Tiles:
+    return _Tiles(*_cuda.tiles_of(kernel, dtype, D, Dv, has_terms))
 
 
 def _where(tensor: Tensor) -> tuple[int, int]:

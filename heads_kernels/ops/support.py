@@ -119,7 +119,7 @@ def triton(problem: Problem) -> list[str]:
 
 
 def cuda(problem: Problem) -> list[str]:
-    """The CUDA kernels read tensors in GPU memory (emulated: in CPU memory), rows contiguous, masks as intervals."""
+    """The CUDA kernels read tensors in GPU memory (emulated: in CPU memory), rows contiguous, and every mask."""
     reasons = [_CUDA_MISSING] if _CUDA_MISSING else []
     device = problem.query.device
     if CUDA_EMULATED:
@@ -131,14 +131,7 @@ def cuda(problem: Problem) -> list[str]:
         reasons.append(words)
     if problem.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return (
-        reasons
-        + _too_wide(problem)
-        + _too_many(problem)
-        + _dense_mask(problem)
-        + _score_terms(problem)
-        + _rows_apart(problem)
-    )
+    return reasons + _too_wide(problem) + _too_many(problem) + _rows_apart(problem)
 
 
 def _unsupported_device(index: int) -> str:

@@ -48,12 +48,13 @@ def call(shared: bool, splits: int = 2) -> Call:
         "k_lo": torch.zeros(B, T, dtype=torch.int32),
         "k_hi": torch.full((B, T), S, dtype=torch.int32),
         "key_visible": torch.ones(1, S, dtype=torch.bool),
-        "dense_mask": None,
+        "dense_mask": torch.ones(1, H, T, S, dtype=torch.bool),
+        "dense_cells": torch.full((1, H, 1, 1), 2, dtype=torch.uint8),
+        "bias": None if shared else torch.zeros(1, B, 1, T, S),
+        "offset_bias": torch.zeros(H, T + S - 1) if shared else None,
+        "sinks": torch.zeros(H),
         "excluded": torch.zeros(1, S, dtype=torch.bool),
         "gate": torch.ones(H),
-        "bias": None,
-        "offset_bias": None,
-        "sinks": None,
         "seed": torch.zeros(1, dtype=torch.int64),
         "out": empty(B, H, T, Dv),
         "dout": empty(B, H, T, Dv),
@@ -70,9 +71,9 @@ def call(shared: bool, splits: int = 2) -> Call:
         "dcontent_bias": rows(B, H, S) if shared else None,
         "dquery": rows(B, T, D) if shared else empty(B, H, T, D),
         "dmixing": rows(B, 1, H, D) if shared else None,
-        "dbias": None,
-        "doffset_bias": None,
-        "dsinks": None,
+        "dbias": None if shared else rows(splits, B, 1, T, S),
+        "doffset_bias": rows(2, B, H, 128) if shared else None,
+        "dsinks": rows(B, H, T),
     }
 
 
@@ -80,12 +81,10 @@ def of_cpu(shared: bool) -> Call:
     """The same with gradients as the CPU writes them."""
     c = call(shared)
     like = {f"d{name}": torch.zeros_like(c[name]) for name in ("query", "key", "value")}
-    dense = torch.ones(1, H, T, S, dtype=torch.bool)
-    c |= {**like, "dense_mask": dense, "dmixing": rows(B, H, D) if shared else None}
-    c |= {"sinks": rows(H), "dsinks": rows(B, H, T)}
-    if shared:  # never both biases
-        return {**c, "offset_bias": rows(H, T + S - 1), "doffset_bias": rows(B, H, T + S - 1)}
-    return {**c, "bias": rows(1, B, H, T, S), "dbias": rows(1, B, H, T, S)}
+    like["dmixing"] = rows(B, H, D) if shared else None
+    like["dbias"] = None if shared else rows(1, B, 1, T, S)
+    like["doffset_bias"] = rows(B, H, T + S - 1) if shared else None
+    return {**c, **like}
 
 
 def arguments(c: Call) -> tuple[Any, ...]:
@@ -93,6 +92,11 @@ def arguments(c: Call) -> tuple[Any, ...]:
     scores = c["query"], c["key"], c["mixing"], c["content_bias"], 0.5, terms
     mask = c["k_lo"], c["k_hi"], c["key_visible"], c["dense_mask"], -S, S
     return scores, c["value"], mask, (c["gate"], "identity", c["seed"], 0.5)
+
+
+def cuda_arguments(c: Call) -> tuple[Any, ...]:
+    scores, value, mask, options = arguments(c)
+    return scores, value, (*mask, c["dense_cells"]), options
 
 
 def cpu_forward(c: Call) -> None:
@@ -112,50 +116,71 @@ def cpu_statistics(c: Call) -> None:
 
 
 def forward(c: Call) -> None:
-    cuda.attention_forward(*arguments(c), (c["out"], c["attended"], c["lse"]), HERE)
+    cuda.attention_forward(*cuda_arguments(c), (c["out"], c["attended"], c["lse"]), HERE)
 
 
 def closed(c: Call) -> None:
-    cuda.attention_closed(*arguments(c), c["dout"], c["dgate"], HERE)
+    cuda.attention_closed(*cuda_arguments(c), c["dout"], c["dgate"], HERE)
 
 
 def first(c: Call) -> None:
-    read, written = (c["dout"], c["attended"], c["lse"]), (c["delta"], c["dgate"], c["dattended"])
-    cuda.attention_rows((c["gate"], "identity"), read, written, HERE)
+    read = c["dout"], c["attended"], c["lse"]
+    written = c["delta"], c["dgate"], c["dattended"], c["dsinks"]
+    cuda.attention_rows(*cuda_arguments(c), read, written, HERE)
 
 
 def keys(c: Call) -> None:
-    read, gradients = (
-        (c["dout"], c["lse"], c["delta"]),
-        (c["dkey"], c["dvalue"], c["dcontent_bias"]),
-    )
-    cuda.attention_keys(*arguments(c), read, gradients, 2, HERE)
+    read = c["dout"], c["lse"], c["delta"]
+    gradients = c["dkey"], c["dvalue"], c["dcontent_bias"]
+    cuda.attention_keys(*cuda_arguments(c), read, gradients, 2, HERE)
 
 
 def queries(c: Call) -> None:
     read, gradients = (c["dout"], c["lse"], c["delta"]), (c["dquery"], c["dmixing"])
-    cuda.attention_queries(*arguments(c), read, gradients, 1, True, HERE)
+    cuda.attention_queries(*cuda_arguments(c), read, gradients, 1, True, HERE)
+
+
+def of_bias(c: Call) -> None:
+    read, gradients = (c["dout"], c["lse"], c["delta"]), (c["dbias"], c["doffset_bias"])
+    cuda.attention_bias(*cuda_arguments(c), read, gradients, 1 if c["dbias"] is None else 2, HERE)
+
+
+def cells(c: Call) -> None:
+    cuda.dense_cells(c["dense_mask"], c["dense_cells"], HERE)
 
 
 Pass = Callable[[Call], None]
-_SCORES = ("query", "key", "mixing", "content_bias", "k_lo", "k_hi", "key_visible", "dense_mask")
 _TERMS = ("bias", "offset_bias", "sinks")
+_SCORES = (
+    "query",
+    "key",
+    "mixing",
+    "content_bias",
+    *_TERMS,
+    "k_lo",
+    "k_hi",
+    "key_visible",
+    "dense_mask",
+)
 _CALL = (*_SCORES, "value", "gate", "seed")
+_TILED = (*_CALL, "dense_cells")
 _READ = ("dout", "lse", "delta")
 #: Gradients, written only where they are asked for; an empty one is not.
-GRADIENTS = [f"d{name}" for name in OPERANDS]
+GRADIENTS = {f"d{name}" for name in OPERANDS}
 #: Each pass with the tensors that it reads and writes.
 PASSES: dict[Pass, tuple[str, ...]] = {
-    cpu_forward: (*_CALL, *_TERMS, "out", "attended", "lse"),
-    cpu_backward: (*_CALL, *_TERMS, "dout", "attended", "lse", *GRADIENTS),
-    cpu_statistics: (*_SCORES, *_TERMS, "excluded", "lse", "max_prob", "argmax", "entropy"),
+    cpu_forward: (*_CALL, "out", "attended", "lse"),
+    cpu_backward: (*_CALL, "dout", "attended", "lse", *GRADIENTS),
+    cpu_statistics: (*_SCORES, "excluded", "lse", "max_prob", "argmax", "entropy"),
 }  # fmt: skip
 CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
-    forward: (*_CALL, "out", "attended", "lse"),
-    closed: (*_CALL, "dout", "dgate"),
-    first: ("dout", "attended", "lse", "delta", "dgate", "gate"),
-    keys: (*_CALL, *_READ, "dkey", "dvalue", "dcontent_bias"),
-    queries: (*_CALL, *_READ, "dquery", "dmixing"),
+    forward: (*_TILED, "out", "attended", "lse"),
+    closed: (*_TILED, "dout", "dgate"),
+    first: (*_CALL, "dout", "attended", "lse", "delta", "dgate", "dsinks"),
+    keys: (*_TILED, *_READ, "dkey", "dvalue", "dcontent_bias"),
+    queries: (*_TILED, *_READ, "dquery", "dmixing"),
+    of_bias: (*_TILED, *_READ, "dbias", "doffset_bias"),
+    cells: ("dense_mask", "dense_cells"),
 }
 if cuda is not None:
     PASSES |= CUDA_PASSES
@@ -167,23 +192,21 @@ OPTIONAL = {
     "dense_mask",
     "excluded",
     "gate",
-    "bias",
-    "offset_bias",
-    "sinks",
     "attended",
     "lse",
+    *_TERMS,
     *GRADIENTS,
 }
 #: But these passes need it.
 NEEDED = {
-    (cpu_backward, "attended"), (cpu_backward, "lse"), *((cpu_backward, name) for name in _TERMS),
-    (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
-    (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"),
+    (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
+    (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"), (first, "sinks"),
+    (cells, "dense_mask"), *((cpu_backward, name) for name in _TERMS), (of_bias, "bias"), (of_bias, "offset_bias"),
 }  # fmt: skip
 #: Outputs of passes that may be empty.
 OUTPUTS = {
     cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"},
-    cpu_backward: {*GRADIENTS}, keys: {*GRADIENTS}, queries: {*GRADIENTS},
+    cpu_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS, of_bias: GRADIENTS,
 }  # fmt: skip
 
 
@@ -229,14 +252,14 @@ def is_served(run: Pass, name: str, how: str) -> bool:
         return name in OPTIONAL and (run, name) not in NEEDED
     if how == "empty":
         return name in OUTPUTS.get(run, ())
+    if run is cells and name == "dense_mask":  # as many cells
+        return how in ("shorter", "longer")
     if how == "double":  # beside the query, of the CPU's kernels
         own = (
             "gate",
             "mixing",
             "content_bias",
-            "bias",
-            "offset_bias",
-            "sinks",
+            *_TERMS,
             *(("dout", "attended") if run is cpu_backward else ()),
         )
         return run.__name__.startswith("cpu") and name in own
@@ -310,19 +333,19 @@ def test_parts_are_as_many_as_splits_and_float() -> None:
 
 @needs_emulator
 def test_tiles_of_a_kernel_that_is_not_there() -> None:
-    assert min(cuda.tiles_of("gated_attention.keys", torch.float32, D, Dv)[:2]) > 0
+    for terms in (False, True):
+        assert min(cuda.tiles_of("gated_attention.keys", torch.float32, D, Dv, terms)[:2]) > 0
     for name in ("gated_attention.values", "keys", ""):
         with pytest.raises(ValueError, match="no kernel"):
-            cuda.tiles_of(name, torch.float32, D, Dv)
+            cuda.tiles_of(name, torch.float32, D, Dv, False)
 
 
 # ---------------------------------------------------------------------- the ops
 def op_arguments(shared: bool, backward: bool) -> Call:
     """Arguments of an op by name, in its order; a valid call."""
-    c = {**of_cpu(shared), "band_lo": -S, "band_hi": S, "scale": 0.5}
+    c = {**of_cpu(shared), "band_lo": -S, "band_hi": S, "scale": 0.5, "softcap": 2.0}
     c |= {"gate_activation": "identity", "dropout_p": 0.5, "save": True, "closed_grad": True}
-    c["softcap"] = 2.0
-    c["needs"] = [c[name] is not None for name in OPERATORS[NAMES[shared]].operands]
+    c["needs"] = [True] * len(OPERATORS[NAMES[shared]].operands)
     names = (
         *OPERATORS[NAMES[shared]].types,
         *(("closed_grad", "needs") if backward else ("save",)),

@@ -20,9 +20,9 @@ arch = sm_80
 Resource usage:
  Common:
   GLOBAL:0
- Function _ZN2hk4cuda5entryINS0_9GatedKeysINS0_4bf16ELi256ELNS0_4SumsE2EEEEEvNT_6ParamsE:
+ Function _ZN2hk4cuda5entryINS0_9GatedKeysINS0_4bf16ELi256ELb1ELNS0_4SumsE2EEEEEvNT_6ParamsE:
   REG:255 STACK:72 SHARED:0 LOCAL:0 CONSTANT[0]:1344
- Function _ZN2hk4cuda5entryINS0_13AttentionRowsIfEEEEvNT_6ParamsE:
+ Function _ZN2hk4cuda5entryINS0_13AttentionRowsIfLb0EEEEEvNT_6ParamsE:
   REG:52 STACK:0 SHARED:0 LOCAL:0
  Function _ZN2hk4cuda5entryINS0_12_GLOBAL__N_15ShuffleEEEvNT_6ParamsE:
   REG:8 STACK:1000 SHARED:0 LOCAL:0
@@ -31,13 +31,13 @@ Resource usage:
 
 def test_reads_what_cuobjdump_prints() -> None:
     keys, rows = cuda_resources.parse(TEXT)
-    assert keys == Kernel("GatedKeys", "bf16", (256, 2), "sm_80", 255, 72)
-    assert rows == Kernel("AttentionRows", "float", (), "sm_80", 52, 0)
+    assert keys == Kernel("GatedKeys", "bf16", (256, 1, 2), "sm_80", 255, 72)
+    assert rows == Kernel("AttentionRows", "float", (0,), "sm_80", 52, 0)
     assert keys.broken() == ["72 bytes of stack, of 48"]
     assert rows.broken() == []
-    assert str(keys) == "GatedKeys<bf16, 256, 2> on sm_80"
+    assert str(keys) == "GatedKeys<bf16, 256, 1, 2> on sm_80"
     last = cuda_resources.table([keys, rows])[-1].split()
-    assert last == ["GatedKeys", "bf16", "256", "2", "255", "+72", "B"]
+    assert last == ["GatedKeys", "bf16", "256", "1", "2", "255", "+72", "B"]
 
 
 def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,5 +70,6 @@ def test_every_part_has_every_kernel(kernels: list[Kernel]) -> None:
     names = {name for name, _, _ in next(iter(by_part.values()))}
     passes = ("Forward", "Keys", "Queries")
     assert names == {f"{op}{one}" for op in ("Gated", "Collaborative") for one in passes} | {
-        "AttentionRows"
+        "AttentionRows",
+        "BiasGradient",
     }

@@ -116,11 +116,10 @@ def test_what_is_served(unsupported: Unsupported) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_dense_masks() -> None:
-    problem = gated(attn_mask=torch.rand(5, 7) < 0.5)
-    assert support.triton(problem) == []
-    (reason,) = support.cuda(problem)
-    assert reason == "a dense attn_mask is no interval per row; use hk.Mask, or the eager backend"
+@pytest.mark.parametrize("backend", [support.cpu, support.triton, support.cuda])
+def test_dense_masks_and_every_score_term(backend: Unsupported) -> None:
+    terms = {"bias": torch.zeros(4, 5, 7), "softcap": 2.0, "sinks": torch.zeros(4)}
+    assert backend(gated(attn_mask=torch.rand(5, 7) < 0.5, **terms)) == []
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -8,6 +8,6 @@ BACKENDS = (
     Backend("cpu", "heads_kernels.ops.native", support.cpu),
     Backend("triton", "heads_kernels.ops.triton.backend", support.triton),
     # Behind Triton until a kept run on a GPU shows the order: neither has run on one.
-    Backend("cuda", "heads_kernels.ops.collaborative_attention.cuda", support.cuda),
+    Backend("cuda", "heads_kernels.ops.cuda", support.cuda),
     Backend("eager", "heads_kernels.ops.eager", support.eager),
 )

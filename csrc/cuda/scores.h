@@ -1,0 +1,209 @@
+// From raw products to scores, for the kernels of both operators:
+//
+//   score = softcap * tanh(scale * raw / softcap) + bias        slope = 1 - tanh^2
+//
+// A kernel is compiled with terms and without them (kThere). Without, scores stay raw: the softmax
+// scales them. With terms, which of them are there is decided at run time, once a tile: what is
+// added to the scores of a tile stands in shared memory, -inf where a dense mask hides the pair, as
+// a bias may do by itself.
+#pragma once
+
+#include "cuda/pairs.h"
+
+namespace hk::cuda {
+
+// The head whose scores are computed, and their number.
+struct Head {
+  int b, h, T, S;
+};
+
+// What is added to the scores of a head, pair by pair: a bias, or a table of offsets as one whose
+// rows lie on each other, shifted by one.
+class Addends {
+ public:
+  HK_DEVICE Addends(const AttentionParams& p, const Head& at)
+      : data_(nullptr), dtype_(DType::kFloat32), mask_(nullptr) {
+    const Tensor &bias = p.terms.bias, &table = p.terms.offset_bias;
+    if (bias.rank > 0) {
+      const int inner = static_cast<int>(p.terms.bias_inner);
+      set(bias,
+          at.b / inner * bias.stride[0] + at.b % inner * bias.stride[1] + at.h * bias.stride[2],
+          bias.stride[3], bias.stride[4]);
+    } else if (table.rank > 0) {
+      const int64_t step = table.stride[1];
+      set(table, at.h * table.stride[0] + (at.T - 1) * step, -step, step);
+    }
+    if (p.mask.dense) {
+      const int64_t* const stride = p.mask.dense_stride;
+      mask_ = p.mask.dense + at.b * stride[0] + at.h * stride[1];
+      mask_row_ = stride[2];
+      mask_key_ = stride[3];
+    }
+  }
+
+  HK_DEVICE bool any() const { return data_ != nullptr; }
+
+  // Of a pair that is there; -inf hides it. Without `masked` the dense mask is not read.
+  HK_DEVICE float at(int row, int key, bool masked) const {
+    if (masked && !mask_[row * mask_row_ + key * mask_key_]) return -kInfinity;
+    return data_ ? load_number(data_, dtype_, first_ + row * row_ + key * key_) : 0.0f;
+  }
+
+ private:
+  HK_DEVICE void set(const Tensor& t, int64_t first, int64_t row, int64_t key) {
+    data_ = t.data;
+    dtype_ = t.dtype;
+    first_ = first;
+    row_ = row;
+    key_ = key;
+  }
+
+  const void* data_;
+  DType dtype_;
+  int64_t first_, row_, key_;
+  const uint8_t* mask_;
+  int64_t mask_row_, mask_key_;
+};
+
+// The terms of tiles of kRows query rows and kKeys keys. Functions take the parameters of the
+// kernel, which are at hand everywhere and cost no registers.
+template <bool kThere, Lie kLie, int kRows, int kKeys>
+class ScoreTile {
+  // Padded as tiles are (16 columns are not: the widest kernels have no room).
+  static constexpr int kStride = kKeys > 16 ? kKeys + 4 : kKeys;
+
+ public:
+  static constexpr int kBytes = kThere ? kRows * kStride * static_cast<int>(sizeof(float)) : 0;
+
+  HK_DEVICE explicit ScoreTile(SharedMemory& memory) : addends_(nullptr) {
+    if constexpr (kThere) addends_ = memory.take<float>(kRows * kStride);
+  }
+
+  // What the dense mask shows of a tile, by the cells that it lies in.
+  template <typename Params>
+  HK_DEVICE static DenseCell shown(const Params& p, const Head& at, int first_row, int first_key) {
+    const int64_t* const stride = p.dense_cells.stride;
+    const uint8_t* const cells = p.dense_cells.data + at.b * stride[0] + at.h * stride[1];
+    const int last_row = min_of(first_row + kRows, at.T) - 1;
+    const int last_key = min_of(first_key + kKeys, at.S) - 1;
+    bool any = false, all = true;
+    HK_ROLLED
+    for (int row = first_row / kCell; row <= last_row / kCell; ++row) {
+      HK_ROLLED
+      for (int key = first_key / kCell; key <= last_key / kCell; ++key) {
+        const uint8_t cell = cells[row * stride[2] + key * stride[3]];
+        any |= cell != kHidden;
+        all &= cell == kShown;
+      }
+    }
+    return all ? kShown : any ? kMixed : kHidden;
+  }
+
+  // The first tile of a list, from `index` on, of which the dense mask shows something. `first` is
+  // the first row of all tiles, or by keys their first key.
+  template <typename Params>
+  HK_DEVICE static int shown_from(int index, const TileList& list, int first, const Params& p,
+                                  const Head& at) {
+    if constexpr (kThere) {
+      while (p.dense_cells.data && index < list.count()) {
+        const int first_row = kLie == Lie::kRowsFirst ? first : list[index] * kRows;
+        const int first_key = kLie == Lie::kRowsFirst ? list[index] * kKeys : first;
+        if (shown(p, at, first_row, first_key) != kHidden) break;
+        ++index;
+      }
+    }
+    return index;
+  }
+
+  // Puts what is added to the scores of a tile on chip; tells whether this thread found a hidden
+  // pair. Other threads see it behind a barrier. All threads of the block come here.
+  template <int kThreads, typename Params>
+  HK_DEVICE bool stage(const Params& p, const Head& at, int first_row, int first_key) const {
+    const bool masked = p.dense_cells.data && shown(p, at, first_row, first_key) != kShown;
+    const Addends addends(p, at);
+    if (!masked && !addends.any()) return false;
+    constexpr int kBatch = 4;  // reads that are under way at once
+    static_assert(kRows * kKeys % (kBatch * kThreads) == 0);
+    bool hides = false;
+    HK_ROLLED
+    for (int first = thread_index(); first < kRows * kKeys; first += kBatch * kThreads) {
+      float values[kBatch];
+      HK_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = first_row + (first + i * kThreads) / kKeys;
+        const int key = first_key + (first + i * kThreads) % kKeys;
+        values[i] = row < at.T && key < at.S ? addends.at(row, key, masked) : 0.0f;
+      }
+      HK_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        const int index = first + i * kThreads;
+        hides |= values[i] == -kInfinity;
+        addends_[index / kKeys * kStride + index % kKeys] = values[i];
+      }
+    }
+    return hides;
+  }
+
+  // Raw products of a tile become scores; use(slope, m, n, e) where they are capped.
+  template <int kGroups, int kColumns, typename Use>
+  HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
+                        Use&& use) const {
+    if constexpr (kThere) {
+      const float scale = static_cast<float>(p.scale),
+                  softcap = static_cast<float>(p.terms.softcap);
+      const float inside = softcap == 0.0f ? scale : scale / softcap;
+      scores.each([&](float& score, int, int, int) { score *= inside; });
+      if (softcap != 0.0f) {
+        scores.each([&](float& score, int m, int n, int e) {
+          const float share = tanhf(score);
+          score = softcap * share;
+          use(1.0f - share * share, m, n, e);
+        });
+      }
+      if (adds(p)) {
+        scores.each([&](float& score, int m, int n, int e) {
+          score += at<kGroups>(row_of(m, e), column_of(n, e));
+        });
+      }
+    }
+  }
+  template <int kGroups, int kColumns>
+  HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores) const {
+    finish(p, scores, [](float, int, int, int) {});
+  }
+
+  // What scores are multiplied by to be exponents of 2.
+  HK_DEVICE static float steepness(const AttentionParams& p) {
+    return kThere ? kLog2e : static_cast<float>(p.scale) * kLog2e;
+  }
+
+  // Adds the pairs that the terms of a tile hide; it has to hide some.
+  template <int kGroups, int kColumns>
+  HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs) const {
+    using Word = typename Pairs<kGroups, kColumns>::Word;
+    if constexpr (kThere) {
+      each_row<kGroups>([&](int m, int half, int row) {
+        each_column<kColumns>([&](int bit, int column) {
+          if (at<kGroups>(row, column) == -kInfinity) pairs.word(m, half) |= Word{1} << bit;
+        });
+      });
+    }
+  }
+
+ private:
+  // Whether there is something to add, beside what a mask hides.
+  HK_DEVICE static bool adds(const AttentionParams& p) {
+    return p.terms.bias.rank > 0 || p.terms.offset_bias.rank > 0;
+  }
+
+  // Of an element of this warp's part of a tile.
+  template <int kGroups>
+  HK_DEVICE float at(int row, int column) const {
+    const int own = warp() * kGroups * 16 + row;
+    return addends_[kLie == Lie::kRowsFirst ? own * kStride + column : column * kStride + own];
+  }
+
+  float* addends_;
+};
+
+}  // namespace hk::cuda
