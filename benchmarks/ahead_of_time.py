@@ -54,8 +54,8 @@ def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
 
 def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
     given = {name: tensor for name, tensor in inputs.tensors.items() if name != "value"}
-    options = {name: inputs.options[name] for name in ("softcap",) if name in inputs.options}
-    p = Problem.statistics(**given, **options, is_causal=True)
+    softcap = inputs.options.get("softcap")
+    p = Problem.statistics(**given, softcap=softcap, is_causal=True)  # type: ignore[arg-type]
     for excluded in (None, torch.zeros(p.B, p.S, dtype=torch.bool)):
         statistics_op(*SIGNATURE.pack(p), excluded, "triton")
 

@@ -36,7 +36,7 @@ _NUMBERS: Final = re.compile(r"L(?:i|b|NS0_\d+\w+?E)(\d+)E")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel for one part; `numbers`: its width, whether it has score terms, what else it is compiled for."""
+    """One kernel for one part; `numbers` are its width, 1 with score terms, then what else it is compiled for."""
 
     name: str
     dtype: str

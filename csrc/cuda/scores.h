@@ -149,11 +149,12 @@ class ScoreTile {
   HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
                         Use&& use) const {
     if constexpr (kThere) {
-      const float scale = static_cast<float>(p.scale),
-                  softcap = static_cast<float>(p.terms.softcap);
-      const float inside = softcap == 0.0f ? scale : scale / softcap;
+      const bool capped = p.terms.softcap != 0.0;
+      const float scale = static_cast<float>(p.scale);
+      const float softcap = fmaxf(static_cast<float>(p.terms.softcap), kSmallest);
+      const float inside = capped ? scale / softcap : scale;
       scores.each([&](float& score, int, int, int) { score *= inside; });
-      if (softcap != 0.0f) {
+      if (capped) {
         scores.each([&](float& score, int m, int n, int e) {
           const float share = tanhf(score);
           score = softcap * share;
@@ -177,7 +178,7 @@ class ScoreTile {
     return kThere ? kLog2e : static_cast<float>(p.scale) * kLog2e;
   }
 
-  // Adds the pairs that the terms of a tile hide; it has to hide some.
+  // Adds the pairs that the terms of a tile hide, of a tile that `stage` found some in.
   template <int kGroups, int kColumns>
   HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs) const {
     using Word = typename Pairs<kGroups, kColumns>::Word;

@@ -30,7 +30,7 @@ class Intervals(NamedTuple):
     k_lo, k_hi        int32 `[B or 1, T]`, contiguous, within [0, S], both or none:
                       `k_lo[b, i] <= j < k_hi[b, i]`; a row with `k_lo >= k_hi` sees nothing
     key_visible       bool `[B or 1, S]`, contiguous: False hides key j from every row
-    dense             bool `[B|1, H|1, T|1, S|1]`: False hides the pair; `cuda` does not read it
+    dense             bool `[B|1, H|1, T|1, S|1]`: False hides the pair
     """
 
     band_lo: int = -UNBOUNDED

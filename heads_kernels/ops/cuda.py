@@ -67,12 +67,12 @@ def forward(call: Call, results: Results) -> None:
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
     """Fill `gradients`; empty ones are not computed."""
     arguments, dout = _arguments(call), contiguous_rows(saved.dout)
-    gate, activation, *others = arguments.options
+    gate, activation, seed, dropout_p = arguments.options
     delta, dattended = _rows_pass(arguments, dout, saved, gradients)
     if closed_grad and gradients.dgate.numel() and gate is not None and can_close(gate, activation):
         _cuda.attention_closed(*arguments, dout, gradients.dgate, _where(dout))
     if dattended is not dout:  # the gate is in it
-        arguments = arguments._replace(options=(None, activation, *others))
+        arguments = arguments._replace(options=(None, activation, seed, dropout_p))
     read = dattended, saved.lse, delta
     _keys_pass(call, arguments, read, gradients)
     _queries_pass(call, arguments, read, closed_grad, gradients)
@@ -177,15 +177,15 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
 
 def _arguments(call: Call) -> _Arguments:
     query, key, mixing, content_bias, scale, terms = scores_of(call)
-    gate, *options = options_of(call)
+    gate, activation, seed, dropout_p = options_of(call)
     if terms is not None:
-        *tensors, softcap = terms
-        terms = (*map(_single, tensors), softcap)
+        bias, offset_bias, sinks, softcap = terms
+        terms = _single(bias), _single(offset_bias), _single(sinks), softcap
     return _Arguments(
         (query, key, _single(mixing), _single(content_bias), scale, terms),
         call.value,
         (*mask_of(call.intervals), _dense_cells(call.intervals.dense)),
-        (_single(gate), *options),
+        (_single(gate), activation, seed, dropout_p),
     )
 
 
