@@ -223,16 +223,7 @@ class Multihead(nn.Module, ABC):
             self_attention=alone,
             kept_heads=getattr(self, "kept_heads", None),
         )
-        if cache is None:
-            source = self.source(keys, values)
-        elif alone:
-            source = cache.append(*self.source(keys, values))
-        else:
-            source = cache.once(partial(self.source, keys, values))
-            if source[0].shape[0] != rows.shape[0]:
-                was = f"holds batch {source[0].shape[0]}, but query has batch {rows.shape[0]}"
-                refuse("cache", was, "call reorder(beams) or reset() first")
-        operands = self.operands(rows, source)
+        operands = self.operands(rows, self._source(keys, values, cache, alone))
         if self.observer is not None:
             call = AttentionCall(
                 **{"mixing": None, "content_bias": None, **operands},  # type: ignore[arg-type]
@@ -256,6 +247,20 @@ class Multihead(nn.Module, ABC):
             return output, None
         del arguments["value"]
         return output, attention_statistics(**arguments)
+
+    def _source(
+        self, key: Tensor, value: Tensor, cache: KeyValueCache | None, alone: bool
+    ) -> tuple[Tensor, ...]:
+        """`source`, what a cache holds of it included."""
+        if cache is None:
+            return self.source(key, value)
+        if alone:
+            return cache.append(*self.source(key, value))
+        source = cache.once(partial(self.source, key, value))
+        if source[0].shape[0] != key.shape[0]:
+            was = f"holds batch {source[0].shape[0]}, but query has batch {key.shape[0]}"
+            refuse("cache", was, "call reorder(beams) or reset() first")
+        return source
 
     def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch) -> Tensor:
         """The operator, its heads gated: `[B, H, T, Dv]`; its arguments have the dimensions `batch` for B."""
