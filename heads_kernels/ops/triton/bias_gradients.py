@@ -114,8 +114,8 @@ def _bias_kernel(
     for unit in range(start, tl.minimum(start + SHARE, UNITS)):
         tile = unit % (row_units * key_units)
         head = unit // (row_units * key_units)  # of the batches that share the entry
-        row_tile = row_owner + (tile % row_units).to(tl.int32)
-        key_tile = key_owner + (tile // row_units).to(tl.int32)
+        row_tile = row_owner + (tile % row_units).to(tl.int32)  # type: ignore[attr-defined]
+        key_tile = key_owner + (tile // row_units).to(tl.int32)  # type: ignore[attr-defined]
         b = entry * FIRST + (head // heads).to(tl.int32) * STEP
         h = owner % BIAS_HEADS + (head % heads).to(tl.int32)
         acc = _add_dscores(
