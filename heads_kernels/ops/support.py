@@ -193,21 +193,6 @@ def _too_wide(problem: Problem) -> list[str]:
     ]
 
 
-def _score_terms(problem: Problem) -> list[str]:
-    terms = {
-        "bias": problem.bias is not None or problem.offset_bias is not None,
-        "softcap": problem.softcap != 0.0,
-        "sinks": problem.sinks is not None,
-    }
-    return [f"{name} is not served yet" for name, there in terms.items() if there]
-
-
-def _dense_mask(problem: Problem) -> list[str]:
-    if problem.intervals.dense is None:
-        return []
-    return ["a dense attn_mask is no interval per row; use hk.Mask, or the eager backend"]
-
-
 def _rows_apart(problem: Problem) -> list[str]:
     """The tensors whose rows do not lie contiguous."""
     reasons = []

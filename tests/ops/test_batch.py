@@ -193,11 +193,11 @@ def test_positional_arguments_are_those_of_sdpa() -> None:
         assert_alike(got, want)
 
 
-def test_a_gate_in_the_place_of_a_mask_is_refused() -> None:
-    """Also where its shape would fit: [B, H, T, Dv] with Dv = S."""
-    query = torch.randn(2, H, T, T)
-    with pytest.raises(TypeError, match=r"attn_mask has dtype torch.float32; .*gate=\.\.\."):
-        hk.gated_attention(query, query, query, torch.rand(2, H, T, T))
+def test_the_fourth_argument_is_a_mask() -> None:
+    """As SDPA's, also where a gate would have its shape: [B, H, T, Dv] with Dv = S."""
+    query, fourth = torch.randn(2, H, T, T), torch.rand(2, H, T, T)
+    want = F.scaled_dot_product_attention(query, query, query, fourth)
+    assert_alike(hk.gated_attention(query, query, query, fourth), want)
     with pytest.raises(TypeError, match="positional argument"):
         hk.gated_attention(query, query, query, None, 0.0, False, torch.ones(H))  # type: ignore[misc]
 
