@@ -112,12 +112,13 @@ def _bias_kernel(
     start = (owner // (BIAS_HEADS * ENTRIES)).to(tl.int64) * SHARE
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for unit in range(start, tl.minimum(start + SHARE, UNITS)):
-        tile = unit % (row_units * key_units)
-        head = unit // (row_units * key_units)  # of the batches that share the entry
-        row_tile = row_owner + (tile % row_units).to(tl.int32)  # type: ignore[attr-defined]
-        key_tile = key_owner + (tile // row_units).to(tl.int32)  # type: ignore[attr-defined]
-        b = entry * FIRST + (head // heads).to(tl.int32) * STEP
-        h = owner % BIAS_HEADS + (head % heads).to(tl.int32)
+        tile = tl.cast(unit % (row_units * key_units), tl.int32)
+        # The head counts on through the batches that share the entry.
+        head = tl.cast(unit // (row_units * key_units), tl.int32)
+        row_tile = row_owner + tile % row_units
+        key_tile = key_owner + tile // row_units
+        b = entry * FIRST + head // heads * STEP
+        h = owner % BIAS_HEADS + head % heads
         acc = _add_dscores(
             acc, query, key, value, mixing, content_bias, dout, gate, lse, delta, terms, visible, dropout, b, h,
             row_tile * BLOCK, key_tile * BLOCK, H, T, S, GROUP, scale,
