@@ -203,7 +203,7 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
         return Mask()
     if isinstance(attn_mask, Mask):
         return attn_mask
-    instead = "pass a hk.Mask, or a tensor: bool with True = may attend, or a float bias"
+    instead = "pass a hk.Mask, or a bool tensor with True = may attend (a float tensor is a bias)"
     _parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
     check_broadcast(attn_mask, shape)
     for dim, stride in enumerate(attn_mask.stride()):

@@ -464,12 +464,7 @@ REFUSALS: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = 
     (
         lambda: from_tensor(torch.zeros(4, 5)),
         TypeError,
-        ("attn_mask has dtype torch.float32", "True = may attend", "additive masks are not served"),
-    ),
-    (
-        lambda: from_tensor(torch.zeros(4, 5, requires_grad=True)),
-        TypeError,
-        ("attn_mask has dtype torch.float32", "get no gradient", "content_bias"),
+        ("attn_mask has dtype torch.float32", "True = may attend", "a float tensor is a bias"),
     ),
     (lambda: from_tensor(longs(1)), TypeError, ("attn_mask has dtype torch.int64", "bool tensor")),
     (

@@ -14,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels import Problem, checks
 from heads_kernels.mask import UNBOUNDED
 from heads_kernels.ops import gate as gates
+from heads_kernels.ops.attention_statistics.op import SIGNATURE
 from heads_kernels.ops.library import load
 from heads_kernels.ops.operator import Results
 from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, TABLES, call, serve, tensors
@@ -397,7 +398,7 @@ MASKS: dict[str, tuple[Any, type[Exception], str]] = {
     "mask of numbers": (
         lambda: torch.ones(T, S, dtype=torch.int64),
         TypeError,
-        "attn_mask has dtype torch.int64; pass a hk.Mask, or a tensor: bool with True = may",
+        "attn_mask has dtype torch.int64; pass a hk.Mask, or a bool tensor with True = may",
     ),
     "padding in two dimensions": (
         lambda: torch.ones(B, S, dtype=torch.bool),
@@ -415,17 +416,17 @@ MASKS: dict[str, tuple[Any, type[Exception], str]] = {
     "sparse": (
         lambda: torch.ones(T, S, dtype=torch.bool).to_sparse(),
         ValueError,
-        "attn_mask has layout sparse_coo; pass a hk.Mask, or a bool tensor with True = may attend, dense.",
+        "attn_mask has layout sparse_coo; pass a hk.Mask, or a bool tensor with True = may attend (a float",
     ),
     "nested": (
         lambda: torch.nested.nested_tensor([torch.ones(S, dtype=torch.bool)] * T),
         ValueError,
-        "attn_mask has layout nested; pass a hk.Mask, or a bool tensor with True = may attend, dense.",
+        "attn_mask has layout nested; pass a hk.Mask, or a bool tensor with True = may attend (a float",
     ),
     "string": (
         lambda: "causal",
         TypeError,
-        "attn_mask is a str; pass a hk.Mask, or a bool tensor with True = may attend.",
+        "attn_mask is a str; pass a hk.Mask, or a bool tensor with True = may attend (a float",
     ),
     "device": (
         lambda: torch.ones(T, S, dtype=torch.bool, device="meta"),
@@ -576,13 +577,14 @@ def test_the_longest_call_that_is_served() -> None:
 def test_the_op_itself_refuses_them(operator: str) -> None:
     """Where sizes are symbolic a `Problem` can not judge them."""
     arguments = long(operator, S=2**31)
+    signature = OPERATORS.get(operator, SIGNATURE)
+    values = {**dict.fromkeys(signature.types), **arguments, "band_lo": -9, "band_hi": 9}
+    values |= {"scale": 1.0, "softcap": 0.0}
     if operator == "attention_statistics":
-        rest = dict.fromkeys(("k_lo", "k_hi", "key_visible", "dense_mask"))
-        given = [*arguments.values(), None, None, None, *rest.values(), -9, 9, 1.0]
+        given = [*values.values(), None]
     else:
-        values = {**dict.fromkeys(OPERATORS[operator].types), **arguments}
-        values |= {"band_lo": -9, "band_hi": 9, "scale": 1.0, "dropout_p": 0.0}
-        given = [*{**values, "gate_activation": "identity"}.values(), False]
+        values |= {"dropout_p": 0.0, "gate_activation": "identity"}
+        given = [*values.values(), False]
     for backend in ("cpu", "eager"):
         with pytest.raises(ValueError, match=r"^key (has S = 2147483648|is too long)"):
             getattr(torch.ops.heads_kernels, operator)(*given, backend)
