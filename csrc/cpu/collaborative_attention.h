@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "cpu/attend_backward.h"
+#include "cpu/bias_backward.h"
 #include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {

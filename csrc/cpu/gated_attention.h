@@ -2,7 +2,7 @@
 // are in attend.h.
 #pragma once
 
-#include "cpu/attend_backward.h"
+#include "cpu/bias_backward.h"
 #include "cpu/decode.h"
 #include "cpu/forward.h"
 
