@@ -11,7 +11,7 @@ struct CellsOfMask {
   using Params = DenseCellsParams;
   static constexpr int kThreads = 256, kCells = kThreads / kWarp;
 
-  HK_DEVICE static int64_t count(const Params& p) {
+  static constexpr int64_t count(const Params& p) {
     return p.cells.size[0] * p.cells.size[1] * p.cells.size[2] * p.cells.size[3];
   }
 
