@@ -166,7 +166,7 @@ _CALL = (*_SCORES, "value", "gate", "seed")
 _TILED = (*_CALL, "dense_cells")
 _READ = ("dout", "lse", "delta")
 #: Gradients, written only where they are asked for; an empty one is not.
-GRADIENTS = {f"d{name}" for name in OPERANDS}
+GRADIENTS = [f"d{name}" for name in OPERANDS]
 #: Each pass with the tensors that it reads and writes.
 PASSES: dict[Pass, tuple[str, ...]] = {
     cpu_forward: (*_CALL, "out", "attended", "lse"),
