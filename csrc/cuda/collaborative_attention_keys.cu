@@ -231,7 +231,7 @@ struct CollaborativeKeys {
   // What one tile of query rows gives, by its scores that still lack the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
                                  const Slice& slice, const At& at, int h, int tile, int half,
-                                 bool hides, Scores& scores, Sums& sums) {
+                                 bool hides, Scores& probabilities, Sums& sums) {
     const SliceTile query = on_chip.slice[half];
     const DoutTile dout = on_chip.dout[half];
     const Terms& score_terms = on_chip.score_terms;
@@ -250,22 +250,28 @@ struct CollaborativeKeys {
     for (int m = 0; m < kGroups; ++m)
       for (int half = 0; half < 2; ++half)
         bias[m][half] = content_bias.at(first_key + row_of(m, 2 * half));
-    scores.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
+    probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
     dscores.clear();
     const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial,
                                                    score_terms, hides, at.b, h, first_row,
                                                    first_key);
-    if (wants_dscores) {
+    const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value, warp_row, dout);
       centre(dscores, row, left_out, keep_scale);
-    }
-    to_gradients(p, score_terms, row, left_out, scores, dscores);
+    };
+    if (kTerms && wants_dscores) to_dp();  // the slope of the scores goes into it
+    score_terms.finish(p, probabilities, &dscores);
+    to_probabilities(probabilities, row, Terms::steepness(p));
+    left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
-      weigh(scores, row, left_out, keep_scale);
-      multiply_weights(sums.dvalue, scores, dout);
+      Scores weights = probabilities;
+      weigh(weights, row, left_out, keep_scale);
+      multiply_weights(sums.dvalue, weights, dout);
     }
     if (wants_dscores) {
+      if (!kTerms) to_dp();
+      to_dscores(dscores, probabilities, left_out);
       dscores.each([&](float& value, int m, int, int e) { sums.dbias[m][e / 2] += value; });
       multiply_weights(sums.dkey, dscores, query, [&](int n) { return slice.has(n); });
     }

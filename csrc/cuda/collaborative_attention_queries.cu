@@ -235,7 +235,9 @@ struct CollaborativeQueries {
                                                    at.first_row() + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
-    to_gradients(p, score_terms, row, left_out, scores, dscores);
+    score_terms.finish(p, scores, &dscores);
+    to_probabilities(scores, row, Terms::steepness(p));
+    to_dscores(dscores, scores, left_out);
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
   }
 

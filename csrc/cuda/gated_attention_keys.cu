@@ -62,12 +62,17 @@ struct GatedKeys {
 
     const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible, first_key, scratch);
     const auto head_of = [&](int h) { return Head{b, h, T_rows, S}; };
-    // The first tile from a step on that belongs to an open head and shows something.
-    const auto from = [&](Step step) {
-      for (; step.h < last_head; step = {step.h + 1, 0}) {
-        if (gate.closes(b, step.h)) continue;
+    const auto open_from = [&](int h) {  // the first tile of the first open head
+      while (h < last_head && (list.count() == 0 || gate.closes(b, h))) ++h;
+      return Step{h, 0};
+    };
+    // The step itself, or the next one of which the dense mask shows something.
+    const auto shown_from = [&](Step step) {
+      if (!kTerms && step.index == list.count()) return open_from(step.h + 1);
+      while (kTerms && step.h < last_head) {
         step.index = Terms::shown_from(step.index, list, first_key, p, head_of(step.h));
         if (step.index < list.count()) break;
+        step = open_from(step.h + 1);
       }
       return step;
     };
@@ -84,7 +89,8 @@ struct GatedKeys {
     Sum dkey, dvalue;
     dkey.clear();
     dvalue.clear();
-    Step step = from({first_head, 0});
+    Step step = open_from(first_head);
+    if constexpr (kTerms) step = shown_from(step);
     copy_rows<kThreads>(key, rows_of<T>(p.key, b, hk), first_key);
     copy_rows<kThreads>(value, rows_of<T>(p.value, b, hk), first_key);
     if (step.h < last_head) {
@@ -93,7 +99,7 @@ struct GatedKeys {
     }
     commit_copies();
     for (int stage = 0; step.h < last_head; stage ^= 1) {
-      const Step next = from({step.h, step.index + 1});
+      const Step next = shown_from({step.h, step.index + 1});
       const int first_row = list[step.index] * kBlockM;
       RowTerm term;  // on its way while this tile is computed
       if (next.h < last_head) {
@@ -138,20 +144,30 @@ struct GatedKeys {
     constexpr Lie kLie = Lie::kKeysFirst;
     const TileTerms<kLie, kBlockM> row = {rows, 0};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
-    Scores scores, dscores;
-    scores.clear();
+    Scores probabilities, dscores;
+    probabilities.clear();
     dscores.clear();
-    multiply_rows(scores, key, warp_row, query);
-    if (wants_dkey) multiply_rows(dscores, value, warp_row, dout);
+    multiply_rows(probabilities, key, warp_row, query);
     const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible, rows.range, partial, terms, hides, b,
                                                    h, first_row, first_key + warp_row);
-    if (wants_dkey) centre(dscores, row, left_out, keep_scale);
-    to_gradients(p, terms, row, left_out, scores, dscores);
+    const auto to_dp = [&] {
+      multiply_rows(dscores, value, warp_row, dout);
+      centre(dscores, row, left_out, keep_scale);
+    };
+    if (kTerms && wants_dkey) to_dp();  // the slope of the scores goes into it
+    terms.finish(p, probabilities, &dscores);
+    to_probabilities(probabilities, row, Terms::steepness(p));
+    left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
-      weigh(scores, row, left_out, keep_scale);
-      multiply_weights(dvalue, scores, dout);
+      Scores weights = probabilities;
+      weigh(weights, row, left_out, keep_scale);
+      multiply_weights(dvalue, weights, dout);
     }
-    if (wants_dkey) multiply_weights(dkey, dscores, query);
+    if (wants_dkey) {
+      if (!kTerms) to_dp();
+      to_dscores(dscores, probabilities, left_out);
+      multiply_weights(dkey, dscores, query);
+    }
   }
 };
 

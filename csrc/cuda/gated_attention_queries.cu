@@ -95,7 +95,9 @@ struct GatedQueries {
                                                      score_terms, hides, b, h, first_row + warp_row,
                                                      first_key);
       centre(dscores, row, left_out, keep_scale);
-      to_gradients(p, score_terms, row, left_out, scores, dscores);
+      score_terms.finish(p, scores, &dscores);
+      to_probabilities(scores, row, Terms::steepness(p));
+      to_dscores(dscores, scores, left_out);
       multiply_weights(dquery, dscores, key[stage]);
       sync_block();
     }

@@ -144,10 +144,10 @@ class ScoreTile {
     return hides;
   }
 
-  // Raw products of a tile become scores; use(slope, m, n, e) where they are capped.
-  template <int kGroups, int kColumns, typename Use>
+  // Raw products of a tile become scores; `dp`, where it is given, is multiplied by the slope.
+  template <int kGroups, int kColumns>
   HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
-                        Use&& use) const {
+                        Accumulator<kGroups, kColumns>* dp = nullptr) const {
     if constexpr (kThere) {
       const bool capped = p.terms.softcap != 0.0;
       const float scale = static_cast<float>(p.scale);
@@ -158,7 +158,7 @@ class ScoreTile {
         scores.each([&](float& score, int m, int n, int e) {
           const float share = tanhf(score);
           score = softcap * share;
-          use(1.0f - share * share, m, n, e);
+          if (dp) dp->c[m][n][e] *= 1.0f - share * share;
         });
       }
       if (adds(p)) {
@@ -167,10 +167,6 @@ class ScoreTile {
         });
       }
     }
-  }
-  template <int kGroups, int kColumns>
-  HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores) const {
-    finish(p, scores, [](float, int, int, int) {});
   }
 
   // What scores are multiplied by to be exponents of 2.

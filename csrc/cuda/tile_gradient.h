@@ -25,6 +25,16 @@ struct TileTerms {
   }
 };
 
+// Scores become probabilities; those of hidden pairs are what the other factor makes of them, and
+// have to be hidden there.
+template <Lie kLie, int kRows, int kGroups, int kColumns>
+HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
+                                const TileTerms<kLie, kRows>& row, float steepness) {
+  scores.each([&](float& value, int m, int n, int e) {
+    value = row.terms.probability(value, steepness, row(m, n, e));
+  });
+}
+
 // What dropout and the gate make of probabilities, or of dp.
 template <Lie kLie, int kRows, int kGroups, int kColumns>
 HK_DEVICE void weigh(Accumulator<kGroups, kColumns>& tile, const TileTerms<kLie, kRows>& row,
@@ -43,20 +53,12 @@ HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileTerms<kLie, 
   dp.each([&](float& value, int m, int n, int e) { value -= row.terms.delta[row(m, n, e)]; });
 }
 
-// Raw products become probabilities, and centred dp dscores: 0 where they are hidden.
-template <typename Terms, Lie kLie, int kRows, int kGroups, int kColumns>
-HK_DEVICE void to_gradients(const AttentionParams& p, const Terms& terms,
-                            const TileTerms<kLie, kRows>& row,
-                            const LeftOut<kLie, kGroups, kColumns>& left_out,
-                            Accumulator<kGroups, kColumns>& scores,
-                            Accumulator<kGroups, kColumns>& dp) {
-  terms.finish(p, scores, [&](float slope, int m, int n, int e) { dp.c[m][n][e] *= slope; });
-  const float steepness = Terms::steepness(p);
-  scores.each([&](float& value, int m, int n, int e) {
-    value = row.terms.probability(value, steepness, row(m, n, e));
-    dp.c[m][n][e] *= value;
-  });
-  left_out.hide(scores);
+// Centred dp becomes dscores, 0 where it is hidden.
+template <Lie kLie, int kGroups, int kColumns>
+HK_DEVICE void to_dscores(Accumulator<kGroups, kColumns>& dp,
+                          const Accumulator<kGroups, kColumns>& probabilities,
+                          const LeftOut<kLie, kGroups, kColumns>& left_out) {
+  dp.each([&](float& value, int m, int n, int e) { value *= probabilities.c[m][n][e]; });
   left_out.hide(dp);
 }
 
