@@ -226,8 +226,8 @@ def find_nvcc() -> tuple[Path | None, str]:
     if wanted == "0":
         return None, "HEADS_KERNELS_CUDA=0 left it out"
     nvcc = _first_nvcc()
-    told = output_of(nvcc, "--version") if nvcc else ""
-    version = re.search(r"release (\d+)\.(\d+), V([\d.]+)", told)
+    reported = output_of(nvcc, "--version") if nvcc else ""
+    version = re.search(r"release (\d+)\.(\d+), V([\d.]+)", reported)
     if version is None:
         missing = (
             f"no nvcc in CUDA_HOME, PATH, {TOOLKIT} or PyPI's nvidia-cuda-nvcc "

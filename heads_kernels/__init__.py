@@ -1,4 +1,4 @@
-"""Fused attention kernels for heads that can be gated, shut, shared and read."""
+"""Fused attention kernels for heads that can be gated, closed, shared and analysed."""
 
 from heads_kernels import convert, heads, integrations, nn, testing
 from heads_kernels.build_info import build_info
