@@ -1,6 +1,6 @@
 """One kernel with tiles that are forced on it: does it compile, how long does it take, is it right?
 
-The launchers ask `tiles_for(kernel, like, D, Dv)`, which each module imports by name, and start the
+The launchers ask `tiles_for(kernel, like, D, Dv, ...)`, which each module imports by name, and start the
 kernel by `launch(kernel, programs, like, tiles, ...)`. Both are replaced in every module that has them,
 so that kernels need no list here: what a call asks for is what there is to tune.
 """
@@ -107,8 +107,10 @@ def _probe(settings: Settings, job: Job) -> Row:
     the numbers of `tiles` that the launcher reads."""
     asked: dict[str, dict[str, Any]] = {}
 
-    def note(original: Callable[..., Any], kernel: str, like: Tensor, D: int, Dv: int) -> Any:
-        tiles = original(kernel, like, D, Dv)
+    def note(
+        original: Callable[..., Any], kernel: str, like: Tensor, D: int, Dv: int, *terms: bool
+    ) -> Any:
+        tiles = original(kernel, like, D, Dv, *terms)
         found = {"kernel": kernel, "D": D, "Dv": Dv, "tiles": asdict(tiles), "used": []}
         return _watched(tiles, asked.setdefault(kernel, found)["used"])
 
@@ -235,8 +237,8 @@ def _forced(kernel: str, tiles: Tiles, clock: _Clock | None = None) -> Iterator[
     """`kernel` gets `tiles`, every other what it always gets; `clock` times its launches."""
     mine: list[Any] = []
 
-    def answer(original: Callable[..., Any], asked: str, like: Tensor, D: int, Dv: int) -> Any:
-        usual = original(asked, like, D, Dv)
+    def answer(original: Callable[..., Any], asked: str, *call: Any) -> Any:
+        usual = original(asked, *call)
         if asked != kernel:
             return usual
         mine.append(replace(usual, **tiles))

@@ -41,7 +41,7 @@ def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False) -
     """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths in the dtype of `like`.
 
     D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 where there are none; `terms`
-    whether scores have a bias or a cap, or the mask is dense.
+    whether scores have a bias or a cap, or the mask is dense: then tiles measured without them may not fit.
     """
     if TRITON_INTERPRETED:
         return _interpreted(like, D)
@@ -65,7 +65,7 @@ def _chosen(
 ) -> Tiles:
     name = str(dtype).removeprefix("torch.")
     tuned = _tuned(gpu).get((kernel, name, padded(D), padded(Dv)))
-    if tuned is not None:
+    if tuned is not None and not terms:
         return tuned
     shared = "collaborative" in kernel
     width = padded(Dv if shared else max(D, Dv))
