@@ -172,15 +172,32 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
   }
 }
 
+// What the bias of a tile leaves to be seen: nothing, or all but the pairs where `hiding`
+// ([64][64]; null: hides none) is -inf.
+template <typename Real>
+struct Scored {
+  bool any;
+  const Real* hiding;
+};
+
 // scratch.scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any
-// mask. `key` holds the rows of that tile. `with_slope`: scratch.slope becomes the derivative of
-// the cap. Gives the bias of the tile [n][m] where it hides a pair, else null.
+// mask; not formed where the bias hides the whole tile. `key` holds the rows of that tile.
+// `with_slope`: scratch.slope becomes the derivative of the cap.
 template <typename Real, typename Operand>
-inline const Real* score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
-                              const VisibleRows<Real>& visible, const KeyTile& tile,
-                              const Left<Operand, false>& key,
-                              const TileScratch<Real, Operand>& scratch, bool with_slope = false) {
+inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
+                               const VisibleRows<Real>& visible, const KeyTile& tile,
+                               const Left<Operand, false>& key,
+                               const TileScratch<Real, Operand>& scratch, bool with_slope = false) {
   const int columns = visible.columns;
+  const HeadTerms<Real>& terms = head.terms;
+  const Real* bias = nullptr;
+  if (terms.image) {
+    bias = terms.image_tile(visible.first, tile.begin);
+  } else if (terms.has_bias()) {
+    load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
+    bias = scratch.bias;
+  }
+  if (bias && hides_all(bias, tile.count(), columns)) return {false, bias};
   Real* scores = scratch.scores;
   bool started = false;
   if (const Rows& row = head.content_bias) {
@@ -203,19 +220,11 @@ inline const Real* score_tile(const Head<Real>& head, const PackedQuery<Operand>
     }
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
-  const HeadTerms<Real>& terms = head.terms;
-  const Real* bias = nullptr;
-  if (terms.image) {
-    bias = terms.image_tile(visible.first, tile.begin);
-  } else if (terms.has_bias()) {
-    load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
-    bias = scratch.bias;
-  }
-  if (!terms.change_scores() && kScaledQuery<Operand>) return nullptr;
+  if (!terms.change_scores() && kScaledQuery<Operand>) return {true, nullptr};
   const bool hides =
       finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.log2_scale, tile.count(),
                     columns, bias, scores, with_slope ? scratch.slope : nullptr);
-  return hides ? bias : nullptr;
+  return {true, hides ? bias : nullptr};
 }
 
 // sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
@@ -256,9 +265,10 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
         const Head<Real>& head = tile.head;
         const VisibleRows<Real>& visible = tile.visible;
         Real* scores = scratch.scores;
-        if (score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys),
-                       scratch))
-          keys.full = false;
+        const Scored<Real> scored = score_tile(head, tile.query, visible, keys,
+                                               scratch.key.rows(head.key, window, keys), scratch);
+        if (!scored.any) return;
+        if (scored.hiding) keys.full = false;
         if (!keys.full) hide(scores, keys, visible, visible.columns);
         if (tile.softmax.step(scores, keys.count(), visible.columns)) {
           for (int64_t w = 0; w < head.Dv; ++w) {

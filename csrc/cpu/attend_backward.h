@@ -294,8 +294,10 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
         const int columns = tile.visible.columns;
         const int64_t offset = keys.begin - gradients.begin;
         const bool sloped = with_raw && head.terms.cap != Real(0);
-        const Real* hiding = score_tile(head, tile.query, tile.visible, keys,
-                                        scratch.key.rows(head.key, window, keys), scratch, sloped);
+        const auto [any, hiding] =
+            score_tile(head, tile.query, tile.visible, keys,
+                       scratch.key.rows(head.key, window, keys), scratch, sloped);
+        if (!any) return;
         if (hiding) keys.full = false;
         if (with_dscores)
           multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),

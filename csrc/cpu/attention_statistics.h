@@ -121,8 +121,10 @@ void attention_statistics_of(const StatisticsParams& params) {
                      tiles, count, all,
                      [&](StatisticsTile<Real>& tile, const KeyTile& window, const KeyTile& keys) {
                        const int columns = tile.visible.columns;
-                       score_tile(tile.head, tile.query, tile.visible, keys,
-                                  scratch.key.rows(tile.head.key, window, keys), scratch);
+                       if (!score_tile(tile.head, tile.query, tile.visible, keys,
+                                       scratch.key.rows(tile.head.key, window, keys), scratch)
+                                .any)
+                         return;
                        if (!keys.full) hide(scratch.scores, keys, tile.visible, columns);
                        const uint8_t* excluded =
                            params.excluded ? params.excluded + tile.head.b * params.excluded_stride

@@ -183,6 +183,16 @@ class BiasImage {
   int64_t tiles_ = 0, windows_ = 0;
 };
 
+// Whether the bias hides all pairs of a tile; lanes past the rows are not hidden. A tile that it
+// shows is known by its first pairs.
+template <typename Real>
+inline bool hides_all(const Real* bias, int count, int columns) {
+  for (int n = 0; n < count; ++n)
+    for (int m = 0; m < columns; m += kLanes<Real>)
+      if (any_lane<Real>(load(bias + n * BLOCK_M + m) != kHidden<Real>)) return false;
+  return true;
+}
+
 // scores[n][m] of `count` keys, finished: factor * scores capped, then with its bias ([64][64],
 // null: none). `slope` ([64][64], null: not asked for) becomes the derivative of the cap. Gives
 // whether the bias hides a pair.

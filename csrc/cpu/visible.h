@@ -39,6 +39,13 @@ struct DenseMask {
     uint64_t found = 0;
     int n = 0;
     if (key_stride == 1) {
+#ifdef __SSE2__
+      for (; n + 16 <= count; n += 16) {
+        const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + n));
+        const int hidden = _mm_movemask_epi8(_mm_cmpeq_epi8(sixteen, _mm_setzero_si128()));
+        found |= static_cast<uint64_t>(~hidden & 0xffff) << n;
+      }
+#endif
       for (; n + 8 <= count; n += 8) {
         uint64_t eight;
         std::memcpy(&eight, bytes + n, sizeof eight);
@@ -125,6 +132,10 @@ struct VisibleRows {
   KeyTile part(const KeyTile& window) {
     const int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
     if (begin >= end) return {};
+    if (dense) {
+      const auto [some, all] = read_bits(begin, static_cast<int>(end - begin));
+      return some ? KeyTile{begin, end, all} : KeyTile{};
+    }
     bool full = begin >= core_lo && end <= core_hi;
     if (key_visible) {
       const int64_t seen = std::count_if(key_visible + begin, key_visible + end,
@@ -132,48 +143,50 @@ struct VisibleRows {
       if (seen == 0) return {};
       full = full && seen == end - begin;
     }
-    if (dense) {
-      const auto [some, all] = read_dense(begin, static_cast<int>(end - begin));
-      if (!some) return {};
-      full = full && all;
-    }
     return {begin, end, full};
   }
 
   // Lanes [m, m + lanes) that see the key, as a vector mask.
   IntVec<Real> lanes_that_see(int m, int64_t key) const {
+    if (dense) {
+      const int n = static_cast<int>(key - bits_begin);
+      return (load_int<Real>(bits[n / kBits] + m) & Int<Real>{1} << n % kBits) != 0;
+    }
     if (key_visible && !key_visible[key]) return IntVec<Real>{};
     const Int<Real> k = static_cast<Int<Real>>(key);
-    const IntVec<Real> within = (load_int<Real>(lo + m) <= k) & (load_int<Real>(hi + m) > k);
-    if (!dense) return within;
-    const int n = static_cast<int>(key - dense_begin);
-    return within &
-           ((load_int<Real>(dense_bits[n / kBits] + m) >> (n % kBits) & Int<Real>(1)) != 0);
+    return (load_int<Real>(lo + m) <= k) & (load_int<Real>(hi + m) > k);
   }
 
  private:
   static constexpr int kBits = 8 * sizeof(Int<Real>);
 
-  // Bit n % kBits of dense_bits[n / kBits][m]: row m sees key dense_begin + n of the dense mask.
-  int64_t dense_begin = 0;
-  alignas(64) Int<Real> dense_bits[BLOCK_N / kBits][BLOCK_M];
+  // With a dense mask: bit n % kBits of bits[n / kBits][m] says whether row m sees key bits_begin +
+  // n, all parts of the mask together.
+  int64_t bits_begin = 0;
+  alignas(64) Int<Real> bits[BLOCK_N / kBits][BLOCK_M];
 
   struct Seen {
     bool some, all;
   };
 
-  // Fills dense_bits with keys [begin, begin + count); what the rows that see any key see of them.
-  Seen read_dense(int64_t begin, int count) {
-    const uint64_t every = count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+  // Fills `bits` for keys [begin, begin + count); what the rows that see any key see of them.
+  Seen read_bits(int64_t begin, int count) {
+    const auto below = [&](int64_t key) {  // the bits of keys in front of `key`
+      const int64_t n = std::clamp<int64_t>(key - begin, 0, count);
+      return n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+    };
+    const uint64_t every = below(begin + count);
+    const uint64_t keys = key_visible ? DenseMask{key_visible, 0, 1}.bits(0, begin, count) : every;
     uint64_t some = 0, all = every;
-    dense_begin = begin;
+    bits_begin = begin;
     for (int m = 0; m < columns; ++m) {
       const bool row = m < this->count && sees(m);
-      const uint64_t bits = row ? dense.bits(first + m, begin, count) : 0;
-      some |= bits;
-      all &= row ? bits : every;
+      const uint64_t range = row ? below(hi[m]) & ~below(lo[m]) & keys : 0;
+      const uint64_t seen = range ? dense.bits(first + m, begin, count) & range : 0;
+      some |= seen;
+      all &= row ? seen : every;
       for (int w = 0; w < BLOCK_N / kBits; ++w)
-        dense_bits[w][m] = static_cast<Int<Real>>(bits >> (w * kBits % 64));
+        bits[w][m] = static_cast<Int<Real>>(seen >> (w * kBits % 64));
     }
     return {some != 0, all == every};
   }

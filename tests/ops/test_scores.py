@@ -126,6 +126,22 @@ def test_what_a_bias_hides_a_mask_hides(operator: str, backend: str) -> None:
         assert_alike(got[name], tensor, name=name)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_tiles_that_a_bias_hides_whole(operator: str, backend: str, shared: bool) -> None:
+    """Two documents and rows that see nothing: what is left is as if the bias were finite under a mask."""
+    length = 130
+    given = tensors(operator, B=B, H=H, T=length, S=length, dtype=torch.float32)
+    documents = torch.arange(length) // 65
+    visible = documents[:, None] == documents
+    visible[70:75] = False
+    bias = torch.randn(1 if shared else B, 1, length, length)
+    got = both(operator, backend, **given, bias=bias.masked_fill(~visible, -torch.inf))
+    want = both(operator, backend, **given, bias=bias.clone(), attn_mask=visible)
+    for name, tensor in want.items():
+        assert_alike(got[name], tensor, name=name)
+
+
 @pytest.mark.parametrize("lead", [(1, 1), (3, 1), (1, 5), (3, 5)])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_any_batch_dimensions_share_a_bias(
