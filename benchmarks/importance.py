@@ -67,7 +67,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def within_layers(scores: hk.heads.HeadScores, truth: hk.heads.HeadScores) -> float:
+def within_layers(scores: hk.analysis.HeadScores, truth: hk.analysis.HeadScores) -> float:
     """The mean over layers of the Spearman of their heads."""
     each = [
         _of_layer(scores, index).spearman(_of_layer(truth, index))
@@ -76,15 +76,15 @@ def within_layers(scores: hk.heads.HeadScores, truth: hk.heads.HeadScores) -> fl
     return sum(each) / len(each)
 
 
-def _of_layer(scores: hk.heads.HeadScores, index: int) -> hk.heads.HeadScores:
+def _of_layer(scores: hk.analysis.HeadScores, index: int) -> hk.analysis.HeadScores:
     parts = (scores.layers, scores.kinds, scores.scores)
     layers, kinds, values = (part[index : index + 1] for part in parts)
-    return hk.heads.HeadScores(layers, kinds, values, scores.method)  # type: ignore[arg-type]
+    return hk.analysis.HeadScores(layers, kinds, values, scores.method)  # type: ignore[arg-type]
 
 
 def measure(model: Any, read: list[Batch], held_out: list[Batch]) -> list[Row]:
-    def scored(data: list[Batch], **options: Any) -> hk.heads.HeadScores:
-        return hk.heads.importance(model, data, **{"loss": embeddings, **options})
+    def scored(data: list[Batch], **options: Any) -> hk.analysis.HeadScores:
+        return hk.analysis.importance(model, data, **{"loss": embeddings, **options})
 
     truth = scored(held_out, method="leave_one_out")
     rows = []

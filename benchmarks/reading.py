@@ -76,7 +76,7 @@ def tokens(B: int, T: int) -> Tensor:
 # ---------------------------------------------------------------------- statistics
 def statistics(model: Model, ids: Tensor) -> Reading:
     """By the package."""
-    found = hk.heads.statistics(model, [{"input_ids": ids}], token_sets={"mark": [MARK]})
+    found = hk.analysis.statistics(model, [{"input_ids": ids}], token_sets={"mark": [MARK]})
     return {name: scores.table() for name, scores in found.measures.items()}
 
 
@@ -111,7 +111,7 @@ def _measures(p: Tensor, ids: Tensor) -> Reading:
 # ---------------------------------------------------------------------- distance
 def distance(model: Model, ids: Tensor) -> Reading:
     """By the package."""
-    return {"distance": hk.heads.distance(model, [{"input_ids": ids}]).matrix}
+    return {"distance": hk.analysis.distance(model, [{"input_ids": ids}]).matrix}
 
 
 @torch.no_grad()

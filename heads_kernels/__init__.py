@@ -1,6 +1,6 @@
 """Fused attention kernels for heads that can be gated, closed, shared and analysed."""
 
-from heads_kernels import convert, heads, integrations, nn, testing
+from heads_kernels import analysis, convert, heads, integrations, nn, testing
 from heads_kernels.build_info import build_info
 from heads_kernels.dispatch import Choice
 from heads_kernels.functional import (
@@ -22,6 +22,7 @@ __all__ = [
     "Mask",
     "OffsetBias",
     "Problem",
+    "analysis",
     "attention_statistics",
     "build_info",
     "collaborative_attention",

@@ -64,14 +64,14 @@ def attention(lab: Lab, settings: sentences.Settings, name: str) -> Run:
     read, _ = sentences.texts(settings)
     data = sentences.batches(read, settings.batch)
     lab.bar.start(f"attention, {name}", 3)
-    distance = hk.heads.distance(model, data)
+    distance = hk.analysis.distance(model, data)
     lab.bar.step(1, "distances")
-    statistics = hk.heads.statistics(
+    statistics = hk.analysis.statistics(
         model, data, exclude_keys=sentences.SPECIAL, token_sets={"special": sentences.SPECIAL}
     )
     lab.bar.step(2, "statistics")
     counts = Counter(int(token) for row in sentences.everything() for token in row)
-    roles = hk.heads.roles(model, data, special=sentences.SPECIAL, counts=counts)
+    roles = hk.analysis.roles(model, data, special=sentences.SPECIAL, counts=counts)
     lab.bar.step(3, "roles")
     return {
         "distance": distance.to_dict(),

@@ -15,7 +15,7 @@ import heads_kernels as hk
 Ranking = Sequence[Sequence[Any]]
 Loss = Callable[[Any, Any], Tensor]
 
-#: What `hk.heads.importance` is asked for.
+#: What `hk.analysis.importance` is asked for.
 MEASURES: Final[dict[str, dict[str, str]]] = {
     "leave one out": {"method": "leave_one_out"},
     "gradient": {"method": "gradient"},
@@ -33,7 +33,7 @@ def scores_of(
     loss: Loss,
     special: Any,
     measures: Iterable[str] = MEASURES,
-) -> dict[str, hk.heads.HeadScores]:
+) -> dict[str, hk.analysis.HeadScores]:
     """Scores by each measure, from the same data. Confidence is that of keys which are not `special`."""
     scores = {}
     for name in measures:
@@ -43,17 +43,17 @@ def scores_of(
             options["exclude_keys"] = special
         else:
             options["loss"] = loss
-        scores[name] = hk.heads.importance(model, data, **options)
+        scores[name] = hk.analysis.importance(model, data, **options)
         lab.bar.step(1, "")
     return scores
 
 
 def relevance_of(
     lab: Lab, model: nn.Module, data: Iterable[Any], output: Callable[[Any, Any], Any]
-) -> hk.heads.HeadScores:
-    """The heads' shares in what the model says (`hk.heads.relevance`)."""
+) -> hk.analysis.HeadScores:
+    """The heads' shares in what the model says (`hk.analysis.relevance`)."""
     lab.bar.start("importance: relevance", 1)
-    scores = hk.heads.relevance(model, data, output)
+    scores = hk.analysis.relevance(model, data, output)
     lab.bar.step(1, "")
     return scores
 

@@ -9,14 +9,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.batches import each_batch, evaluation, run
+from heads_kernels.analysis.observe import observe
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
 from heads_kernels.errors import refuse
-from heads_kernels.heads.evaluation import evaluation
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
-from heads_kernels.heads.observing import observe, run
-from heads_kernels.heads.reading import each_batch
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.snapshot import undone
 
 

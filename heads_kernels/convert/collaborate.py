@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from heads_kernels.analysis.batches import bar
 from heads_kernels.checks import check_flag, check_size
 from heads_kernels.convert.calibration import moments_of
 from heads_kernels.convert.conversion import Conversion
@@ -24,7 +25,6 @@ from heads_kernels.convert.report import Report
 from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
-from heads_kernels.heads.progress import bar
 from heads_kernels.heads.record import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error
 

@@ -13,7 +13,7 @@ from heads_kernels.convert.heads import Heads
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer, Projection, is_transposed
 from heads_kernels.heads.record import record_in_config
-from heads_kernels.heads.sharing import check_can_share, check_has_products, share
+from heads_kernels.heads.reshape import check_can_share, check_has_products, share
 from heads_kernels.nn.snapshot import kept_on_error
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from heads_kernels.analysis.figures import check_figure_path, write_figure
 from heads_kernels.convert.conversion import Conversion
 from heads_kernels.convert.curves import Curves
 from heads_kernels.errors import refuse
-from heads_kernels.heads.figures import check_figure_path, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

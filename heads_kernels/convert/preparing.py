@@ -9,7 +9,7 @@ from torch import nn
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layer
-from heads_kernels.heads.sharing import check_can_share
+from heads_kernels.heads.reshape import check_can_share
 
 
 def prepare(

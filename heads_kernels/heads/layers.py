@@ -215,7 +215,7 @@ def _check_fits(name: str, module: nn.Module, layout: HeadLayout) -> None:
 
 
 def _misfit(module: nn.Module, layout: HeadLayout) -> str | None:
-    from heads_kernels.heads.verifying import misfit  # it prunes copies of layers
+    from heads_kernels.heads.layout_check import misfit  # it prunes copies of layers
 
     return misfit(module, layout)
 

@@ -31,7 +31,7 @@ class HeadLayout:
         between: what stands between the projections of queries and keys and their products, so that no product of
             weights gives the scores: rotary positions, norms. Such layers have no collaborative form.
         inputs: gives the keyword arguments of a forward pass of a module, on the CPU in float32, for the check that the
-            layout fits (heads/verifying.py). None: made from the names of the arguments of its forward.
+            layout fits (heads/layout_check.py). None: made from the names of the arguments of its forward.
     """
 
     name: str
@@ -137,7 +137,7 @@ LAYOUTS: dict[str, HeadLayout] = {
 }
 
 #: Of other modules whose forward asks transformers for an attention function: the names that hundreds of classes share.
-#: The first whose parts are all there counts, and only if it fits (heads/verifying.py).
+#: The first whose parts are all there counts, and only if it fits (heads/layout_check.py).
 FORMS: Final = (
     HeadLayout("q_proj", output="o_proj|out_proj|dense|proj|projection_layer|Wo"),
     HeadLayout(

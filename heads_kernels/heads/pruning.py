@@ -20,7 +20,7 @@ from heads_kernels.heads.layers import (
     is_transposed,
 )
 from heads_kernels.heads.record import record_in_config
-from heads_kernels.heads.shrinking import replace, shrink
+from heads_kernels.heads.reshape import replace, shrink
 from heads_kernels.nn.snapshot import kept_on_error
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from heads_kernels.errors import refuse
 from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import AttentionLayer, find_layers
-from heads_kernels.heads.sharing import check_can_share, share
-from heads_kernels.heads.shrinking import shrink
+from heads_kernels.heads.reshape import check_can_share, share, shrink
 
 #: The key of a file's metadata, and the name of the attribute of transformers' configs: what `record` gives.
 RECORD: Final = "heads_kernels"

@@ -15,12 +15,12 @@ from heads_kernels.checks import check_dropout, check_flag, check_scale, check_s
 from heads_kernels.errors import refuse
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.biases import is_bias, module_bias
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.masks import module_mask
-from heads_kernels.nn.observing import AttentionCall
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 
@@ -48,7 +48,7 @@ class Multihead(nn.Module, ABC):
             and the columns of `out_proj`.
         gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
         head_gate: a `HeadGate`, or None.
-        observer: is called with every call of the operator, before it; `hk.heads.observe` sets it.
+        observer: is called with every call of the operator, before it; `hk.analysis.observe` sets it.
         num_heads, value_dim, scale, dropout: what a call reads; pruning changes `num_heads` with the weights.
         computes_padded_rows: whether `key_padding_mask` leaves the rows of self-attention alone, as in
             `torch.nn.MultiheadAttention`. By default it hides its rows as well as its keys.

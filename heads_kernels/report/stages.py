@@ -66,8 +66,8 @@ def model(reading: Reading) -> Found:
 
 # ---------------------------------------------------------------------- what heads look at
 def statistics(reading: Reading) -> Found:
-    """`hk.heads.statistics`, with the first token, separators and punctuation as sets."""
-    found = hk.heads.statistics(
+    """`hk.analysis.statistics`, with the first token, separators and punctuation as sets."""
+    found = hk.analysis.statistics(
         reading.model,
         reading.batches,
         exclude_keys=_special(reading),
@@ -108,14 +108,14 @@ def _marks(reading: Reading) -> list[int]:
 
 
 def roles(reading: Reading) -> Found:
-    """`hk.heads.roles`: heads of one offset, and of the rarest word, by counts of the text itself.
+    """`hk.analysis.roles`: heads of one offset, and of the rarest word, by counts of the text itself.
 
     Chance alone finds the rarest word of few: no head is asked for it where fewer than half of the words are rare.
     """
     special = _special(reading)
     counts = Counter(token for line in reading.ids for token in line if token not in special)
     enough = len(counts) >= 2 * COMMON
-    found = hk.heads.roles(
+    found = hk.analysis.roles(
         reading.model,
         reading.batches,
         special=special,
@@ -141,8 +141,8 @@ def roles(reading: Reading) -> Found:
 
 # ---------------------------------------------------------------------- how alike they are
 def distance(reading: Reading) -> Found:
-    """`hk.heads.distance`: all pairs, their layers and a map of all heads."""
-    found = hk.heads.distance(reading.model, reading.batches)
+    """`hk.analysis.distance`: all pairs, their layers and a map of all heads."""
+    found = hk.analysis.distance(reading.model, reading.batches)
     places, points = _places(reading, found.layers), _rounded(found.embedding())
     table = []
     for row, (run, head) in enumerate(found.heads):
@@ -165,10 +165,10 @@ def distance(reading: Reading) -> Found:
 def importance(reading: Reading) -> Found:
     """Without labels: how the embeddings of the lines move."""
     fisher = _fisher(reading)
-    left_out = hk.heads.importance(
+    left_out = hk.analysis.importance(
         reading.model, reading.batches, embeddings, method="leave_one_out"
     )
-    sharp = hk.heads.importance(
+    sharp = hk.analysis.importance(
         reading.model, reading.batches, method="confidence", exclude_keys=_special(reading)
     )
     scores = {"fisher": fisher, "leave_one_out": left_out, "confidence": sharp}
@@ -177,8 +177,8 @@ def importance(reading: Reading) -> Found:
 
 
 @lru_cache(maxsize=1)
-def _fisher(reading: Reading) -> hk.heads.HeadScores:
-    return hk.heads.importance(reading.model, reading.batches, embeddings, method="fisher")
+def _fisher(reading: Reading) -> hk.analysis.HeadScores:
+    return hk.analysis.importance(reading.model, reading.batches, embeddings, method="fisher")
 
 
 def embeddings(model: Any, batch: Batch) -> Tensor:
@@ -267,9 +267,9 @@ def _enough(curve: list[float], share: float) -> int:
 # ---------------------------------------------------------------------- one sentence
 def maps(reading: Reading) -> Found:
     """The maps of one sentence: `tokens` and `attention` as BertViz takes them, `layers` says which they are."""
-    found = hk.heads.maps(reading.model, batch_of([reading.sentence]))
+    found = hk.analysis.maps(reading.model, batch_of([reading.sentence]))
     words = reading.words(reading.sentence)
-    shown = hk.heads.bertviz(found, words)
+    shown = hk.analysis.bertviz(found, words)
     places = _places(reading, [each.layer for each in found])
     table = [
         row
@@ -305,7 +305,7 @@ def _looks(layer: int, head: int, rows: Tensor, words: list[str]) -> Iterator[di
 
 
 # ---------------------------------------------------------------------- plain data
-def _rows(reading: Reading, columns: dict[str, hk.heads.HeadScores]) -> list[dict[str, Any]]:
+def _rows(reading: Reading, columns: dict[str, hk.analysis.HeadScores]) -> list[dict[str, Any]]:
     """A row for each head."""
     return [
         {

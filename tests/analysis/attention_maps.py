@@ -38,7 +38,7 @@ class Maps:
         return self.mean((self.maps * pairs[None, :, None]).sum(-1))
 
     def measures(self) -> dict[str, Tensor]:
-        """The means that `hk.heads.statistics` gives, `[L, H]` each."""
+        """The means that `hk.analysis.statistics` gives, `[L, H]` each."""
         logs = self.maps.clamp(min=1e-300).log()
         return {
             "confidence": self.mean(self.maps.amax(-1)),

@@ -33,7 +33,7 @@ def test_transformers_models_as_their_maps_say(name: str) -> None:
     arguments = tiny_models.batch(stock)
     model = use(copy.deepcopy(stock))
     for kind, maps in stock_maps(stock, arguments).items():
-        found = hk.heads.distance(model, [arguments], kind=kind)
+        found = hk.analysis.distance(model, [arguments], kind=kind)
         assert_alike(found.matrix, maps.divergences(), dtype=torch.float32)
         L, _, H = maps.maps.shape[:3]
         assert found.kind == kind
@@ -46,7 +46,7 @@ def test_float32_to_1e_5() -> None:
     stock = tiny_models.build("bert")
     arguments = tiny_models.batch(copy.deepcopy(stock).double())
     expected = stock_maps(copy.deepcopy(stock).double(), arguments)["encoder"].divergences()
-    found = hk.heads.distance(use(stock), [arguments])
+    found = hk.analysis.distance(use(stock), [arguments])
     assert_alike(found.matrix, expected, dtype=torch.float32)
 
 
@@ -60,7 +60,7 @@ def test_our_modules_of_both_kinds() -> None:
     real = torch.arange(70) < torch.tensor([[70], [33]])
     with torch.no_grad():
         maps = maps_of_layers(model, x, real[:, None] & real[:, :, None])
-    found = hk.heads.distance(model, [(x, ~real)])
+    found = hk.analysis.distance(model, [(x, ~real)])
     assert_alike(found.matrix, maps.divergences())
 
 
@@ -75,7 +75,7 @@ def test_heads_of_rotated_queries_and_keys_are_the_same() -> None:
             for parameter in (projection.weight, projection.bias):
                 by_head = parameter.view(4, 4, -1)
                 by_head[2] = rotation @ by_head[0]
-    found = hk.heads.distance(model, [torch.randn(3, 8, 16, dtype=torch.float64)])
+    found = hk.analysis.distance(model, [torch.randn(3, 8, 16, dtype=torch.float64)])
     assert found.matrix[0, 2] < rounding(torch.float64)
     others = found.matrix[0, [1, 3]]
     assert (others > 1e-3).all()
@@ -88,7 +88,7 @@ def test_a_duplicated_head_in_float32() -> None:
         for projection in (model.layers[0].q_proj, model.layers[0].k_proj):
             for parameter in (projection.weight, projection.bias):
                 parameter.view(4, 4, -1)[3] = parameter.view(4, 4, -1)[1]
-    found = hk.heads.distance(model, [torch.randn(3, 50, 16)])
+    found = hk.analysis.distance(model, [torch.randn(3, 50, 16)])
     assert 0 <= found.matrix[1, 3] < rounding(torch.float32)
     assert found.matrix[1, 0] > 1e-3
 
@@ -105,7 +105,7 @@ def test_heads_that_look_at_different_tokens_are_ln_2_apart() -> None:
         layer.k_proj.weight.view(4, 4, 16)[2:, :, 0] = -500.0
     x = torch.zeros(1, 6, 16, dtype=torch.float64)
     x[:, :2, 0] = 1.0
-    found = hk.heads.distance(model, [x])
+    found = hk.analysis.distance(model, [x])
     apart = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]).double()
     assert_alike(found.matrix, apart * math.log(2))
     assert_alike(found.within(), torch.tensor([math.log(2) * 2 / 3], dtype=torch.float64))
@@ -122,7 +122,7 @@ def test_the_odd_head_of_each_layer() -> None:
                 for parameter in (projection.weight, projection.bias):
                     by_head = parameter.view(4, 4, -1)
                     by_head[[h for h in range(4) if h != odd]] = by_head[1].clone()
-    found = hk.heads.distance(model, [torch.randn(2, 8, 16, dtype=torch.float64)])
+    found = hk.analysis.distance(model, [torch.randn(2, 8, 16, dtype=torch.float64)])
     assert found.odd() == [2, 0]
     block = found.block(0)
     assert_alike(found.within()[0], block.sum() / 12)
@@ -131,7 +131,7 @@ def test_the_odd_head_of_each_layer() -> None:
 
 def test_the_embedding_has_the_distances_of_all_dimensions() -> None:
     """The root of the divergence is a distance between points, so that all dimensions give it exactly."""
-    found = hk.heads.distance(layers(2), [torch.randn(2, 9, 16, dtype=torch.float64)])
+    found = hk.analysis.distance(layers(2), [torch.randn(2, 9, 16, dtype=torch.float64)])
     points = found.embedding(8)
     assert_alike(torch.cdist(points, points).square(), found.matrix)
     assert_alike(found.embedding(), points[:, :2])
@@ -143,7 +143,7 @@ def test_the_embedding_has_the_distances_of_all_dimensions() -> None:
 def test_how_data_are_cut_into_batches_and_padded() -> None:
     model, x = layers(), torch.randn(1, 7, 16, dtype=torch.float64)
     y = torch.randn(1, 11, 16, dtype=torch.float64)
-    apart = hk.heads.distance(model, [x, y])
+    apart = hk.analysis.distance(model, [x, y])
 
     def padded(left: int, right: int) -> tuple[Tensor, Tensor]:
         both = torch.cat([nn.functional.pad(x, (0, 0, left, right), value=9.0), y])
@@ -151,7 +151,7 @@ def test_how_data_are_cut_into_batches_and_padded() -> None:
         return both, torch.cat([hidden, torch.zeros(1, 11, dtype=torch.bool)])
 
     for sides in ((0, 4), (4, 0), (1, 3)):
-        found = hk.heads.distance(model, [padded(*sides)])
+        found = hk.analysis.distance(model, [padded(*sides)])
         assert found.rows == apart.rows == 18
         assert_alike(found.matrix, apart.matrix)
 
@@ -160,9 +160,9 @@ def test_pruned_models() -> None:
     model = use(tiny_models.build("bert", num_hidden_layers=3).double())
     arguments = tiny_models.batch(model)
     hk.heads.close(model, {0: [1, 2], 1: [0, 1, 2, 3], 2: [0, 1, 3]})
-    before = hk.heads.distance(model, [arguments])
+    before = hk.analysis.distance(model, [arguments])
     hk.heads.prune(model, hk.heads.closed(model))
-    found = hk.heads.distance(model, [arguments])
+    found = hk.analysis.distance(model, [arguments])
     assert found.heads == ((0, 0), (0, 1), (1, 0))
     assert [name.split(".")[2] for name in found.layers] == ["0", "2"]
     left = [0, 3, 10]
@@ -177,8 +177,8 @@ def test_memory_is_bounded() -> None:
     torch.manual_seed(0)
     model = Layers(*(spread(hk.nn.GatedMultiheadAttention(16, 4)) for _ in range(2)))
     x = torch.randn(1, 1500, 16)
-    hk.heads.distance(model, [x[:, :200]])
-    assert peak_memory(lambda: hk.heads.distance(model, [x])).extra < 24 << 20
+    hk.analysis.distance(model, [x[:, :200]])
+    assert peak_memory(lambda: hk.analysis.distance(model, [x])).extra < 24 << 20
 
 
 # ---------------------------------------------------------------------- bad input
@@ -188,22 +188,22 @@ def test_bad_input() -> None:
     with pytest.raises(
         ValueError, match=r"kind is None; pass one of 'encoder', 'decoder', 'cross'"
     ):
-        hk.heads.distance(model, [arguments])
+        hk.analysis.distance(model, [arguments])
     with pytest.raises(ValueError, match=r"kind is 'both'"):
-        hk.heads.distance(model, [arguments], kind="both")
+        hk.analysis.distance(model, [arguments], kind="both")
     with pytest.raises(ValueError, match=r"data has no batches"):
-        hk.heads.distance(model, [], kind="cross")
+        hk.analysis.distance(model, [], kind="cross")
     with pytest.raises(TypeError, match=r"data is a dict"):
-        hk.heads.distance(model, arguments, kind="cross")
+        hk.analysis.distance(model, arguments, kind="cross")
     hk.heads.prune(model, {layer.index: range(4) for layer in hk.heads.attention_layers(model)})
     with pytest.raises(ValueError, match=r"model has no head left in its layers of kind 'cross'"):
-        hk.heads.distance(model, [arguments], kind="cross")
+        hk.analysis.distance(model, [arguments], kind="cross")
 
 
 def test_data_that_reach_no_token() -> None:
     padding = torch.ones(1, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"data has no real token"):
-        hk.heads.distance(layers(), [(torch.randn(1, 5, 16, dtype=torch.float64), padding)])
+        hk.analysis.distance(layers(), [(torch.randn(1, 5, 16, dtype=torch.float64), padding)])
 
 
 def test_layers_that_do_not_run_or_see_other_tokens() -> None:
@@ -221,8 +221,8 @@ def test_layers_that_do_not_run_or_see_other_tokens() -> None:
 
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"data reaches no layer of kind 'encoder'"):
-        hk.heads.distance(Branches(), [(x, "nothing")])
+        hk.analysis.distance(Branches(), [(x, "nothing")])
     with pytest.raises(ValueError, match=r"data makes other layers run in one batch"):
-        hk.heads.distance(Branches(), [(x, "one"), (x, "both")])
+        hk.analysis.distance(Branches(), [(x, "one"), (x, "both")])
     with pytest.raises(ValueError, match=r"model has T 3 and S 3 in layer 1"):
-        hk.heads.distance(Branches(), [(x, "both")])
+        hk.analysis.distance(Branches(), [(x, "both")])

@@ -16,7 +16,7 @@ from tests.support.nn_layers import formula, layer_of
 from tests.support.tiny_models import batch, build
 
 use = hk.integrations.transformers.use
-importance = hk.heads.importance
+importance = hk.analysis.importance
 
 LOSSLESS = ("gradient", "fisher", "leave_one_out")
 #: Of the norms of stock models in float64.
@@ -99,7 +99,7 @@ def pair(family: str) -> tuple[Any, Any, dict[str, Tensor]]:
     return stock, use(copy.deepcopy(stock)), arguments
 
 
-def by_name(scores: hk.heads.HeadScores) -> dict[str, Tensor]:
+def by_name(scores: hk.analysis.HeadScores) -> dict[str, Tensor]:
     return dict(zip(scores.layers, scores.scores, strict=True))
 
 
@@ -493,7 +493,7 @@ def test_relevance_is_a_method() -> None:
         return values
 
     found = importance(model, data, hidden, method="lrp")
-    expected = hk.heads.relevance(model, data, hidden)
+    expected = hk.analysis.relevance(model, data, hidden)
     assert found.method == expected.method == "lrp"
     assert_alike(found.scores, expected.scores)
 
@@ -532,7 +532,7 @@ def test_everything_is_put_back(method: Any, stops: type[BaseException] | None) 
     assert ours.encoder.layer[0].attention.self.head_gate is gate
     assert not gate._forward_hooks
     assert hk.heads.attention_layers(ours)[1].gate is None
-    with hk.heads.observe(ours, print):  # nothing observes it any more
+    with hk.analysis.observe(ours, print):  # nothing observes it any more
         pass
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.heads import HeadMaps
+from heads_kernels.analysis import HeadMaps
 from tests.analysis.attention_maps import stock_maps
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
@@ -25,7 +25,7 @@ def test_maps_of_an_example(name: str, example: int) -> None:
     """Whole, padded on the right and on the left."""
     stock = tiny_models.build(name).double()
     arguments = tiny_models.batch(stock)
-    found = hk.heads.maps(use(copy.deepcopy(stock)), arguments, example=example)
+    found = hk.analysis.maps(use(copy.deepcopy(stock)), arguments, example=example)
     for kind, maps in stock_maps(stock, arguments).items():
         each = [one for one in found if one.kind == kind]
         assert len(each) == len(maps.maps)
@@ -38,13 +38,13 @@ def test_maps_of_an_example(name: str, example: int) -> None:
 def test_chosen_heads() -> None:
     model = use(tiny_models.build("bert"))
     arguments = tiny_models.batch(model)
-    every = hk.heads.maps(model, arguments)
-    [one] = hk.heads.maps(model, arguments, {1: [3, 0]})
+    every = hk.analysis.maps(model, arguments)
+    [one] = hk.analysis.maps(model, arguments, {1: [3, 0]})
     assert (one.layer, one.heads) == (every[1].layer, (0, 3))
     assert_alike(one.maps, every[1].maps[[0, 3]])
-    assert hk.heads.maps(model, arguments, {1: []}) == []
+    assert hk.analysis.maps(model, arguments, {1: []}) == []
     hk.heads.prune(model, {0: [0, 1, 2], 1: range(4)})
-    [left] = hk.heads.maps(model, arguments)
+    [left] = hk.analysis.maps(model, arguments)
     assert_alike(left.maps, every[0].maps[3:])
 
 
@@ -52,17 +52,17 @@ def test_bad_input() -> None:
     model = use(tiny_models.build("bert"))
     arguments = tiny_models.batch(model)
     with pytest.raises(ValueError, match=r"example is 3; this batch has 0 to 2"):
-        hk.heads.maps(model, arguments, example=3)
+        hk.analysis.maps(model, arguments, example=3)
     with pytest.raises(ValueError, match=r"example is -1"):
-        hk.heads.maps(model, arguments, example=-1)
+        hk.analysis.maps(model, arguments, example=-1)
     with pytest.raises(ValueError, match=r"heads of layer 0 .* has head 9"):
-        hk.heads.maps(model, arguments, {0: [9]})
+        hk.analysis.maps(model, arguments, {0: [9]})
     with pytest.raises(ValueError, match=r"found has no maps"):
-        hk.heads.bertviz([], ["a"])
+        hk.analysis.bertviz([], ["a"])
     with pytest.raises(ValueError, match=r"found has no maps"):
-        hk.heads.plot_maps([])
+        hk.analysis.plot_maps([])
     with pytest.raises(ValueError, match=r"tokens are 2 for rows; .* has 9 rows"):
-        hk.heads.bertviz(hk.heads.maps(model, arguments), ["a", "b"])
+        hk.analysis.bertviz(hk.analysis.maps(model, arguments), ["a", "b"])
 
 
 # ---------------------------------------------------------------------- BertViz
@@ -75,8 +75,8 @@ def test_bertviz_of_an_encoder() -> None:
     model = use(tiny_models.build("bert"))
     arguments = tiny_models.batch(model)
     hk.heads.prune(model, {1: [2]})
-    found = hk.heads.maps(model, arguments, example=1)
-    given = hk.heads.bertviz(found, words(6))
+    found = hk.analysis.maps(model, arguments, example=1)
+    given = hk.analysis.bertviz(found, words(6))
     assert given["tokens"] == words(6)
     stacked = torch.stack([each.squeeze(0) for each in given["attention"]])  # as BertViz does
     assert stacked.shape == (2, 4, 6, 6)
@@ -87,9 +87,9 @@ def test_bertviz_of_an_encoder() -> None:
 
 def test_bertviz_of_a_translation_model() -> None:
     model = use(tiny_models.build("bart").double())
-    found = hk.heads.maps(model, tiny_models.batch(model))
+    found = hk.analysis.maps(model, tiny_models.batch(model))
     T, S = next(each.maps.shape[1:] for each in found if each.kind == "cross")
-    given = hk.heads.bertviz(found, words(S), words(T, "d"))
+    given = hk.analysis.bertviz(found, words(S), words(T, "d"))
     shapes = {
         name: [tuple(each.shape) for each in layers]
         for name, layers in given.items()
@@ -115,7 +115,7 @@ def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="draws with matplotlib")
     path = tmp_path / "maps.png"
     found = [some(2), some(3)]
-    figure = hk.heads.plot_maps(found, words(4), words(5), path)
+    figure = hk.analysis.plot_maps(found, words(4), words(5), path)
     drawn = [axes for axes in figure.axes if axes.images]
     assert len(drawn) == 5
     for axes, expected in zip(drawn, [*found[0].maps, *found[1].maps], strict=True):
@@ -124,20 +124,20 @@ def test_a_picture(tmp_path: Path) -> None:
     assert [label.get_text() for label in drawn[0].get_yticklabels()] == words(4)
     assert [each.name for each in tmp_path.iterdir()] == ["maps.png"]
     assert path.stat().st_size > 1000
-    assert hk.heads.plot_maps(found).axes[0].get_xticks().size == 0
+    assert hk.analysis.plot_maps(found).axes[0].get_xticks().size == 0
 
 
 @pytest.mark.parametrize("name", ["no/such.png", "maps", "maps.txt"])
 def test_a_picture_goes_where_it_can(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"path is .*(make it first|end it with \.png)"):
-        hk.heads.plot_maps([some(1)], path=tmp_path / name)
+        hk.analysis.plot_maps([some(1)], path=tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"hk.heads.plot_maps needs matplotlib"):
-        hk.heads.plot_maps([some(1)])
+    with pytest.raises(ImportError, match=r"hk.analysis.plot_maps needs matplotlib"):
+        hk.analysis.plot_maps([some(1)])
 
 
 def test_an_example_of_padding_alone_is_refused() -> None:
@@ -145,16 +145,16 @@ def test_an_example_of_padding_alone_is_refused() -> None:
     arguments = tiny_models.batch(model)
     arguments["attention_mask"][1] = 0
     with pytest.raises(ValueError, match=r"example is 1, which is padding alone"):
-        hk.heads.maps(model, arguments, example=1)
+        hk.analysis.maps(model, arguments, example=1)
 
 
 @pytest.mark.check
 def test_each_kind_of_words_is_counted() -> None:
     with pytest.raises(ValueError, match=r"tokens are 3 for keys; 'attention' has 4 rows and 5"):
-        hk.heads.plot_maps([some(1)], key_tokens=words(3))
+        hk.analysis.plot_maps([some(1)], key_tokens=words(3))
     with pytest.raises(ValueError, match=r"tokens are 0 for rows"):
-        hk.heads.plot_maps([some(1)], [], words(5))
+        hk.analysis.plot_maps([some(1)], [], words(5))
     pytest.importorskip("matplotlib", reason="draws with matplotlib")
-    figure = hk.heads.plot_maps([some(1)], key_tokens=words(5))
+    figure = hk.analysis.plot_maps([some(1)], key_tokens=words(5))
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == words(5)
     assert figure.axes[0].get_yticks().size == 0

@@ -18,10 +18,10 @@ class Layers(nn.Module):
         return self.decoder(self.encoder(x)[0], is_causal=True)[0]
 
 
-def scores(*sizes: int, name: str = "layers.{}") -> hk.heads.HeadScores:
+def scores(*sizes: int, name: str = "layers.{}") -> hk.analysis.HeadScores:
     layers = tuple(name.format(number) for number in range(len(sizes)))
     values = tuple(torch.arange(size, dtype=torch.float64) / 3 for size in sizes)
-    return hk.heads.HeadScores(layers, ("encoder",) * len(sizes), values, "some")
+    return hk.analysis.HeadScores(layers, ("encoder",) * len(sizes), values, "some")
 
 
 def test_scores_are_a_grid() -> None:
@@ -32,7 +32,7 @@ def test_scores_are_a_grid() -> None:
         "layers.1  encoder\n"
         "layers.2  encoder       0"
     )
-    assert str(hk.heads.HeadScores((), (), (), "none")).startswith("HeadScores: none\nlayer")
+    assert str(hk.analysis.HeadScores((), (), (), "none")).startswith("HeadScores: none\nlayer")
 
 
 def test_long_grids_are_elided() -> None:
@@ -46,7 +46,7 @@ def test_long_grids_are_elided() -> None:
 
 def test_statistics_are_grids_with_units() -> None:
     x = torch.randn(2, 5, 12)
-    found = hk.heads.statistics(Layers(), [x], token_sets={"first": lambda batch: first(x)})
+    found = hk.analysis.statistics(Layers(), [x], token_sets={"first": lambda batch: first(x)})
     text = str(found)
     assert text.startswith("HeadStatistics: means over 10 query rows of a layer\n")
     titles = [block.split("\n")[0] for block in text.split("\n\n")[1:]]

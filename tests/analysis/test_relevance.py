@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import heads_kernels as hk
-from heads_kernels.heads import relevance, relevance_rules
-from heads_kernels.heads.relevance_functions import RULES
+from heads_kernels.analysis import relevance
+from heads_kernels.analysis.lrp import rules
+from heads_kernels.analysis.lrp.functions import RULES
 from tests.analysis.jacobian_relevance import by_jacobian, by_rows
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import spread
@@ -33,7 +34,7 @@ def seed() -> None:
 @pytest.fixture(params=[1 << 18, 40, 1])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of several rows, of some outputs of a row, and of one output."""
-    monkeypatch.setitem(relevance_rules.TILES, "cpu", request.param)
+    monkeypatch.setitem(rules.TILES, "cpu", request.param)
 
 
 # ---------------------------------------------------------------------- rules
@@ -43,7 +44,7 @@ def test_linear(bias: bool) -> None:
     x, weight, given = random(2, 3, 5), random(7, 5), random(2, 3, 7, positive=True)
     constant = random(7) if bias else None
     given[0, 1], given[..., 2] = 0, 0  # a row and an output without relevance
-    found = relevance_rules.linear(x, weight, constant, given)
+    found = rules.linear(x, weight, constant, given)
     [expected] = by_rows(lambda row: F.linear(row, weight, constant), [x], given)
     assert_alike(found, expected)
     assert_alike(found.sum(-1), given.sum(-1))
@@ -56,7 +57,7 @@ def test_layer_norm(affine: bool) -> None:
     x, given = random(2, 3, 5), random(2, 3, 5, positive=True)
     weight, bias = (random(5), random(5)) if affine else (None, None)
     given[1, 2] = 0
-    found = relevance_rules.norm(x, weight, bias, 0.1, given)
+    found = rules.norm(x, weight, bias, 0.1, given)
     [expected] = by_rows(lambda row: F.layer_norm(row, [5], weight, bias, 0.1), [x], given)
     assert_alike(found, expected)
     assert_alike(found.sum(-1), given.sum(-1))
@@ -65,7 +66,7 @@ def test_layer_norm(affine: bool) -> None:
 def test_norm_of_squares() -> None:
     x, weight, given = random(2, 3, 5), random(5), random(2, 3, 5, positive=True)
     out = F.rms_norm(x, [5], weight, 0.1)
-    found = relevance_rules.rms_norm(x, out, 0.1, given)
+    found = rules.rms_norm(x, out, 0.1, given)
     [expected] = by_rows(lambda row: F.rms_norm(row, [5], weight, 0.1), [x], given)
     assert_alike(found, expected)
     assert_alike(found.sum(-1), given.sum(-1))
@@ -73,7 +74,7 @@ def test_norm_of_squares() -> None:
 
 def test_sum_of_tensors() -> None:
     terms, given = [random(2, 3, 5) for _ in range(3)], random(2, 3, 5, positive=True)
-    found = relevance_rules.add(terms, given)
+    found = rules.add(terms, given)
     expected = by_rows(lambda *rows: sum(rows), terms, given)
     assert_alike(found, expected)
     assert_alike(sum(found).sum(-1), given.sum(-1))
@@ -81,14 +82,14 @@ def test_sum_of_tensors() -> None:
 
 def test_a_term_that_broadcasts_gets_what_its_copies_get() -> None:
     x, position, given = random(2, 3, 5), random(3, 5), random(2, 3, 5, positive=True)
-    of_copies = relevance_rules.add([x, position.expand(2, 3, 5)], given)
-    found = relevance_rules.add([x, position], given)
+    of_copies = rules.add([x, position.expand(2, 3, 5)], given)
+    found = rules.add([x, position], given)
     assert_alike(found, [of_copies[0], of_copies[1].sum(0)])
 
 
 def test_mean_over_tokens() -> None:
     x, given = random(2, 4, 5), random(2, 5, positive=True)
-    found = relevance_rules.weighted(lambda y: y.mean(1), x, given)
+    found = rules.weighted(lambda y: y.mean(1), x, given)
     for example in range(2):
         expected = by_jacobian(lambda y: y.mean(0), [x[example]], given[example])
         assert_alike(found[example], expected[0])
@@ -126,8 +127,8 @@ def test_attention(border: int) -> None:
     visible[..., 0] = True
     visible[0, 0, 1] = False  # a row that sees nothing, whose relevance the others of its head get
     p = attention_of(q, k, torch.eye(5, dtype=torch.float64), visible)
-    values = relevance_rules.attention_values(lambda rows: p[:, :, rows], v, given, blocks)
-    found = relevance_rules.attention(lambda rows: p[:, :, rows], q, k, v, given, blocks, features)
+    values = rules.attention_values(lambda rows: p[:, :, rows], v, given, blocks)
+    found = rules.attention(lambda rows: p[:, :, rows], q, k, v, given, blocks, features)
     for at in [(b, h) for b in range(2) for h in range(2)]:
 
         def as_constant(value: Tensor, at: tuple[int, int] = at) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
-from heads_kernels.heads import relevance
+from heads_kernels.analysis import relevance
 from tests.analysis.jacobian_relevance import by_jacobian, by_rows
 from tests.support.alike import assert_alike
 

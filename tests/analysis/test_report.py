@@ -200,7 +200,7 @@ def test_numbers_are_those_of_the_readings(
     lines = [line for line in TEXT.splitlines() if line][:3]
     tokens = tokenizer(lines, padding=True, return_tensors="pt")
     batch = {name: tokens[name] for name in ("input_ids", "attention_mask")}
-    expected = hk.heads.statistics(model, [batch], exclude_keys=[1, 2])
+    expected = hk.analysis.statistics(model, [batch], exclude_keys=[1, 2])
     for column in ("confidence", "entropy", "distance", "to_previous"):
         got = torch.tensor([row[column] for row in read(out, "statistics")["table"]])
         want = torch.cat(getattr(expected, column).scores).float()

@@ -70,13 +70,13 @@ def test_positional_heads() -> None:
     mixed = following(1, T)
     mixed[:2] = 7  # 9 of 12 rows at +1; the last one has nothing behind it
     data = [batch(ids(list(range(T))), following(-1, T), following(2, T), mixed)]
-    found = hk.heads.roles(Planted(), data)
+    found = hk.analysis.roles(Planted(), data)
     assert [offset.tolist() for offset in found.offset] == [[-1, 2, 1, 0]]
     shares = found.offset_share.scores[0]
     assert_alike(shares, torch.tensor([11, 10, 9, 12]).double() / 12)
     assert found.positional() == [
-        hk.heads.Role("attention", 0, "positional", "offset -1", 11 / 12, None),
-        hk.heads.Role("attention", 3, "positional", "offset +0", 1.0, None),
+        hk.analysis.Role("attention", 0, "positional", "offset -1", 11 / 12, None),
+        hk.analysis.Role("attention", 3, "positional", "offset +0", 1.0, None),
     ]
     assert len(found.positional(0.5)) == 4
     assert found.relations == ()
@@ -88,11 +88,11 @@ def test_special_tokens_are_neither_rows_nor_keys() -> None:
     tokens = ids([1, 10, 11, 12, 13, 2])
     at_first, at_last = torch.zeros(6, dtype=torch.int64), torch.full((6,), 5)
     data = [batch(tokens, following(-1, 6), at_first, at_last)]
-    found = hk.heads.roles(Planted(), data, special=[1, 2])
+    found = hk.analysis.roles(Planted(), data, special=[1, 2])
     counted = [4, 4, 4, 4]
     assert found.offset_share.scores[0][0] == 3 / counted[0]  # row 1 may not look at key 0
     assert found.offset_share.scores[0][3] == 1
-    by_function = hk.heads.roles(
+    by_function = hk.analysis.roles(
         Planted(), data, special=lambda batch: torch.isin(batch["input_ids"], torch.tensor([1, 2]))
     )
     assert_alike(by_function.offset_share.scores[0], found.offset_share.scores[0])
@@ -102,7 +102,7 @@ def test_special_tokens_are_neither_rows_nor_keys() -> None:
 def test_offsets_as_the_maps_say(name: str) -> None:
     stock = tiny_models.build(name).double()
     arguments = tiny_models.batch(stock)
-    found = hk.heads.roles(use(copy.deepcopy(stock)), [arguments])
+    found = hk.analysis.roles(use(copy.deepcopy(stock)), [arguments])
     for kind, maps in stock_maps(stock, arguments).items():
         layers = [i for i, each in enumerate(found.offset_share.kinds) if each == kind]
         best = maps.maps.argmax(-1)  # [L, B, H, T]
@@ -122,7 +122,7 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     second = torch.tensor([1, 1, 2, 3, 5, 5])  # 0 -> 1, 4 -> 5
     pairs = [{"nsubj": [(3, 1)]}, {"nsubj": [(1, 0), (5, 4)], "amod": [(2, 3)]}]
     data = [batch(ids([3] * 6, [4] * 6), torch.stack([first, second]), following(1, 6))]
-    found = hk.heads.roles(Planted(), data, relations=pairs)
+    found = hk.analysis.roles(Planted(), data, relations=pairs)
     named = {(of.name, of.direction): of for of in found.relations}
     assert list(named) == [
         (name, way) for name in ("amod", "nsubj") for way in ("to head", "to dependent")
@@ -134,9 +134,9 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     assert (back.pairs, back.offset, back.baseline) == (3, -1, 2 / 3)
     assert not back.accuracy.scores[0].any()
     assert found.syntactic() == [
-        hk.heads.Role("attention", 0, "syntactic", "nsubj to head", 1.0, 2 / 3)
+        hk.analysis.Role("attention", 0, "syntactic", "nsubj to head", 1.0, 2 / 3)
     ]
-    assert hk.heads.roles(Planted(), data, relations=pairs).syntactic(margin=0.4) == []
+    assert hk.analysis.roles(Planted(), data, relations=pairs).syntactic(margin=0.4) == []
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -150,7 +150,7 @@ def test_relations_count_tokens_from_the_first_real_one(left: bool) -> None:
     padded = batch(torch.full((1, N), 3), verb, padding=padding)
     plain = batch(torch.full((1, T), 3), torch.full((T,), 2))
     pairs = [{"nsubj": [(2, 4), (2, 0)]}, {"nsubj": [(2, 1)]}]
-    [to_head, _] = hk.heads.roles(Planted(), [padded, plain], relations=pairs).relations
+    [to_head, _] = hk.analysis.roles(Planted(), [padded, plain], relations=pairs).relations
     assert to_head.accuracy.scores[0].tolist() == [1.0, 0.0, 0.0, 0.0]
     assert to_head.offset in (-2, 2, 1)
     assert to_head.baseline == 1 / 3
@@ -159,7 +159,7 @@ def test_relations_count_tokens_from_the_first_real_one(left: bool) -> None:
 def test_relations_of_a_translation_model_are_of_its_encoder() -> None:
     model = use(tiny_models.build("bart"))
     arguments = tiny_models.batch(model)
-    found = hk.heads.roles(model, [arguments], relations=[{"x": [(0, 1)]}, {}, {}])
+    found = hk.analysis.roles(model, [arguments], relations=[{"x": [(0, 1)]}, {}, {}])
     assert set(found.relations[0].accuracy.kinds) == {"encoder"}
     assert len(found.offset) == 6
 
@@ -184,14 +184,14 @@ def test_bad_relations(relations: Any, message: str) -> None:
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     data = [batch(ids([3] * 6, [4] * 6), padding=padding)]
     with pytest.raises((TypeError, ValueError), match=message):
-        hk.heads.roles(Planted(), data, relations=relations)
+        hk.analysis.roles(Planted(), data, relations=relations)
 
 
 def test_accuracy_of_a_layer_that_runs_twice_is_the_mean_of_its_runs() -> None:
     model = use(tiny_models.build("albert").double())
     arguments = tiny_models.batch(model)
     pairs = [{"x": [(head, row) for row in range(9) for head in range(9)]}, {}, {}]
-    [to_head, to_dependent] = hk.heads.roles(model, [arguments], relations=pairs).relations
+    [to_head, to_dependent] = hk.analysis.roles(model, [arguments], relations=pairs).relations
     every_key_once = torch.full((1, 4), 1 / 9).double()
     assert_alike(to_head.accuracy.table(), every_key_once)
     assert to_dependent.accuracy.table().max() <= 1
@@ -200,9 +200,9 @@ def test_accuracy_of_a_layer_that_runs_twice_is_the_mean_of_its_runs() -> None:
 def test_pairs_may_be_of_numpy() -> None:
     data = [batch(ids([3] * 6), following(1, 6))]
     numbers = np.array([[1, 0], [2, 1]])
-    plain = hk.heads.roles(Planted(), data, relations=[{"x": numbers.tolist()}], counts={3: 1})
+    plain = hk.analysis.roles(Planted(), data, relations=[{"x": numbers.tolist()}], counts={3: 1})
     of_numpy: dict[str, Any] = {"relations": [{"x": numbers}], "counts": {np.int64(3): np.int64(1)}}
-    found = hk.heads.roles(Planted(), data, **of_numpy)
+    found = hk.analysis.roles(Planted(), data, **of_numpy)
     assert json.dumps(found.to_dict()) == json.dumps(plain.to_dict())
 
 
@@ -212,7 +212,7 @@ def test_nothing_is_left_that_reads_the_sentences() -> None:
     arguments = tiny_models.batch(model)
     for options in ({"relations": [{}, {}, {}]}, {"counts": {3: 1}}):
         with pytest.raises(ValueError, match=r"no layer that reads the sentences has a head left"):
-            hk.heads.roles(model, [arguments], **options)
+            hk.analysis.roles(model, [arguments], **options)
 
 
 # ---------------------------------------------------------------------- rare words
@@ -223,7 +223,7 @@ def test_a_rare_word_head() -> None:
     rarest = torch.tensor([[2] * 5, [1] * 5, [2] * 5])
     second = torch.tensor([[3] * 5, [2] * 5, [1] * 5])
     data = [batch(tokens, rarest, second)]
-    found = hk.heads.roles(Planted(), data, special=[1, 2], counts=counts, common=4)
+    found = hk.analysis.roles(Planted(), data, special=[1, 2], counts=counts, common=4)
     rare = found.rare_words
     assert rare is not None
     assert rare.sentences == 2
@@ -233,11 +233,11 @@ def test_a_rare_word_head() -> None:
     )
     assert rare.chance == pytest.approx((2 / 6, 5 / 6))
     assert found.rare_word() == [
-        hk.heads.Role("attention", 0, "rare words", "the rarest token", 1.0, 2 / 6)
+        hk.analysis.Role("attention", 0, "rare words", "the rarest token", 1.0, 2 / 6)
     ]
     table = torch.zeros(31, dtype=torch.int64)
     table[list(counts)] = torch.tensor(list(counts.values()))
-    same = hk.heads.roles(Planted(), data, special=[1, 2], counts=table, common=4).rare_words
+    same = hk.analysis.roles(Planted(), data, special=[1, 2], counts=table, common=4).rare_words
     assert same is not None
     assert_alike(same.rarest.scores[0], rare.rarest.scores[0])
 
@@ -245,7 +245,7 @@ def test_a_rare_word_head() -> None:
 def test_half_of_the_rows_are_no_role_where_chance_gives_them() -> None:
     """Head 0 always looks at the rarest word, head 1 in half of the rows, as one that chooses at random does."""
     data = [batch(ids([10, 20]), torch.tensor([1, 1]))]
-    found = hk.heads.roles(Planted(), data, counts={10: 9, 20: 1}, common=0)
+    found = hk.analysis.roles(Planted(), data, counts={10: 9, 20: 1}, common=0)
     assert found.rare_words is not None
     assert found.rare_words.chance[0] == 0.5
     assert found.rare_words.rarest.scores[0].tolist() == [1.0, 0.5, 0.5, 0.5]
@@ -260,10 +260,10 @@ def test_rare_words_as_loops_say() -> None:
     chosen: list[Tensor] = []
     with (
         torch.no_grad(),
-        hk.heads.observe(model, lambda layer, call: chosen.append(call.statistics().argmax)),
+        hk.analysis.observe(model, lambda layer, call: chosen.append(call.statistics().argmax)),
     ):
         model(**arguments)
-    found = hk.heads.roles(model, [arguments], counts=counts, common=common).rare_words
+    found = hk.analysis.roles(model, [arguments], counts=counts, common=common).rare_words
     assert found is not None
     limit = sorted([*counts.values(), 0], reverse=True)[common]
     hits, rows, expected = torch.zeros(2, 2, 4).double(), 0, [0, 0]
@@ -302,11 +302,11 @@ def test_rare_words_as_loops_say() -> None:
 def test_bad_counts(counts: Any, message: str) -> None:
     data = [batch(ids([10, 10, 10]))]
     with pytest.raises((TypeError, ValueError), match=message):
-        hk.heads.roles(Planted(), data, counts=counts, common=2)
+        hk.analysis.roles(Planted(), data, counts=counts, common=2)
 
 
 def test_no_sentence_with_a_rare_word() -> None:
-    found = hk.heads.roles(Planted(), [batch(ids([10, 10, 11]))], counts={10: 5, 11: 4, 12: 3})
+    found = hk.analysis.roles(Planted(), [batch(ids([10, 10, 11]))], counts={10: 5, 11: 4, 12: 3})
     assert found.rare_words is None
     assert found.rare_word() == []
     assert found.to_dict()["rare_words"] is None
@@ -315,7 +315,7 @@ def test_no_sentence_with_a_rare_word() -> None:
 def test_counts_need_token_ids() -> None:
     arguments = batch(ids([10, 10, 10]))
     with pytest.raises(ValueError, match=r"counts are given, but a batch has no 'input_ids'"):
-        hk.heads.roles(Planted(), [tuple(arguments.values())], counts={10: 1})
+        hk.analysis.roles(Planted(), [tuple(arguments.values())], counts={10: 1})
 
 
 # ---------------------------------------------------------------------- what must not matter, and bad input
@@ -326,8 +326,8 @@ def test_how_data_are_cut_into_batches() -> None:
     pairs = [{"x": [(0, 4)]}, {"x": [(3, 1), (0, 1)]}, {"y": [(2, 1)]}]
     counts = {token: token for token in range(40)}
     options: dict[str, Any] = {"relations": pairs, "counts": counts, "common": 9}
-    together = hk.heads.roles(model, [whole], **options)
-    apart = hk.heads.roles(model, rows, **options)
+    together = hk.analysis.roles(model, [whole], **options)
+    apart = hk.analysis.roles(model, rows, **options)
     assert json.dumps(together.to_dict()) == json.dumps(apart.to_dict())
 
 
@@ -341,7 +341,7 @@ def test_pruned_models() -> None:
         "counts": counts,
         "common": 9,
     }
-    found = hk.heads.roles(model, [arguments], **options)
+    found = hk.analysis.roles(model, [arguments], **options)
     assert [len(each) for each in found.offset] == [2, 0]
     assert [len(each) for each in found.relations[0].accuracy.scores] == [2, 0]
     assert found.rare_words is not None
@@ -351,12 +351,12 @@ def test_pruned_models() -> None:
 
 def test_bad_data() -> None:
     with pytest.raises(ValueError, match=r"data has no batches"):
-        hk.heads.roles(Planted(), [])
+        hk.analysis.roles(Planted(), [])
     nothing = batch(ids([3, 3]), padding=torch.ones(1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"data has no word that reaches layer 0"):
-        hk.heads.roles(Planted(), [nothing])
+        hk.analysis.roles(Planted(), [nothing])
     with pytest.raises(ValueError, match=r"common is -1"):
-        hk.heads.roles(Planted(), [nothing], common=-1)
+        hk.analysis.roles(Planted(), [nothing], common=-1)
 
 
 # ---------------------------------------------------------------------- a pretrained model
@@ -371,12 +371,12 @@ def test_positional_heads_of_a_pretrained_model() -> None:
     tokens, lengths = minilm.tokens(24)
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
     data = [{"input_ids": tokens, "attention_mask": real.long()}]
-    found = hk.heads.roles(model, data, special=[101, 102])  # [CLS], [SEP]
+    found = hk.analysis.roles(model, data, special=[101, 102])  # [CLS], [SEP]
     positional = {(role.layer, role.head): role.what for role in found.positional()}
     assert positional == {
         ("encoder.layer.0.attention.self", 2): "offset -1",
         ("encoder.layer.1.attention.self", 8): "offset +1",
     }
-    statistics = hk.heads.statistics(model, data, exclude_keys=[101, 102])
+    statistics = hk.analysis.statistics(model, data, exclude_keys=[101, 102])
     assert statistics.to_previous.scores[0][2] > 0.5
     assert statistics.to_next.scores[1][8] > 0.5

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import heads_kernels as hk
-from heads_kernels.heads.places import Band, attended, own_keys
-from heads_kernels.heads.statistics import MEASURES
+from heads_kernels.analysis.positions import Band, attended, own_keys
+from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.testing import peak_memory
 from tests.analysis.attention_maps import Layers, Maps, maps_of_layers, stock_maps
 from tests.support import tiny_models
@@ -24,17 +24,17 @@ use = hk.integrations.transformers.use
 SETS = {"some": [5, 6, 7, 8, 9], "even": list(range(0, 40, 2))}
 
 
-def read(model: nn.Module, *data: Any, **options: Any) -> hk.heads.HeadStatistics:
-    return hk.heads.statistics(model, list(data), **options)
+def read(model: nn.Module, *data: Any, **options: Any) -> hk.analysis.HeadStatistics:
+    return hk.analysis.statistics(model, list(data), **options)
 
 
-def of_kind(scores: hk.heads.HeadScores, kind: str) -> Tensor:
+def of_kind(scores: hk.analysis.HeadScores, kind: str) -> Tensor:
     chosen = [i for i, each in enumerate(scores.kinds) if each == kind]
     return torch.stack([scores.scores[i] for i in chosen])
 
 
 def assert_reads(
-    found: hk.heads.HeadStatistics, maps: Maps, kind: str = "encoder", tolerance: float = 1e-7
+    found: hk.analysis.HeadStatistics, maps: Maps, kind: str = "encoder", tolerance: float = 1e-7
 ) -> None:
     for name, expected in maps.measures().items():
         got = of_kind(getattr(found, name), kind)
@@ -302,7 +302,7 @@ def test_the_model_is_put_back() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hk.heads.statistics(model, data())
+        hk.analysis.statistics(model, data())
     assert [module.training for module in model.modules()] == modes
     assert [parameter.requires_grad for parameter in model.parameters()] == asking
     read(model, tiny_models.batch(model))  # nothing observes it still
@@ -334,7 +334,7 @@ def test_memory_is_bounded_where_no_operator_serves() -> None:
     """T 4096: the maps would take 256 MiB."""
     query, key = torch.randn(2, 1, 4, 4096, 8)
     bias = torch.zeros(1, 1, 1, 4096)
-    call = hk.heads.AttentionCall(query, key, key, None, None, None, 0.3, bias)
+    call = hk.analysis.AttentionCall(query, key, key, None, None, None, 0.3, bias)
     own = own_keys(call)
     band = Band(own * 0, own + 1, torch.ones(1, 4096, 1))
     lse = (0.3 * query @ key.mT).logsumexp(-1)
@@ -353,9 +353,9 @@ def test_bad_data() -> None:
     with pytest.raises(ValueError, match=r"data has no batches"):
         read(model)
     with pytest.raises(ValueError, match=r"data has no batches"):
-        hk.heads.statistics(model, iter(()))
+        hk.analysis.statistics(model, iter(()))
     with pytest.raises(TypeError, match=r"data is a dict"):
-        hk.heads.statistics(model, arguments)
+        hk.analysis.statistics(model, arguments)
     nothing = {**arguments, "attention_mask": torch.zeros_like(arguments["attention_mask"])}
     with pytest.raises(ValueError, match=r"data has no token that reaches layer 0"):
         read(model, nothing)
@@ -389,14 +389,14 @@ def test_data_that_do_not_know_their_length() -> None:
     model = use(tiny_models.build("bert"))
     arguments = tiny_models.batch(model)
     loader = DataLoader(Stream(arguments), batch_size=None)
-    assert hk.heads.statistics(model, loader).rows == (22, 22)
+    assert hk.analysis.statistics(model, loader).rows == (22, 22)
 
     def loss(model: Any, batch: Any) -> Tensor:
         return model(**batch)[0].square().sum((1, 2))
 
     for method in ("gradient", "leave_one_out"):
         found, same = (
-            hk.heads.importance(model, data, loss, method=method).table()
+            hk.analysis.importance(model, data, loss, method=method).table()
             for data in (loader, [arguments])
         )
         assert_alike(found, same)
@@ -443,6 +443,6 @@ def test_a_model_that_is_not_in_use() -> None:
 def test_weights_of_inference_mode_are_read_too() -> None:
     with torch.inference_mode():
         model = hk.nn.GatedMultiheadAttention(8, 2)
-    found = hk.heads.statistics(model, [torch.randn(2, 3, 8)])
+    found = hk.analysis.statistics(model, [torch.randn(2, 3, 8)])
     assert found.rows == (6,)
     assert all(weight.requires_grad for weight in model.parameters())

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from heads_kernels.analysis import AttentionCall
 from heads_kernels.convert import count_parameters, install, ragged, read_heads
-from heads_kernels.heads import AttentionCall, attention_layers
+from heads_kernels.heads import attention_layers
 from heads_kernels.nn.shared import SharedProjection
 from tests.convert.converted_models import (
     CONVERTIBLE,
@@ -426,7 +427,7 @@ def test_observers_see_the_scores(name: str) -> None:
         def look(_: Any, call: AttentionCall) -> None:
             seen.append(call.probabilities(slice(0, call.T)))
 
-        with torch.no_grad(), hk.heads.observe(model, look):
+        with torch.no_grad(), hk.analysis.observe(model, look):
             outputs(model)
         return seen
 

@@ -26,7 +26,7 @@ def test_pruning_is_all_or_nothing(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it stops: at any of the parameters that are replaced."""
-    stock, left = hk.heads.shrinking.replace, iter(())
+    stock, left = hk.heads.reshape.replace, iter(())
 
     def failing(*arguments: Any) -> None:
         if next(left, None) is None:
@@ -37,7 +37,7 @@ def test_pruning_is_all_or_nothing(
     hk.heads.close(model, {0: [1], 1: [2]})
     attention_layers(model)  # its layout is proven on a copy, once
     before, expected = state(model), outputs(model)
-    for module in (hk.heads.shrinking, hk.heads.pruning):
+    for module in (hk.heads.reshape, hk.heads.pruning):
         monkeypatch.setattr(module, "replace", failing)
     for count in (0, 1, 2, 7, 15):
         left = iter(range(count))

@@ -175,7 +175,7 @@ def test_a_bias_that_rows_share_is_not_expanded() -> None:
     """The operator, and whoever observes it, gets it as it is."""
     layer, seen = nn.Sequential(layer_of()), []
     x, bias = random(B, N, S, E), random(B, 1, H, S, S)
-    with hk.heads.observe(layer, lambda _, call: seen.append(call)):
+    with hk.analysis.observe(layer, lambda _, call: seen.append(call)):
         statistics = layer[0](x, bias=bias, need_statistics=True)[1]
     (call,) = seen
     assert call.bias is bias
@@ -279,12 +279,12 @@ def test_readers_of_heads_read_the_biased_scores(batch: tuple[int, ...]) -> None
     """A bias that lets a row see one key alone makes a head that is sure of it."""
     model, x = Paired(), random(*batch, S, E)
     model.bias.data[0, 1] = torch.full((S, S), -torch.inf).fill_diagonal_(0.0).roll(1, 1)
-    confidence = hk.heads.statistics(model, [x]).confidence.table()
+    confidence = hk.analysis.statistics(model, [x]).confidence.table()
     assert_alike(confidence[:, 1], torch.ones(2, dtype=confidence.dtype))
     assert confidence[:, 0].max() < 1
-    [found, _] = hk.heads.maps(model, x)
+    [found, _] = hk.analysis.maps(model, x)
     assert_alike(found.maps[1], torch.eye(S, dtype=torch.float64).roll(1, 1))
-    found, expected = (hk.heads.distance(model, [each]) for each in (x, x.flatten(0, -3)))
+    found, expected = (hk.analysis.distance(model, [each]) for each in (x, x.flatten(0, -3)))
     assert_alike(found.within(), expected.within())
 
 
@@ -292,7 +292,7 @@ def test_a_causal_bias_is_causal() -> None:
     seen: list[bool] = []
     layer, x = nn.Sequential(layer_of()), random(B, S, E)
     bias = random(1, S, S)
-    with hk.heads.observe(layer, lambda _, call: seen.append(call.is_causal)):
+    with hk.analysis.observe(layer, lambda _, call: seen.append(call.is_causal)):
         layer[0](x, bias=bias)
         layer[0](x, bias=bias.masked_fill(CAUSAL, -torch.inf))
     assert seen == [False, True]
@@ -301,16 +301,16 @@ def test_a_causal_bias_is_causal() -> None:
 def test_relevance_takes_a_bias_as_constant() -> None:
     model, x = Paired(), random(B, S, E)
     for attention in ("constant", "full"):
-        found = hk.heads.relevance(model, [x], attention=attention).table()
+        found = hk.analysis.relevance(model, [x], attention=attention).table()
         assert_alike(found.sum(1), torch.ones(2, dtype=found.dtype))
 
     def depending(model: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = model(x, depends=True)
         return out
 
-    hk.heads.relevance(model, [x], depending)
+    hk.analysis.relevance(model, [x], depending)
     with pytest.raises(ValueError, match="attention, whose bias depends on heads"):
-        hk.heads.relevance(model, [x], depending, attention="full")
+        hk.analysis.relevance(model, [x], depending, attention="full")
 
 
 # ---------------------------------------------------------------------- inside PyTorch, and bad input

@@ -215,7 +215,7 @@ def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
             refuse(name, was, instead)
     if own.asks and not _has_statistics(output):
         was = f"is True, but a {type(model).__name__} gives no statistics of its layers back"
-        instead = "call hk.heads.statistics, or use attn_implementation='eager' for maps"
+        instead = "call hk.analysis.statistics, or use attn_implementation='eager' for maps"
         refuse("output_attentions", was, instead)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from heads_kernels.heads.layers import AttentionLayer
-from heads_kernels.heads.relevance_functions import (
+from heads_kernels.analysis.lrp.functions import (
     MOVING,
     RULES,
     Back,
@@ -26,7 +25,8 @@ from heads_kernels.heads.relevance_functions import (
     operands,
     refusing,
 )
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.nn.attention_call import AttentionCall
 
 #: Names of functions that are a layer's attention, when the layer has announced it.
 _ATTENTION: Final = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.heads import HeadLayout, verifying
+from heads_kernels.heads import HeadLayout, layout_check
 from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 from tests.support.tiny_models import build, transformers
@@ -30,7 +30,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of its own for each test, and nothing known of any class."""
     monkeypatch.setattr("heads_kernels.heads.layers.LAYOUTS", table := dict(LAYOUTS))
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", table)
-    monkeypatch.setattr(verifying, "_FOUND", {})
+    monkeypatch.setattr(layout_check, "_FOUND", {})
 
 
 def made(family: str) -> Any:
@@ -139,9 +139,9 @@ def test_inputs_of_a_forward_with_arguments_of_its_own() -> None:
 # ---------------------------------------------------------------------- the model stays as it is
 def test_it_happens_once_for_a_class_and_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    compare = verifying._compare
+    compare = layout_check._compare
     monkeypatch.setattr(
-        verifying, "_compare", lambda *args: compared.append(args) or compare(*args)
+        layout_check, "_compare", lambda *args: compared.append(args) or compare(*args)
     )
     model = nn.Sequential(House(4), House(4), House(2), House(4))
     hk.heads.register_layout("House", HOUSE)
@@ -239,7 +239,7 @@ def test_only_the_structure_of_a_model_is_read(models: Any) -> None:
     """On the meta device, quantised, with a wrapped forward, or in another mode, it is compared all the same."""
     for model in models():
         assert len(hk.heads.attention_layers(model)) == 2
-        assert list(verifying._FOUND.values()) == [None]
+        assert list(layout_check._FOUND.values()) == [None]
 
 
 # ---------------------------------------------------------------------- forms that no small model has

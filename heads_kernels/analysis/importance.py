@@ -9,17 +9,22 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.batches import (
+    ExcludeKeys,
+    bar,
+    each_batch,
+    evaluation,
+    excluded_keys,
+    length,
+    run,
+)
+from heads_kernels.analysis.head_scores import HeadScores
+from heads_kernels.analysis.lrp.relevance import relevance
+from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.probes import open_gates, probed, without
 from heads_kernels.errors import refuse
-from heads_kernels.heads.evaluation import evaluation
-from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
-from heads_kernels.heads.observing import observe, run
-from heads_kernels.heads.probing import open_gates, probed, without
-from heads_kernels.heads.progress import bar, length
-from heads_kernels.heads.reading import each_batch
-from heads_kernels.heads.relevance import relevance
-from heads_kernels.heads.scores import HeadScores
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
 Loss: TypeAlias = Callable[[Any, Any], Tensor]

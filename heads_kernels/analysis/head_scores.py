@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from heads_kernels.checks import check_size, is_int
 from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import AttentionLayer
 
 Item = TypeVar("Item")
 
@@ -25,7 +27,7 @@ class HeadScores:
 
     `print` shows a grid, a row for each layer and a column for each head.
 
-        scores = hk.heads.importance(model, data, loss)
+        scores = hk.analysis.importance(model, data, loss)
         hk.heads.prune(model, scores.lowest(12, keep_at_least=1))
 
     Attributes:
@@ -177,3 +179,13 @@ def _ranks(values: Tensor) -> Tensor:
     below = values[:, None] > values
     equal = values[:, None] == values
     return below.sum(1) + (equal.sum(1) + 1).double() / 2
+
+
+def scores_of(layers: Sequence[AttentionLayer], scores: Iterable[Tensor], what: str) -> HeadScores:
+    """`HeadScores` of these layers, `[H]` each."""
+    return HeadScores(
+        layers=tuple(layer.name for layer in layers),
+        kinds=tuple(layer.kind for layer in layers),
+        scores=tuple(each.double().cpu() for each in scores),
+        method=what,
+    )

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.batches import evaluation, run
+from heads_kernels.analysis.figures import check_figure_path, write_figure
+from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
-from heads_kernels.heads.evaluation import evaluation
-from heads_kernels.heads.figures import check_figure_path, write_figure
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
     attention_layers,
     heads_of_layers,
 )
-from heads_kernels.heads.observing import observe, run
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def bertviz(
 ) -> dict[str, Any]:
     """What BertViz's `head_view` and `model_view` take as keyword arguments (Vig 2019).
 
-        head_view(**hk.heads.bertviz(hk.heads.maps(model, batch), tokens))
+        head_view(**hk.analysis.bertviz(hk.analysis.maps(model, batch), tokens))
 
     Args:
         found: what `maps` gave.
@@ -105,7 +105,7 @@ def bertviz(
         ValueError: no maps, or not as many tokens as their rows and keys.
     """
     if not found:
-        refuse("found", "has no maps", "pass what hk.heads.maps gave")
+        refuse("found", "has no maps", "pass what hk.analysis.maps gave")
     kinds = dict.fromkeys(each.kind for each in found)
     several = len(kinds) > 1
     decoder = tokens if decoder_tokens is None else decoder_tokens
@@ -160,7 +160,7 @@ def plot_maps(
             that doesn't exist.
     """
     if not found:
-        refuse("found", "has no maps", "pass what hk.heads.maps gave")
+        refuse("found", "has no maps", "pass what hk.analysis.maps gave")
     path = check_figure_path(path)
     key_tokens = tokens if key_tokens is None else key_tokens
     for each in found:
@@ -169,7 +169,9 @@ def plot_maps(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("hk.heads.plot_maps needs matplotlib: pip install matplotlib") from error
+        raise ImportError(
+            "hk.analysis.plot_maps needs matplotlib: pip install matplotlib"
+        ) from error
     across = max(len(each.heads) for each in found)
     size = 2.0 + 0.12 * max(found[0].maps.shape[1:])
     figure = Figure(figsize=(size * across, size * len(found)), layout="constrained")

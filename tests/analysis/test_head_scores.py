@@ -11,8 +11,8 @@ import torch
 import heads_kernels as hk
 
 
-def scores(*rows: list[float], method: str = "some") -> hk.heads.HeadScores:
-    return hk.heads.HeadScores(
+def scores(*rows: list[float], method: str = "some") -> hk.analysis.HeadScores:
+    return hk.analysis.HeadScores(
         layers=tuple(f"layer{i}" for i in range(len(rows))),
         kinds=("encoder",) * len(rows),
         scores=tuple(torch.tensor(row, dtype=torch.float64) for row in rows),
@@ -49,7 +49,7 @@ def test_the_lowest_heads_are_what_prune_and_close_take() -> None:
     model = torch.nn.ModuleList(hk.nn.GatedMultiheadAttention(12, 3) for _ in range(2))
     names = tuple(layer.name for layer in hk.heads.attention_layers(model))
     values = (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, 4.0, 0.0]))
-    lowest = hk.heads.HeadScores(names, ("encoder",) * 2, values, "some").lowest(3)
+    lowest = hk.analysis.HeadScores(names, ("encoder",) * 2, values, "some").lowest(3)
     hk.heads.close(model, lowest)
     assert hk.heads.closed(model) == {"0": [0, 1], "1": [2]}
     assert hk.heads.prune(model, lowest) == lowest
@@ -114,4 +114,4 @@ def test_scores_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"scores of 'layer1' are \[nan, 1.0\]"):
         scores([1.0], [torch.nan, 1.0])
     with pytest.raises(ValueError, match=r"HeadScores of \[1, 1, 0\] layers, kinds and scores"):
-        hk.heads.HeadScores(("one",), ("encoder",), (), "some")
+        hk.analysis.HeadScores(("one",), ("encoder",), (), "some")

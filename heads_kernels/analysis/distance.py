@@ -10,13 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.batches import each_batch, evaluation, run
+from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.positions import blocks, first_real
 from heads_kernels.errors import refuse
-from heads_kernels.heads.evaluation import evaluation
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
-from heads_kernels.heads.observing import observe, run
-from heads_kernels.heads.places import blocks, first_real
-from heads_kernels.heads.reading import each_batch
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 
 #: Of probabilities that are compared with those of other heads at a time, half a MiB of float32 for all heads: sums and
 #: logarithms stay in a cache of the second level. Heuristic.

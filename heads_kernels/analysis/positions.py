@@ -11,7 +11,7 @@ from torch import Tensor
 from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import Device
 from heads_kernels.mask.terms import Term
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops import formula
 from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention.op import OPERATOR as GATED

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.heads import AttentionCall
+from heads_kernels.analysis import AttentionCall
 from tests.support.alike import assert_alike
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -15,7 +15,7 @@ REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 
 def calls_of(model: nn.Module, *args: object, **kwargs: object) -> list[tuple[str, AttentionCall]]:
     seen: list[tuple[str, AttentionCall]] = []
-    with torch.no_grad(), hk.heads.observe(model, lambda *call: seen.append(call)):  # type: ignore[arg-type]
+    with torch.no_grad(), hk.analysis.observe(model, lambda *call: seen.append(call)):  # type: ignore[arg-type]
         model(*args, **kwargs)
     return [(layer.name, call) for layer, call in seen]
 
@@ -119,7 +119,7 @@ def test_rows_of_cross_attention_are_the_decoders_whatever_is_looked_at() -> Non
         seen.extend([call] if layer.kind == "cross" else [])
 
     some = [layer.index for layer in layers if layer.kind != "decoder"]
-    with torch.no_grad(), hk.heads.observe(model, look, some) as chosen:
+    with torch.no_grad(), hk.analysis.observe(model, look, some) as chosen:
         model(**arguments)
     assert [layer.index for layer in chosen] == some
     assert [torch.equal(call.real_queries, real) for call in seen] == [True, True]
@@ -189,16 +189,20 @@ def test_observers_go_even_after_an_error() -> None:
     def fail(*call: object) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), hk.heads.observe(layer, fail):
+    with pytest.raises(KeyboardInterrupt), hk.analysis.observe(layer, fail):
         layer(torch.randn(1, 2, 16))
     layer(torch.randn(1, 2, 16))
 
 
 def test_bad_use_is_refused() -> None:
     layer = hk.nn.GatedMultiheadAttention(16, 4)
-    again = hk.heads.observe(layer, print)
-    with hk.heads.observe(layer, print), pytest.raises(ValueError, match="observed already"), again:
+    again = hk.analysis.observe(layer, print)
+    with (
+        hk.analysis.observe(layer, print),
+        pytest.raises(ValueError, match="observed already"),
+        again,
+    ):
         pass
     assert layer.observer is None
-    with pytest.raises(ValueError, match="names layer 3"), hk.heads.observe(layer, print, [3]):
+    with pytest.raises(ValueError, match="names layer 3"), hk.analysis.observe(layer, print, [3]):
         pass

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.observe import observe
 from heads_kernels.heads.layers import AttentionLayer
-from heads_kernels.heads.observing import observe
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.gates import FixedGate, HeadGate
-from heads_kernels.nn.observing import AttentionCall
 
 
 class Probe:

@@ -20,7 +20,7 @@ from heads_kernels.problem import Problem
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of an operator by an attention module; see `hk.heads.observe`.
+    """One call of an operator by an attention module; see `hk.analysis.observe`.
 
     Attributes:
         query, key, value: as the operator got them: `[B, H, T, D]`, `[B, Hk, S, D]`, `[B, Hk, S, Dv]`; in collaborative

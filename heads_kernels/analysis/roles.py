@@ -9,18 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, excluded_keys, run
+from heads_kernels.analysis.head_scores import HeadScores, scores_of
+from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.positions import add_counts, offset_counts
+from heads_kernels.analysis.relations import (
+    Counts,
+    RareWordCounts,
+    RareWords,
+    Relation,
+    RelationCounts,
+    Relations,
+)
 from heads_kernels.checks import check_size
 from heads_kernels.errors import refuse
-from heads_kernels.heads.evaluation import evaluation
-from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
-from heads_kernels.heads.observing import observe, run
-from heads_kernels.heads.places import add_counts, offset_counts
-from heads_kernels.heads.rare_words import Counts, RareWordCounts, RareWords
-from heads_kernels.heads.reading import each_batch, scores_of
-from heads_kernels.heads.relations import Relation, RelationCounts, Relations
-from heads_kernels.heads.scores import HeadScores
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from heads_kernels.heads.layers import (
 )
 from heads_kernels.heads.layouts import HeadLayout, at_path
 from heads_kernels.heads.pruning import read_key_heads
-from heads_kernels.heads.shrinking import shrink
+from heads_kernels.heads.reshape import shrink
 from heads_kernels.nn.gates import FixedGate
 
 #: Tokens of the random input: several rows that see different keys under a causal mask.

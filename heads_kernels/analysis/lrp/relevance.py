@@ -8,13 +8,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.batches import each_batch, evaluation, run
+from heads_kernels.analysis.head_scores import HeadScores
+from heads_kernels.analysis.lrp.tape import RelevanceTape
+from heads_kernels.analysis.observe import observe
 from heads_kernels.errors import refuse
-from heads_kernels.heads.evaluation import evaluation
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.observing import observe, run
-from heads_kernels.heads.reading import each_batch
-from heads_kernels.heads.relevance_tape import RelevanceTape
-from heads_kernels.heads.scores import HeadScores
 from heads_kernels.ops.layout import compute_dtype
 
 #: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the relevance of its elements.
@@ -33,7 +32,7 @@ def relevance(
     r"""The share that each head has in what a model says, by layer-wise relevance propagation (Voita et al. 2019).
 
     Relevance starts at an output, by default with 1 at its largest score (the top-1 logit), and is handed down function
-    by function by the rules of `relevance_rules`: linear maps, layer norms by their full Jacobian, sums of tensors by
+    by function by the rules of `rules`: linear maps, layer norms by their full Jacobian, sums of tensors by
     their signs; activations and factors let it through. A head's relevance is the sum over its output, rows and
     features, after its gate: a closed head has exactly 0. It is divided by that of all heads of the layer, and averaged
     over examples, or over examples and positions where the output has positions: each position is a pass of its own, as

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.gating import check_runs_operators
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layer
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.multihead import Multihead
-from heads_kernels.nn.observing import AttentionCall
 
 Observer = Callable[[AttentionLayer, AttentionCall], None]
 
@@ -27,7 +26,7 @@ def observe(
         def look(layer, call):
             print(layer.name, call.statistics().entropy.mean((0, 2)))
 
-        with hk.heads.observe(model, look):
+        with hk.analysis.observe(model, look):
             model(ids)
 
     What the observer keeps of a call stays in memory; the maps `[T, S]` never are in it. Calls come in the order in
@@ -92,22 +91,3 @@ def _see(
             observer(layer, call)
 
     return see
-
-
-def batches(data: Iterable[Any], argument: str = "data") -> Iterable[Any]:
-    """`data`, if it is an iterable of batches for `run`.
-
-    Raises:
-        TypeError: a single batch, a string, or nothing that can be gone through.
-    """
-    if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
-        was = f"is a {type(data).__name__}"
-        refuse(argument, was, "pass an iterable of batches, [batch] for a single one", TypeError)
-    return data
-
-
-def run(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

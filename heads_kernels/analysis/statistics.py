@@ -9,15 +9,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, excluded_keys, run
+from heads_kernels.analysis.head_scores import HeadScores, grid, scores_of
+from heads_kernels.analysis.observe import Observer, observe
+from heads_kernels.analysis.positions import Band, add_counts, attended, offset_counts, own_keys
 from heads_kernels.errors import refuse
-from heads_kernels.heads.evaluation import evaluation
-from heads_kernels.heads.excluding import ExcludeKeys, excluded_keys
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
-from heads_kernels.heads.observing import Observer, observe, run
-from heads_kernels.heads.places import Band, add_counts, attended, offset_counts, own_keys
-from heads_kernels.heads.reading import each_batch, scores_of
-from heads_kernels.heads.scores import HeadScores, grid
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 
 #: What is measured of each head, in this order, before the token sets.
 MEASURES = ("confidence", "entropy", "distance", "to_self", "to_previous", "to_next")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from heads_kernels.analysis.lrp import rules
+from heads_kernels.analysis.positions import blocks
 from heads_kernels.errors import refuse
-from heads_kernels.heads import relevance_rules as rules
-from heads_kernels.heads.places import blocks
-from heads_kernels.nn.observing import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops import formula
 from heads_kernels.ops import gate as gates
 

@@ -1,0 +1,33 @@
+"""Reading the heads of a model: observing calls, statistics, importance, relevance, roles, distances and maps."""
+
+from heads_kernels.analysis.distance import HeadDistance, distance
+from heads_kernels.analysis.head_scores import HeadScores
+from heads_kernels.analysis.importance import importance
+from heads_kernels.analysis.lrp.relevance import relevance
+from heads_kernels.analysis.maps import HeadMaps, bertviz, maps, plot_maps
+from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.relations import RareWords, Relation
+from heads_kernels.analysis.roles import HeadRoles, Role, roles
+from heads_kernels.analysis.statistics import HeadStatistics, statistics
+from heads_kernels.nn.attention_call import AttentionCall
+
+__all__ = [
+    "AttentionCall",
+    "HeadDistance",
+    "HeadMaps",
+    "HeadRoles",
+    "HeadScores",
+    "HeadStatistics",
+    "RareWords",
+    "Relation",
+    "Role",
+    "bertviz",
+    "distance",
+    "importance",
+    "maps",
+    "observe",
+    "plot_maps",
+    "relevance",
+    "roles",
+    "statistics",
+]

@@ -1,0 +1,164 @@
+"""A pass of a model over data: evaluation mode, batches, a progress bar, and keys that are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from heads_kernels.checks import is_int
+from heads_kernels.errors import refuse
+from heads_kernels.heads.layers import AttentionLayer
+
+#: What `AttentionLayer.kind` may be.
+KINDS: Final = ("encoder", "decoder", "cross")
+#: Token ids; or a function of the batch that gives bool `[B, S]`, or `{kind of layer: [B, S]}`.
+ExcludeKeys: TypeAlias = Collection[int] | Callable[[Any], Tensor | Mapping[str, Tensor]]
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """In this block the model is in evaluation mode and its weights ask for no gradient; after it all is as before.
+
+    Weights made under `torch.inference_mode()` stay as they are: they never take part in a gradient.
+    """
+    training = {module: module.training for module in model.modules()}
+    asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
+    try:
+        model.eval()
+        for parameter in asking:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)
+        for module, mode in training.items():
+            module.training = mode
+
+
+# ---------------------------------------------------------------------- batches
+def each_batch(
+    data: Iterable[Any], title: str, progress: bool, argument: str = "data"
+) -> Iterator[Any]:
+    """The batches of `data`, with a `bar` of that title if `progress`; errors call it `argument`.
+
+    Raises:
+        TypeError: `data` is no iterable of batches.
+        ValueError: there is none in it.
+    """
+    checked = batches(data, argument)
+    empty = True
+    with bar(title, length(data), progress) as advance:
+        for batch in checked:
+            empty = False
+            yield batch
+            advance()
+    if empty:
+        refuse(argument, "has no batches", "pass [batch] for a single one; a generator serves once")
+
+
+def batches(data: Iterable[Any], argument: str = "data") -> Iterable[Any]:
+    """`data`, if it is an iterable of batches for `run`.
+
+    Raises:
+        TypeError: a single batch, a string, or nothing that can be gone through.
+    """
+    if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
+        was = f"is a {type(data).__name__}"
+        refuse(argument, was, "pass an iterable of batches, [batch] for a single one", TypeError)
+    return data
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def length(data: Any) -> int | None:
+    """How many there are; None where `data` doesn't know, such as a loader of an iterable data set."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+@contextmanager
+def bar(text: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
+    """Gives what to call after each step; it shows a bar where rich is installed and someone looks.
+
+    Args:
+        text: what is done.
+        total: how many steps there are; None where it is not known.
+        shown: False shows nothing.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        shown = False
+    if shown:
+        console = Console(stderr=True)
+        if console.is_terminal or console.is_jupyter:
+            with Progress(console=console, transient=True) as progress:
+                task = progress.add_task(text, total=total)
+                yield lambda: progress.advance(task)
+            return
+    yield lambda: None
+
+
+# ---------------------------------------------------------------------- keys that are left out
+def excluded_keys(
+    exclude_keys: ExcludeKeys | None, batch: Any, layers: Iterable[AttentionLayer]
+) -> dict[str, Tensor]:
+    """The keys of a batch to leave out, `{kind of layer: bool [B, S]}`; of kinds that it lacks, none.
+
+    Args:
+        exclude_keys: token ids, looked up in the batch's `input_ids`, of an encoder-decoder model in its
+            `decoder_input_ids` for the keys of the decoder's self-attention; or a function of the batch that gives a
+            bool tensor `[B, S]` for all layers, or one for each kind, "encoder", "decoder" or "cross".
+        batch: as the model gets it; a mapping where there are token ids.
+        layers: those of the model.
+
+    Raises:
+        TypeError, ValueError: something else, or a batch without the ids.
+    """
+    kinds = {layer.kind for layer in layers}
+    if exclude_keys is None:
+        return {}
+    if callable(exclude_keys):
+        given = exclude_keys(batch)
+        found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
+        _check_given(found)
+        return found
+    if isinstance(exclude_keys, (str, Tensor)) or not isinstance(exclude_keys, Collection):
+        was = f"is a {type(exclude_keys).__name__}"
+        refuse("exclude_keys", was, "pass a list of token ids or a function of a batch", TypeError)
+    ids = list(exclude_keys)
+    if not all(map(is_int, ids)):
+        refuse("exclude_keys", f"is {ids!r}", "pass token ids, which are ints", TypeError)
+    names = dict.fromkeys(kinds, "input_ids")
+    if {"decoder", "cross"} <= kinds:
+        names["decoder"] = "decoder_input_ids"
+    for name in names.values():
+        if not isinstance(batch, Mapping) or name not in batch:
+            was = f"names token ids, but a batch has no {name!r}"
+            refuse("exclude_keys", was, "pass it in a mapping, or a function of a batch")
+    return {
+        kind: torch.isin(batch[name], torch.tensor(ids, device=batch[name].device))
+        for kind, name in names.items()
+    }
+
+
+def _check_given(found: Mapping[Any, Any]) -> None:
+    """What a function of a batch gave is of kinds that there are, a tensor each."""
+    instead = "give a bool tensor [B, S], or {kind: [B, S]} of 'encoder', 'decoder' or 'cross'"
+    for kind, keys in found.items():
+        if kind not in KINDS:
+            refuse("exclude_keys", f"gave the kind {kind!r}", instead)
+        if not isinstance(keys, Tensor):
+            refuse("exclude_keys", f"gave a {type(keys).__name__}", instead, TypeError)
