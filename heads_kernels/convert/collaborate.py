@@ -12,7 +12,7 @@ from torch import nn
 from heads_kernels.analysis.batches import bar
 from heads_kernels.checks import check_flag, check_size
 from heads_kernels.convert.calibration import moments_of
-from heads_kernels.convert.conversion import Conversion
+from heads_kernels.convert.conversion import Conversion, Report
 from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
@@ -21,7 +21,6 @@ from heads_kernels.convert.install import put_in, read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
 from heads_kernels.convert.ragged import ragged
-from heads_kernels.convert.report import Report
 from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer

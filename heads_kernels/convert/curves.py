@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.convert.calibration import moments_of
-from heads_kernels.convert.energy import CapturedEnergy, captured_energy
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.preparing import prepare
-from heads_kernels.convert.spectrum import Spectrum, spectra_of
+from heads_kernels.convert.spectrum import CapturedEnergy, Spectrum, captured_energy, spectra_of
 from heads_kernels.nn.snapshot import undone
 
 

@@ -5,8 +5,8 @@ Importing this package registers the attention function and the mask function wi
 """
 
 from heads_kernels.integrations.transformers.checkpoints import from_pretrained
+from heads_kernels.integrations.transformers.classes import register_patches, unregister_patches
 from heads_kernels.integrations.transformers.models import release, use
-from heads_kernels.integrations.transformers.patches import register_patches, unregister_patches
 from heads_kernels.integrations.transformers.registering import register
 from heads_kernels.integrations.transformers.tested import TESTED
 

@@ -10,7 +10,6 @@ from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.ops.attention_statistics.triton_stream import fresh_rows, see_tile, store_rows
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns
 from heads_kernels.ops.triton.operands import (
     bytes_of,
@@ -20,11 +19,10 @@ from heads_kernels.ops.triton.operands import (
     terms_of,
     with_positive_scale,
 )
-from heads_kernels.ops.triton.product import product
-from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import SMALLEST
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import SMALLEST, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, tiles_for
+from heads_kernels.ops.triton.tiles import chunks_of, launch, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,
@@ -37,7 +35,7 @@ from heads_kernels.ops.triton.visible import (
 @triton.jit
 def _step(
     query, key, mixing, content_bias, terms, visible, excluded, stride_excluded, kept, scores, lo, hi, first_row,
-    tile, place, count, numbers, b, h, T, S, scale, steepness,
+    tile, place, count, numbers, b, h, T, S, scale, scale_log2,
     PARTIAL: tl.constexpr, DS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tile of keys; with the last chunk the rows see the tile."""
@@ -64,7 +62,7 @@ def _step(
                 visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, steepness)
+        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2)
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     return kept, scores
 
@@ -85,23 +83,23 @@ def _collaborative_kernel(
     own = first_row // BLOCK_M
     start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
-    steepness = tl.maximum(steepness_of(scale, terms), SMALLEST)
+    scale_log2 = tl.maximum(scale_log2_of(scale, terms), SMALLEST)
     kept = fresh_rows(BLOCK_M)
     scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range((full_end - full_start) * count):
         kept, scores = _step(
             query, key, mixing, content_bias, terms, visible, excluded, stride_excluded, kept, scores, lo, hi,
             first_row, full_tile(visible, b, h, own, full_start + step // count), step % count,
-            count, numbers, b, h, T, S, scale, steepness, False, DS, BLOCK_M, BLOCK_N, BLOCK_D,
+            count, numbers, b, h, T, S, scale, scale_log2, False, DS, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     for step in tl.range(0, (full_start - start + end - full_end) * count, num_stages=1):
         kept, scores = _step(
             query, key, mixing, content_bias, terms, visible, excluded, stride_excluded, kept, scores, lo, hi,
             first_row, partial_tile(visible, b, h, own, step // count, start, full_start, full_end), step % count,
-            count, numbers, b, h, T, S, scale, steepness, True, DS, BLOCK_M, BLOCK_N, BLOCK_D,
+            count, numbers, b, h, T, S, scale, scale_log2, True, DS, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     at = (b * H + h).to(tl.int64) * T + rows
-    store_rows(kept, terms, h, lse, max_prob, argmax, entropy, at, rows < T, steepness)
+    store_rows(kept, terms, h, lse, max_prob, argmax, entropy, at, rows < T, scale_log2)
 
 
 def collaborative_statistics(

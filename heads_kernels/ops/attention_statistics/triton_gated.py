@@ -9,14 +9,12 @@ from torch import Tensor
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 from heads_kernels.ops.attention_statistics.triton_stream import fresh_rows, see_tile, store_rows
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile
 from heads_kernels.ops.triton.operands import bytes_of, rows_of, terms_of, with_positive_scale
-from heads_kernels.ops.triton.product import product
-from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import SMALLEST
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import SMALLEST, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.tiles import launch, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,
@@ -42,7 +40,7 @@ def _gated_kernel(
     own = first_row // BLOCK_M
     start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     q = load_tile(query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    steepness = tl.maximum(steepness_of(scale, terms), SMALLEST)
+    scale_log2 = tl.maximum(scale_log2_of(scale, terms), SMALLEST)
     kept = fresh_rows(BLOCK_M)
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for place in range(full_start, full_end):
@@ -51,7 +49,7 @@ def _gated_kernel(
         keys = first + tl.arange(0, BLOCK_N)
         bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
         scores, _ = finish(product(q, tl.trans(k), zeros), bias, terms, scale)
-        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, steepness)
+        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2)
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
         first = partial_tile(visible, b, h, own, index, start, full_start, full_end) * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
@@ -62,9 +60,9 @@ def _gated_kernel(
             visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
         )
         scores = tl.where(seen, scores, float("-inf"))
-        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, steepness)
+        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2)
     at = pair.to(tl.int64) * T + rows
-    store_rows(kept, terms, h, lse, max_prob, argmax, entropy, at, rows < T, steepness)
+    store_rows(kept, terms, h, lse, max_prob, argmax, entropy, at, rows < T, scale_log2)
 
 
 def gated_statistics(call: Call, excluded: Tensor | None, statistics: AttentionStatistics) -> None:

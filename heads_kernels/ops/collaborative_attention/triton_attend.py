@@ -9,11 +9,16 @@ import triton
 import triton.language as tl
 
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
-from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.load import load_columns, load_tile
-from heads_kernels.ops.triton.product import guarded_product, product
-from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import SMALLEST, log_sum_exp, online_softmax
+from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import (
+    SMALLEST,
+    guarded_product,
+    kept,
+    log_sum_exp,
+    online_softmax,
+    product,
+)
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,
@@ -39,29 +44,29 @@ def attend(
     own = first_row // BLOCK_M
     start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
-    steepness = tl.maximum(steepness_of(scale, terms), SMALLEST)
+    scale_log2 = tl.maximum(scale_log2_of(scale, terms), SMALLEST)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
     scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range((full_end - full_start) * count):
         tile = full_tile(visible, b, h, own, full_start + step // count)
-        acc, top, total, scores = _attend_step(
-            query, key, value, mixing, content_bias, terms, visible, dropout, acc, top, total, scores, lo, hi, rows,
-            first_row, tile, step % count, count, numbers, b, h, T, S, scale, steepness,
+        acc, row_max, row_sum, scores = _attend_step(
+            query, key, value, mixing, content_bias, terms, visible, dropout, acc, row_max, row_sum, scores, lo, hi,
+            rows, first_row, tile, step % count, count, numbers, b, h, T, S, scale, scale_log2,
             False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for step in tl.range(0, (full_start - start + end - full_end) * count, num_stages=1):
         tile = partial_tile(visible, b, h, own, step // count, start, full_start, full_end)
-        acc, top, total, scores = _attend_step(
-            query, key, value, mixing, content_bias, terms, visible, dropout, acc, top, total, scores, lo, hi, rows,
-            first_row, tile, step % count, count, numbers, b, h, T, S, scale, steepness,
+        acc, row_max, row_sum, scores = _attend_step(
+            query, key, value, mixing, content_bias, terms, visible, dropout, acc, row_max, row_sum, scores, lo, hi,
+            rows, first_row, tile, step % count, count, numbers, b, h, T, S, scale, scale_log2,
             True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-    share = tl.where(total == 0.0, 0.0, 1.0 / total)
+    share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if dropout is not None:
         share = share * dropout.scale
-    lse, sees = log_sum_exp(top, total, steepness), total != 0.0
+    lse, sees = log_sum_exp(row_max, row_sum, scale_log2), row_sum != 0.0
     if terms.sinks is not None:
         lse, of_keys = add_sink(lse, terms, h)
         share = share * of_keys
@@ -71,8 +76,8 @@ def attend(
 
 @triton.jit
 def _attend_step(
-    query, key, value, mixing, content_bias, terms, visible, dropout, acc, top, total, scores, lo, hi, rows, first_row,
-    tile, place, count, numbers, b, h, T, S, scale, steepness,
+    query, key, value, mixing, content_bias, terms, visible, dropout, acc, row_max, row_sum, scores, lo, hi, rows,
+    first_row, tile, place, count, numbers, b, h, T, S, scale, scale_log2,
     PARTIAL: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -103,12 +108,12 @@ def _attend_step(
                 visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-        p, top, total, shrink = online_softmax(scores, top, total, steepness)
+        p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2)
         if dropout is not None:
             p = tl.where(kept(dropout, b, h, rows, first_key, BLOCK_N), p, 0.0)
         if PARTIAL:
-            acc = guarded_product(p.to(v.dtype), v, seen, acc * shrink[:, None])
+            acc = guarded_product(p.to(v.dtype), v, seen, acc * alpha[:, None])
         else:
-            acc = product(p.to(v.dtype), v, acc * shrink[:, None])
+            acc = product(p.to(v.dtype), v, acc * alpha[:, None])
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    return acc, top, total, scores
+    return acc, row_max, row_sum, scores

@@ -10,7 +10,6 @@ from heads_kernels.ops.collaborative_attention.triton_attend import attend
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -22,7 +21,7 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.tiles import chunks_of, launch, padded, tiles_for
 
 
 @triton.jit

@@ -22,9 +22,7 @@ from heads_kernels.ops.triton.chunks import (
     load_mixing,
     mixed,
 )
-from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile, store_columns, store_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -35,12 +33,11 @@ from heads_kernels.ops.triton.operands import (
     rows_of,
     terms_of,
 )
-from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import kept, probabilities, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.tiles import chunks_of, launch, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -81,7 +78,7 @@ def _rows_tile(
         finite = rows < T
     do = load_tile(dout, b, h, first_row, finite, DV, BLOCK_M, v.shape[1])  # [BLOCK_M, BLOCK_DV]
     scores, slope = finish(raw + content[:, None], bias, terms, scale)  # [BLOCK_N, BLOCK_M]
-    p = probabilities(scores, row_lse[None, :], steepness_of(scale, terms))
+    p = probabilities(scores, row_lse[None, :], scale_log2_of(scale, terms))
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
         seen = pairs_visible(

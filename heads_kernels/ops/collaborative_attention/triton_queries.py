@@ -22,9 +22,7 @@ from heads_kernels.ops.triton.chunks import (
     load_mixing,
     mixed,
 )
-from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -35,12 +33,11 @@ from heads_kernels.ops.triton.operands import (
     rows_of,
     terms_of,
 )
-from heads_kernels.ops.triton.product import finite_part, product
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import finite_part, kept, probabilities, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.tiles import chunks_of, launch, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -80,7 +77,7 @@ def _keys_tile(
     if content_bias is not None:
         raw += load_content_bias(content_bias, b, h, keys, S)[None, :]
     scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
-    p = probabilities(scores, row_lse[:, None], steepness_of(scale, terms))
+    p = probabilities(scores, row_lse[:, None], scale_log2_of(scale, terms))
     dp = product(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
     if dropout is not None:
         dp = tl.where(kept(dropout, b, h, rows, first_key, BLOCK_N), dp * dropout.scale, 0.0)

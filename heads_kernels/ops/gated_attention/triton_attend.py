@@ -5,11 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile
-from heads_kernels.ops.triton.product import guarded_product, product
-from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import SMALLEST, log_sum_exp, online_softmax
+from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import (
+    SMALLEST,
+    guarded_product,
+    kept,
+    log_sum_exp,
+    online_softmax,
+    product,
+)
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,
@@ -35,28 +40,28 @@ def attend(
     own = first_row // BLOCK_M
     start, full_start, full_end, end = tiles_seen(visible, b, h, own, lo, hi, rows, T, BLOCK_N)
     q = load_tile(query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    steepness = tl.maximum(steepness_of(scale, terms), SMALLEST)
+    scale_log2 = tl.maximum(scale_log2_of(scale, terms), SMALLEST)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
     for place in range(full_start, full_end):
         tile = full_tile(visible, b, h, own, place)
-        acc, top, total = _attend_tile(
-            q, key, value, terms, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
-            steepness,
+        acc, row_max, row_sum = _attend_tile(
+            q, key, value, terms, visible, dropout, acc, row_max, row_sum, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
+            scale_log2,
             False, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
         tile = partial_tile(visible, b, h, own, index, start, full_start, full_end)
-        acc, top, total = _attend_tile(
-            q, key, value, terms, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
-            steepness,
+        acc, row_max, row_sum = _attend_tile(
+            q, key, value, terms, visible, dropout, acc, row_max, row_sum, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
+            scale_log2,
             True, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-    share = tl.where(total == 0.0, 0.0, 1.0 / total)
+    share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if dropout is not None:
         share = share * dropout.scale
-    lse, sees = log_sum_exp(top, total, steepness), total != 0.0
+    lse, sees = log_sum_exp(row_max, row_sum, scale_log2), row_sum != 0.0
     if terms.sinks is not None:
         lse, of_keys = add_sink(lse, terms, h)
         share = share * of_keys
@@ -66,12 +71,12 @@ def attend(
 
 @triton.jit
 def _attend_tile(
-    q, key, value, terms, visible, dropout, acc, top, total, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
-            steepness,
+    q, key, value, terms, visible, dropout, acc, row_max, row_sum, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
+            scale_log2,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: `acc`, `top` and `total` after it. In a PARTIAL tile pairs are masked one by one."""
+    """One tile of keys: `acc`, `row_max` and `row_sum` after it. In a PARTIAL tile pairs are masked one by one."""
     first = tile * BLOCK_N
     hk = h // GROUP
     keys = first + tl.arange(0, BLOCK_N)
@@ -89,10 +94,10 @@ def _attend_tile(
             visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
         )
         scores = tl.where(seen, scores, float("-inf"))
-    p, top, total, shrink = online_softmax(scores, top, total, steepness)
+    p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2)
     if dropout is not None:
         p = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), p, 0.0)
     p = p.to(v.dtype)
-    acc = acc * shrink[:, None]
+    acc = acc * alpha[:, None]
     acc = guarded_product(p, v, seen, acc) if PARTIAL else product(p, v, acc)
-    return acc, top, total
+    return acc, row_max, row_sum

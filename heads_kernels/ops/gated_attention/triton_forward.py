@@ -8,7 +8,6 @@ import triton.language as tl
 from heads_kernels.ops.gated_attention.triton_attend import attend
 from heads_kernels.ops.operator import Call, Results
 from heads_kernels.ops.triton.gate import open_rows, times_gate
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import store_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
@@ -20,7 +19,7 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.tiles import launch, padded, tiles_for
 
 
 @triton.jit

@@ -14,17 +14,14 @@ from torch import Tensor
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
-from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
 from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, terms_of
-from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import kept, probabilities, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.tiles import launch, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -61,7 +58,7 @@ def _rows_tile(
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     raw = product(k, tl.trans(q), zeros)
     scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_N, BLOCK_M]
-    p = probabilities(scores, row_lse[None, :], steepness_of(scale, terms))
+    p = probabilities(scores, row_lse[None, :], scale_log2_of(scale, terms))
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
         seen = pairs_visible(

@@ -7,9 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
@@ -19,12 +17,11 @@ from heads_kernels.ops.triton.operands import (
     rows_of,
     terms_of,
 )
-from heads_kernels.ops.triton.product import finite_part, product
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import probabilities
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import finite_part, kept, probabilities, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.tiles import launch, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,
@@ -55,7 +52,7 @@ def _keys_tile(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     raw = product(q, tl.trans(k), zeros)
     scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
-    p = probabilities(scores, row_lse[:, None], steepness_of(scale, terms))
+    p = probabilities(scores, row_lse[:, None], scale_log2_of(scale, terms))
     dp = product(do, tl.trans(v), zeros)
     if dropout is not None:
         dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)

@@ -16,9 +16,7 @@ from heads_kernels.batch import bias_batches
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.parts import splits_of
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
-from heads_kernels.ops.triton.dropout import kept
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -30,11 +28,10 @@ from heads_kernels.ops.triton.operands import (
     terms_of,
     visible_of,
 )
-from heads_kernels.ops.triton.product import product
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, steepness_of
-from heads_kernels.ops.triton.softmax import probabilities
-from heads_kernels.ops.triton.tiles import Tiles, chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import kept, probabilities, product
+from heads_kernels.ops.triton.tiles import Tiles, chunks_of, launch, padded, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
 
@@ -73,7 +70,7 @@ def _add_dscores(
             lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
         )
         scores, _ = finish(raw, bias, terms, scale)
-        p = probabilities(scores, row_lse[:, None], steepness_of(scale, terms))
+        p = probabilities(scores, row_lse[:, None], scale_log2_of(scale, terms))
         do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         dp = product(do, tl.trans(v), tl.zeros((BLOCK, BLOCK), tl.float32))

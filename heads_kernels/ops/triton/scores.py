@@ -2,9 +2,8 @@
 
     score = softcap * tanh(scale * raw / softcap) + bias
 
-Without a cap and a bias the scores of kernels are the raw products, and `scale` is a part of the steepness of their
-softmax; with either of them scores are finished, and the steepness is that of base 2 alone. Kernels are compiled for
-one or the other.
+Without a cap and a bias the scores of kernels are the raw products, and `scale_log2` of their softmax contains `scale`;
+with either of them the scores are final, and `scale_log2` is log2(e). Kernels are compiled for one or the other.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ def finish(raw, bias, terms, scale):
 
 
 @triton.jit
-def steepness_of(scale, terms):
+def scale_log2_of(scale, terms):
     """What scores are multiplied by in the softmax, in base 2."""
-    steepness = LOG2E
+    scale_log2 = LOG2E
     if (terms.softcap is None) and (terms.bias is None):
-        steepness = scale * LOG2E
-    return steepness
+        scale_log2 = scale * LOG2E
+    return scale_log2
 
 
 @triton.jit
 def add_sink(lse, terms, h):
     """`lse` with the sink of the head, and the share of the softmax that is left to keys; both [M]."""
     sink = tl.load(terms.sinks + h).to(tl.float32)
-    top = tl.maximum(lse, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    row_max = tl.maximum(lse, sink)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
     whole = base + tl.log(tl.exp(lse - base) + tl.exp(sink - base))
     return whole, tl.where(lse == float("-inf"), 0.0, tl.exp(lse - whole))
 

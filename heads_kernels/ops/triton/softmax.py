@@ -1,13 +1,43 @@
-"""The softmax of a row, tile by tile, in base 2: `p = 2**(steepness * (score - top))`.
+"""What attention does with tiles: products on tensor cores, the softmax of rows tile by tile, and dropout.
 
-`steepness` is `scale * log2(e)`. Scores stay unscaled until they meet it in one multiply-add; in the online form it has
-to be above 0, so that the largest score stays the largest, and hidden scores -inf.
+The softmax is in base 2: `p = 2**(scale_log2 * (score - row_max))`, where `scale_log2` is `scale * log2(e)`. Scores
+stay unscaled until that one multiply-add. In the online form `scale_log2` must be above 0, so that the largest score
+stays the largest and hidden scores stay -inf. Products accumulate in float32. Dropout is Philox4x32-10 of the seed and
+the element, as `heads_kernels.ops.philox` defines it.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def product(a, b, acc):
+    """`acc + a @ b`; float32 operands are multiplied as float32, not as tf32."""
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def finite_part(tile):
+    """`tile` with 0 for NaN and infinities: for products whose other factor is nan wherever one of them is seen."""
+    wide = tile.to(tl.float32)
+    return tl.where((wide - wide) == 0.0, wide, 0.0).to(tile.dtype)
+
+
+@triton.jit
+def guarded_product(weights, operand, seen, acc):
+    """`acc + weights @ operand`, where row n of `operand` reaches only the rows of `acc` that see it.
+
+    weights [M, N] are 0 outside of `seen` [M, N]; in a plain product NaN and infinities of `operand` [N, W] would reach
+    every row, for 0 * nan is nan. A row that sees one is nan.
+    """
+    wide = operand.to(tl.float32)
+    bad = tl.min(((wide - wide) == 0.0).to(tl.int32), 1) == 0  # [N]
+    poisoned = tl.max((seen & bad[None, :]).to(tl.int32), 1) != 0  # [M]
+    acc = product(weights, finite_part(operand), acc)
+    return tl.where(poisoned[:, None], float("nan"), acc)
+
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 #: The smallest normal float32: what stands for a scale of 0.
@@ -16,26 +46,38 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def online_softmax(scores, top, total, steepness):
-    """One tile of a row's softmax: probabilities over the new `top`, and `top`, `total`, `shrink`.
+def online_softmax(scores, row_max, row_sum, scale_log2):
+    """One tile of a row's softmax: probabilities over the new `row_max`, and `row_max`, `row_sum`, `alpha`.
 
-    scores [M, N], hidden ones -inf; top [M] the largest score so far, total [M] the sum of probabilities. What was
-    accumulated before has to be multiplied by `shrink` [M]. Rows without a visible score so far have top -inf.
+    scores [M, N], hidden ones -inf; row_max [M] the largest score so far, row_sum [M] the sum of probabilities. What
+    was accumulated before is multiplied by `alpha` [M]. Rows without a visible score so far have row_max -inf.
     """
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top * steepness)
-    p = tl.exp2(scores * steepness - base[:, None])
-    shrink = tl.exp2(top * steepness - base)
-    return p, new_top, total * shrink + tl.sum(p, 1), shrink
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
+    p = tl.exp2(scores * scale_log2 - base[:, None])
+    alpha = tl.exp2(row_max * scale_log2 - base)
+    return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
 
 
 @triton.jit
-def log_sum_exp(top, total, steepness):
+def log_sum_exp(row_max, row_sum, scale_log2):
     """Natural logarithm of the sum of exponentials; -inf for a row without a visible score."""
-    return tl.where(total == 0.0, float("-inf"), top * steepness * LN2 + tl.log(total))
+    return tl.where(row_sum == 0.0, float("-inf"), row_max * scale_log2 * LN2 + tl.log(row_sum))
 
 
 @triton.jit
-def probabilities(scores, lse, steepness):
+def probabilities(scores, lse, scale_log2):
     """`exp(scale * scores - lse)`; lse broadcasts to the tile and is +inf for rows that see nothing."""
-    return tl.exp2(scores * steepness - lse * LOG2E)
+    return tl.exp2(scores * scale_log2 - lse * LOG2E)
+
+
+@triton.jit
+def kept(dropout, b, h, rows, first_key, BLOCK_N: tl.constexpr):
+    """bool `[M, BLOCK_N]`, True where the probability of row i and key j is kept; `first_key` is a multiple of 4."""
+    seed = tl.load(dropout.seed)
+    quads = (first_key // 4 + tl.arange(0, BLOCK_N // 4))[None, :]  # [1, BLOCK_N / 4]
+    zero = (rows[:, None] + quads) * 0  # [M, BLOCK_N / 4]
+    w0, w1, w2, w3 = tl.philox(seed, quads + zero, rows[:, None] + zero, h + zero, b + zero)
+    # Key j reads word j & 3.
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # [M, BLOCK_N]
+    return words.to(tl.uint32, bitcast=True) >= tl.cast(dropout.threshold, tl.uint32)

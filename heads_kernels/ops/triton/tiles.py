@@ -1,16 +1,26 @@
-"""Which tiles a kernel runs with: frozen values of the kind of GPU, overridden by what was measured on that very one.
+"""Which tiles a kernel runs with, and its launch.
 
-`heads_kernels/tuned/<gpu>.json`, written by `python -m benchmarks.tune`, holds measured tiles; what it does not hold
-comes from `kinds`.
+`heads_kernels/tuned/<gpu>.json`, written by `python -m benchmarks.tune`, holds tiles measured on that very GPU. For all
+others there is a table for each kind of GPU. Every row of it is a heuristic: the largest tiles of a usual shape whose
+kernel, compiled for that kind, keeps its sums in registers and its tiles in shared memory
+(`python -m benchmarks.ahead_of_time` shows both). What the rows have in common:
+
+- 8 warps share tiles of 128 rows: of 64 rows each of two groups of 4 warps would hold a copy on sm_90.
+- In the passes over keys scores are transposed: query rows are the columns of a tile and take a register each. So tiles
+  have few query rows and 128 keys.
+- float32 is multiplied without tensor cores; an operand is in registers then, and tiles are small.
+- "other" fits into 64 KiB of shared memory: AMD's, and NVIDIA's small parts (sm_86, sm_89, sm_120) with room to spare.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 from dataclasses import dataclass, fields, replace
 from importlib import resources
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +28,9 @@ from triton.runtime import driver
 
 from heads_kernels.ops.support import TRITON_INTERPRETED
 from heads_kernels.ops.triton.chunks import MOST_CHUNKS
-from heads_kernels.ops.triton.kinds import kind_of, numbers_of_kind
+
+#: Fields of `Tiles`: block_m, block_n, block_d, block_slice, num_warps, num_stages
+Numbers = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,17 @@ def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False) -
     return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms)
 
 
+def launch(
+    kernel: Any, programs: int, like: Tensor, tiles: Tiles, *args: Any, **constants: Any
+) -> None:
+    """Run `programs` programs of `kernel` on the device and the current stream of `like`."""
+    if programs == 0:
+        return
+    elsewhere = like.is_cuda and like.device.index != torch.cuda.current_device()
+    with torch.cuda.device(like.device) if elsewhere else contextlib.nullcontext():
+        kernel[(programs,)](*args, **constants, **tiles.launch_options)
+
+
 def padded(width: int) -> int:
     """The power of two that a tile of this width has: at least 16, the depth of a tensor core's product."""
     return 1 << (max(width, 16) - 1).bit_length()
@@ -69,7 +92,7 @@ def _chosen(
         return tuned
     shared = "collaborative" in kernel
     width = padded(Dv if shared else max(D, Dv))
-    tiles = Tiles(*numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, terms))
+    tiles = Tiles(*_numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, terms))
     return _within(tiles, D) if shared else tiles
 
 
@@ -91,13 +114,13 @@ def _named(index: int) -> tuple[str, str]:
     """The name of a GPU as its file of tuned tiles has it, "nvidia-h200", and its kind."""
     name = torch.cuda.get_device_name(index).lower()
     capability = None if torch.version.hip else torch.cuda.get_device_capability(index)
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-"), kind_of(capability)
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-"), _kind_of(capability)
 
 
 def _kind_of_target() -> str:
     """The kind that Triton compiles for where no GPU holds the tensors: kernels are compiled ahead of time then."""
     target = driver.active.get_current_target()
-    return kind_of(divmod(target.arch, 10) if target.backend == "cuda" else None)
+    return _kind_of(divmod(target.arch, 10) if target.backend == "cuda" else None)
 
 
 @functools.cache
@@ -111,3 +134,106 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
         (row["kernel"], row["dtype"], row["D"], row["Dv"]): Tiles(*(row[name] for name in names))
         for row in json.loads(path.read_text(encoding="utf-8"))["tiles"]
     }
+
+
+# ---------------------------------------------------------------------- kinds of GPU
+#: kernel -> widest head (padded; of collaborative attention the value's) -> numbers. 16-bit operands.
+_HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
+    "sm_90": {
+        "gated_attention.forward": {128: (128, 64, 0, 0, 8, 3), 256: (128, 32, 0, 0, 8, 2)},
+        "gated_attention.keys": {64: (64, 128, 0, 0, 8, 2), 256: (32, 128, 0, 0, 8, 2)},
+        "gated_attention.queries": {
+            64: (128, 64, 0, 0, 8, 3),
+            128: (128, 64, 0, 0, 8, 2),
+            256: (128, 32, 0, 0, 8, 2),
+        },
+        "collaborative_attention.forward": {256: (128, 64, 64, 0, 8, 3)},
+        "collaborative_attention.keys": {
+            64: (32, 128, 64, 128, 8, 2),
+            256: (32, 128, 64, 64, 8, 2),
+        },
+        "collaborative_attention.queries": {256: (128, 32, 64, 128, 8, 2)},
+        "gated_attention.biases": {64: (64, 64, 0, 0, 4, 2), 256: (64, 64, 0, 0, 8, 1)},
+        "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
+        "attention_statistics": {256: (128, 64, 64, 0, 8, 3)},
+        "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
+    },
+    "sm_80": {
+        "gated_attention.forward": {
+            64: (128, 64, 0, 0, 8, 3),
+            128: (128, 32, 0, 0, 8, 2),
+            256: (64, 32, 0, 0, 8, 2),
+        },
+        "gated_attention.keys": {
+            64: (32, 128, 0, 0, 8, 2),
+            128: (32, 64, 0, 0, 8, 2),
+            256: (32, 64, 0, 0, 8, 1),
+        },
+        "gated_attention.queries": {128: (64, 64, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 1)},
+        "collaborative_attention.forward": {256: (128, 64, 64, 0, 8, 2)},
+        "collaborative_attention.keys": {256: (32, 64, 64, 128, 8, 2)},
+        "collaborative_attention.queries": {256: (64, 32, 64, 128, 8, 2)},
+        "gated_attention.forward, terms": {64: (128, 32, 0, 0, 8, 3)},
+        "gated_attention.queries, terms": {64: (64, 32, 0, 0, 4, 2)},
+        "gated_attention.biases": {64: (64, 64, 0, 0, 8, 2), 256: (32, 32, 0, 0, 4, 1)},
+        "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
+        "attention_statistics": {256: (128, 64, 64, 0, 8, 2)},
+        "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
+    },
+    "other": {
+        "gated_attention.forward": {128: (64, 32, 0, 0, 4, 1), 256: (32, 32, 0, 0, 4, 1)},
+        "gated_attention.keys": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
+        "gated_attention.queries": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
+        "collaborative_attention.forward": {256: (64, 32, 32, 0, 4, 1)},
+        "collaborative_attention.keys": {256: (32, 32, 32, 64, 4, 1)},
+        "collaborative_attention.queries": {256: (32, 32, 32, 64, 4, 1)},
+        "gated_attention.biases": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
+        "collaborative_attention.biases": {256: (32, 32, 32, 0, 4, 1)},
+        "attention_statistics": {256: (64, 32, 32, 0, 4, 1)},
+        "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
+    },
+}
+
+#: The same for float32 on every kind.
+_FLOAT: Final[dict[str, dict[int, Numbers]]] = {
+    "gated_attention.forward": {64: (32, 32, 0, 0, 8, 2), 256: (32, 16, 0, 0, 8, 1)},
+    "gated_attention.keys": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
+    "gated_attention.queries": {
+        64: (32, 32, 0, 0, 8, 1),
+        128: (32, 16, 0, 0, 8, 1),
+        256: (16, 16, 0, 0, 8, 1),
+    },
+    "collaborative_attention.forward": {256: (32, 32, 32, 0, 8, 1)},
+    "collaborative_attention.keys": {256: (32, 32, 32, 64, 8, 1)},
+    "collaborative_attention.queries": {256: (32, 32, 32, 64, 8, 1)},
+    "gated_attention.biases": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
+    "collaborative_attention.biases": {256: (32, 32, 32, 0, 8, 1)},
+    "attention_statistics": {256: (32, 32, 32, 0, 8, 1)},
+    "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
+}
+
+
+def _numbers_of_kind(
+    kind: str, kernel: str, half: bool, width: int, terms: bool = False
+) -> Numbers:
+    """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
+
+    `terms`: the kernel reads a bias, a cap or a dense mask, for which some have rows of their own.
+    """
+    kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
+    table = _HALF[kind] if half else _FLOAT
+    rows = table[kernel] | (table.get(f"{kernel}, terms", {}) if terms else {})
+    return next(numbers for widest, numbers in sorted(rows.items()) if width <= widest)
+
+
+def _kind_of(capability: tuple[int, int] | None) -> str:
+    """The kind of an NVIDIA GPU by its compute capability; None: any other GPU.
+
+    sm_100 takes the tiles of sm_90. Parts with less than 128 KiB of shared memory (sm_86, sm_89, sm_120) and older
+    ones are "other".
+    """
+    if capability is None:
+        return "other"
+    if capability[0] in (9, 10):
+        return "sm_90"
+    return "sm_80" if capability in ((8, 0), (8, 7)) else "other"
