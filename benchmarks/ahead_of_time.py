@@ -174,7 +174,7 @@ class Bound:
         )
 
 
-#: The largest that was found, with some room: other widths and dtypes spill less.
+#: The largest that was found, with a margin: other widths and dtypes spill less.
 STATED: Final = (
     Bound(
         64,

@@ -106,7 +106,7 @@ def _bias(inputs: Inputs) -> Tensor | None:
 
 
 def _collaborative_eager(inputs: Inputs, masks: _Masks) -> Call:
-    """The mixed query `[B, H, T, Ds]` lies in memory (the published code of the paper's authors)."""
+    """The mixed query `[B, H, T, Ds]` is in memory (the published code of the paper's authors)."""
     t, scale = inputs.tensors, inputs.problem().scale
     query, key, value, mixing = t["query"], t["key"], t["value"], t["mixing"]
     bias = t.get("content_bias")

@@ -170,7 +170,7 @@ def memory(inputs: Inputs, name: str, *, eager_backward: bool) -> list[Memory]:
     """Peak of the forward pass, and of forward and backward together; `inputs` has no mask.
 
     Eager keeps about two `[T, S]` matrices of all heads at once in the forward pass and about five
-    with gradients. It is run where the machine has room for 4 and 8, and with gradients only where
+    with gradients. It is run where the machine has memory for 4 and 8, and with gradients only where
     asked for.
     """
     problem = inputs.problem()

@@ -175,7 +175,7 @@ def _level() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this file lies in, `-dirty` where files differ; None without git."""
+    """Commit of the checkout of this file, `-dirty` where files differ; None without git."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(_HERE.parent), *words]

@@ -1,6 +1,6 @@
 """`python -m benchmarks.tune`: the fastest tiles of every Triton kernel on this GPU, as a data file.
 
-Candidates lie near the tiles that the kernel has today. They are compiled by many processes at once;
+Candidates are near the tiles that the kernel has today. They are compiled by many processes at once;
 those that do not compile or do not fit are counted with their reasons. The rest is timed in turn, the
 kernel alone, dense and causal together, on a cold cache, at T 4096. A winner is written where it is
 faster than today's tiles by more than noise and holds the accuracy rule.

@@ -45,7 +45,7 @@ EMULATED_LEVELS = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
 LINK_CPU = ["-shared", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
 
 # The parts that get machine code of their own. sm_86 and sm_89 run that of sm_80: their own differs
-# in the spelling of a few conversions, and would take a quarter more time and room. All others from
+# in the spelling of a few conversions, and would take a quarter more time and space. All others from
 # compute capability 8.0 on compile the PTX; it is what the machine code is made of too, for no
 # kernel uses more than it has.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

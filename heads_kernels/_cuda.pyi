@@ -8,7 +8,7 @@ _Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, _Terms]
 _Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int, Tensor | None]
 _Options = tuple[Tensor | None, str, Tensor | None, float]
 _Read = tuple[Tensor, Tensor, Tensor]
-_Where = tuple[int, int]
+_LaunchTarget = tuple[int, int]
 
 def attention_forward(
     scores: _Scores,
@@ -16,7 +16,7 @@ def attention_forward(
     mask: _Mask,
     options: _Options,
     outputs: Sequence[Tensor | None],
-    where: _Where,
+    target: _LaunchTarget,
     /,
 ) -> None: ...
 def attention_closed(
@@ -26,7 +26,7 @@ def attention_closed(
     options: _Options,
     dout: Tensor,
     dgate: Tensor,
-    where: _Where,
+    target: _LaunchTarget,
     /,
 ) -> None: ...
 def attention_rows(
@@ -36,7 +36,7 @@ def attention_rows(
     options: _Options,
     read: _Read,
     written: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    where: _Where,
+    target: _LaunchTarget,
     /,
 ) -> None: ...
 def attention_keys(
@@ -47,7 +47,7 @@ def attention_keys(
     read: _Read,
     gradients: Sequence[Tensor | None],
     splits: int,
-    where: _Where,
+    target: _LaunchTarget,
     /,
 ) -> None: ...
 def attention_queries(
@@ -59,7 +59,7 @@ def attention_queries(
     gradients: Sequence[Tensor | None],
     splits: int,
     closed_grad: bool,
-    where: _Where,
+    target: _LaunchTarget,
     /,
 ) -> None: ...
 def attention_bias(
@@ -70,13 +70,13 @@ def attention_bias(
     read: _Read,
     gradients: Sequence[Tensor | None],
     splits: int,
-    where: _Where,
+    target: _LaunchTarget,
     /,
 ) -> None: ...
-def dense_cells(mask: Tensor, cells: Tensor, where: _Where, /) -> None: ...
+def dense_cells(mask: Tensor, cells: Tensor, target: _LaunchTarget, /) -> None: ...
 def tiles_of(
     kernel: str, dtype: torch.dtype, D: int, Dv: int, terms: bool, /
 ) -> tuple[int, int, int]: ...
 def unsupported_device(index: int, /) -> str: ...
 def wrapper_names() -> list[str]: ...
-def check_wrapper(name: str, tensors: Sequence[Tensor], where: _Where, /) -> None: ...
+def check_wrapper(name: str, tensors: Sequence[Tensor], target: _LaunchTarget, /) -> None: ...

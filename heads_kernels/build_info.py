@@ -15,7 +15,7 @@ def build_info() -> dict[str, Any]:
         `cpu`: `compiler` (its own first line about itself) and `levels` (instruction sets that `_cpu` has kernels for).
         `cuda`: `nvcc` (its version) and `architectures` (that `_cuda` holds code for; "compute_80" is PTX, for parts
         without machine code); or `missing`, why there is no `_cuda`, in words.
-        Empty where the package was not built but only lies on the path.
+        Empty where the package was not built but is only on the path.
     """
     path = Path(__file__).with_name("build.json")
     if not path.exists():

@@ -127,7 +127,7 @@ def collaborative_attention(
         out_h = act(gate_h) \cdot softmax(score_h) V_h, \quad
         score_h = softcap(scale \cdot ((Q \circ m_h) K^T + 1 \, content\_bias_h^T)) + bias_h
 
-    (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The mixed query is formed tile by tile and never lies in memory.
+    (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The mixed query is formed tile by tile and is never in memory.
     With block-indicator mixing this is ordinary multi-head attention.
 
     Args:

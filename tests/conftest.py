@@ -1,7 +1,7 @@
 """What every test starts from: threads, level, seeds, order, hypothesis; what `make test` leaves out; where `gpu` runs.
 
 What a test asks of a GPU backend runs on CPU tensors, where the process was started for it: with
-TRITON_INTERPRET=1 Triton's interpreter, mended, runs the kernels of `triton`, with
+TRITON_INTERPRET=1 Triton's interpreter, corrected, runs the kernels of `triton`, with
 HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in the order HK_SCHEDULE (the module in the
 folder HK_EMULATED, where that is set). Such tests bear the backend's name as a mark.
 """
@@ -26,7 +26,7 @@ from heads_kernels.testing import Case
 if TRITON_INTERPRETED:
     from tests.support import interpreter
 
-    interpreter.mend()
+    interpreter.correct()
 
 if CUDA_EMULATED:
     if folder := os.environ.get("HK_EMULATED"):  # before anything imports the package's own

@@ -30,7 +30,7 @@ MOST_WORKERS = 16
 STARTUP_S = 120.0
 #: Seconds beyond the end of a stage that an item under way may take.
 GRACE_S = 10.0
-_END_S = 5.0  # for a process to end in, once it is told to
+_END_S = 5.0  # for a process to end in, after the signal
 #: There are workers enough: none needs a pool of compiling processes of its own.
 _ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _TAIL = 1500  # characters of stderr kept of a crashed worker

@@ -25,7 +25,7 @@ from benchmarks.gpu.settings import (
     Skipped,
 )
 
-#: memcheck finds what lies outside of memory, racecheck missing barriers (its cost is larger).
+#: memcheck finds accesses outside of memory, racecheck missing barriers (its cost is larger).
 _TOOLS: Final = {"memcheck": 170, "racecheck": 170}  # seconds
 _CASES: Final = ("closed_batch_heads", "padded_causal", "ragged_bias", "small_causal")
 _UNSUPPORTED: Final = ("not supported", "Unable to", "Failed to initialize")
@@ -63,7 +63,7 @@ def _run_under(settings: Settings, tool: str, backend: str) -> Row:
         text=True, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, start_new_session=True,
     ) as process:  # fmt: skip
 
-        def end(*_: object) -> None:  # this worker is told to end
+        def end(*_: object) -> None:  # this worker got a signal to end
             os.killpg(process.pid, signal.SIGKILL)
             os._exit(1)
 

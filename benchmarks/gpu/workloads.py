@@ -1,7 +1,7 @@
 """What is timed: calls at the sizes of real models, the most telling ones first.
 
 Every length has 16384 tokens in all and 2048 features over the heads (collaborative: 12 heads of 64
-values, as BERT-base), the convention of FlashAttention's charts. Tensors lie as projections give them.
+values, as BERT-base), the convention of FlashAttention's charts. Tensors have the layout of projections.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _rank(workload: Workload) -> tuple[int, int]:
 
 
 def _half_padded(sizes: masks.Sizes, device: torch.device) -> Mask:
-    """Half of every sequence is padding, rows and keys; the lengths lie on the device."""
+    """Half of every sequence is padding, rows and keys; the lengths are on the device."""
     half = torch.full((sizes.B,), sizes.S // 2, device=device)
     return Mask(key_lengths=half, query_lengths=half)
 

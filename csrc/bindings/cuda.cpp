@@ -23,20 +23,20 @@ using namespace hk::bindings;
 namespace cuda = hk::cuda;
 
 // torch's name of the device that all tensors of a call are on.
-py::object device_of(const py::tuple& where) {
+py::object device_of(const py::tuple& target) {
 #ifdef HK_EMULATED
-  (void)where;
+  (void)target;
   return Torch::get().cpu;
 #else
-  return Torch::get().make_device("cuda", where[0]);
+  return Torch::get().make_device("cuda", target[0]);
 #endif
 }
 
 // (index of the device, its stream as an integer).
-cuda::Where where_of(const py::tuple& where) {
-  cuda::Where result;
-  result.device = py::cast<int>(where[0]);
-  result.stream = PyLong_AsVoidPtr(where[1].ptr());
+cuda::LaunchTarget target_of(const py::tuple& target) {
+  cuda::LaunchTarget result;
+  result.device = py::cast<int>(target[0]);
+  result.stream = PyLong_AsVoidPtr(target[1].ptr());
   if (PyErr_Occurred()) throw py::error_already_set();
   return result;
 }
@@ -108,31 +108,31 @@ void check_written(const hk::Tensor& t, const char* name) {
 
 // Gated where scores hold no mixing, else collaborative.
 template <typename Params>
-void launch_either(void (*gated)(const Params&, const cuda::Where&),
-                   void (*collaborative)(const Params&, const cuda::Where&), const Params& params,
-                   const py::tuple& where) {
-  launch(params.mixing ? collaborative : gated, params, where_of(where));
+void launch_either(void (*gated)(const Params&, const cuda::LaunchTarget&),
+                   void (*collaborative)(const Params&, const cuda::LaunchTarget&),
+                   const Params& params, const py::tuple& target) {
+  launch(params.mixing ? collaborative : gated, params, target_of(target));
 }
 
 void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                        const py::tuple& options, const py::sequence& outputs,
-                       const py::tuple& where) {
+                       const py::tuple& target) {
   cuda::AttendParams params;
-  const py::object device = device_of(where);
+  const py::object device = device_of(target);
   const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   set_outputs(params, n, outputs, device);
   check_written(params.out, "out");
   check_written(params.attended, "attended");
   launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
-                where);
+                target);
 }
 
 // Rows of the gate's gradient of closed heads, into `dgate` [B, H, T].
 void attention_closed(const py::tuple& scores, py::handle value, const py::tuple& mask,
                       const py::tuple& options, py::handle dout, py::handle dgate,
-                      const py::tuple& where) {
+                      const py::tuple& target) {
   cuda::AttendParams params;
-  const py::object device = device_of(where);
+  const py::object device = device_of(target);
   const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   params.dout = needed(dout, device, "dout");
   params.dgate = needed(dgate, device, "dgate");
@@ -141,16 +141,16 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
   for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
   check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
   launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
-                where);
+                target);
 }
 
 // (dout, attended, lse); (delta, dgate, dattended, dsinks), of which dgate and dsinks are None
 // where they are not asked for, and dattended unless the gate is elementwise.
 void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& mask,
                     const py::tuple& options, const py::tuple& read, const py::tuple& written,
-                    const py::tuple& where) {
+                    const py::tuple& target) {
   cuda::RowsParams params;
-  const py::object device = device_of(where);
+  const py::object device = device_of(target);
   const Sizes n = set_single_call(params, scores, value, mask, options, device);
   params.dout = needed(read[0], device, "dout");
   params.attended = needed(read[1], device, "attended");
@@ -175,7 +175,7 @@ void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& 
   } else {
     check_rows(dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
   }
-  launch(cuda::attention_rows, params, where_of(where));
+  launch(cuda::attention_rows, params, target_of(target));
 }
 
 // What the last passes of the backward read: a call, (dattended, lse, delta) and splits.
@@ -197,9 +197,9 @@ Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, p
 // `gradients` is (dkey, dvalue, dcontent_bias), None is not computed.
 void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& mask,
                     const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
-                    int splits, const py::tuple& where) {
+                    int splits, const py::tuple& target) {
   cuda::KeysParams params;
-  const py::object device = device_of(where);
+  const py::object device = device_of(target);
   const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
   params.dkey = output(gradients[0], device, "dkey");
   params.dvalue = output(gradients[1], device, "dvalue");
@@ -214,16 +214,16 @@ void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& 
   }
   require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
   check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
-  launch_either(cuda::gated_attention_keys, cuda::collaborative_attention_keys, params, where);
+  launch_either(cuda::gated_attention_keys, cuda::collaborative_attention_keys, params, target);
 }
 
 // `gradients` is (dquery, dmixing), None is not computed.
 void attention_queries(const py::tuple& scores, py::handle value, const py::tuple& mask,
                        const py::tuple& options, const py::tuple& read,
                        const py::sequence& gradients, int splits, bool closed_grad,
-                       const py::tuple& where) {
+                       const py::tuple& target) {
   cuda::QueriesParams params;
-  const py::object device = device_of(where);
+  const py::object device = device_of(target);
   const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
   params.closed_grad = closed_grad;
   params.dquery = output(gradients[0], device, "dquery");
@@ -243,16 +243,16 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
     check_gradient(params, params.dquery, 1, {n.B, n.H, n.T, n.D}, "dquery");
   }
   launch_either(cuda::gated_attention_queries, cuda::collaborative_attention_queries, params,
-                where);
+                target);
 }
 
 // `gradients` is (dbias, doffset_bias), of which one is there: parts of a bias, float, `splits` one
 // behind the other, or two parts of the diagonals of every head.
 void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& mask,
                     const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
-                    int splits, const py::tuple& where) {
+                    int splits, const py::tuple& target) {
   cuda::BiasParams params;
-  const py::object device = device_of(where);
+  const py::object device = device_of(target);
   const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
   params.dbias = output(gradients[0], device, "dbias");
   params.doffset_bias = output(gradients[1], device, "doffset_bias");
@@ -267,12 +267,12 @@ void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& 
   check_rows(dtype, params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
   if (!params.dbias && !params.doffset_bias) return;
   require(splits == 1 || params.dbias, "splits", "is not 1");
-  launch(cuda::attention_bias, params, where_of(where));
+  launch(cuda::attention_bias, params, target_of(target));
 }
 
 // Fills the cells of a dense mask: a byte for each kCell x kCell pairs.
-void dense_cells(py::handle mask, py::handle cells, const py::tuple& where) {
-  const py::object device = device_of(where);
+void dense_cells(py::handle mask, py::handle cells, const py::tuple& target) {
+  const py::object device = device_of(target);
   cuda::DenseCellsParams params;
   params.mask = shape_of(mask, device, "dense_mask");
   params.cells = cells_of(cells, device);
@@ -282,7 +282,7 @@ void dense_cells(py::handle mask, py::handle cells, const py::tuple& where) {
   require(is(params.cells, {size[0], size[1], cells_along(size[2]), cells_along(size[3])}) &&
               is_dense(params.cells),
           "dense_cells");
-  launch(cuda::dense_cells, params, where_of(where));
+  launch(cuda::dense_cells, params, target_of(target));
 }
 
 // (query rows, keys, features of a slice) of one block of threads.
@@ -291,11 +291,11 @@ py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64
   return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
 }
 
-void check_wrapper(const std::string& name, const py::sequence& tensors, const py::tuple& where) {
+void check_wrapper(const std::string& name, const py::sequence& tensors, const py::tuple& target) {
   std::vector<hk::Tensor> words;
   for (const py::handle tensor : tensors)
-    words.push_back(needed(tensor, device_of(where), "a tensor"));
-  cuda::check_wrapper(name, words, where_of(where));
+    words.push_back(needed(tensor, device_of(target), "a tensor"));
+  cuda::check_wrapper(name, words, target_of(target));
 }
 
 }  // namespace
@@ -312,7 +312,7 @@ PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
   m.def("dense_cells", &dense_cells);
   m.def("tiles_of", &tiles_of);
   m.def("unsupported_device", &cuda::unsupported_device,
-        "Why the kernels can not run on a device; empty where they can.");
+        "Why the kernels can not run on a device; empty target they can.");
   m.def("wrapper_names", &cuda::wrapper_names);
   m.def("check_wrapper", &check_wrapper, "Run the kernel of one wrapper (for tests).");
 #ifdef HK_EMULATED

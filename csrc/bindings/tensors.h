@@ -139,7 +139,7 @@ inline bool is_dense(const Tensor& t) {
   return true;
 }
 
-// Elements of the last dimension lie side by side, where there are any.
+// Elements of the last dimension are side by side, where there are any.
 inline bool has_rows(const Tensor& t) {
   const int last = t.rank - 1;
   return t.size[last] <= 1 || t.stride[last] == 1 || std::count(t.size, t.size + t.rank, 0);

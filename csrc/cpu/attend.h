@@ -3,9 +3,9 @@
 // Everything stands transposed, one query row a lane. Keys and values are the broadcast operand of
 // the inner product, which reads rows or columns alike; only the query tile (once) and the output
 // tile (once) are transposed. `Operand` is what products multiply: Real, or pairs of bfloat16
-// (pair.h), which keys, values and probabilities have to be packed into. A bundle of tiles that
+// (pair.h), which keys, values and probabilities have to be packed into. A work item of tiles that
 // share their keys goes over them together, window by window: a window of keys and values is packed
-// once for the bundle and stays in the first-level cache, the tiles ([D][64] queries, [Dv][64]
+// once for all of them and stays in the first-level cache, the tiles ([D][64] queries, [Dv][64]
 // output each) in the second-level cache.
 #pragma once
 
@@ -73,8 +73,8 @@ struct QueryTile {
   static constexpr int64_t query_words(int64_t D) { return packed<Operand>(D) * BLOCK_M; }
   template <typename Operator>
   static int64_t bytes(const Operator& op) {
-    return (kSplit<Operand, Operator> ? 2 : 1) * piece<Operand>(query_words(op.D)) +
-           piece<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M);
+    return (kSplit<Operand, Operator> ? 2 : 1) * buffer_bytes<Operand>(query_words(op.D)) +
+           buffer_bytes<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M);
   }
   template <typename Operator>
   QueryTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
@@ -85,14 +85,14 @@ struct QueryTile {
         out(w.take<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
-// What the tiles of a bundle use in turn.
+// What the tiles of a work item use in turn.
 template <typename Real, typename Operand>
 struct TileScratch {
-  Real* rows;        // [64][max(D, Dv)] a tile the way tensors lie
+  Real* rows;        // [64][max(D, Dv)] a tile in the layout of tensors
   Real* row;         // [max(D, Dv)]
   Real* scores;      // [64][64] scores, then probabilities
   Real* bias;        // [64][64]
-  Real* bias_rows;   // [64][row_stride(64)] a tile of bias the way tensors lie
+  Real* bias_rows;   // [64][row_stride(64)] a tile of bias in the layout of tensors
   Real* slope;       // [64][64] of the cap
   Operand* weights;  // [64][64] scores as an operand; empty where they are one as they are
   Panel<Operand> key, value;
@@ -101,9 +101,10 @@ struct TileScratch {
       kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
   static int64_t bytes(int64_t D, int64_t Dv) {
-    return piece<Real>(BLOCK_M * width(D, Dv)) + piece<Real>(width(D, Dv)) +
-           3 * piece<Real>(BLOCK_N * BLOCK_M) + piece<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
-           piece<Operand>(kWeights) + Panel<Operand>::bytes(D) + Panel<Operand>::bytes(Dv);
+    return buffer_bytes<Real>(BLOCK_M * width(D, Dv)) + buffer_bytes<Real>(width(D, Dv)) +
+           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
+           buffer_bytes<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
+           buffer_bytes<Operand>(kWeights) + Panel<Operand>::bytes(D) + Panel<Operand>::bytes(Dv);
   }
   // `tiles`: how many query tiles may read a window.
   TileScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)

@@ -3,7 +3,7 @@
 // Per pair of tiles, transposed as in the forward pass: S = K Q^T again, P = exp2(S - lse), dP = V
 // dO^T, dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS. One thread adds up
 // dK and dV of its keys in the order of the query tiles, and dQ of a query tile in the order of the
-// keys, so the bits do not depend on how the work was split or bundled.
+// keys, so the bits do not depend on how the work was split.
 #pragma once
 
 #include "cpu/attend.h"
@@ -59,12 +59,12 @@ struct BackwardTile : QueryTile<Real, Operand> {
   template <typename Operator>
   static int64_t bytes(const Operator& op) {
     const int64_t D = op.D, Dv = op.Dv;
-    return piece<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
-           piece<Operand>(row_stride<Operand>(D) * kRows) +
-           piece<Operand>(row_stride<Operand>(Dv) * kRows) +
-           piece<Real>(row_stride<Real>(D) * BLOCK_M) +
-           piece<Real>(row_stride<Real>(Dv) * BLOCK_M) +
-           piece<Real>(round_up(D, kLanes<Real>) * BLOCK_M);
+    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
+           buffer_bytes<Operand>(row_stride<Operand>(D) * kRows) +
+           buffer_bytes<Operand>(row_stride<Operand>(Dv) * kRows) +
+           buffer_bytes<Real>(row_stride<Real>(D) * BLOCK_M) +
+           buffer_bytes<Real>(row_stride<Real>(Dv) * BLOCK_M) +
+           buffer_bytes<Real>(round_up(D, kLanes<Real>) * BLOCK_M);
   }
   template <typename Operator>
   BackwardTile(Workspace& w, const Operator& op, int64_t b, int64_t h,
@@ -79,7 +79,7 @@ struct BackwardTile : QueryTile<Real, Operand> {
   }
 };
 
-// What the tiles of a bundle use in turn.
+// What the tiles of a work item use in turn.
 template <typename Real, typename Operand>
 struct BackwardScratch : TileScratch<Real, Operand> {
   Real* more_rows;  // [64][max(D, Dv)]
@@ -88,8 +88,8 @@ struct BackwardScratch : TileScratch<Real, Operand> {
 
   static int64_t bytes(int64_t D, int64_t Dv) {
     return TileScratch<Real, Operand>::bytes(D, Dv) +
-           piece<Real>(BLOCK_M * TileScratch<Real, Operand>::width(D, Dv)) +
-           2 * piece<Real>(BLOCK_N * BLOCK_M);
+           buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(D, Dv)) +
+           2 * buffer_bytes<Real>(BLOCK_N * BLOCK_M);
   }
   BackwardScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)
       : TileScratch<Real, Operand>(w, D, Dv, tiles),
@@ -118,12 +118,12 @@ inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p,
           with_rows && p.dsinks ? static_cast<Real*>(p.dsinks.data) + row : nullptr};
 }
 
-// A zeroed piece of the workspace.
+// A zeroed buffer of the workspace.
 template <typename Real>
 inline Real* zeros(Workspace& workspace, int64_t count) {
-  Real* piece = workspace.take<Real>(count);
-  std::memset(piece, 0, count * sizeof(Real));
-  return piece;
+  Real* buffer = workspace.take<Real>(count);
+  std::memset(buffer, 0, count * sizeof(Real));
+  return buffer;
 }
 
 // Rows [begin, end) of a gradient from its accumulator [end - begin][row_stride(width)]; no

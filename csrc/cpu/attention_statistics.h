@@ -1,9 +1,9 @@
 // Statistics of attention rows, streamed over the keys: nothing but a tile of scores is in memory.
 #pragma once
 
-#include "cpu/bundle.h"
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"
+#include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
 
@@ -97,17 +97,18 @@ template <typename Real, typename Operator>
 void attention_statistics_of(const StatisticsParams& params) {
   const Operator op(params);
   const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
-  const int64_t tile_bytes = piece<char>(sizeof(StatisticsTile<Real>)) + piece<Real>(query_count);
-  const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
-  const int64_t bytes = bundles.size * tile_bytes + TileScratch<Real, Real>::bytes(op.D, 1) +
-                        piece<Real>(BLOCK_N * BLOCK_M);
-  parallel_for(bundles.count(), params.threads, op.multiply_adds(), bytes,
+  const int64_t tile_bytes =
+      buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + buffer_bytes<Real>(query_count);
+  const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
+  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Real>::bytes(op.D, 1) +
+                        buffer_bytes<Real>(BLOCK_N * BLOCK_M);
+  parallel_for(items.count(), params.threads, op.multiply_adds(), bytes,
                [&](int64_t item, Workspace& workspace) {
-                 TileScratch<Real, Real> scratch(workspace, op.D, 1, bundles.size);
+                 TileScratch<Real, Real> scratch(workspace, op.D, 1, items.size);
                  Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
-                 auto* tiles = workspace.room<StatisticsTile<Real>>(bundles.size);
+                 auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
                  int64_t count = 0;
-                 for (const TilePlace& at : bundles.tiles(item)) {
+                 for (const TilePlace& at : items.tiles(item)) {
                    StatisticsTile<Real>* tile = new (tiles + count++)
                        StatisticsTile<Real>{op.head(at.b, at.h),
                                             {params.mask, at.b, at.h, at.first_row, op.T, op.S},

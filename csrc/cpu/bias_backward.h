@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cpu/attend_backward.h"
-#include "cpu/bundle.h"
 #include "cpu/parallel.h"
+#include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
 
@@ -50,28 +50,30 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
   const int64_t entries = p.dbias ? dense.count() : op.B * op.H;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const bool all_rows = p.doffset_bias || p.dbias.size[3] == 1;
-  // Offsets are summed bundle by bundle: then a bundle may not depend on the threads.
-  const int64_t wanted = all_rows ? 1 : kBundlesPerThread * p.threads;
+  // Offsets are summed tiles_together by tiles_together: then a tiles_together may not depend on
+  // the threads.
+  const int64_t wanted = all_rows ? 1 : kItemsPerThread * p.threads;
   const int64_t most = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
-  const int64_t bundle = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);
-  const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, bundle);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + bundle * tile_bytes;
+  const int64_t tiles_together = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);
+  const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, tiles_together);
+  const int64_t bytes =
+      BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + tiles_together * tile_bytes;
 
   parallel_for(
       entries * parts, p.threads, 2 * op.multiply_adds(), bytes,
       [&](int64_t item, Workspace& workspace) {
-        BackwardScratch<Real, Operand> scratch(workspace, op.D, op.Dv, bundle);
+        BackwardScratch<Real, Operand> scratch(workspace, op.D, op.Dv, tiles_together);
         const int64_t entry = item / parts;
-        const int64_t begin = all_rows ? 0 : item % parts * bundle * BLOCK_M;
-        const int64_t end = all_rows ? op.T : std::min(op.T, begin + bundle * BLOCK_M);
+        const int64_t begin = all_rows ? 0 : item % parts * tiles_together * BLOCK_M;
+        const int64_t end = all_rows ? op.T : std::min(op.T, begin + tiles_together * BLOCK_M);
         const auto head_rows = [&](int64_t b, int64_t h, const BiasGradient<Real>& sums) {
           const KeyGradients<Real> keys{0, nullptr, nullptr, nullptr, sums};
           const HeadGradients read = head_gradients<Real>(op, p, b, h, false);
-          for (int64_t first = begin; first < end; first += bundle * BLOCK_M) {
+          for (int64_t first = begin; first < end; first += tiles_together * BLOCK_M) {
             const size_t mark = workspace.mark();
-            auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle);
+            auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);
             int64_t count = 0;
-            const int64_t last = std::min(end, first + bundle * BLOCK_M);
+            const int64_t last = std::min(end, first + tiles_together * BLOCK_M);
             for (int64_t row = first; row < last; row += BLOCK_M) {
               const VisibleRows<Real> visible(p.mask, b, h, row, op.T, op.S);
               auto* tile =

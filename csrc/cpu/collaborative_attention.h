@@ -121,7 +121,7 @@ template <typename Real, typename Operand>
 struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   const BackwardParams& backward;
   int64_t Ds_stride, Dv_stride;  // between rows of scratch
-  int64_t bundle;                // query tiles of a head that go over the keys together
+  int64_t tiles_together;        // query tiles of a head that go over the keys together
   int64_t groups;                // of heads
 
   explicit CollaborativeAttentionBackward(const BackwardParams& p)
@@ -129,8 +129,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
         backward(p),
         Ds_stride(row_stride<Real>(this->D)),
         Dv_stride(row_stride<Real>(this->Dv)),
-        bundle(std::clamp<int64_t>(this->query_tiles, 1,
-                                   tiles_in_cache(BackwardTile<Real, Operand>::bytes(*this)))),
+        tiles_together(std::clamp<int64_t>(
+            this->query_tiles, 1, tiles_in_cache(BackwardTile<Real, Operand>::bytes(*this)))),
         groups(groups_of_heads(this->H, this->T, this->S)) {}
 
   // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
@@ -144,8 +144,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     Real* query_rows;    // [64][Ds] a tile of queries before mixing
   };
   int64_t head_bytes() const {
-    return piece<Real>(this->S * Dv_stride) + 2 * piece<Real>(Ds_stride) +
-           piece<Real>(BLOCK_M * Ds_stride);
+    return buffer_bytes<Real>(this->S * Dv_stride) + 2 * buffer_bytes<Real>(Ds_stride) +
+           buffer_bytes<Real>(BLOCK_M * Ds_stride);
   }
 
   // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
@@ -173,11 +173,12 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
       dquery_features = head.features;
     }
     const bool pairs = keys.dkey || keys.dvalue || keys.dcontent_bias || !dquery_features.empty();
-    for (int64_t first = 0; first < this->T; first += bundle * BLOCK_M) {
+    for (int64_t first = 0; first < this->T; first += tiles_together * BLOCK_M) {
       const size_t mark = workspace.mark();
-      auto* tiles = workspace.room<BackwardTile<Real, Operand>>(bundle);
+      auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);
       int64_t count = 0;
-      for (int64_t row = first; row < std::min(this->T, first + bundle * BLOCK_M); row += BLOCK_M) {
+      for (int64_t row = first; row < std::min(this->T, first + tiles_together * BLOCK_M);
+           row += BLOCK_M) {
         const VisibleRows<Real> visible(p.mask, b, h, row, this->T, this->S);
         BackwardTile<Real, Operand>& tile =
             *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, b, h, visible);
@@ -225,7 +226,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   // The heads of group g of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
   void group(int64_t b, int64_t g, Real* shared, Workspace& workspace) const {
     const size_t mark = workspace.mark();
-    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundle);
+    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, tiles_together);
     const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
                        workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
@@ -267,9 +268,9 @@ void collaborative_attention_backward(const BackwardParams& params) {
   const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + op.head_bytes() +
-                        op.bundle * BackwardTile<Real, Operand>::bytes(op);
+                        op.tiles_together * BackwardTile<Real, Operand>::bytes(op);
   if (B == 0 || B >= params.threads || groups == 1) {
-    parallel_for(B, params.threads, work, bytes + 2 * piece<Real>(count),
+    parallel_for(B, params.threads, work, bytes + 2 * buffer_bytes<Real>(count),
                  [&](int64_t b, Workspace& workspace) {
                    Real* sum = workspace.take<Real>(count);
                    Real* part = workspace.take<Real>(count);
@@ -282,9 +283,9 @@ void collaborative_attention_backward(const BackwardParams& params) {
     return;
   }
   // Of each batch the sum so far, then the sums of the next groups.
-  const int64_t slots = std::min(
-      groups,
-      1 + std::max<int64_t>(ceil_div(params.threads, B), kGroupBytes / (B * piece<Real>(count))));
+  const int64_t slots =
+      std::min(groups, 1 + std::max<int64_t>(ceil_div(params.threads, B),
+                                             kGroupBytes / (B * buffer_bytes<Real>(count))));
   const std::unique_ptr<Real[]> sums(new Real[B * slots * count]);
   const auto slot = [&](int64_t b, int64_t n) { return sums.get() + (b * slots + n) * count; };
   constexpr int64_t kPart = 1 << 14;  // of a sum that is one thread's to add: 64 KiB of float

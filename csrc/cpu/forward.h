@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cpu/attend.h"
-#include "cpu/bundle.h"
 #include "cpu/parallel.h"
+#include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
 
@@ -11,21 +11,22 @@ namespace hk::HK_LEVEL {
 template <typename Real, typename Operand, typename Operator>
 void attention_forward(const ForwardParams& params, const Operator& op) {
   const int64_t tile_bytes =
-      piece<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
-  const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
-  const int64_t bytes = bundles.size * tile_bytes + TileScratch<Real, Operand>::bytes(op.D, op.Dv);
+      buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
+  const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
+  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op.D, op.Dv);
   parallel_for(
-      bundles.count(), params.threads, op.multiply_adds(), bytes,
+      items.count(), params.threads, op.multiply_adds(), bytes,
       [&](int64_t item, Workspace& workspace) {
-        TileScratch<Real, Operand> scratch(workspace, op.D, op.Dv, bundles.size);
+        TileScratch<Real, Operand> scratch(workspace, op.D, op.Dv, items.size);
         const auto outputs = [&](int64_t b, int64_t h) {
           return Outputs{
               rows_at(params.out, b, h), rows_at(params.attended, b, h),
               params.lse ? static_cast<Real*>(params.lse.data) + (b * op.H + h) * op.T : nullptr};
         };
-        QueryTile<Real, Operand>* tiles = workspace.room<QueryTile<Real, Operand>>(bundles.size);
+        QueryTile<Real, Operand>* tiles =
+            workspace.take_objects<QueryTile<Real, Operand>>(items.size);
         int64_t count = 0;
-        for (const TilePlace& at : bundles.tiles(item)) {
+        for (const TilePlace& at : items.tiles(item)) {
           const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
           if (op.gate.closed(at.b, at.h) || !visible.any) {
             const HeadTerms<Real> terms(params.terms, at.b, at.h, op.T);

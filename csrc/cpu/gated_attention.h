@@ -72,20 +72,20 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
 
   // Accumulators of dK and dV of `keys` keys.
   int64_t accumulator_bytes(int64_t keys) const {
-    return piece<Real>(keys * row_stride<Real>(this->D)) +
-           piece<Real>(keys * row_stride<Real>(this->Dv));
+    return buffer_bytes<Real>(keys * row_stride<Real>(this->D)) +
+           buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
   }
 
   // Query tiles against keys `range`. `with_rows`: this is where dQ and the gate's rows of those
   // tiles are computed, over all keys.
-  void tiles_backward(const Bundles::Tiles& places, const KeyTile& range, bool with_rows,
+  void tiles_backward(const WorkItems::Tiles& places, const KeyTile& range, bool with_rows,
                       const KeyGradients<Real>& keys, BackwardScratch<Real, Operand>& scratch,
                       Workspace& workspace) const {
     const BackwardParams& p = backward;
     const bool with_dquery = with_rows && p.dquery;
     const bool pairs = keys.dkey || keys.dvalue || keys.bias || with_dquery;
     const size_t mark = workspace.mark();
-    auto* tiles = workspace.room<BackwardTile<Real, Operand>>(places.count());
+    auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(places.count());
     int64_t count = 0;
     for (const TilePlace& at : places) {
       const VisibleRows<Real> visible(p.mask, at.b, at.h, at.first_row, this->T, this->S);
@@ -111,16 +111,16 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
 
   // dK and dV of keys `range` of a key head, summed over its query heads in order; `bias` is where
   // the gradient of their bias is added.
-  void key_head(const Bundles& bundles, int64_t index, const KeyTile& range, bool with_rows,
+  void key_head(const WorkItems& items, int64_t index, const KeyTile& range, bool with_rows,
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
-    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, bundles.size);
+    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, items.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};
     if (backward.dkey)
       keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
     if (backward.dvalue)
       keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
-    for (int64_t part = 0; part < bundles.parts; ++part)
-      tiles_backward(bundles.tiles(index * bundles.parts + part), range, with_rows, keys, scratch,
+    for (int64_t part = 0; part < items.parts; ++part)
+      tiles_backward(items.tiles(index * items.parts + part), range, with_rows, keys, scratch,
                      workspace);
     const int64_t b = index / this->Hk, hk = index % this->Hk;
     store_accumulator(rows_at(backward.dkey, b, hk), range.begin, range.end, this->D, keys.dkey);
@@ -144,11 +144,11 @@ void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real, Operand> op(params);
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
-  const Bundles whole(op, tiles_in_cache(tile_bytes), 1);
+  const WorkItems whole(op, tiles_in_cache(tile_bytes), 1);
   const int64_t bytes =
       BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + whole.size * tile_bytes;
   const BiasEntries bias(params);
-  // Where it broadcasts over rows, its sums would follow the order of the tiles in a bundle.
+  // Where it broadcasts over rows, its sums would follow the order of the tiles in a work item.
   const bool on_the_way =
       params.dbias && params.dbias.size[3] != 1 && op.heads_per_key == 1 && op.S > 0;
   if (on_the_way && divide_well(bias.count(), params.threads)) {
@@ -184,10 +184,10 @@ void gated_attention_backward(const BackwardParams& params) {
                  });
   }
   if (params.dquery || params.dgate || params.dsinks) {
-    const Bundles bundles(op, tiles_in_cache(tile_bytes), kBundlesPerThread * params.threads);
-    parallel_for(bundles.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
-      BackwardScratch<Real, Operand> scratch(w, op.D, op.Dv, bundles.size);
-      op.tiles_backward(bundles.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);
+    const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
+    parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
+      BackwardScratch<Real, Operand> scratch(w, op.D, op.Dv, items.size);
+      op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);
     });
   }
 }

@@ -1,7 +1,7 @@
 // The one inner product of all kernels: C (+)= A B with C held in registers, block by block.
 //
 // B and C are rows of vectors (whole lanes; the caller pads), A is read element by element and
-// broadcast, so that A may lie anywhere: the keys as they are in memory, or a tile read down its
+// broadcast, so that A may have any layout: the keys as they are in memory, or a tile read down its
 // columns. Which of the two is known when it is compiled, which is worth 15 to 25 % of the speed.
 #pragma once
 
@@ -20,13 +20,13 @@ struct Left {
   const Operand* depth(int64_t k) const { return data + (kDown ? k * stride : k); }
 };
 
-// A matrix by its rows as they lie in memory.
+// A matrix by its rows as they are in memory.
 template <typename Operand>
 inline Left<Operand, false> rows_of(const Operand* data, int64_t stride) {
   return {data, stride};
 }
 
-// A matrix whose rows are the columns of what lies in memory.
+// A matrix whose rows are the columns of what is in memory.
 template <typename Operand>
 inline Left<Operand, true> columns_of(const Operand* data, int64_t stride) {
   return {data, stride};
@@ -72,7 +72,7 @@ inline void multiply_block(Left<Operand, kDown> a, const Operand* b, int64_t ldb
   }
 }
 
-// All rows for V vectors of columns. Rows of a register tile: as many as leave room for the V
+// All rows for V vectors of columns. Rows of a register tile: as many as leave registers for the V
 // columns of B and one broadcast of A (32 registers: 6 x 4 + 4 + 1; 16 registers: 6 x 2 + 2 + 1).
 template <typename Operand, int V, bool kDown>
 inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand* b, int64_t ldb,

@@ -14,7 +14,7 @@ constexpr int64_t packed(int64_t width) {
   return round_up(ceil_div(width, kNumbers<Operand>), kLanes<Operand>);
 }
 
-// Weights [keys][64] as the factor that is broadcast; `buffer` has room for as much.
+// Weights [keys][64] as the factor that is broadcast; `buffer` is as large.
 template <typename Real>
 inline Left<Real, false> left_operand(const Real* weights, int64_t, int64_t, Real*) {
   return rows_of(weights, BLOCK_M);

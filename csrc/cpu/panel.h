@@ -18,7 +18,7 @@ struct Range {
 // out of it, since the weight of a row that is hidden is 0, but 0 * NaN is not.
 template <typename Operand>
 struct Summands {
-  Left<Operand, kNumbers<Operand> == 1> matrix;  // pairs lie along the sum
+  Left<Operand, kNumbers<Operand> == 1> matrix;  // pairs are along the sum
   int64_t first;                                 // rows that come before: 0 or 1
   const std::vector<int64_t>* aside;             // rows of the window that were left out
 };
@@ -49,7 +49,9 @@ class Held {
 template <typename Real>
 class Panel {
  public:
-  static int64_t bytes(int64_t width) { return 2 * piece<Real>(BLOCK_N * row_stride<Real>(width)); }
+  static int64_t bytes(int64_t width) {
+    return 2 * buffer_bytes<Real>(BLOCK_N * row_stride<Real>(width));
+  }
 
   // `shared`: more than one query tile reads a window.
   Panel(Workspace& workspace, int64_t width, bool shared)
@@ -59,7 +61,7 @@ class Panel {
         width_(width),
         shared_(shared) {}
 
-  // Rows [tile.begin, tile.end), which lie in [window.begin, window.end).
+  // Rows [tile.begin, tile.end), which are in [window.begin, window.end).
   Left<Real, false> rows(const Rows& source, const KeyTile& window, const KeyTile& tile) {
     const bool same = source.dtype == kDTypeOf<Real>;
     if (same && (!shared_ || source.stride == width_))
@@ -106,7 +108,8 @@ template <>
 class Panel<Pair> {
  public:
   static int64_t bytes(int64_t width) {
-    return piece<Pair>(BLOCK_N * stride(width)) + 2 * piece<Pair>(packed<Pair>(width) * BLOCK_N);
+    return buffer_bytes<Pair>(BLOCK_N * stride(width)) +
+           2 * buffer_bytes<Pair>(packed<Pair>(width) * BLOCK_N);
   }
 
   Panel(Workspace& workspace, int64_t width, bool)

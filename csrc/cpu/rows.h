@@ -21,7 +21,7 @@ inline int64_t element_size(DType dtype) {
 template <typename Real>
 constexpr DType kDTypeOf = sizeof(Real) == 4 ? DType::kFloat32 : DType::kFloat64;
 
-// A two-dimensional piece of a tensor: rows of contiguous elements, unless `step` says otherwise.
+// A two-dimensional part of a tensor: rows of contiguous elements, unless `step` says otherwise.
 struct Rows {
   char* data = nullptr;
   int64_t stride = 0;  // elements between rows

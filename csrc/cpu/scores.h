@@ -148,7 +148,7 @@ class BiasImage {
     MaskParams none;
     none.band_lo = -T;
     none.band_hi = S + 1;
-    parallel_for(entries * tiles_, p.threads, count, piece<Real>(kRows),
+    parallel_for(entries * tiles_, p.threads, count, buffer_bytes<Real>(kRows),
                  [&](int64_t item, Workspace& workspace) {
                    Real* rows = workspace.take<Real>(kRows);
                    const int64_t entry = item / tiles_, h = entry % bias.size[2];

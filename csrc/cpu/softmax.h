@@ -57,26 +57,26 @@ struct OnlineSoftmax {
   template <int V>
   IntVec<Real> step_vectors(Real* scores, int keys, int m) {
     constexpr int L = kLanes<Real>;
-    Vec<Real> top[V], shift[V], total[V];
-    for (int v = 0; v < V; ++v) top[v] = splat<Real>(kHidden<Real>);
+    Vec<Real> row_max[V], shift[V], row_sum[V];
+    for (int v = 0; v < V; ++v) row_max[v] = splat<Real>(kHidden<Real>);
     for (int n = 0; n < keys; ++n) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         const Vec<Real> s = load(scores + n * BLOCK_M + m + v * L);
-        top[v] = s > top[v] ? s : top[v];
+        row_max[v] = s > row_max[v] ? s : row_max[v];
       }
     }
     IntVec<Real> moved{};
     for (int v = 0; v < V; ++v) {
       const int at = m + v * L;
       const Vec<Real> before = load(reference + at);
-      const IntVec<Real> rises = top[v] > before + Real(kSlack);
-      const Vec<Real> now = rises ? top[v] : before;
+      const IntVec<Real> rises = row_max[v] > before + Real(kSlack);
+      const Vec<Real> now = rises ? row_max[v] : before;
       moved |= rises & (before != kHidden<Real>);
       shift[v] = now == kHidden<Real> ? Vec<Real>{} : now;
       store<Real>(reference + at, now);
       store<Real>(rescale + at, exp2<Real>(before - shift[v]));
-      total[v] = Vec<Real>{};
+      row_sum[v] = Vec<Real>{};
     }
     for (int n = 0; n < keys; ++n) {
 #pragma GCC unroll 4
@@ -84,12 +84,12 @@ struct OnlineSoftmax {
         Real* at = scores + n * BLOCK_M + m + v * L;
         const Vec<Real> p = exp2<Real>(load(at) - shift[v]);
         store<Real>(at, p);
-        total[v] += p;
+        row_sum[v] += p;
       }
     }
     for (int v = 0; v < V; ++v) {
       const int at = m + v * L;
-      store<Real>(sum + at, load(sum + at) * load(rescale + at) + total[v]);
+      store<Real>(sum + at, load(sum + at) * load(rescale + at) + row_sum[v]);
     }
     return moved;
   }

@@ -70,7 +70,7 @@ struct VisibleRows {
   int columns = 0;   // lanes worth computing: up to the last row that sees a key, in whole vectors
   bool any = false;  // some row sees some key
   bool all_rows = false;             // every lane of `columns` is a row that sees some key
-  int64_t hull_lo = 0, hull_hi = 0;  // keys that some row sees lie in here
+  int64_t hull_lo = 0, hull_hi = 0;  // keys that some row sees are in here
   int64_t core_lo = 0, core_hi = 0;  // keys that every row (which sees any) sees, holes aside
   const uint8_t* key_visible = nullptr;
   DenseMask dense;

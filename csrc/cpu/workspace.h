@@ -11,19 +11,19 @@ namespace hk::HK_LEVEL {
 
 class Workspace {
  public:
-  // Room for `count` values of Real, aligned to a cache line; contents are undefined.
+  // A buffer of `count` values of Real, aligned to a cache line; contents are undefined.
   template <typename Real>
   Real* take(int64_t count) {
     const size_t bytes = round_up(static_cast<int64_t>(count * sizeof(Real)), 64);
     if (used_ + bytes > capacity_) throw std::bad_alloc();
-    Real* piece = reinterpret_cast<Real*>(block_ + used_);
+    Real* buffer = reinterpret_cast<Real*>(block_ + used_);
     used_ += bytes;
-    return piece;
+    return buffer;
   }
 
-  // Room for `count` objects.
+  // A buffer for `count` objects, which are not constructed.
   template <typename Object>
-  Object* room(int64_t count) {
+  Object* take_objects(int64_t count) {
     return reinterpret_cast<Object*>(take<char>(count * static_cast<int64_t>(sizeof(Object))));
   }
 
@@ -72,9 +72,9 @@ class Workspace {
   size_t used_ = 0;
 };
 
-// Bytes of the pieces of a workspace, each rounded as `take` does.
+// Bytes that a buffer of `count` values takes of a workspace.
 template <typename Real>
-constexpr int64_t piece(int64_t count) {
+constexpr int64_t buffer_bytes(int64_t count) {
   return round_up(count * static_cast<int64_t>(sizeof(Real)), 64);
 }
 

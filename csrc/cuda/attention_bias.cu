@@ -16,7 +16,7 @@ namespace hk::cuda {
 // A block of threads owns sums of kBiasTile x kBiasTile pairs, in registers, and goes in order over
 // the tiles of dscores that add to them. Of a dense bias it owns a tile: those are of the batches
 // and heads that share it (a splits-th of them), and of all rows or keys where it broadcasts along
-// them. Of a table of offsets it owns the tiles of a head that lie on a diagonal: the sums of their
+// them. Of a table of offsets it owns the tiles of a head on a diagonal: the sums of their
 // diagonals belong to 2 kBiasTile - 1 offsets, of which the next block owns a part too; hence two
 // parts. Features come kStepWidth at a time, two steps on chip, first those of scores, then those
 // of dp: so heads of any width take the same kernel.
@@ -26,7 +26,7 @@ struct BiasGradient {
   static constexpr int kWarps = kBiasTile / 16, kThreads = kWarps * kWarp;
   using Rows64 = Tile<T, kBiasTile, kStepWidth>;
   using Scores = Accumulator<1, kBiasTile>;
-  using Terms = ScoreTile<true, Lie::kRowsFirst, kBiasTile, kBiasTile>;
+  using Terms = ScoreTile<true, ScoreLayout::kRowsFirst, kBiasTile, kBiasTile>;
   using SumTile = Tile<float, kBiasTile, kBiasTile>;
 
   static constexpr int shared_bytes(int64_t Ds) {
@@ -113,7 +113,7 @@ struct BiasGradient {
     }
   }
 
-  // The tiles of a head that lie on one diagonal: those whose number of a tile of keys less that of
+  // The tiles of a head on one diagonal: those whose number of a tile of keys less that of
   // a tile of rows is the same.
   HK_DEVICE static void add_diagonal(const Params& p, const Sizes& n, Memory& on_chip) {
     const int blocks = n.row_tiles + n.key_tiles - 1;
@@ -174,12 +174,12 @@ struct BiasGradient {
 
     Scores scores, dscores;
     multiply(p, on_chip, at, first_row, first_key, scores, dscores);
-    constexpr Lie kLie = Lie::kRowsFirst;
+    constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const int warp_row = warp() * 16;
-    const TileTerms<kLie, kBiasTile> row = {rows, warp_row};
-    const LeftOut<kLie, 1, kBiasTile> left_out(p, visible, rows.range + warp_row, partial || hides,
-                                               on_chip.terms, hides, at.b, at.h,
-                                               first_row + warp_row, first_key);
+    const TileTerms<kLayout, kBiasTile> row = {rows, warp_row};
+    const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row,
+                                                  partial || hides, on_chip.terms, hides, at.b,
+                                                  at.h, first_row + warp_row, first_key);
     scores.each(
         [&](float& value, int, int n, int e) { value += on_chip.content_bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
@@ -266,7 +266,7 @@ struct BiasGradient {
 };
 
 template <typename T>
-void bias_pass(const BiasParams& p, const Where& where) {
+void bias_pass(const BiasParams& p, const LaunchTarget& target) {
   using Kernel = BiasGradient<T>;
   static_assert(Kernel::shared_bytes(kWidestShared) <= kLeastShared);
   const int64_t H = p.mixing ? p.mixing.size[0] : p.query.size[1];
@@ -278,9 +278,9 @@ void bias_pass(const BiasParams& p, const Where& where) {
                     (size[4] == 1 ? 1 : key_tiles)
       : row_tiles && key_tiles ? p.query.size[0] * H * (row_tiles + key_tiles - 1)
                                : 0;
-  launch<Kernel>(blocks, Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0), p, where);
+  launch<Kernel>(blocks, Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0), p, target);
 }
 
-template void bias_pass<HK_DTYPE>(const BiasParams&, const Where&);
+template void bias_pass<HK_DTYPE>(const BiasParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

@@ -17,7 +17,7 @@ namespace hk::cuda {
 // A warp reads one row of a head once. Rows that see nothing get 0, whatever stands in dout there.
 // Their lse says so, -inf; with a sink it is the sink's, as that of a row whose keys weigh nothing
 // beside the sink: their keys are looked through, and delta is nan where none is seen, so that the
-// passes that follow leave the row out as they do any that is not sound.
+// passes that follow leave the row out as they do any that is not finite.
 template <typename T, bool kSinks>
 struct AttentionRows {
   using Params = RowsParams;
@@ -82,14 +82,14 @@ struct AttentionRows {
 };
 
 template <typename T>
-void rows_pass(const RowsParams& p, const Where& where) {
+void rows_pass(const RowsParams& p, const LaunchTarget& target) {
   const int64_t rows = p.dout.size[0] * p.dout.size[1] * p.dout.size[2];
   with_terms(static_cast<bool>(p.terms.sinks), [&](auto sinks) {
     using Kernel = AttentionRows<T, sinks>;
-    launch<Kernel>((rows + Kernel::kRows - 1) / Kernel::kRows, 0, p, where);
+    launch<Kernel>((rows + Kernel::kRows - 1) / Kernel::kRows, 0, p, target);
   });
 }
 
-template void rows_pass<HK_DTYPE>(const RowsParams&, const Where&);
+template void rows_pass<HK_DTYPE>(const RowsParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

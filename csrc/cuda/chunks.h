@@ -3,7 +3,7 @@
 //
 // A mixing vector is made of chunks of kChunk features. Chunks that are all zero are left out; the
 // others are taken in steps of up to four, in the order of their numbers, so that a ragged head
-// costs what it uses. The mixed query never lies in global memory: a thread multiplies what it has
+// costs what it uses. The mixed query is never in global memory: a thread multiplies what it has
 // copied itself, before the barrier that shows it to the others.
 #pragma once
 

@@ -19,7 +19,7 @@ namespace hk::cuda {
 // A block of threads computes kBlockM rows of one head. Heads of one tile of rows follow each
 // other, for they read the same query and key; the last rows (the longest of a causal mask) come
 // first. A closed head writes its zeros and is done. On chip stay the mixed query (where there is
-// room: else it is copied anew with every tile of keys), scores and the accumulator, two steps of
+// space: else it is copied anew with every tile of keys), scores and the accumulator, two steps of
 // keys and two tiles of values.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeForward {
@@ -34,10 +34,10 @@ struct CollaborativeForward {
   using KeyTile = Tile<T, kBlockN, kStepWidth>;
   using ValueTile = Tile<T, kBlockN, kWidth>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
-  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
+  using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  // What tiles are copied from. It lies in shared memory, as At does: there it takes no registers
-  // between its uses.
+  // What tiles are copied from. It is in shared memory, as BlockCoord does: there it takes no
+  // registers between its uses.
   struct Sources {
     Rows<T> query, key, value;
   };
@@ -46,15 +46,16 @@ struct CollaborativeForward {
     const int loop = owned_tiles(Ds, keeps_query) * QueryTile::kBytes + 2 * KeyTile::kBytes +
                      2 * ValueTile::kBytes + Features::bytes(Ds) +
                      kBlockM * static_cast<int>(sizeof(Range)) + kBlockN * 4 + Sizes::kWarps * 16 +
-                     kBlockN + static_cast<int>(sizeof(Sources) + sizeof(At)) + 16 + Terms::kBytes;
+                     kBlockN + static_cast<int>(sizeof(Sources) + sizeof(BlockCoord)) + 16 +
+                     Terms::kBytes;
     return std::max(loop, Output::kSharedBytes);
   }
 
   // What a block works on.
-  struct At {
+  struct BlockCoord {
     int b, h, first_row;
 
-    HK_DEVICE explicit At(const Params& p) {
+    HK_DEVICE explicit BlockCoord(const Params& p) {
       const int tiles = ceil_div(static_cast<int>(p.query.size[1]), kBlockM);
       const int64_t H = p.mixing.size[0];
       h = static_cast<int>(block_index() % H);
@@ -72,14 +73,14 @@ struct CollaborativeForward {
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
     bool* const bad = memory.take<bool>(kBlockN);
     Sources& rows = *memory.take<Sources>(1);
-    At& at = *memory.take<At>(1);
+    BlockCoord& at = *memory.take<BlockCoord>(1);
     const Terms terms(memory);
     Features features(memory, p.mixing);
     // Of each step, or of a stage.
     const auto query = memory.ring<QueryTile>(owned_tiles(p.query.size[2], p.keeps_query));
 
     if (thread_index() == 0) {
-      at = At(p);
+      at = BlockCoord(p);
       rows = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
               rows_of<T>(p.value, at.b, at.h)};
     }
@@ -96,7 +97,7 @@ struct CollaborativeForward {
     const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, scratch);
     if (list.count()) features.set<kThreads>(at.h);
     const float scale = static_cast<float>(p.scale);
-    const float steepness = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
+    const float scale_log2 = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
     const int warp_row = warp() * kGroups * 16;
     const int steps = features.steps();
 
@@ -169,16 +170,16 @@ struct CollaborativeForward {
         terms.finish(p, scores);
         if (!list.is_full(step.tile) || hides) {
           Pairs<kGroups, kBlockN> hidden;
-          add_hidden<Lie::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
+          add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
           if (hides) terms.add_hidden(hidden);
           fill(scores, hidden, -kInfinity);
           if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
         }
-        softmax.step(scores, attended, steepness);
+        softmax.step(scores, attended, scale_log2);
         if (p.dropout.active) {
           Pairs<kGroups, kBlockN> dropped;
-          add_dropped<Lie::kRowsFirst>(dropped, p.dropout, at.b, at.h, at.first_row + warp_row,
-                                       first_key);
+          add_dropped<ScoreLayout::kRowsFirst>(dropped, p.dropout, at.b, at.h,
+                                               at.first_row + warp_row, first_key);
           fill(scores, dropped, 0.0f);
         }
         multiply_weights(attended, scores, tile_value);
@@ -188,27 +189,27 @@ struct CollaborativeForward {
       if (sets_bias) bias[thread_index()] = next_bias;
       step = next;
     }
-    softmax.finish(attended, steepness, static_cast<float>(p.dropout.keep_scale));
-    const At block = at;  // what follows writes over it
+    softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
+    const BlockCoord block = at;  // what follows writes over it
     Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended,
-                  softmax.top);
+                  softmax.row_max);
   }
 };
 
 template <typename T>
-void collaborative_forward(const AttendParams& p, const Where& where) {
+void collaborative_forward(const AttendParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_value_width<T, terms>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeForward<T, width, terms>;
       static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
       const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
-      const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
+      const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
       launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM),
-                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
     });
   });
 }
 
-template void collaborative_forward<HK_DTYPE>(const AttendParams&, const Where&);
+template void collaborative_forward<HK_DTYPE>(const AttendParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

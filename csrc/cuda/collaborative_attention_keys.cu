@@ -17,8 +17,8 @@ namespace hk::cuda {
 // A block of threads owns a slice of the features of kBlockN keys and sums dkey over the heads (a
 // splits-th of them) in registers. The block of the first slice also stores what is a head's own,
 // dvalue and dcontent_bias; where a slice is narrower than Ds, scores are computed again for every
-// one. On chip stay a head's features of the keys (where there is room), its values and all sums.
-// Scores lie transposed, [keys, query rows], so that probabilities and dscores are left operands as
+// one. On chip stay a head's features of the keys (where they fit), its values and all sums.
+// Scores are transposed, [keys, query rows], so that probabilities and dscores are left operands as
 // they stand in registers.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeKeys {
@@ -35,13 +35,13 @@ struct CollaborativeKeys {
   using ValueTile = Tile<T, kBlockN, kWidth>;
   using DoutTile = Tile<T, kBlockM, kWidth>;
   using Scores = Accumulator<kGroups, kBlockM>;
-  using Terms = ScoreTile<kTerms, Lie::kKeysFirst, kBlockM, kBlockN>;
+  using Terms = ScoreTile<kTerms, ScoreLayout::kKeysFirst, kBlockM, kBlockN>;
 
   // What a block works on.
-  struct At {
+  struct BlockCoord {
     int b, first_head, last_head, first_key, column, part;
 
-    HK_DEVICE explicit At(const Params& p) {
+    HK_DEVICE explicit BlockCoord(const Params& p) {
       const int B = static_cast<int>(p.query.size[0]), H = static_cast<int>(p.mixing.size[0]);
       const int tiles = ceil_div(static_cast<int>(p.key.size[1]), kBlockN), slices = slices_of(p);
       const int64_t rest = block_index() / tiles / slices;  // batches, then splits
@@ -58,8 +58,8 @@ struct CollaborativeKeys {
     HK_DEVICE bool is_first_slice() const { return column == 0; }
   };
 
-  // What tiles are copied from. It lies in shared memory, as At and the list of tiles do: there it
-  // takes no registers between its uses.
+  // What tiles are copied from. It is in shared memory, as BlockCoord and the list of tiles do:
+  // there it takes no registers between its uses.
   struct Sources {
     Rows<T> query, key, dout;
     Gate gate;
@@ -69,7 +69,7 @@ struct CollaborativeKeys {
     return owned_tiles(Ds, keeps_key) * KeyTile::kBytes + ValueTile::kBytes +
            2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + Features::bytes(Ds) +
            static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
-           static_cast<int>(sizeof(Sources) + sizeof(At) + sizeof(TileList)) + 48 +
+           static_cast<int>(sizeof(Sources) + sizeof(BlockCoord) + sizeof(TileList)) + 48 +
            Sizes::kWarps * 16 + Terms::kBytes;
   }
 
@@ -82,7 +82,7 @@ struct CollaborativeKeys {
     RowTerms<kBlockM>* terms = memory.take<RowTerms<kBlockM>>(1);
     int* scratch = memory.take<int>(Sizes::kWarps * 4);
     Sources* sources = memory.take<Sources>(1);
-    At* at = memory.take<At>(1);
+    BlockCoord* at = memory.take<BlockCoord>(1);
     TileList* list = memory.take<TileList>(1);
     Terms score_terms = Terms(memory);
     Features features;
@@ -93,7 +93,7 @@ struct CollaborativeKeys {
           key(memory.ring<KeyTile>(owned_tiles(p.key.size[2], p.keeps_key))) {}
   };
 
-  // What store_gradient overwrites between heads lies in tiles.
+  // What store_gradient overwrites between heads is in tiles.
   static_assert(Sizes::kWarps * GradientPart<kGroups, kSlice>::kBytes <=
                 2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + ValueTile::kBytes);
 
@@ -105,9 +105,9 @@ struct CollaborativeKeys {
 
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p);
-    if (thread_index() == 0) *on_chip.at = At(p);
+    if (thread_index() == 0) *on_chip.at = BlockCoord(p);
     sync_block();
-    const At& at = *on_chip.at;
+    const BlockCoord& at = *on_chip.at;
     const TileList seen_by = tiles_that_see<kThreads, kBlockM, kBlockN>(
         visible_of(p, at), at.first_key, on_chip.scratch);
     if (thread_index() == 0) *on_chip.list = seen_by;
@@ -136,14 +136,14 @@ struct CollaborativeKeys {
   }
 
  private:
-  HK_DEVICE static Visible visible_of(const Params& p, const At& at) {
+  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at) {
     return {p.mask, at.b, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
   }
 
   // All tiles of query rows of a head; none of a closed one, nor of one that does not use the slice
   // unless it is the first.
   HK_DEVICE static void add_head(const Params& p, const TileList& list, Memory& on_chip,
-                                 const At& at, int h, Sums& sums) {
+                                 const BlockCoord& at, int h, Sums& sums) {
     if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) return;
     Features& features = on_chip.features;
     features.set<kThreads>(h);
@@ -230,8 +230,8 @@ struct CollaborativeKeys {
 
   // What one tile of query rows gives, by its scores that still lack the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
-                                 const Slice& slice, const At& at, int h, int tile, int half,
-                                 bool hides, Scores& probabilities, Sums& sums) {
+                                 const Slice& slice, const BlockCoord& at, int h, int tile,
+                                 int half, bool hides, Scores& probabilities, Sums& sums) {
     const SliceTile query = on_chip.slice[half];
     const DoutTile dout = on_chip.dout[half];
     const Terms& score_terms = on_chip.score_terms;
@@ -240,11 +240,11 @@ struct CollaborativeKeys {
     const int first_row = list[tile] * kBlockM;
     const bool partial = !list.is_full(tile) || hides;
     const bool wants_dscores = p.dkey.rank > 0 || p.dcontent_bias.rank > 0;
-    if (partial) leave_out_unsound<kThreads>(terms, query, dout);
+    if (partial) leave_out_non_finite<kThreads>(terms, query, dout);
 
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
-    constexpr Lie kLie = Lie::kKeysFirst;
-    const TileTerms<kLie, kBlockM> row = {terms, 0};
+    constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
+    const TileTerms<kLayout, kBlockM> row = {terms, 0};
     const ContentBias content_bias(p.content_bias, at.b, h);
     float bias[kGroups][2];
     for (int m = 0; m < kGroups; ++m)
@@ -253,16 +253,16 @@ struct CollaborativeKeys {
     probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
     dscores.clear();
-    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial,
-                                                   score_terms, hides, at.b, h, first_row,
-                                                   first_key);
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial,
+                                                      score_terms, hides, at.b, h, first_row,
+                                                      first_key);
     const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value, warp_row, dout);
       centre(dscores, row, left_out, keep_scale);
     };
     if (kTerms && wants_dscores) to_dp();  // the slope of the scores goes into it
     score_terms.finish(p, probabilities, &dscores);
-    to_probabilities(probabilities, row, Terms::steepness(p));
+    to_probabilities(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
       Scores weights = probabilities;
@@ -277,7 +277,7 @@ struct CollaborativeKeys {
     }
   }
 
-  HK_DEVICE static void store_bias(const Params& p, const At& at, int h,
+  HK_DEVICE static void store_bias(const Params& p, const BlockCoord& at, int h,
                                    const float (&dbias)[kGroups][2]) {
     const int S = static_cast<int>(p.key.size[1]);
     float* const of_head =
@@ -293,20 +293,20 @@ struct CollaborativeKeys {
 };
 
 template <typename T>
-void collaborative_keys(const KeysParams& p, const Where& where) {
+void collaborative_keys(const KeysParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto terms) {
     with_value_width<T, terms>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeKeys<T, width, terms>;
       static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
       const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
       const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
-      const bool keeps_key = keeps_rows<Kernel>(Ds, where.device);
+      const bool keeps_key = keeps_rows<Kernel>(Ds, target.device);
       launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key),
-                     {p, keeps_key}, where);
+                     {p, keeps_key}, target);
     });
   });
 }
 
-template void collaborative_keys<HK_DTYPE>(const KeysParams&, const Where&);
+template void collaborative_keys<HK_DTYPE>(const KeysParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

@@ -15,8 +15,8 @@ namespace hk::cuda {
 
 // A block of threads owns a slice of the features of kBlockM query rows and goes through the heads
 // (a splits-th of them). What a head adds to dquery is added in memory, in float, once a head:
-// dmixing asks for the sum of the head alone, and registers have no room for both. With closed_grad
-// false, or no dmixing, chunks that a head does not use are left out.
+// dmixing asks for the sum of the head alone, and there are not registers enough for both. With
+// closed_grad false, or no dmixing, chunks that a head does not use are left out.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeQueries {
   struct Params : QueriesParams {
@@ -33,13 +33,13 @@ struct CollaborativeQueries {
   using ValueTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
   using Sum = Accumulator<kGroups, kSlice>;
-  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
+  using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
   // What a block works on.
-  struct At {
+  struct BlockCoord {
     int b, first_head, last_head, tile, column, part;
 
-    HK_DEVICE explicit At(const Params& p) {
+    HK_DEVICE explicit BlockCoord(const Params& p) {
       const int B = static_cast<int>(p.query.size[0]), H = static_cast<int>(p.mixing.size[0]);
       const int slices = ceil_div(static_cast<int>(p.query.size[2]), kSlice), tiles = tiles_of(p);
       const int64_t rest = block_index() / slices / tiles;  // batches, then splits
@@ -55,8 +55,8 @@ struct CollaborativeQueries {
     HK_DEVICE int first_row() const { return tile * kBlockM; }
   };
 
-  // What tiles are copied from. It lies in shared memory, as At does: there it takes no registers
-  // between its uses.
+  // What tiles are copied from. It is in shared memory, as BlockCoord does: there it takes no
+  // registers between its uses.
   struct Sources {
     Rows<T> query, key, value;
   };
@@ -65,8 +65,8 @@ struct CollaborativeQueries {
     return owned_tiles(Ds, keeps_query) * QueryTile::kBytes + DoutTile::kBytes +
            2 * (KeyTile::kBytes + SliceTile::kBytes + ValueTile::kBytes) + Features::bytes(Ds) +
            static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
-           static_cast<int>(sizeof(Sources) + sizeof(At)) + 32 + Sizes::kWarps * kSlice * 4 +
-           kBlockN * 4 + Sizes::kWarps * 16 + Terms::kBytes;
+           static_cast<int>(sizeof(Sources) + sizeof(BlockCoord)) + 32 +
+           Sizes::kWarps * kSlice * 4 + kBlockN * 4 + Sizes::kWarps * 16 + Terms::kBytes;
   }
 
   struct Memory {
@@ -80,7 +80,7 @@ struct CollaborativeQueries {
     float* bias = memory.take<float>(kBlockN);
     int* scratch = memory.take<int>(Sizes::kWarps * 4);
     Sources* sources = memory.take<Sources>(1);
-    At* at = memory.take<At>(1);
+    BlockCoord* at = memory.take<BlockCoord>(1);
     Terms score_terms = Terms(memory);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
@@ -92,9 +92,9 @@ struct CollaborativeQueries {
 
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p);
-    if (thread_index() == 0) *on_chip.at = At(p);
+    if (thread_index() == 0) *on_chip.at = BlockCoord(p);
     sync_block();
-    const At& at = *on_chip.at;
+    const BlockCoord& at = *on_chip.at;
     const TileList list =
         tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at), at.first_row(), on_chip.scratch);
     Features& features = on_chip.features;
@@ -115,13 +115,13 @@ struct CollaborativeQueries {
   HK_DEVICE static int tiles_of(const Params& p) {
     return ceil_div(static_cast<int>(p.query.size[1]), kBlockM);
   }
-  HK_DEVICE static Visible visible_of(const Params& p, const At& at) {
+  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at) {
     return {p.mask, at.b, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
   }
 
   // dmixed of a head: all tiles of keys.
   HK_DEVICE static void add_tiles(const Params& p, const TileList& list, const Memory& on_chip,
-                                  const Slice& slice, const At& at, int h, Sum& dmixed) {
+                                  const Slice& slice, const BlockCoord& at, int h, Sum& dmixed) {
     const Features& features = on_chip.features;
     const int H = static_cast<int>(p.mixing.size[0]), steps = features.steps();
     const auto head = [&] {
@@ -215,28 +215,28 @@ struct CollaborativeQueries {
 
   // What one tile of keys gives, by its scores that still lack the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
-                                 const Slice& slice, const At& at, int h, const Step& step,
+                                 const Slice& slice, const BlockCoord& at, int h, const Step& step,
                                  bool hides, Scores& scores, Sum& dmixed) {
     const int half = step.template half<kTerms>();
     const SliceTile key = on_chip.slice[half];
     const Terms& score_terms = on_chip.score_terms;
     const RowTerms<kBlockM>& terms = *on_chip.terms;
     const int warp_row = warp() * kGroups * 16, first_key = list[step.tile] * kBlockN;
-    constexpr Lie kLie = Lie::kRowsFirst;
-    const TileTerms<kLie, kBlockM> row = {terms, warp_row};
+    constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
+    const TileTerms<kLayout, kBlockM> row = {terms, warp_row};
     const bool partial = !list.is_full(step.tile) || hides;
     // 0 * nan: what a row does not see must not reach its sum.
     if (partial) clean<kThreads>(key);
     Scores dscores;
     dscores.clear();
     multiply_rows(dscores, on_chip.dout, warp_row, on_chip.value[half]);
-    const LeftOut<kLie, kGroups, kBlockN> left_out(p, visible_of(p, at), terms.range + warp_row,
-                                                   partial, score_terms, hides, at.b, h,
-                                                   at.first_row() + warp_row, first_key);
+    const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at), terms.range + warp_row,
+                                                      partial, score_terms, hides, at.b, h,
+                                                      at.first_row() + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
     score_terms.finish(p, scores, &dscores);
-    to_probabilities(scores, row, Terms::steepness(p));
+    to_probabilities(scores, row, Terms::scale_log2(p));
     to_dscores(dscores, scores, left_out);
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
   }
@@ -248,7 +248,7 @@ struct CollaborativeQueries {
   }
 
   // Stores what the first head gives, adds what the others do: to elements of this thread alone.
-  HK_DEVICE static void add_dquery(const Params& p, const float* factors, const At& at,
+  HK_DEVICE static void add_dquery(const Params& p, const float* factors, const BlockCoord& at,
                                    bool is_first, const Sum& dmixed) {
     const Rows<float> dquery = rows_of<float>(p.dquery, at.part, 0);
     const float scale = static_cast<float>(p.scale);
@@ -271,8 +271,8 @@ struct CollaborativeQueries {
   }
 
   // The rows of a warp are added up in registers, the warps in their order.
-  HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const At& at, int h,
-                                      const Sum& dmixed) {
+  HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const BlockCoord& at,
+                                      int h, const Sum& dmixed) {
     const Rows<T> queries = rows_of<T>(p.query, at.b, 0);
     const int width = queries.width - at.column;
     const T* rows[kGroups][2];  // of this lane; where there is none, another
@@ -307,19 +307,19 @@ struct CollaborativeQueries {
 };
 
 template <typename T>
-void collaborative_queries(const QueriesParams& p, const Where& where) {
+void collaborative_queries(const QueriesParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto there) {
     with_value_width<T, there>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeQueries<T, width, there>;
       static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
       const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
-      const bool keeps_query = keeps_rows<Kernel>(Ds, where.device);
+      const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
       launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
-                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, where);
+                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
     });
   });
 }
 
-template void collaborative_queries<HK_DTYPE>(const QueriesParams&, const Where&);
+template void collaborative_queries<HK_DTYPE>(const QueriesParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

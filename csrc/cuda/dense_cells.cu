@@ -1,5 +1,5 @@
-// Which cells of a dense mask hide all their pairs, and which show all: kernels skip the tiles that
-// lie in the former and take no mask arithmetic in those that lie in the latter.
+// Which cells of a dense mask hide all their pairs, and which show all: kernels skip tiles of the
+// former and take no mask arithmetic in tiles of the latter.
 #include "cuda/launch.h"
 #include "cuda/shared_tile.h"
 
@@ -41,10 +41,10 @@ struct CellsOfMask {
   }
 };
 
-void dense_cells(const DenseCellsParams& p, const Where& where) {
+void dense_cells(const DenseCellsParams& p, const LaunchTarget& target) {
   static_assert(kCell == kWarp, "a lane has a column of a cell");
   const int64_t blocks = ceil_div(CellsOfMask::count(p), CellsOfMask::kCells);
-  launch<CellsOfMask>(blocks, 0, p, where);
+  launch<CellsOfMask>(blocks, 0, p, target);
 }
 
 }  // namespace hk::cuda

@@ -27,9 +27,9 @@ auto with_dtype(DType dtype, F&& f) {
 
 }  // namespace
 
-#define HK_PASS(name, launcher, Params, operand)                                               \
-  void name(const Params& p, const Where& where) {                                             \
-    with_dtype(p.operand.dtype, [&](auto element) { launcher<decltype(element)>(p, where); }); \
+#define HK_PASS(name, launcher, Params, operand)                                                \
+  void name(const Params& p, const LaunchTarget& target) {                                      \
+    with_dtype(p.operand.dtype, [&](auto element) { launcher<decltype(element)>(p, target); }); \
   }
 
 HK_PASS(gated_attention_forward, gated_forward, AttendParams, query)

@@ -25,7 +25,7 @@ struct GatedForward {
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
   using QueryTile = Tile<T, kBlockM, kWidth>;
   using KeyTile = Tile<T, kBlockN, kWidth>;
-  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
+  using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
   static constexpr int kLoopBytes = QueryTile::kBytes + 2 * KeyTile::kBytes +
                                     kBlockM * static_cast<int>(sizeof(Range)) + Sizes::kWarps * 16 +
@@ -57,7 +57,7 @@ struct GatedForward {
     const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, scratch);
     const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
     const float scale = static_cast<float>(p.scale);
-    const float steepness = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
+    const float scale_log2 = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
     const int warp_row = warp() * kGroups * 16;
     Accumulator<kGroups, kWidth> attended;
     attended.clear();
@@ -95,35 +95,36 @@ struct GatedForward {
       terms.finish(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<Lie::kRowsFirst>(hidden, visible, ranges + warp_row, first_key);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, ranges + warp_row, first_key);
         if (hides) terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
         if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
       }
-      softmax.step(scores, attended, steepness);
+      softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
         Pairs<kGroups, kBlockN> dropped;
-        add_dropped<Lie::kRowsFirst>(dropped, p.dropout, b, h, first_row + warp_row, first_key);
+        add_dropped<ScoreLayout::kRowsFirst>(dropped, p.dropout, b, h, first_row + warp_row,
+                                             first_key);
         fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, value);
     }
-    softmax.finish(attended, steepness, static_cast<float>(p.dropout.keep_scale));
-    Output::store(p, gate, b, h, first_row, attended, softmax.top);
+    softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
+    Output::store(p, gate, b, h, first_row, attended, softmax.row_max);
   }
 };
 
 template <typename T>
-void gated_forward(const AttendParams& p, const Where& where) {
+void gated_forward(const AttendParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
       using Kernel = GatedForward<T, width, terms>;
       const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, where);
+      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, target);
     });
   });
 }
 
-template void gated_forward<HK_DTYPE>(const AttendParams&, const Where&);
+template void gated_forward<HK_DTYPE>(const AttendParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

@@ -17,7 +17,7 @@ enum class Sums { kBoth, kKey, kValue };
 
 // A block of threads owns kBlockN keys of a key head and sums over the query heads that read it (a
 // splits-th of them, where key heads alone would not fill the GPU). Key, value and both sums stay
-// on chip; tiles of query rows come two at a time. Scores lie transposed, [keys, query rows], so
+// on chip; tiles of query rows come two at a time. Scores are transposed, [keys, query rows], so
 // that probabilities and dscores are left operands as they stand in registers.
 template <typename T, int kWidth, bool kTerms, Sums kSums>
 struct GatedKeys {
@@ -30,7 +30,7 @@ struct GatedKeys {
   using RowTile = Tile<T, kBlockM, kWidth>;
   using Scores = Accumulator<kGroups, kBlockM>;
   using Sum = Accumulator<kGroups, kWidth>;
-  using Terms = ScoreTile<kTerms, Lie::kKeysFirst, kBlockM, kBlockN>;
+  using Terms = ScoreTile<kTerms, ScoreLayout::kKeysFirst, kBlockM, kBlockN>;
   static constexpr int kSharedBytes = 2 * KeyTile::kBytes + 4 * RowTile::kBytes +
                                       sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 +
                                       Terms::kBytes;
@@ -116,7 +116,7 @@ struct GatedKeys {
       else
         sync_block();
       const bool partial = !list.is_full(step.index) || hides;
-      if (partial) leave_out_unsound<kThreads>(rows, query[stage], dout[stage]);
+      if (partial) leave_out_non_finite<kThreads>(rows, query[stage], dout[stage]);
       add_tile(p, visible, key, value, query[stage], dout[stage], rows, terms, partial, hides, b,
                step.h, first_key, first_row, dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
@@ -141,22 +141,22 @@ struct GatedKeys {
                                  Sum& dvalue) {
     const int warp_row = warp() * kGroups * 16;
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
-    constexpr Lie kLie = Lie::kKeysFirst;
-    const TileTerms<kLie, kBlockM> row = {rows, 0};
+    constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
+    const TileTerms<kLayout, kBlockM> row = {rows, 0};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
     Scores probabilities, dscores;
     probabilities.clear();
     dscores.clear();
     multiply_rows(probabilities, key, warp_row, query);
-    const LeftOut<kLie, kGroups, kBlockM> left_out(p, visible, rows.range, partial, terms, hides, b,
-                                                   h, first_row, first_key + warp_row);
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible, rows.range, partial, terms, hides,
+                                                      b, h, first_row, first_key + warp_row);
     const auto to_dp = [&] {
       multiply_rows(dscores, value, warp_row, dout);
       centre(dscores, row, left_out, keep_scale);
     };
     if (kTerms && wants_dkey) to_dp();  // the slope of the scores goes into it
     terms.finish(p, probabilities, &dscores);
-    to_probabilities(probabilities, row, Terms::steepness(p));
+    to_probabilities(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
@@ -172,12 +172,12 @@ struct GatedKeys {
 };
 
 template <typename T>
-void gated_keys(const KeysParams& p, const Where& where) {
+void gated_keys(const KeysParams& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto sums) {
     using Kernel = GatedKeys<T, width, terms, sums>;
     const int64_t tiles = ceil_div(p.key.size[2], Kernel::kBlockN);
     launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, Kernel::kSharedBytes, p,
-                   where);
+                   target);
   };
   with_terms(has_terms(p), [&](auto terms) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
@@ -191,6 +191,6 @@ void gated_keys(const KeysParams& p, const Where& where) {
   });
 }
 
-template void gated_keys<HK_DTYPE>(const KeysParams&, const Where&);
+template void gated_keys<HK_DTYPE>(const KeysParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

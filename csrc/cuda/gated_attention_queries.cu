@@ -22,7 +22,7 @@ struct GatedQueries {
   using RowTile = Tile<T, kBlockM, kWidth>;
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
-  using Terms = ScoreTile<kTerms, Lie::kRowsFirst, kBlockM, kBlockN>;
+  using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
   static constexpr int kSharedBytes = 2 * RowTile::kBytes + 4 * KeyTile::kBytes +
                                       sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 +
                                       Terms::kBytes;
@@ -66,8 +66,8 @@ struct GatedQueries {
     const int warp_row = warp() * kGroups * 16;
     const float scale = static_cast<float>(p.scale);
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
-    constexpr Lie kLie = Lie::kRowsFirst;
-    const TileTerms<kLie, kBlockM> row = {terms, warp_row};
+    constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
+    const TileTerms<kLayout, kBlockM> row = {terms, warp_row};
     Accumulator<kGroups, kWidth> dquery;
     dquery.clear();
     for (int stage = 0, next; i < list.count(); stage ^= 1, i = next) {
@@ -91,12 +91,12 @@ struct GatedQueries {
       multiply_rows(dscores, dout, warp_row, value[stage]);
       // 0 * nan: what a row does not see must not reach its sum.
       if (partial) clean<kThreads>(key[stage]);
-      const LeftOut<kLie, kGroups, kBlockN> left_out(p, visible, terms.range + warp_row, partial,
-                                                     score_terms, hides, b, h, first_row + warp_row,
-                                                     first_key);
+      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, terms.range + warp_row, partial,
+                                                        score_terms, hides, b, h,
+                                                        first_row + warp_row, first_key);
       centre(dscores, row, left_out, keep_scale);
       score_terms.finish(p, scores, &dscores);
-      to_probabilities(scores, row, Terms::steepness(p));
+      to_probabilities(scores, row, Terms::scale_log2(p));
       to_dscores(dscores, scores, left_out);
       multiply_weights(dquery, dscores, key[stage]);
       sync_block();
@@ -110,16 +110,16 @@ struct GatedQueries {
 };
 
 template <typename T>
-void gated_queries(const QueriesParams& p, const Where& where) {
+void gated_queries(const QueriesParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto there) {
     with_width<T, there>(p.query.size[3], p.value.size[3], [&](auto width) {
       using Kernel = GatedQueries<T, width, there>;
       const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, where);
+      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, target);
     });
   });
 }
 
-template void gated_queries<HK_DTYPE>(const QueriesParams&, const Where&);
+template void gated_queries<HK_DTYPE>(const QueriesParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

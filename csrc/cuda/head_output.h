@@ -49,7 +49,7 @@ class HeadOutput {
       }
     }
     sync_warp();
-    const At at = {b, h, first_row + warp() * kWarpRows};
+    const BlockCoord at = {b, h, first_row + warp() * kWarpRows};
     if (kTerms && p.terms.sinks.rank > 0) add_sink(tile, row_lse, sink_of(p, h));
     if (p.dgate)
       store_products(p, at, tile, row_lse);
@@ -58,7 +58,7 @@ class HeadOutput {
   }
 
  private:
-  struct At {
+  struct BlockCoord {
     int b, h, first_row;
 
     HK_DEVICE int64_t index(const Tensor& out, int row) const {
@@ -84,19 +84,20 @@ class HeadOutput {
     sync_warp();
   }
 
-  HK_DEVICE static void store_rows(const AttendParams& p, const Gate& gate, const At& at,
+  HK_DEVICE static void store_rows(const AttendParams& p, const Gate& gate, const BlockCoord& at,
                                    const AttendedTile& tile, const float* row_lse, float* factors) {
     const Rows<T> out = rows_of<T>(p.out, at.b, at.h);
     const int count = at.count(out.length);
     HK_ROLLED
     for (int row = lane(); row < count; row += kWarp) {
-      const bool blind = row_lse[row] == -kInfinity;
+      const bool fully_masked = row_lse[row] == -kInfinity;
       if (p.lse) {
         static_cast<float*>(p.lse.data)[at.index(p.out, row)] =
-            kTerms && blind ? sink_of(p, at.h) : row_lse[row];
+            kTerms && fully_masked ? sink_of(p, at.h) : row_lse[row];
       }
       // Rows that see nothing are 0, whatever their gate.
-      factors[row] = blind || gate.elementwise() ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
+      factors[row] =
+          fully_masked || gate.elementwise() ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
     }
     sync_warp();
     if (p.attended) {
@@ -133,7 +134,7 @@ class HeadOutput {
   }
 
   // rowsum(dout * attended).
-  HK_DEVICE static void store_products(const AttendParams& p, const At& at,
+  HK_DEVICE static void store_products(const AttendParams& p, const BlockCoord& at,
                                        const AttendedTile& tile, const float* row_lse) {
     const Rows<T> dout = rows_of<T>(p.dout, at.b, at.h);
     HK_ROLLED

@@ -7,7 +7,7 @@
 namespace hk::cuda {
 
 // The device of all tensors of a call, and the stream on it (a cudaStream_t).
-struct Where {
+struct LaunchTarget {
   int device = 0;
   void* stream = nullptr;
 };
@@ -81,15 +81,15 @@ struct BiasParams : GradientParams {
   Tensor doffset_bias;  // two parts [B, H, blocks of offsets] float: attention_bias.cu
 };
 
-void gated_attention_forward(const AttendParams&, const Where&);
-void gated_attention_keys(const KeysParams&, const Where&);
-void gated_attention_queries(const QueriesParams&, const Where&);
-void collaborative_attention_forward(const AttendParams&, const Where&);
-void collaborative_attention_keys(const KeysParams&, const Where&);
-void collaborative_attention_queries(const QueriesParams&, const Where&);
-void attention_rows(const RowsParams&, const Where&);
-void attention_bias(const BiasParams&, const Where&);
-void dense_cells(const DenseCellsParams&, const Where&);
+void gated_attention_forward(const AttendParams&, const LaunchTarget&);
+void gated_attention_keys(const KeysParams&, const LaunchTarget&);
+void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
+void collaborative_attention_forward(const AttendParams&, const LaunchTarget&);
+void collaborative_attention_keys(const KeysParams&, const LaunchTarget&);
+void collaborative_attention_queries(const QueriesParams&, const LaunchTarget&);
+void attention_rows(const RowsParams&, const LaunchTarget&);
+void attention_bias(const BiasParams&, const LaunchTarget&);
+void dense_cells(const DenseCellsParams&, const LaunchTarget&);
 
 // What one block of threads of a kernel owns: query rows, keys, features of the shared width.
 struct Tiles {

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Kernel::kThreads)
 // may be captured in a CUDA graph.
 template <typename Kernel>
 void launch(int64_t blocks, int shared_bytes, const typename Kernel::Params& params,
-            [[maybe_unused]] const Where& where) {
+            [[maybe_unused]] const LaunchTarget& target) {
   using Params = typename Kernel::Params;
   static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) <= 4096,
                 "parameters of a kernel are 4 KB of plain data");
@@ -74,14 +74,14 @@ void launch(int64_t blocks, int shared_bytes, const typename Kernel::Params& par
   if (blocks == 0) return;
   check_grid(blocks, shared_bytes);
 #if defined(__CUDACC__)
-  const DeviceGuard guard(where.device);
+  const DeviceGuard guard(target.device);
   const auto function = reinterpret_cast<const void*>(&entry<Kernel>);
-  allow_shared_memory(function, where.device, shared_bytes);
+  allow_shared_memory(function, target.device, shared_bytes);
   void* arguments[] = {const_cast<Params*>(&params)};
   check_error(cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)),
                                dim3(Kernel::kThreads), arguments, static_cast<size_t>(shared_bytes),
-                               static_cast<cudaStream_t>(where.stream)),
-              where.device);
+                               static_cast<cudaStream_t>(target.stream)),
+              target.device);
 #else
   emulator::run_grid(blocks, Kernel::kThreads, shared_bytes, [&params] { Kernel::run(params); });
 #endif

@@ -7,20 +7,20 @@ namespace hk::cuda {
 
 // T: bf16, fp16, float.
 template <typename T>
-void gated_forward(const AttendParams&, const Where&);
+void gated_forward(const AttendParams&, const LaunchTarget&);
 template <typename T>
-void gated_keys(const KeysParams&, const Where&);
+void gated_keys(const KeysParams&, const LaunchTarget&);
 template <typename T>
-void gated_queries(const QueriesParams&, const Where&);
+void gated_queries(const QueriesParams&, const LaunchTarget&);
 template <typename T>
-void collaborative_forward(const AttendParams&, const Where&);
+void collaborative_forward(const AttendParams&, const LaunchTarget&);
 template <typename T>
-void collaborative_keys(const KeysParams&, const Where&);
+void collaborative_keys(const KeysParams&, const LaunchTarget&);
 template <typename T>
-void collaborative_queries(const QueriesParams&, const Where&);
+void collaborative_queries(const QueriesParams&, const LaunchTarget&);
 template <typename T>
-void rows_pass(const RowsParams&, const Where&);
+void rows_pass(const RowsParams&, const LaunchTarget&);
 template <typename T>
-void bias_pass(const BiasParams&, const Where&);
+void bias_pass(const BiasParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

@@ -9,7 +9,7 @@
 
 namespace hk::cuda {
 
-// Of one row as it lies in global memory: lse -inf where the row is not there or sees nothing.
+// Of one row as it is in global memory: lse -inf where the row is not there or sees nothing.
 struct RowTerm {
   float lse = -kInfinity, delta = 0.0f, gate = 1.0f;
   Range range = {0, 0};
@@ -26,42 +26,42 @@ struct RowTerm {
   }
 };
 
-// A row is sound if it sees something and its numbers are finite. One that sees something and is
-// not sound has lse nan, and so has p wherever it sees a key: with its query and dout left out,
-// what it poisons are the keys that it sees and no others.
+// A row counts as finite if it sees something and its numbers are finite. One that sees something
+// and is not finite has lse nan, and so has p wherever it sees a key: with its query and dout left
+// out, what it poisons are the keys that it sees and no others.
 template <int kRows>
 struct RowTerms {
   float lse[kRows];  // in base 2; +inf for rows that see nothing: p is 0 there
   float delta[kRows], gate[kRows];
   Range range[kRows];
-  bool sound[kRows];
+  bool finite_row[kRows];
 
   HK_DEVICE void set(int i, const RowTerm& term) {
-    const bool is_sound = is_finite(term.lse) && is_finite(term.delta);
-    sound[i] = is_sound;
+    const bool finite = is_finite(term.lse) && is_finite(term.delta);
+    finite_row[i] = finite;
     lse[i] = term.lse == -kInfinity ? kInfinity : term.lse * kLog2e + term.delta * 0.0f;
-    delta[i] = is_sound ? term.delta : 0.0f;
-    gate[i] = is_sound ? term.gate : 0.0f;
+    delta[i] = finite ? term.delta : 0.0f;
+    gate[i] = finite ? term.gate : 0.0f;
     range[i] = term.range;
   }
 
   // p of a score of row i.
-  HK_DEVICE float probability(float score, float steepness, int i) const {
-    return exp2_approx(score * steepness - lse[i]);
+  HK_DEVICE float probability(float score, float scale_log2, int i) const {
+    return exp2_approx(score * scale_log2 - lse[i]);
   }
 };
 
-// Leaves out rows of `query` and `dout` that are not sound, where there are any. All threads of the
-// block come here, after both tiles have landed.
+// Leaves out rows of `query` and `dout` that are not finite, where there are any. All threads of
+// the block come here, after both tiles have landed.
 template <int kThreads, int kRows, typename QueryTile, typename DoutTile>
-HK_DEVICE void leave_out_unsound(const RowTerms<kRows>& terms, const QueryTile& query,
-                                 const DoutTile& dout) {
-  bool unsound = false;
+HK_DEVICE void leave_out_non_finite(const RowTerms<kRows>& terms, const QueryTile& query,
+                                    const DoutTile& dout) {
+  bool non_finite = false;
   HK_ROLLED
-  for (int i = thread_index(); i < kRows; i += kThreads) unsound |= !terms.sound[i];
-  if (!any_in_block(unsound)) return;
-  keep_rows<kThreads>(query, terms.sound);
-  keep_rows<kThreads>(dout, terms.sound);
+  for (int i = thread_index(); i < kRows; i += kThreads) non_finite |= !terms.finite_row[i];
+  if (!any_in_block(non_finite)) return;
+  keep_rows<kThreads>(query, terms.finite_row);
+  keep_rows<kThreads>(dout, terms.finite_row);
   sync_block();
 }
 

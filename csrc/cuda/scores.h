@@ -8,7 +8,7 @@
 // a bias may do by itself.
 #pragma once
 
-#include "cuda/pairs.h"
+#include "cuda/score_layout.h"
 
 namespace hk::cuda {
 
@@ -18,7 +18,7 @@ struct Head {
 };
 
 // What is added to the scores of a head, pair by pair: a bias, or a table of offsets as one whose
-// rows lie on each other, shifted by one.
+// rows overlap, shifted by one.
 class Addends {
  public:
   HK_DEVICE Addends(const AttentionParams& p, const Head& at)
@@ -67,9 +67,9 @@ class Addends {
 
 // The terms of tiles of kRows query rows and kKeys keys. Functions take the parameters of the
 // kernel, which are at hand everywhere and cost no registers.
-template <bool kThere, Lie kLie, int kRows, int kKeys>
+template <bool kThere, ScoreLayout kLayout, int kRows, int kKeys>
 class ScoreTile {
-  // Padded as tiles are (16 columns are not: the widest kernels have no room).
+  // Padded as tiles are (16 columns are not: the widest kernels have no shared memory left).
   static constexpr int kStride = kKeys > 16 ? kKeys + 4 : kKeys;
 
  public:
@@ -79,7 +79,7 @@ class ScoreTile {
     if constexpr (kThere) addends_ = memory.take<float>(kRows * kStride);
   }
 
-  // What the dense mask shows of a tile, by the cells that it lies in.
+  // What the dense mask shows of a tile, by the cells that it is in.
   template <typename Params>
   HK_DEVICE static DenseCell shown(const Params& p, const Head& at, int first_row, int first_key) {
     const int64_t* const stride = p.dense_cells.stride;
@@ -106,8 +106,8 @@ class ScoreTile {
                                   const Head& at) {
     if constexpr (kThere) {
       while (p.dense_cells.data && index < list.count()) {
-        const int first_row = kLie == Lie::kRowsFirst ? first : list[index] * kRows;
-        const int first_key = kLie == Lie::kRowsFirst ? list[index] * kKeys : first;
+        const int first_row = kLayout == ScoreLayout::kRowsFirst ? first : list[index] * kRows;
+        const int first_key = kLayout == ScoreLayout::kRowsFirst ? list[index] * kKeys : first;
         if (shown(p, at, first_row, first_key) != kHidden) break;
         ++index;
       }
@@ -170,7 +170,7 @@ class ScoreTile {
   }
 
   // What scores are multiplied by to be exponents of 2.
-  HK_DEVICE static float steepness(const AttentionParams& p) {
+  HK_DEVICE static float scale_log2(const AttentionParams& p) {
     return kThere ? kLog2e : static_cast<float>(p.scale) * kLog2e;
   }
 
@@ -197,7 +197,8 @@ class ScoreTile {
   template <int kGroups>
   HK_DEVICE float at(int row, int column) const {
     const int own = warp() * kGroups * 16 + row;
-    return addends_[kLie == Lie::kRowsFirst ? own * kStride + column : column * kStride + own];
+    return addends_[kLayout == ScoreLayout::kRowsFirst ? own * kStride + column
+                                                       : column * kStride + own];
   }
 
   float* addends_;

@@ -1,6 +1,6 @@
 // Tiles of rows in shared memory, and their way there from global memory.
 //
-// A row is padded by 16 bytes, so that the 8 rows of a matrix lie in 8 different groups of banks.
+// A row is padded by 16 bytes, so that the 8 rows of a matrix are in 8 different groups of banks.
 // What is not there, rows and columns, is 0 in a tile.
 #pragma once
 
@@ -50,7 +50,7 @@ struct Ring {
   }
 };
 
-// Gives out the block's shared memory piece by piece; a kernel states the sum of them.
+// Gives out the block's shared memory buffer by buffer; a kernel states the sum of them.
 class SharedMemory {
  public:
   HK_DEVICE SharedMemory() : next_(shared_memory()) {}

@@ -1,5 +1,5 @@
-// The softmax of a row, tile by tile, in base 2: p = 2^(steepness * (score - top)), where steepness
-// is |scale| * log2(e). Scores stay unscaled until they meet it in one multiply-add.
+// The softmax of a row, tile by tile, in base 2: p = 2^(scale_log2 * (score - row_max)), where
+// scale_log2 is |scale| * log2(e). Scores stay unscaled until they meet it in one multiply-add.
 #pragma once
 
 #include <cmath>
@@ -25,24 +25,24 @@ HK_DEVICE float sum_of_row(float value) {
 
 template <int kGroups>
 struct OnlineSoftmax {
-  float top[kGroups][2];    // the largest score so far, -inf before the first visible one
-  float total[kGroups][2];  // this lane's part of the sum of probabilities
+  float row_max[kGroups][2];  // the largest score so far, -inf before the first visible one
+  float row_sum[kGroups][2];  // this lane's part of the sum of probabilities
 
   HK_DEVICE OnlineSoftmax() {
     for (int m = 0; m < kGroups; ++m) {
       for (int half = 0; half < 2; ++half) {
-        top[m][half] = -kInfinity;
-        total[m][half] = 0.0f;
+        row_max[m][half] = -kInfinity;
+        row_sum[m][half] = 0.0f;
       }
     }
   }
 
-  // Scores, hidden ones -inf, become probabilities over the new top; what was accumulated before
-  // shrinks to it.
+  // Scores, hidden ones -inf, become probabilities over the new row_max; what was accumulated
+  // before shrinks to it.
   template <int kColumns, int kWidth>
   HK_DEVICE void step(Accumulator<kGroups, kColumns>& scores, Accumulator<kGroups, kWidth>& acc,
-                      float steepness) {
-    float base[kGroups][2], shrink[kGroups][2];
+                      float scale_log2) {
+    float base[kGroups][2], alpha[kGroups][2];
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
@@ -51,35 +51,36 @@ struct OnlineSoftmax {
         HK_UNROLL
         for (int n = 0; n < kColumns / 8; ++n)
           most = fmaxf(most, fmaxf(scores.c[m][n][2 * half], scores.c[m][n][2 * half + 1]));
-        const float old = top[m][half];
+        const float old = row_max[m][half];
         most = fmaxf(old, most_of_row(most));
-        base[m][half] = most == -kInfinity ? 0.0f : most * steepness;
-        shrink[m][half] = exp2_approx(old * steepness - base[m][half]);
-        top[m][half] = most;
-        total[m][half] *= shrink[m][half];
+        base[m][half] = most == -kInfinity ? 0.0f : most * scale_log2;
+        alpha[m][half] = exp2_approx(old * scale_log2 - base[m][half]);
+        row_max[m][half] = most;
+        row_sum[m][half] *= alpha[m][half];
       }
     }
     scores.each([&](float& value, int m, int, int e) {
-      value = exp2_approx(value * steepness - base[m][e / 2]);
-      total[m][e / 2] += value;
+      value = exp2_approx(value * scale_log2 - base[m][e / 2]);
+      row_sum[m][e / 2] += value;
     });
-    acc.each([&](float& value, int m, int, int e) { value *= shrink[m][e / 2]; });
+    acc.each([&](float& value, int m, int, int e) { value *= alpha[m][e / 2]; });
   }
 
-  // Divides what was accumulated by the sums and returns lse in `top`: -inf for a row that saw
+  // Divides what was accumulated by the sums and returns lse in `row_max`: -inf for a row that saw
   // nothing, whose accumulator is 0.
   template <int kWidth>
-  HK_DEVICE void finish(Accumulator<kGroups, kWidth>& acc, float steepness, float keep_scale) {
+  HK_DEVICE void finish(Accumulator<kGroups, kWidth>& acc, float scale_log2, float keep_scale) {
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const float sum = sum_of_row(total[m][half]);
-        total[m][half] = sum == 0.0f ? 0.0f : keep_scale / sum;
-        top[m][half] = sum == 0.0f ? -kInfinity : top[m][half] * steepness * kLn2 + logf(sum);
+        const float sum = sum_of_row(row_sum[m][half]);
+        row_sum[m][half] = sum == 0.0f ? 0.0f : keep_scale / sum;
+        row_max[m][half] =
+            sum == 0.0f ? -kInfinity : row_max[m][half] * scale_log2 * kLn2 + logf(sum);
       }
     }
-    acc.each([&](float& value, int m, int, int e) { value *= total[m][e / 2]; });
+    acc.each([&](float& value, int m, int, int e) { value *= row_sum[m][e / 2]; });
   }
 };
 

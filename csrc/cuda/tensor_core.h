@@ -49,7 +49,7 @@ struct Right {
   uint32_t b[4];
 };
 
-// How operands of T lie in registers. 16 bits an element: m16n8k16.
+// How operands of T are held in registers. 16 bits an element: m16n8k16.
 template <typename T>
 struct TensorCore {
   static constexpr int kDepth = 16;

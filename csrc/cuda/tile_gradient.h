@@ -7,38 +7,38 @@
 // scores before the cap.
 #pragma once
 
-#include "cuda/pairs.h"
 #include "cuda/row_terms.h"
+#include "cuda/score_layout.h"
 #include "cuda/scores.h"
 
 namespace hk::cuda {
 
 // The numbers of query rows that the elements of a tile have: by its rows from `first`, or by its
 // columns.
-template <Lie kLie, int kRows>
+template <ScoreLayout kLayout, int kRows>
 struct TileTerms {
   const RowTerms<kRows>& terms;
   int first;
 
   HK_DEVICE int operator()(int m, int n, int e) const {
-    return kLie == Lie::kRowsFirst ? first + row_of(m, e) : column_of(n, e);
+    return kLayout == ScoreLayout::kRowsFirst ? first + row_of(m, e) : column_of(n, e);
   }
 };
 
 // Scores become probabilities; those of hidden pairs are what the other factor makes of them, and
 // have to be hidden there.
-template <Lie kLie, int kRows, int kGroups, int kColumns>
+template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
-                                const TileTerms<kLie, kRows>& row, float steepness) {
+                                const TileTerms<kLayout, kRows>& row, float scale_log2) {
   scores.each([&](float& value, int m, int n, int e) {
-    value = row.terms.probability(value, steepness, row(m, n, e));
+    value = row.terms.probability(value, scale_log2, row(m, n, e));
   });
 }
 
 // What dropout and the gate make of probabilities, or of dp.
-template <Lie kLie, int kRows, int kGroups, int kColumns>
-HK_DEVICE void weigh(Accumulator<kGroups, kColumns>& tile, const TileTerms<kLie, kRows>& row,
-                     const LeftOut<kLie, kGroups, kColumns>& left_out, float keep_scale) {
+template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
+HK_DEVICE void weigh(Accumulator<kGroups, kColumns>& tile, const TileTerms<kLayout, kRows>& row,
+                     const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {
   tile.each([&](float& value, int m, int n, int e) {
     value *= row.terms.gate[row(m, n, e)] * keep_scale;
   });
@@ -46,18 +46,18 @@ HK_DEVICE void weigh(Accumulator<kGroups, kColumns>& tile, const TileTerms<kLie,
 }
 
 // dp becomes what probabilities multiply.
-template <Lie kLie, int kRows, int kGroups, int kColumns>
-HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileTerms<kLie, kRows>& row,
-                      const LeftOut<kLie, kGroups, kColumns>& left_out, float keep_scale) {
+template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
+HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileTerms<kLayout, kRows>& row,
+                      const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {
   weigh(dp, row, left_out, keep_scale);
   dp.each([&](float& value, int m, int n, int e) { value -= row.terms.delta[row(m, n, e)]; });
 }
 
 // Centred dp becomes dscores, 0 where it is hidden.
-template <Lie kLie, int kGroups, int kColumns>
+template <ScoreLayout kLayout, int kGroups, int kColumns>
 HK_DEVICE void to_dscores(Accumulator<kGroups, kColumns>& dp,
                           const Accumulator<kGroups, kColumns>& probabilities,
-                          const LeftOut<kLie, kGroups, kColumns>& left_out) {
+                          const LeftOut<kLayout, kGroups, kColumns>& left_out) {
   dp.each([&](float& value, int m, int n, int e) { value *= probabilities.c[m][n][e]; });
   left_out.hide(dp);
 }

@@ -30,7 +30,7 @@ struct ForwardSizes {
 };
 
 // Of both passes of the backward: a warp owns rows (keys or query rows) and goes through tiles of
-// kOther of the other side, two of which lie in shared memory. Two operands of each side.
+// kOther of the other side, two of which are in shared memory. Two operands of each side.
 template <typename T, int kWidth, bool kTerms>
 struct BackwardSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;

@@ -197,7 +197,7 @@ int64_t words_of(const Tensor& t) {
 }
 
 template <typename Check>
-void check(const std::vector<Tensor>& tensors, const Where& where) {
+void check(const std::vector<Tensor>& tensors, const LaunchTarget& target) {
   const int inputs[] = {Check::kIn0, Check::kIn1, Check::kIn2};
   const int64_t threads = tensors.empty() ? 0 : words_of(tensors.back()) / Check::kOut;
   if (threads % Check::kThreads != 0)
@@ -215,12 +215,12 @@ void check(const std::vector<Tensor>& tensors, const Where& where) {
     throw std::invalid_argument(std::to_string(given) + " inputs and a result");
   words.out = static_cast<uint32_t*>(tensors.back().data);
   constexpr int kShared = Check::kThreads * kSharedWords * static_cast<int>(sizeof(uint32_t));
-  launch<Kernel<Check>>(threads / Check::kThreads, kShared, words, where);
+  launch<Kernel<Check>>(threads / Check::kThreads, kShared, words, target);
 }
 
 constexpr struct {
   const char* name;
-  void (*check)(const std::vector<Tensor>&, const Where&);
+  void (*check)(const std::vector<Tensor>&, const LaunchTarget&);
 } kChecks[] = {
     {"index", check<Index>},
     {"sync_block", check<Mirror<true>>},
@@ -252,9 +252,9 @@ constexpr struct {
 }  // namespace
 
 void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors,
-                   const Where& where) {
+                   const LaunchTarget& target) {
   for (const auto& known : kChecks)
-    if (name == known.name) return known.check(tensors, where);
+    if (name == known.name) return known.check(tensors, target);
   throw std::invalid_argument("no check of " + name);
 }
 

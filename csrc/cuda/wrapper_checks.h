@@ -14,7 +14,8 @@ namespace hk::cuda {
 // the result. Each thread has some words of each, one thread's behind another's, in whole blocks:
 // the kernels (wrapper_checks.cu) say how many. Throws std::invalid_argument for unknown names and
 // for tensors that do not fit.
-void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors, const Where& where);
+void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors,
+                   const LaunchTarget& target);
 
 std::vector<std::string> wrapper_names();
 

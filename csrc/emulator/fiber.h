@@ -25,7 +25,7 @@ class Fiber {
 
  private:
   void* stack_pointer_ = nullptr;
-  // For AddressSanitizer, which is told of every change of stacks.
+  // For AddressSanitizer, which has to know every change of stacks.
   const void* bottom_ = nullptr;
   size_t bytes_ = 0;
   void* fake_stack_ = nullptr;

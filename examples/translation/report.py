@@ -22,7 +22,7 @@ from torch import nn
 
 import heads_kernels as hk
 
-#: Kinds of attention, and colors that color-blind eyes tell apart too.
+#: Kinds of attention, and colors that color-blind readers can tell apart too.
 COLORS: Final = {"encoder": "#3b82d6", "decoder": "#e0961b", "cross": "#a83279"}
 
 Counts = dict[str, int]

@@ -108,7 +108,7 @@ def distance(
     of Clark et al. 2019 gives the sum, of every row, and mixes `0.001 / S` into the probabilities first.
 
     Queries and keys of the layers are held for one batch. Their probabilities are then there by blocks of rows, 1 MiB
-    for all heads together (or 8 rows); padding, and what lies ahead of causal rows, is not compared.
+    for all heads together (or 8 rows); padding, and keys after causal rows, is not compared.
 
     Args:
         model, data, progress: as in `statistics`.

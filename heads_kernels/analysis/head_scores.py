@@ -85,7 +85,7 @@ class HeadScores:
             name: len(scores) - keep_at_least
             for name, scores in zip(self.layers, self.scores, strict=True)
         }
-        most = sum(max(0, room) for room in left.values())
+        most = sum(max(0, number) for number in left.values())
         if not is_int(count) or not 0 <= count <= most:
             kept = f" ({keep_at_least} stay in each layer)" if keep_at_least else ""
             refuse("count", f"is {count!r}", f"pass an int from 0 to {most}{kept}")

@@ -57,8 +57,8 @@ def observe(
     try:
         for layer in looked_at:
             if layer.num_heads:
-                told = None if layer in beside else observer
-                layer.module.observer = _see(layer, told, rows, layer in knowing)
+                chosen_observer = None if layer in beside else observer
+                layer.module.observer = _see(layer, chosen_observer, rows, layer in knowing)
         yield chosen
     finally:
         for layer in looked_at:

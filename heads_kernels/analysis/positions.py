@@ -26,7 +26,7 @@ _LEAST_ROWS: Final = 8
 
 
 def own_keys(call: AttentionCall) -> Tensor:
-    """The key that stands at the place of each row, int64 `[B or 1, T]`; it may lie outside of [0, S).
+    """The key that stands at the place of each row, int64 `[B or 1, T]`; it may be outside of [0, S).
 
     In self-attention it is the row itself, the last row being the last key. In encoder-decoder attention places are
     counted from the first real row and the first real key, so that the side of the padding does not matter.

@@ -78,5 +78,5 @@ def _weights(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
     if tensor.dim() != rank or tensor.numel() == 0:
         refuse(name, f"has shape {list(tensor.shape)}", f"pass {form}")
     if not bool(torch.isfinite(tensor).all()):
-        refuse(name, "holds NaN or infinity", "mend these weights, or leave the layer out")
+        refuse(name, "holds NaN or infinity", "correct these weights, or leave the layer out")
     return tensor.detach().double()

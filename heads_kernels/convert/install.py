@@ -20,7 +20,7 @@ from heads_kernels.nn.snapshot import kept_on_error
 def read_heads(layer: AttentionLayer) -> Heads:
     """The query and key projections of a layer, float64, on the device of its weights.
 
-    Whatever they lie in: `nn.Linear`, transformers' `Conv1D`, one fused projection. Keys that several heads share are
+    Whatever holds them: `nn.Linear`, transformers' `Conv1D`, one fused projection. Keys that several heads share are
     repeated; the scale is that of the layer.
 
     Raises:

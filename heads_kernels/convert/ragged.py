@@ -75,19 +75,19 @@ def own_features(spectrum: Spectrum, owner: Tensor) -> tuple[Tensor, Tensor, Ten
 def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
     """Which head each feature belongs to, so that heads touch few chunks.
 
-    Whole chunks come first. What is left of a head goes whole into the first chunk with room, the largest first; what
-    finds none is split over the room that is left.
+    Whole chunks come first. What is left of a head goes whole into the first chunk where it fits, the largest first;
+    what fits nowhere is split over the space that is left.
     """
     order = [head for head, count in enumerate(counts) for _ in range(count - count % chunk)]
     left = sum(counts) - len(order)
     bins: list[list[int]] = [[] for _ in range(-(-left // chunk))]
-    room = [chunk] * (left // chunk) + [left % chunk] * (left % chunk > 0)
+    space = [chunk] * (left // chunk) + [left % chunk] * (left % chunk > 0)
     rests = sorted(((count % chunk, head) for head, count in enumerate(counts)), reverse=True)
     homeless: list[int] = []
     for rest, head in rests:
-        fits = next((n for n, size in enumerate(room) if size - len(bins[n]) >= rest), None)
+        fits = next((n for n, size in enumerate(space) if size - len(bins[n]) >= rest), None)
         (homeless if fits is None else bins[fits]).extend([head] * rest)
-    for size, features in zip(room, bins, strict=True):
+    for size, features in zip(space, bins, strict=True):
         free = size - len(features)
         order += [*features, *homeless[:free]]
         homeless = homeless[free:]

@@ -1,4 +1,4 @@
-"""Where the heads of a model lie: its attention layers, and the rows and columns of each head in their weights."""
+"""Where the heads of a model are: its attention layers, and the rows and columns of each head in their weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Projection:
 
     Attributes:
         linear: an `nn.Linear`, or transformers' `Conv1D`, whose weight is transposed.
-        heads: how many heads lie in it: H, Hk, or 1 where all heads share it.
+        heads: how many heads are in it: H, Hk, or 1 where all heads share it.
         width: features of a head. Where logits of an output gate follow the query of each head, the query is the first
             `head_dim` of them.
         start: the first feature of head 0; not 0 in a fused projection only.
@@ -77,11 +77,11 @@ class AttentionLayer:
             transformers know it; others are "cross" if "cross" is in their name or it is `multihead_attn`, as in
             PyTorch's own decoder layers, and "decoder" if "decoder" is in the path to them.
         module: the `nn.Module` whose forward calls the operator; it carries `head_gate`.
-        query, key, value, output: its projections; the heads of `output` lie in its input features.
+        query, key, value, output: its projections; the heads of `output` are in its input features.
         num_heads, num_key_heads: H and Hk; Hk is 1 where `shared`.
         head_dim, value_dim: D (Ds where `shared`) and Dv.
         layout: the entry of the table that describes the layer, as it is since heads came to share query and key.
-        scale: the factor of its scores; None where nothing lies at the path of the layout.
+        scale: the factor of its scores; None where nothing is at the path of the layout.
         beside: projections with rows for every query head besides those four: output gates, content biases.
     """
 
@@ -281,7 +281,7 @@ def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
 
 # ---------------------------------------------------------------------- one layer, as its layout says
 def layer_of(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> AttentionLayer:
-    """The layer of this index and name, whose parts lie where `layout` says."""
+    """The layer of this index and name, whose parts are where `layout` says."""
     module = at_path(holder, layout.inner) if layout.inner else holder
     D = at_path(holder, layout.head_dim)
     Dv = at_path(holder, layout.value_dim) if layout.value_dim else D

@@ -18,7 +18,7 @@ class HeadLayout:
     Attributes:
         name: of the layout, for people.
         query, key, value, output: paths of the projections, each an `nn.Linear` or transformers' `Conv1D`. Of two paths
-            with a bar between them the first that exists counts. Roles with the same path lie in one fused projection,
+            with a bar between them the first that exists counts. Roles with the same path are in one fused projection,
             in the order query, key, value.
         inner: path of the module whose forward calls the attention operator, where that is not the module itself.
         head_dim, value_dim: paths of the widths of a head's key and value; "" for a value as wide as the key.
@@ -213,7 +213,7 @@ def is_projection(module: Any) -> bool:
 
 
 def at_path(module: Any, path: str) -> Any:
-    """What lies at a dotted path; of alternatives `first|second` the first that exists; None where nothing does."""
+    """What is at a dotted path; of alternatives `first|second` the first that exists; None where nothing does."""
     for alternative in path.split("|"):
         found = reduce(lambda at, part: getattr(at, part, None), alternative.split("."), module)
         if found is not None:

@@ -196,7 +196,7 @@ def check_runs_shared(
     check_unsharded(module)
     cache = (arguments or {}).get("past_key_values")
     if getattr(cache, "is_compileable", False):
-        was = "is static, with room for keys and values of the same heads alone"
+        was = "is static: its keys and values have the same number of heads"
         instead = "heads share keys here: pass cache_implementation='dynamic', or a DynamicCache"
         refuse("past_key_values", was, instead)
 

@@ -115,7 +115,7 @@ class Mask:
         """Packed documents by their borders: document d is [cu_seqlens[d], cu_seqlens[d + 1]).
 
         `cu_seqlens`: integers `[documents + 1]`, ascending from 0. `total`: T = S, an int; what
-        lies between `cu_seqlens[-1]` and `total` (padding) is one more document.
+        is between `cu_seqlens[-1]` and `total` (padding) is one more document.
         """
         layout = "pass an integer tensor [documents + 1]"
         cu_seqlens = _parse_tensor("cu_seqlens", cu_seqlens, _INTEGERS, (1,), layout)

@@ -24,7 +24,7 @@ class KeyValueCache:
             out, _ = layer(token, is_causal=True, cache=cache)
 
     Args:
-        max_length: positions to reserve in the first step of self-attention; more are refused. None: the room
+        max_length: positions to reserve in the first step of self-attention; more are refused. None: the capacity
             doubles when it is full.
 
     Raises:
@@ -41,7 +41,7 @@ class KeyValueCache:
 
     def reset(self) -> None:
         """Forget everything: the next call starts a new sequence."""
-        self._stored: tuple[Tensor, ...] = ()  # each [B, room, ...]
+        self._stored: tuple[Tensor, ...] = ()  # each [B, capacity, ...]
         self._length = 0
         self._appended = False
 
@@ -57,11 +57,11 @@ class KeyValueCache:
         return self._length if self._stored else positions
 
     def __repr__(self) -> str:
-        room = "" if self.max_length is None else f" of {self.max_length}"
+        capacity = "" if self.max_length is None else f" of {self.max_length}"
         if not self._stored:
             return f"KeyValueCache(empty, max_length={self.max_length})"
         kind = "self-attention" if self._appended else "encoder-decoder attention"
-        held = f"length={self._length}{room}, {kind}, {_layouts(self._stored)}"
+        held = f"length={self._length}{capacity}, {kind}, {_layouts(self._stored)}"
         return f"KeyValueCache({held})"
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
@@ -106,10 +106,10 @@ class KeyValueCache:
         if held and held != come:
             was = f"holds {_layouts(self._stored)}, but {_layouts(new)} are to be appended"
             refuse("cache", was, "use it with one layer, batch and dtype, or reset it")
-        room = self._stored[0].shape[1] if held else 0
-        if length > room:
-            room = self.max_length or max(length, 2 * room)
-            grown = tuple(t.new_empty((t.shape[0], room, *t.shape[2:])) for t in new)
+        capacity = self._stored[0].shape[1] if held else 0
+        if length > capacity:
+            capacity = self.max_length or max(length, 2 * capacity)
+            grown = tuple(t.new_empty((t.shape[0], capacity, *t.shape[2:])) for t in new)
             for old, stored in zip(self._stored, grown, strict=False):
                 stored[:, : self._length] = old[:, : self._length]
             self._stored = grown

@@ -32,11 +32,11 @@ class HardConcrete(HeadGate):
 
     .. math:: P(gate \ne 0) = \sigma(log\_alpha - c), \quad P(gate = 1) = \sigma(log\_alpha - d)
 
-    A sample of exactly 0 or 1 lies on a clamp, where `log_alpha` has no gradient: the operator may leave closed heads
+    A sample of exactly 0 or 1 is on a clamp, where `log_alpha` has no gradient: the operator may leave closed heads
     out of the backward pass too (`closed_grad=False`). At inference a gate is no sample, but by one of two rules:
 
     mean      `clip(sigmoid(log_alpha) * (high - low) + low, 0, 1)`, the rule of Louizos et al. (eq. 13) and of the
-              code of Voita et al.; gates may lie between 0 and 1, and pruning folds them into the output projection
+              code of Voita et al.; gates may be between 0 and 1, and pruning folds them into the output projection
     binary    1 where `P(gate = 1) > P(gate = 0)`, otherwise 0 (Voita et al. 2019, footnote 7)
 
     They may disagree on which heads are open (those with `log_alpha` in (-2.398, 0] as things are by default). A
@@ -60,7 +60,7 @@ class HardConcrete(HeadGate):
             "mean"; the gradient is that of the formula. Closed heads then have a gradient (`closed_grad=True`).
         generator: a CPU generator to draw from instead of PyTorch's own. `torch.utils.checkpoint` does not replay it,
             and `torch.compile(fullgraph=True)` can not follow it.
-        device: where `log_alpha` lies.
+        device: of `log_alpha`.
 
     Attributes:
         log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is.

@@ -44,7 +44,7 @@ class Multihead(nn.Module, ABC):
     operator. Everything else is here.
 
     Attributes:
-        q_proj, k_proj, v_proj, out_proj: `nn.Linear`; heads lie one after the other in the rows of `v_proj`
+        q_proj, k_proj, v_proj, out_proj: `nn.Linear`; heads come one after the other in the rows of `v_proj`
             and the columns of `out_proj`.
         gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
         head_gate: a `HeadGate`, or None.

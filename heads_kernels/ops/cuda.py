@@ -61,7 +61,7 @@ class _Tiles(NamedTuple):
 def forward(call: Call, results: Results) -> None:
     """Fill `results`; empty ones are not kept."""
     outputs = [asked_for(result) for result in results]
-    _cuda.attention_forward(*_arguments(call), outputs, _where(results.out))
+    _cuda.attention_forward(*_arguments(call), outputs, _launch_target(results.out))
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
@@ -70,7 +70,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
     gate, activation, seed, dropout_p = arguments.options
     delta, dattended = _rows_pass(arguments, dout, saved, gradients)
     if closed_grad and gradients.dgate.numel() and gate is not None and can_close(gate, activation):
-        _cuda.attention_closed(*arguments, dout, gradients.dgate, _where(dout))
+        _cuda.attention_closed(*arguments, dout, gradients.dgate, _launch_target(dout))
     if dattended is not dout:  # the gate is in it
         arguments = arguments._replace(options=(None, activation, seed, dropout_p))
     read = dattended, saved.lse, delta
@@ -90,7 +90,7 @@ def _rows_pass(
         product = torch.empty_like(saved.attended)
     read = dout, saved.attended, saved.lse
     written = delta, asked_for(gradients.dgate), product, asked_for(gradients.dsinks)
-    _cuda.attention_rows(*arguments, read, written, _where(dout))
+    _cuda.attention_rows(*arguments, read, written, _launch_target(dout))
     return delta, dout if product is None else product
 
 
@@ -115,7 +115,7 @@ def _keys_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
         dvalue_parts = dvalue
     dkey_parts = split_parts(dkey, splits)
     written = asked_for(dkey_parts), asked_for(dvalue_parts), dcontent_bias
-    _cuda.attention_keys(*arguments, read, written, splits, _where(read[0]))
+    _cuda.attention_keys(*arguments, read, written, splits, _launch_target(read[0]))
     sum_parts(dkey_parts, dkey, splits)
     sum_parts(dvalue_parts, dvalue, splits)
 
@@ -127,9 +127,9 @@ def _queries_pass(
     dquery, dmixing = gradients.dquery, asked_for(gradients.dmixing)
     if not dquery.numel() and dmixing is None:
         return
-    where = _where(read[0])
+    target = _launch_target(read[0])
     if call.mixing is None:
-        _cuda.attention_queries(*arguments, read, (dquery, None), 1, closed_grad, where)
+        _cuda.attention_queries(*arguments, read, (dquery, None), 1, closed_grad, target)
         return
     B, H, T, _, width, _ = call.sizes
     if H == 0:
@@ -140,7 +140,7 @@ def _queries_pass(
     splits = splits_of(H, B * row_tiles * -(-width // tiles.slice), dquery)
     parts = split_parts(dquery, splits, torch.float32)
     rows = None if dmixing is None else dmixing.new_empty((B, row_tiles, H, width))
-    _cuda.attention_queries(*arguments, read, (asked_for(parts), rows), splits, closed_grad, where)
+    _cuda.attention_queries(*arguments, read, (asked_for(parts), rows), splits, closed_grad, target)
     sum_parts(parts, dquery, splits)
     if rows is not None:
         torch.sum(rows, 1, out=dmixing)
@@ -151,7 +151,7 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
     dbias, doffset_bias = gradients.dbias, gradients.doffset_bias
     B, H, T, S = call.scores
     block = _tiles(call, "bias").block_m
-    where = _where(read[0])
+    target = _launch_target(read[0])
     if dbias.numel():
         B1, B2, *sizes = dbias.shape
         full = H, -(-T // block), -(-S // block)
@@ -160,13 +160,13 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
         shares = B * H // max(B1 * B2 * owners[0], 1)
         splits = splits_of(shares, blocks, call.query)
         parts = split_parts(dbias, splits)
-        _cuda.attention_bias(*arguments, read, (parts, None), splits, where)
+        _cuda.attention_bias(*arguments, read, (parts, None), splits, target)
         sum_parts(parts, dbias, splits)
     if doffset_bias.numel():
         # Offset j - i is in column j - i + (tiles of rows) * block of both parts.
         row_tiles, key_tiles = -(-T // block), -(-S // block)
         parts = doffset_bias.new_zeros((2, B, H, (row_tiles + key_tiles) * block))
-        _cuda.attention_bias(*arguments, read, (None, parts), 1, where)
+        _cuda.attention_bias(*arguments, read, (None, parts), 1, target)
         if T and S:
             first = row_tiles * block - (T - 1)
             columns = slice(first, first + doffset_bias.shape[2])
@@ -207,7 +207,7 @@ def _dense_cells(dense: Tensor | None) -> Tensor | None:
         return None
     B, H, T, S = dense.shape
     cells = dense.new_empty((B, H, -(-T // _CELL), -(-S // _CELL)), dtype=torch.uint8)
-    _cuda.dense_cells(dense, cells, _where(dense))
+    _cuda.dense_cells(dense, cells, _launch_target(dense))
     return cells
 
 
@@ -224,7 +224,7 @@ def _tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int, has_terms: bool)
     return _Tiles(*_cuda.tiles_of(kernel, dtype, D, Dv, has_terms))
 
 
-def _where(tensor: Tensor) -> tuple[int, int]:
+def _launch_target(tensor: Tensor) -> tuple[int, int]:
     """The device of a tensor and its current stream."""
     if CUDA_EMULATED:
         return 0, 0

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: one rule for the kernels and for the fakes that stand in for them while tracing."""
+"""The layout of tensors in memory: one rule for the kernels and for the fakes that stand in for them while tracing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FARTHEST_ROW: Final = 1 << 24
 
 
 def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
-    """An empty `[B, H, L, W]` that lies in memory as `like` `[B, H, rows, width]` does.
+    """An empty `[B, H, L, W]` in the memory order of `like` `[B, H, rows, width]`.
 
     Heads outside rows (`[B, H, L, W]` contiguous), or rows outside heads (a transposed `[B, L, H, W]`) as projections
     give them, so that the reshape to `[B, L, H * W]` behind attention copies nothing.
@@ -23,9 +23,9 @@ def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
 
 
 def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
-    """Room for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for.
+    """A buffer for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for.
 
-    Rows are contiguous also where the order is not told by the strides (those of a view whose rows overlap).
+    Rows are contiguous also where the strides do not tell the order (those of a view whose rows overlap).
     """
     if not needed:
         return tensor.new_empty(0)

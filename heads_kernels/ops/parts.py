@@ -1,4 +1,4 @@
-"""Sums over heads that are spread over the GPU: the splits of heads, room for their parts, and the sum in order."""
+"""Sums over heads that are spread over the GPU: the splits of heads, buffers for their parts, and the sum in order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def splits_of(heads: int, programs: int, like: Tensor) -> int:
 
 
 def split_parts(grad: Tensor, splits: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for the sums of every split: float32 `[splits * B, ...]`, or `grad` itself where there is one split.
+    """A buffer for the sums of every split: float32 `[splits * B, ...]`, or `grad` itself where there is one split.
 
-    A `dtype` that is asked for and is not that of `grad` needs the room too.
+    A `dtype` that is asked for and is not that of `grad` needs a buffer too.
     """
     if grad.numel() == 0 or (splits == 1 and dtype in (None, grad.dtype)):
         return grad

@@ -67,7 +67,7 @@ TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
     "y",
 }
 
-#: A head's rows of a tile lie whole on chip, and 256 wide ones still fit; the width that heads share is read in slices,
+#: A head's rows of a tile are on chip whole, and 256 wide ones still fit; the width that heads share is read in slices,
 #: and 1024 is the widest that is tested.
 _WIDEST_HEAD: Final = 256
 #: Programs of a launch, the first and only dimension of its grid.
@@ -194,7 +194,7 @@ def _too_wide(problem: Problem) -> list[str]:
 
 
 def _rows_apart(problem: Problem) -> list[str]:
-    """The tensors whose rows do not lie contiguous."""
+    """The tensors whose rows are not contiguous."""
     reasons = []
     for name in ("query", "key", "value"):
         tensor = getattr(problem, name)

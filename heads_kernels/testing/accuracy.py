@@ -106,7 +106,7 @@ def check(
     seed: int = 0,
     backward: bool = True,
 ) -> Report:
-    """Hold `backend` to the rule on a named case: forward, and backward unless told otherwise."""
+    """Hold `backend` to the rule on a named case: forward, and backward unless `backward` is False."""
     return compare(_case_reference(case, dtype, str(device), seed, backward), backend, case.name)
 
 
@@ -123,7 +123,7 @@ def compare(reference: Reference, backend: str | None, name: str = "inputs") -> 
 
 
 def reference(inputs: Inputs, backward: bool = True) -> Reference:
-    """Oracle, eager and floors for `inputs`; the `[T, S]` matrix of every head lies in memory."""
+    """Oracle, eager and floors for `inputs`; the `[T, S]` matrix of every head is in memory."""
     oracle = run(inputs.to(torch.float64), "eager", backward)
     values = dict(oracle)
     for name, tensor in inputs.tensors.items():  # a floor is asked for each, also without backward

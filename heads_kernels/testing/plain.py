@@ -1,6 +1,6 @@
 """Both operators once more, in ten lines of PyTorch and its own autograd.
 
-Independent of the backends, it holds the oracle itself to account. The `[T, S]` matrix lies in
+Independent of the backends, it holds the oracle itself to account. The `[T, S]` matrix is in
 memory and nothing is skipped; a value that a mask hides must be finite.
 """
 

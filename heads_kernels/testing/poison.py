@@ -56,12 +56,12 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
     p = inputs.problem()
     masked = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)
     visible = masked if p.bias is None else masked & (expand_bias(p.bias, p.B) > -torch.inf)
-    blind, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]
+    fully_masked, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]
     if p.mixing is None:
         unseen_keys = unseen.reshape(p.B, p.Hk, p.H // p.Hk, p.S).all(2)
-        places = {"query": blind, "key": unseen_keys, "value": unseen_keys}
+        places = {"query": fully_masked, "key": unseen_keys, "value": unseen_keys}
     else:
-        places = {"query": blind.all(1), "key": unseen.all(1), "value": unseen}
+        places = {"query": fully_masked.all(1), "key": unseen.all(1), "value": unseen}
         places["content_bias"] = unseen
     tensors = dict(inputs.tensors)
     for name, place in places.items():
@@ -72,5 +72,7 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
         shape = tensors["bias"].shape
         seen = masked.int().sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
         tensors["bias"] = tensors["bias"].masked_fill(seen.reshape(shape) == 0, bad)
-    poisoned = replace(inputs, tensors=tensors, dout=inputs.dout.masked_fill(blind[..., None], bad))
+    poisoned = replace(
+        inputs, tensors=tensors, dout=inputs.dout.masked_fill(fully_masked[..., None], bad)
+    )
     return poisoned, {name: places[name] for name in tensors if name in places}

@@ -89,9 +89,9 @@ def test_a_row_for_each_layer() -> None:
 
 
 def test_json_holds_it() -> None:
-    told = json.loads(json.dumps(SOME.to_dict()))
-    assert told["method"] == "some"
-    assert told["layers"][1] == {"name": "layer1", "kind": "encoder", "scores": [0.5, 4.0]}
+    reported = json.loads(json.dumps(SOME.to_dict()))
+    assert reported["method"] == "some"
+    assert reported["layers"][1] == {"name": "layer1", "kind": "encoder", "scores": [0.5, 4.0]}
 
 
 @pytest.mark.parametrize(

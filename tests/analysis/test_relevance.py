@@ -275,7 +275,7 @@ def test_collaborative_heads_with_blocks_of_mixing_are_ordinary_heads(attention:
         x = random(2, 5, 8)
         expected = relevance(plain, [x], attention=attention).table()
         found = relevance(Wrapped(*shared), [x], attention=attention).table()
-        if attention == "full" and "qk_bias" not in bias:  # relevance of the bias lies elsewhere
+        if attention == "full" and "qk_bias" not in bias:  # relevance of the bias is elsewhere
             assert (found - expected).abs().max() < 0.05
         else:
             assert_alike(found, expected)
@@ -477,10 +477,10 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_refused_and_the_model_put_back(name: str) -> None:
-    changes, kind, told = BAD[name]
+    changes, kind, reported = BAD[name]
     model = spread(Encoder()).train()
     model.scores.requires_grad_(False)
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=reported):
         relevance(model, **{"data": [random(2, 5, 8)], **changes})
     assert all(module.training for module in model.modules())
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == [

@@ -22,7 +22,7 @@ LONGEST = 12
 
 
 class Planted(nn.Module):
-    """A layer of 4 heads whose rows look where they are told: at the keys `targets` `[B, 4, T]`."""
+    """A layer of 4 heads whose rows attend to the given keys, `targets` `[B, 4, T]`."""
 
     def __init__(self, **names: Any) -> None:
         super().__init__()

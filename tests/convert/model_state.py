@@ -13,7 +13,7 @@ from tests.support.alike import assert_alike
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Objects are told by their identity, so that an equal copy of a weight or a config is a change."""
+    """Objects are compared by identity, so that an equal copy of a weight or a config is a change."""
     return [
         (name, type(module), id(module), module.training, _attributes(module), _config(module))
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Whole models converted: exact, within their budget, told truthfully, and left as they were on any error."""
+"""Whole models converted: exact, within their budget, described truthfully, and left as they were on any error."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def test_iterations() -> None:
     assert many < few
 
 
-# ---------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------- what is reported
 def test_the_report() -> None:
     model = tiny("bert")
     found = collaborate(model, [32, 10], calibration=[batch(model)], length=50)
@@ -314,11 +314,11 @@ def test_the_report() -> None:
     assert found.exact == (True, False)
     assert found.flops == sum(report.flops for report in found.reports)
     assert {report.length for report in found.reports} == {50}
-    told = json.loads(json.dumps(found.to_dict()))
-    assert list(told["layers"]) == list(found.layers)
-    assert [layer["dim"] for layer in told["layers"].values()] == [32, 10]
-    assert [layer["exact"] for layer in told["layers"].values()] == [True, False]
-    assert told["parameters"] == found.parameters < told["parameters_before"]
+    reported = json.loads(json.dumps(found.to_dict()))
+    assert list(reported["layers"]) == list(found.layers)
+    assert [layer["dim"] for layer in reported["layers"].values()] == [32, 10]
+    assert [layer["exact"] for layer in reported["layers"].values()] == [True, False]
+    assert reported["parameters"] == found.parameters < reported["parameters_before"]
     lines = str(found).splitlines()
     assert len(lines) == 5
     assert [line.split()[0] for line in lines[1:3]] == list(found.layers)

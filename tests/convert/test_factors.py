@@ -201,12 +201,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "NaN": (
         {"query": torch.full((2, 3, 5), torch.nan)},
         ValueError,
-        "query holds NaN or infinity; mend these weights, or leave the layer out.",
+        "query holds NaN or infinity; correct these weights, or leave the layer out.",
     ),
     "infinite bias": (
         {"query_bias": torch.full((2, 3), torch.inf)},
         ValueError,
-        "query_bias holds NaN or infinity; mend these weights, or leave the layer out.",
+        "query_bias holds NaN or infinity; correct these weights, or leave the layer out.",
     ),
     "grouped keys": (
         {"key": torch.zeros(1, 3, 4)},

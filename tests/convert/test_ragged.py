@@ -1,4 +1,4 @@
-"""Ragged heads: the best choice of features of their own, and how they lie in chunks."""
+"""Ragged heads: the best choice of features of their own, and how they fill chunks."""
 
 from __future__ import annotations
 

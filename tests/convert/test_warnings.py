@@ -35,15 +35,15 @@ def test_more_flops_at_the_length() -> None:
         rf"At T = {2 * border} 2 of 2 converted layers have more FLOPs than before .* "
         r"fewer below about T = 16, 16\. For longer inputs take .*method='ragged'"
     )
-    with pytest.warns(UserWarning, match=message) as told:
+    with pytest.warns(UserWarning, match=message) as reported:
         collaborate(model(), [20, 20], length=2 * border, progress=False)
-    assert told[0].filename == __file__
+    assert reported[0].filename == __file__
 
 
 def test_ragged_is_not_sent_to_ragged() -> None:
-    with pytest.warns(UserWarning, match="more FLOPs") as told:
+    with pytest.warns(UserWarning, match="more FLOPs") as reported:
         collaborate(model(), [28, 28], method="ragged", length=10000, progress=False)
-    assert "method=" not in str(told[0].message)
+    assert "method=" not in str(reported[0].message)
 
 
 @pytest.mark.parametrize("dim", [33, [33, 32], {1: 40}, {"0": 1000}])

@@ -154,4 +154,6 @@ def test_data_parallelism(how: str, mesh: Any) -> None:
     gradients(run, plain, torch.randn(2, T, E))
     for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         found = own.grad.full_tensor() if how == "fully_shard" else own.grad
-        torch.testing.assert_close(found, expected.grad, msg=lambda told, name=name: name + told)
+        torch.testing.assert_close(
+            found, expected.grad, msg=lambda reported, name=name: name + reported
+        )

@@ -1,4 +1,4 @@
-"""The table of attention layers: every family of it is found, its heads lie where the table says."""
+"""The table of attention layers: every family of it is found, its heads are where the table says."""
 
 from __future__ import annotations
 

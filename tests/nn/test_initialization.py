@@ -24,7 +24,7 @@ def test_concatenated_heads_part_the_features_evenly(H: int, extra: int) -> None
     sizes = mixing.sum(1)
     assert sizes.min() >= 1
     assert sizes.max() - sizes.min() <= 1
-    assert mixing.argmax(0).diff().ge(0).all()  # and heads lie in order
+    assert mixing.argmax(0).diff().ge(0).all()  # and heads are in order
 
 
 def test_concatenation_of_equal_heads_is_the_block_indicator() -> None:

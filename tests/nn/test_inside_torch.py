@@ -82,7 +82,7 @@ def test_inside_a_transformer_decoder_layer(norm_first: bool) -> None:
 
 # ---------------------------------------------------------------------- compiled and traced
 def test_nothing_is_copied_around_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are views of the projections, and the output projection reads the heads as they lie."""
+    """Heads are views of the projections, and the output projection reads the heads in place."""
     layer, x = layer_of(num_key_heads=2), torch.randn(B, S, E).double()
     seen: dict[str, Tensor] = {}
     for name in ("q", "k", "v"):

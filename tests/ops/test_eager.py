@@ -114,7 +114,7 @@ def test_dropout(operator: str, backend: str, mask: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_views(operator: str, backend: str) -> None:
-    """Transposed heads, slices of something wider, a broadcast gate: read where they lie."""
+    """Transposed heads, slices of something wider, a broadcast gate: read in place."""
     arguments = {}
     for name, tensor in tensors(operator).items():
         wide = torch.randn(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_hidden_poison_reaches_nothing(
 ) -> None:
     options, sees = masks(B, H, T, S)[mask]
     visible = pairs(B, H, T, S, sees).any(1)
-    unseen, blind = ~visible.any(1), ~visible.any(2)  # keys [B, S] and rows [B, T]
+    unseen, fully_masked = ~visible.any(1), ~visible.any(2)  # keys [B, S] and rows [B, T]
     clean = tensors(operator, dtype=dtype)
     clean["gate"] = torch.rand(B, H, T, dtype=dtype)
     dout = torch.randn(B, H, T, Dv, dtype=dtype)
@@ -197,13 +197,13 @@ def test_hidden_poison_reaches_nothing(
         arguments = {name: tensor.clone() for name, tensor in clean.items()}
         upstream = dout.clone()
         if poisoned:
-            for name, hidden in (("key", unseen), ("value", unseen), ("query", blind)):
+            for name, hidden in (("key", unseen), ("value", unseen), ("query", fully_masked)):
                 rows = hidden if arguments[name].dim() == 3 else hidden[:, None]
                 arguments[name].masked_fill_(rows[..., None], poison)
             if "content_bias" in arguments:
                 arguments["content_bias"].masked_fill_(unseen[:, None], poison)
-            arguments["gate"].masked_fill_(blind[:, None], poison)
-            upstream.masked_fill_(blind[:, None, :, None], poison)
+            arguments["gate"].masked_fill_(fully_masked[:, None], poison)
+            upstream.masked_fill_(fully_masked[:, None, :, None], poison)
         leaves = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
         out = call(operator, backend, **leaves, **options)
         results.append([out, *torch.autograd.grad(out, list(leaves.values()), upstream)])

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def mend() -> None:
+def correct() -> None:
     """Replace the parts below in this process; once, before a kernel runs."""
     interpreter._convert_float = _rounding_to_bfloat16(interpreter._convert_float)
     interpreter.InterpreterBuilder.create_dot = _widening(interpreter.InterpreterBuilder.create_dot)

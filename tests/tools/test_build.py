@@ -81,9 +81,9 @@ def test_kernels_are_compiled_for_every_dtype(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_was_built_is_told() -> None:
-    told = hk.build_info()
-    assert told["version"] == hk.__version__
-    assert "baseline" in told["cpu"]["levels"]
-    assert told["cuda"].keys() in ({"nvcc", "architectures"}, {"missing"})
-    told.clear()
+    reported = hk.build_info()
+    assert reported["version"] == hk.__version__
+    assert "baseline" in reported["cpu"]["levels"]
+    assert reported["cuda"].keys() in ({"nvcc", "architectures"}, {"missing"})
+    reported.clear()
     assert hk.build_info()

@@ -9,7 +9,7 @@ and the relevance R of the outputs goes to the inputs by the positive and by the
 .. math:: R_i \propto \sum_j R_j \left(\frac{z^+_{ji}}{\sum_i z^+_{ji} + \epsilon}
     + \frac{z^-_{ji}}{\sum_i z^-_{ji} - \epsilon}\right), \qquad \sum_i R_i = \sum_j R_j
 
-These are the rules of the code of Voita et al. 2019 ("Analyzing Multi-Head Self-Attention", as mended in 2021), after
+These are the rules of the code of Voita et al. 2019 ("Analyzing Multi-Head Self-Attention", corrected in 2021), after
 Ding et al. 2017 and Bach et al. 2015 (eq. 60 with both factors 1/2, which cancel): epsilon 1e-5, the sum kept for every
 token, in attention for every example and head. No epsilon is in the scaling, so that it keeps sums however small they
 are. Relevance is never negative, and so it adds up wherever a tensor is used more than once.
@@ -243,8 +243,8 @@ def attention(
 def _by_tiles(tile: Tile, relevance: Tensor, n: int) -> Tensor:
     """What `relevance` `[N, m]` gives to n inputs, `[N, n]`, before it is scaled; z by tiles."""
     N, m = relevance.shape
-    room = max(1, TILES.get(relevance.device.type, TILE) // max(1, n))
-    height, width = max(1, min(N, room // max(1, m))), max(1, min(m, room))
+    elements = max(1, TILES.get(relevance.device.type, TILE) // max(1, n))
+    height, width = max(1, min(N, elements // max(1, m))), max(1, min(m, elements))
     found, buffer = relevance.new_zeros(N, n), relevance.new_empty(height, 2, width, n)
     for top in range(0, N, height):
         r = slice(top, min(top + height, N))

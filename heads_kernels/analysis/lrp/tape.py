@@ -46,9 +46,9 @@ class _Step(NamedTuple):
 
 
 class RelevanceTape(TorchFunctionMode):
-    """Records in its block the functions that lie between heads of a model and its output.
+    """Records in its block the functions between heads of a model and its output.
 
-    Tensors carry relevance from the first attention on; what lies below is not recorded and needs no rule. Gradients
+    Tensors carry relevance from the first attention on; what comes before is not recorded and needs no rule. Gradients
     have to be off, for operators are seen where autograd does not record them.
 
     Args:

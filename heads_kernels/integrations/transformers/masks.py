@@ -180,7 +180,7 @@ def prepare_mask(
         if align == "upper_left" and local_size is not None:
             mask = Mask(window=(local_size, local_size))
     else:
-        # A chunk of that size lies within the window of that size.
+        # A chunk of that size is within the window of that size.
         mask = Mask(causal=align, window=None if local_size is None else (local_size - 1, 0))
         config = kwargs.get("config")
         if attention_mask is None or getattr(config, "attention_chunk_size", None) is not None:

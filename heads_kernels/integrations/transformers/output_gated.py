@@ -190,7 +190,7 @@ class _Latent(_PerHead):
         return expanded
 
 
-#: Stock class -> its way, and the folder of transformers.models that it lies in.
+#: Stock class -> its way, and the folder of transformers.models that it is in.
 WAYS: Final[dict[str, tuple[type[OutputGated], str]]] = {
     "AfmoeAttention": (_Local, "afmoe"),
     "BailingHybridAttention": (_Latent, "bailing_hybrid"),

@@ -88,7 +88,7 @@ class PaddedRelativePositions(RelativePositions):
         return super().forward(hidden_states, mask, *args, **kwargs)
 
 
-#: Stock class -> what stands before it, and the folder of transformers.models that it lies in.
+#: Stock class -> what stands before it, and the folder of transformers.models that it is in.
 T5_LIKE: Final[dict[str, tuple[type[Replacement], str]]] = {
     "LongT5Attention": (RelativePositions, "longt5"),
     "MT5Attention": (RelativePositions, "mt5"),

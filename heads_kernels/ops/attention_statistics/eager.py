@@ -1,4 +1,4 @@
-"""Attention statistics in plain PyTorch, by blocks of query rows: `[T, S]` never lies in memory."""
+"""Attention statistics in plain PyTorch, by blocks of query rows: `[T, S]` is never in memory."""
 
 from __future__ import annotations
 

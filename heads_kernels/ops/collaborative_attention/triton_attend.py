@@ -1,6 +1,6 @@
 """The stream of collaborative attention in Triton: a tile of query rows of a head against every key that it sees.
 
-The mixed query is formed chunk by chunk, beside the chunk of keys that it meets, and never lies in memory.
+The mixed query is formed chunk by chunk, beside the chunk of keys that it meets, and is never in memory.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     dvalue_h = p^T dattended     dcontent_bias_h = colsum(dscores)
     dkey = sum over h of dscores_h^T (query * mixing_h)
 
-Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores lie transposed, `[BLOCK_N, BLOCK_M]`.
+Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores are transposed, `[BLOCK_N, BLOCK_M]`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _queries_kernel(
     """A program owns a SLICE of features of BLOCK_M query rows and goes through the heads, or a SPLITS-th of them.
 
     What a head adds to `dquery` is added in memory, in float32, once a head: `dmixing` asks for the sum of the head
-    alone, and on chip there is no room for both. The program writes its part of `dmixing`, `[B, tiles, H, Ds]`. With
+    alone, and both do not fit on chip. The program writes its part of `dmixing`, `[B, tiles, H, Ds]`. With
     SKIPS 1 a head that does not use the slice is left out: its `dmixing` there is not asked for.
     """
     tiles = tl.cdiv(T, BLOCK_M)

@@ -3,7 +3,7 @@
     p = exp(scores - lse)        dp = dattended value^T        dscores = p * (dp - delta)        dattended = g * dout
     dvalue = p^T dattended       dkey = scale * dscores^T query
 
-Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores lie transposed, `[BLOCK_N, BLOCK_M]`.
+Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores are transposed, `[BLOCK_N, BLOCK_M]`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
 - In the passes over keys scores are transposed: query rows are the columns of a tile and take a register each. So tiles
   have few query rows and 128 keys.
 - float32 is multiplied without tensor cores; an operand is in registers then, and tiles are small.
-- "other" fits into 64 KiB of shared memory: AMD's, and NVIDIA's small parts (sm_86, sm_89, sm_120) with room to spare.
+- "other" fits into 64 KiB of shared memory: AMD's, and NVIDIA's small parts (sm_86, sm_89, sm_120).
 """
 
 from __future__ import annotations

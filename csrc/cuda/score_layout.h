@@ -10,8 +10,8 @@
 
 namespace hk::cuda {
 
-// Tiles of scores lie as [query rows, keys], or in the pass by keys as [keys, query rows].
-enum class Lie { kRowsFirst, kKeysFirst };
+// Tiles of scores are [query rows, keys], or in the pass by keys [keys, query rows].
+enum class ScoreLayout { kRowsFirst, kKeysFirst };
 
 // A set of the elements that a lane holds of an Accumulator<kGroups, kColumns>: a word a row, and
 // in it bit 8 n + e % 2. Sets are made in loops that are not unrolled: code that few tiles run
@@ -56,12 +56,12 @@ HK_DEVICE void each_row(F&& f) {
 
 // Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first
 // key.
-template <Lie kLie, int kGroups, int kColumns>
+template <ScoreLayout kLayout, int kGroups, int kColumns>
 HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible,
                           const Range* ranges, int first_key) {
   using Set = Pairs<kGroups, kColumns>;
   using Word = typename Set::Word;
-  if constexpr (kLie == Lie::kRowsFirst) {
+  if constexpr (kLayout == ScoreLayout::kRowsFirst) {
     Word shown = ~Word{0};
     if (visible.hides_keys()) {
       shown = 0;
@@ -89,15 +89,15 @@ HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visibl
 }
 
 // Adds pairs that dropout drops of head (b, h).
-template <Lie kLie, int kGroups, int kColumns>
+template <ScoreLayout kLayout, int kGroups, int kColumns>
 HK_DEVICE void add_dropped(Pairs<kGroups, kColumns>& pairs, const DropoutParams& params, int b,
                            int h, int first_row, int first_key) {
   using Word = typename Pairs<kGroups, kColumns>::Word;
   const Dropout dropout(params);
   each_row<kGroups>([&](int m, int half, int row) {
     each_column<kColumns>([&](int bit, int column) {
-      const int query = first_row + (kLie == Lie::kRowsFirst ? row : column);
-      const int key = first_key + (kLie == Lie::kRowsFirst ? column : row);
+      const int query = first_row + (kLayout == ScoreLayout::kRowsFirst ? row : column);
+      const int key = first_key + (kLayout == ScoreLayout::kRowsFirst ? column : row);
       if (!dropout.keeps(b, h, query, key)) pairs.word(m, half) |= Word{1} << bit;
     });
   });
@@ -114,7 +114,7 @@ HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Pairs<kGroups, k
 
 // What a tile of the backward leaves out: of a full tile nothing is hidden, unless its terms hide
 // it, and without dropout nothing is dropped.
-template <Lie kLie, int kGroups, int kColumns>
+template <ScoreLayout kLayout, int kGroups, int kColumns>
 class LeftOut {
  public:
   // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones.
@@ -123,9 +123,9 @@ class LeftOut {
                     bool partial, const Terms& terms, bool hides, int b, int h, int first_row,
                     int first_key)
       : partial_(partial || hides), drops_(p.dropout.active) {
-    if (partial_) add_hidden<kLie>(hidden_, visible, ranges, first_key);
+    if (partial_) add_hidden<kLayout>(hidden_, visible, ranges, first_key);
     if (hides) terms.add_hidden(hidden_);
-    if (drops_) add_dropped<kLie>(dropped_, p.dropout, b, h, first_row, first_key);
+    if (drops_) add_dropped<kLayout>(dropped_, p.dropout, b, h, first_row, first_key);
   }
 
   HK_DEVICE void hide(Accumulator<kGroups, kColumns>& tile) const {

@@ -14,27 +14,28 @@ inline int64_t tiles_in_cache(int64_t bytes) {
   return std::max<int64_t>(1, (int64_t{512} << 10) / bytes);
 }
 
-// Where the next free thread takes the next bundle, all threads end about together (heuristic).
-constexpr int64_t kBundlesPerThread = 8;
+// Work items per thread: threads take the next one when they are free, so that all end about
+// together (heuristic).
+constexpr int64_t kItemsPerThread = 8;
 
 struct TilePlace {
   int64_t b, h, first_row;
 };
 
-// All query tiles of an operator in bundles. Tiles that read the same keys follow each other: those
-// of one head, then those of the next head that shares its keys. Later rows come first, since under
-// a causal mask their tiles are the longest.
-struct Bundles {
+// All query tiles of an operator, dealt out as work items. Tiles that read the same keys follow
+// each other: those of one head, then those of the next head that shares its keys. Later rows come
+// first, since under a causal mask their tiles are the longest.
+struct WorkItems {
   int64_t H, query_tiles;
   int64_t key_heads;   // of all batches
   int64_t tiles_each;  // query tiles that share the keys of one key head
-  int64_t parts;       // bundles of one key head
-  int64_t size;        // query tiles of a bundle, but the last of a key head
+  int64_t parts;       // work items of one key head
+  int64_t size;        // query tiles of a work item, but the last of a key head
 
-  // `op` has B, H, `query_tiles` and `heads_per_key`. Bundles hold `most` tiles, fewer where there
-  // would be less than `wanted` bundles.
+  // `op` has B, H, `query_tiles` and `heads_per_key`. An item holds `most` tiles, fewer where there
+  // would be less than `wanted` items.
   template <typename Operator>
-  Bundles(const Operator& op, int64_t most, int64_t wanted)
+  WorkItems(const Operator& op, int64_t most, int64_t wanted)
       : H(op.H),
         query_tiles(op.query_tiles),
         key_heads(op.B * op.H / op.heads_per_key),
@@ -46,7 +47,7 @@ struct Bundles {
   int64_t count() const { return key_heads * parts; }
 
   struct Iterator {
-    const Bundles& all;
+    const WorkItems& all;
     int64_t i;  // of all query tiles
     TilePlace operator*() const {
       return {i / (all.query_tiles * all.H), i / all.query_tiles % all.H,
@@ -62,8 +63,8 @@ struct Bundles {
     int64_t count() const { return last.i - first.i; }
   };
 
-  Tiles tiles(int64_t bundle) const {
-    const int64_t start = bundle / parts * tiles_each, part = bundle % parts;
+  Tiles tiles(int64_t item) const {
+    const int64_t start = item / parts * tiles_each, part = item % parts;
     return {{*this, start + part * size}, {*this, start + std::min(tiles_each, (part + 1) * size)}};
   }
 };
