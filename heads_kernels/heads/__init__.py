@@ -1,12 +1,7 @@
 """Surgery on the heads of a model: its layers and their layouts, gates, pruning, schedules and files."""
 
 from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
-from heads_kernels.heads.layers import (
-    AttentionLayer,
-    Projection,
-    attention_layers,
-    register_layout,
-)
+from heads_kernels.heads.layers import AttentionLayer, Projection, attention_layers, register_layout
 from heads_kernels.heads.layouts import HeadLayout
 from heads_kernels.heads.pruning import prune
 from heads_kernels.heads.saving import load, save

@@ -9,11 +9,11 @@ from torch import nn
 
 from heads_kernels.checks import is_sharded
 from heads_kernels.errors import refuse
+from heads_kernels.heads.configs import attention_function
 from heads_kernels.heads.dense import check_unpacked
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
-    attention_function,
     attention_layers,
     find_layer,
     heads_of_layers,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.configs import NAME, attention_function
 from heads_kernels.heads.layouts import (
     LAYOUTS,
     HeadLayout,
@@ -21,9 +22,6 @@ from heads_kernels.heads.layouts import (
 )
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.shared import FusedProjection
-
-#: The name of the package's attention function among those of transformers.
-NAME: Final = "heads_kernels"
 
 #: `{layer: heads}`, layers by index or by name.
 HeadsByLayer: TypeAlias = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]]
@@ -113,13 +111,6 @@ class AttentionLayer:
 
     def __str__(self) -> str:
         return f"layer {self.index} ({self.name!r})"
-
-
-def attention_function(module: Any) -> str:
-    """The name of the attention function that a module calls; the package's own modules know no other."""
-    config = getattr(module, "config", None)
-    name: str = getattr(config, "_attn_implementation", NAME)
-    return name
 
 
 def register_layout(class_name: str, layout: HeadLayout, example: nn.Module | None = None) -> None:

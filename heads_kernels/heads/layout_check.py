@@ -12,14 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.heads.layers import (
+from heads_kernels.heads.configs import (
     NAME,
-    AttentionLayer,
-    Projection,
     attention_function,
-    existing,
-    layer_of,
+    names_attention_function,
+    with_attention_function,
 )
+from heads_kernels.heads.layers import AttentionLayer, Projection, existing, layer_of
 from heads_kernels.heads.layouts import HeadLayout, at_path
 from heads_kernels.heads.pruning import read_key_heads
 from heads_kernels.heads.reshape import shrink
@@ -205,9 +204,8 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
     for name, value in vars(module).items():
         if name in ("forward", "_compiled_call_impl", "observer"):  # what wraps it, who looks on
             continue
-        if hasattr(value, "_attn_implementation"):
-            value = copy(value)
-            value._attn_implementation_internal = function
+        if names_attention_function(value):
+            value = with_attention_function(value, function)
         copied.__dict__[name] = copy(value) if isinstance(value, (dict, list, set)) else value
     copied.__dict__ |= vars(nn.Module()) | {"training": False}
     for name, parameter in module._parameters.items():

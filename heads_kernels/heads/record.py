@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.configs import own_configs
 from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import AttentionLayer, find_layers
 from heads_kernels.heads.reshape import check_can_share, share, shrink
@@ -55,18 +55,6 @@ def kept_heads(layer: AttentionLayer) -> list[int]:
 
 
 # ---------------------------------------------------------------------- configs of transformers
-def own_config(model: nn.Module) -> None:
-    """Give a transformers model configs of its own: models that are made from one config object share it otherwise.
-
-    Parts of the model that share a config share the copy.
-    """
-    memo: dict[int, Any] = {}
-    for part in model.modules():
-        for name, value in list(vars(part).items()):
-            if hasattr(type(value), "sub_configs"):  # transformers' PreTrainedConfig
-                setattr(part, name, deepcopy(value, memo))
-
-
 def record_in_config(model: nn.Module) -> None:
     """Put what is left of the heads, and what was converted, into the configs of transformers models.
 
@@ -75,7 +63,7 @@ def record_in_config(model: nn.Module) -> None:
     """
     if not record(find_layers(model)):
         return
-    own_config(model)
+    own_configs(model)
     part: Any
     recorded = set()
     for part in model.modules():

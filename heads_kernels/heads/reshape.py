@@ -9,15 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.errors import refuse
+from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
-from heads_kernels.heads.layers import (
-    NAME,
-    AttentionLayer,
-    Projection,
-    attention_function,
-    existing,
-    is_transposed,
-)
+from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.collaborative import check_unsharded
 from heads_kernels.nn.replacing import put
@@ -166,7 +160,7 @@ def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
             instead = "remove them first: handle.remove()"
             refuse(str(layer), "has forward hooks, which would be lost", instead)
         return
-    if not hasattr(getattr(module, "config", None), "_attn_implementation"):
+    if not names_attention_function(getattr(module, "config", None)):
         instead = "layers of transformers and hk.nn.GatedMultiheadAttention can be converted"
         refuse(str(layer), was, f"{instead}; for others use Heads and the factors", TypeError)
     check_runs_shared(module, ())

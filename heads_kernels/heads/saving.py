@@ -14,13 +14,7 @@ from torch import nn
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.record import (
-    RECORD,
-    record,
-    record_in_config,
-    restore_shape,
-    shape,
-)
+from heads_kernels.heads.record import RECORD, record, record_in_config, restore_shape, shape
 from heads_kernels.nn.snapshot import kept_on_error
 
 

@@ -92,8 +92,8 @@ def test_static_caches_are_refused() -> None:
 def test_configs_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many layers there are."""
     record, calls = sys.modules["heads_kernels.heads.record"], []
-    own_config = record.own_config
-    monkeypatch.setattr(record, "own_config", lambda model: (calls.append(1), own_config(model)))
+    own_configs = record.own_configs
+    monkeypatch.setattr(record, "own_configs", lambda model: (calls.append(1), own_configs(model)))
     model = tiny("bert")
     collaborate(model, 8)
     assert len(calls) == 1

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.models.bert import modeling_bert
 from transformers.models.pp_formulanet import modeling_pp_formulanet
 
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.after_import import after_import
 from heads_kernels.integrations.transformers import use
 from heads_kernels.integrations.transformers.support import KNOWN

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs the extra [transformers]")
 import transformers
 
 import heads_kernels as hk
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import attention, release, use
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from tests.support.tiny_models import build, outputs, randomised, with_gradients

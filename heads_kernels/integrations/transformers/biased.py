@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.record import RECORD, number_heads, restore_shape
 
 #: Arguments that say where a checkpoint is, and so where its config is.

@@ -8,9 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.heads.record import own_config
 from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.passes import unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
@@ -51,7 +50,7 @@ def use(model: Model) -> Model:
     if _BEFORE in vars(model):
         refuse("model", f"({type(model).__name__}) is in use already", "call release(model) first")
     check_model(model)
-    own_config(model)
+    own_configs(model)
     before = {
         module: [config._attn_implementation_internal for config in configs]
         for module in model.modules()
@@ -85,7 +84,7 @@ def release(model: Model) -> Model:
     if _BEFORE not in vars(model):
         refuse("model", f"({type(model).__name__}) is not in use", "call use(model) first")
     _check_stock_would_do(model)
-    own_config(model)
+    own_configs(model)
     for module in model.modules():
         before = vars(module).pop(_BEFORE, [])
         for config, implementation in zip(configs_of(module), before, strict=False):

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics

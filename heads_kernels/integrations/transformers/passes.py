@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,
     HeadMaskPlace,

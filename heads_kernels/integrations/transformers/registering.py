@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.passes import watch

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.errors import refuse
-from heads_kernels.heads.layers import NAME
+from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.attention import UNSERVED, attention_forward
 from heads_kernels.integrations.transformers.classes import replacement, serves
