@@ -100,7 +100,7 @@ HK_DEVICE Rows<T> rows_of(const Tensor& t, int b, int head) {
           aligned};
 }
 
-// 16 bytes, moved as one.
+// The elements of 16 bytes. Copies of aligned units compile to one instruction.
 template <typename T>
 struct alignas(16) Unit {
   static constexpr int kCount = 16 / sizeof(T);

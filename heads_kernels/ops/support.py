@@ -67,14 +67,14 @@ TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
     "y",
 }
 
-#: A head's rows of a tile are on chip whole, and 256 wide ones still fit; the width that heads share is read in slices,
-#: and 1024 is the widest that is tested.
+#: A head's rows of a tile are on chip whole, and 256 wide ones still fit.
 _WIDEST_HEAD: Final = 256
+#: The width that heads share is read in slices: the widest that is tested.
+_WIDEST_SHARED: Final = 1024
 #: Programs of a launch, the first and only dimension of its grid.
 _MOST_PROGRAMS: Final = (1 << 31) - 1
 #: Rows or keys of the smallest tile of any kernel (csrc/cuda/attention_rows.cu).
 _LEAST_ROWS: Final = 8
-_WIDEST_SHARED: Final = 1024
 
 
 def eager(problem: Problem) -> list[str]:
