@@ -1,6 +1,12 @@
 """Fused attention kernels for heads that can be gated, closed, shared and analysed."""
 
-from heads_kernels import analysis, convert, heads, integrations, nn, testing
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from heads_kernels import integrations
 from heads_kernels.build_info import build_info
 from heads_kernels.dispatch import Choice
 from heads_kernels.functional import (
@@ -34,3 +40,18 @@ __all__ = [
     "nn",
     "testing",
 ]
+
+if TYPE_CHECKING:
+    from heads_kernels import analysis, convert, heads, nn, testing
+else:  # a type checker would let this __getattr__ answer for any name
+    _LAZY = {"analysis", "convert", "heads", "nn", "testing"}
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import a part of the package when it is first used."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, TypeGuard
+from typing import Final, Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from heads_kernels.errors import refuse
 
-GATE_ACTIVATIONS: Final = ("identity", "sigmoid", "softplus")
+GateActivation = Literal["identity", "sigmoid", "softplus"]
+GATE_ACTIVATIONS: Final[tuple[GateActivation, ...]] = get_args(GateActivation)
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 #: Most rows or keys: the last rows of a tile, fewer than 1024 more, plus `UNBOUNDED` (mask/intervals.py) fit int32.

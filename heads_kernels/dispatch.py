@@ -10,17 +10,21 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from heads_kernels.problem import Problem
+
+#: The names in the tables of backends.
+BackendName = Literal["cpu", "triton", "cuda", "eager"]
 
 
 @dataclass(frozen=True, eq=False)
 class Backend:
     """One row: `module` holds the launchers, `unsupported(problem)` the reasons against it."""
 
-    name: str
+    name: BackendName
     module: str
     unsupported: Callable[[Problem], list[str]]
 
@@ -34,7 +38,7 @@ class Choice:
     """
 
     operator: str
-    backend: str | None
+    backend: BackendName | None
     refusals: dict[str, list[str]]
 
     def __str__(self) -> str:
@@ -59,7 +63,7 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
             )
         table = rows
     refusals: dict[str, list[str]] = {}
-    chosen: str | None = None
+    chosen: BackendName | None = None
     for row in table:
         reasons = row.unsupported(problem)
         if not reasons and chosen is None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads_kernels.dispatch import Backend, Choice, choose, select
+from heads_kernels.checks import GateActivation
+from heads_kernels.dispatch import Backend, BackendName, Choice, choose, select
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import attention_statistics as statistics_table
@@ -29,14 +30,14 @@ def gated_attention(
     is_causal: bool = False,
     *,
     gate: Tensor | None = None,
-    gate_activation: str = "identity",
+    gate_activation: GateActivation = "identity",
     closed_grad: bool = True,
     bias: Tensor | OffsetBias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = True,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     r"""Attention whose heads can be gated and closed, in one fused pass.
 
@@ -113,13 +114,13 @@ def collaborative_attention(
     is_causal: bool = False,
     *,
     gate: Tensor | None = None,
-    gate_activation: str = "identity",
+    gate_activation: GateActivation = "identity",
     closed_grad: bool = True,
     bias: Tensor | OffsetBias | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     r"""Attention whose heads share one query and one key and mix them with a vector each.
 
@@ -183,7 +184,7 @@ def attention_statistics(
     sinks: Tensor | None = None,
     scale: float | None = None,
     exclude_keys: Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> AttentionStatistics:
     """What each query row attends to, streamed: the `[T, S]` matrix of probabilities is never in memory.
 

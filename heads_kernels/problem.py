@@ -21,6 +21,7 @@ from heads_kernels.batch import (
     unflatten,
 )
 from heads_kernels.checks import (
+    GateActivation,
     check_companion,
     check_dropout,
     check_excluded,
@@ -69,7 +70,7 @@ class Problem(NamedTuple):
     intervals: Intervals
     scale: float
     softcap: float = 0.0  # 0: none
-    gate_activation: str = "identity"
+    gate_activation: GateActivation = "identity"
     closed_grad: bool = True
     dropout_p: float = 0.0
     exclude_keys: Tensor | None = None  # bool [B or 1, S]; attention_statistics alone
@@ -87,7 +88,7 @@ class Problem(NamedTuple):
         is_causal: bool = False,
         *,
         gate: Tensor | None = None,
-        gate_activation: str = "identity",
+        gate_activation: GateActivation = "identity",
         closed_grad: bool = True,
         bias: Tensor | OffsetBias | None = None,
         softcap: float | None = None,
@@ -146,7 +147,7 @@ class Problem(NamedTuple):
         is_causal: bool = False,
         *,
         gate: Tensor | None = None,
-        gate_activation: str = "identity",
+        gate_activation: GateActivation = "identity",
         closed_grad: bool = True,
         bias: Tensor | OffsetBias | None = None,
         softcap: float | None = None,

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "heads_kernels"
 
 #: A part imports itself and the parts above it in this list, never those beside or below it.
 LAYERS = (
-    {"errors", "flops", "build_info"},
+    {"errors", "flops", "build_info", "after_import"},
     {"checks"},
     {"mask"},
     {"batch", "offset_bias"},
@@ -124,20 +124,38 @@ def test_package_stands_without_its_tests_and_benchmarks(module: str) -> None:
         assert roots <= {"torch", "heads_kernels"} | sys.stdlib_module_names
 
 
-def test_import_needs_no_extra() -> None:
-    """No optional package is loaded, beyond those that torch's own modules load (its FLOP counter: triton)."""
-    code = (
-        "import sys, torch.utils.flop_counter; before = set(sys.modules); "
-        "import heads_kernels; print(*set(sys.modules) - before)"
+def loaded_by(code: str) -> set[str]:
+    """The modules that `code` loads beyond those of `import torch`, in a process of its own."""
+    parts = (
+        "import sys, torch; before = set(sys.modules)",
+        code,
+        "print(*set(sys.modules) - before)",
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", "; ".join(parts)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     )
-    modules = run.stdout.split()
-    loaded = {name.split(".")[0] for name in modules}
-    assert "heads_kernels" in loaded
-    assert not loaded & OPTIONAL
-    assert "torch._dynamo" not in modules  # longer to load than the package and half of PyTorch
+    return set(run.stdout.split())
+
+
+def test_import_needs_no_extra() -> None:
+    """The operators are loaded, and neither the parts around them nor a slow module of torch."""
+    modules = loaded_by("import heads_kernels")
+    assert "heads_kernels.functional" in modules
+    assert not {name.split(".")[0] for name in modules} & OPTIONAL
+    parts = {part(name) for name in modules if name.startswith("heads_kernels.")}
+    assert not parts & {"analysis", "convert", "heads", "nn", "report", "testing"}
+    # The first loads Triton; the second takes longer than the package and half of PyTorch.
+    assert not modules & {"torch.utils.flop_counter", "torch._dynamo"}
+
+
+def test_all_that_is_public_needs_no_extra() -> None:
+    modules = loaded_by("import heads_kernels as hk; [getattr(hk, name) for name in dir(hk)]")
+    assert {f"heads_kernels.{name}" for name in ("analysis", "convert", "nn")} <= modules
+    assert not {name.split(".")[0] for name in modules} & OPTIONAL
 
 
 def test_only_bindings_know_python() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from heads_kernels.dispatch import Backend, choose
+from heads_kernels.dispatch import Backend, BackendName, choose
 from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
 from heads_kernels.testing import Inputs
 
@@ -63,7 +63,7 @@ class Settings:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
-    def backends(self, operator: str) -> list[str]:
+    def backends(self, operator: str) -> list[BackendName]:
         """Every row of the table but eager, and on a GPU but cpu: a new row is tested without an edit."""
         others = ("cpu", "eager") if self.on_gpu else ("eager",)
         return [row.name for row in TABLES[operator] if row.name not in others]

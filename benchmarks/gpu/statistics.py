@@ -16,7 +16,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks.gpu.settings import FAILED, PASSED, TABLES, Items, Refused, Row, Settings, word
-from heads_kernels.dispatch import choose
+from heads_kernels.dispatch import BackendName, choose
 from heads_kernels.problem import Problem
 from heads_kernels.testing import CASES, Case, Inputs, plain
 from heads_kernels.testing.rounding import unit
@@ -40,7 +40,7 @@ def items(settings: Settings) -> Items:
     }
 
 
-def _check(settings: Settings, case: Case, dtype: torch.dtype, backend: str) -> Row:
+def _check(settings: Settings, case: Case, dtype: torch.dtype, backend: BackendName) -> Row:
     wrong, worst = check_statistics(case.make(dtype, settings.device), backend)
     return {
         "verdict": FAILED if wrong else PASSED,
@@ -61,7 +61,7 @@ def statistics_call(inputs: Inputs, backend: str) -> dict[str, Any]:
     return given
 
 
-def check_statistics(inputs: Inputs, backend: str) -> tuple[list[str], float]:
+def check_statistics(inputs: Inputs, backend: BackendName) -> tuple[list[str], float]:
     """What is wrong, and the largest error as a part of its bound."""
     given = statistics_call(inputs, backend)
     got = hk.attention_statistics(**given, backend=backend)

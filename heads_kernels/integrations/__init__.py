@@ -9,17 +9,19 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from heads_kernels.integrations.after_import import after_import
+from heads_kernels.after_import import after_import
 
 if TYPE_CHECKING:
     from heads_kernels.integrations import transformers as transformers
+else:
 
-
-def __getattr__(name: str) -> ModuleType:
-    if name != "transformers":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    def __getattr__(name: str) -> ModuleType:
+        if name != "transformers":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")
 
 
 # Every model of transformers needs this module, which `import transformers` does not load yet.
-after_import("transformers.modeling_utils", f"{__name__}.transformers")
+after_import(
+    "transformers.modeling_utils", lambda: importlib.import_module(f"{__name__}.transformers")
+)

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
+from heads_kernels.after_import import after_import
 from heads_kernels.dispatch import Backend
 
 NAMESPACE = "heads_kernels"
@@ -35,8 +35,15 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     packet = getattr(torch.ops.heads_kernels, name)
     if flops is not None:
-        register_flop_formula(packet)(flops)
+        after_import("torch.utils.flop_counter", lambda: _register_flops(packet, flops))
     return packet.default
+
+
+def _register_flops(packet: Any, flops: Callable[..., int]) -> None:
+    """Make a formula known to PyTorch's FLOP counter, whose import is slow where Triton is installed."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(packet)(flops)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import DTYPES
+from heads_kernels.checks import DTYPES, GateActivation
 from heads_kernels.problem import MIXING_CHUNK
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.masks import MaskBuilder, Sizes
@@ -45,7 +45,7 @@ class Case(ABC):
     _: KW_ONLY
     Dv: int
     gate: str | None = None
-    gate_activation: str = "identity"
+    gate_activation: GateActivation = "identity"
     gate_strided: bool = False
     gate_dtype: torch.dtype | None = torch.float32
     closed: float = 0.0

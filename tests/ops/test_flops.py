@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -64,6 +66,25 @@ def test_the_ops_are_counted(operator: str, backend: str) -> None:
     assert forward == problem.flops(dense=True) == problem.flops()
     both = counted(lambda: call(operator, backend, **leaves).sum().backward())
     assert both - forward == problem.flops(backward=True, dense=True)
+
+
+@pytest.mark.parametrize("counter_first", [False, True])
+def test_the_counter_may_be_imported_first_or_last(counter_first: bool) -> None:
+    imports = ["import heads_kernels as hk", "from torch.utils.flop_counter import FlopCounterMode"]
+    code = [*imports[:: -1 if counter_first else 1], """
+import torch
+q = torch.ones(1, 2, 4, 8)
+with FlopCounterMode(display=False) as counter:
+    hk.gated_attention(q, q, q)
+    hk.collaborative_attention(q[:, 0], q[:, 0], q, torch.ones(2, 8))
+    hk.attention_statistics(q, q)
+print(counter.get_total_flops())
+"""]  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=True
+    )
+    pairs = 2 * 4 * 4
+    assert int(run.stdout) == 2 * forward_flops(pairs, 8, 8) + forward_flops(pairs, 8, 0)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")

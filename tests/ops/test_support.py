@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
-from heads_kernels import Problem, dispatch
+from heads_kernels import Problem, dispatch, functional
 from heads_kernels.ops import layout, support
 from tests.ops.calls import tensors
 
@@ -216,3 +216,8 @@ def test_a_call_that_falls_to_the_formula_warns_once() -> None:
         hk.gated_attention(torch.ones(1, 2, 3, 4), key, key)
         hk.gated_attention(torch.ones(1, 2, 2, 4), key, key, backend="eager")
         hk.gated_attention(torch.ones(1, 2, 3, 4).double(), key.double()[..., :], key.double())
+
+
+def test_backend_names_are_those_of_the_tables() -> None:
+    tables = [table for _, _, table in functional._OPERATORS.values()]
+    assert {row.name for table in tables for row in table} == {*get_args(dispatch.BackendName)}

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.models.bert import modeling_bert
 from transformers.models.pp_formulanet import modeling_pp_formulanet
 
+from heads_kernels.after_import import after_import
 from heads_kernels.heads.configs import NAME
-from heads_kernels.integrations.after_import import after_import
 from heads_kernels.integrations.transformers import use
 from heads_kernels.integrations.transformers.support import KNOWN
 from tests.support.alike import assert_alike
@@ -270,7 +270,7 @@ assert "transformers" not in sys.modules
 from transformers import AutoModel, BertConfig
 config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 model = AutoModel.from_config(config, attn_implementation="heads_kernels")
-print(model.config._attn_implementation, any("after_import" in type(each).__module__ for each in sys.meta_path))
+print(model.config._attn_implementation, any("transformers" in getattr(each, "module", "") for each in sys.meta_path))
 """
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
@@ -279,35 +279,34 @@ print(model.config._attn_implementation, any("after_import" in type(each).__modu
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for modules that can be imported; what was imported from it is forgotten."""
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that can be imported and has not been."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    for name in ("watched_module", "wanted_module"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
-    (tmp_path / "wanted_module.py").write_text(
-        "import watched_module\nVALUE = watched_module.VALUE\n"
-    )
-    return tmp_path
+    monkeypatch.delitem(sys.modules, "watched_module", raising=False)
+    (tmp_path / "watched_module.py").write_text("VALUE = 1\n")
+    return "watched_module"
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_after_import(first: bool, modules: Path) -> None:
-    entries = list(sys.meta_path)
+def test_after_import(first: bool, module: str) -> None:
+    entries, values = list(sys.meta_path), []
     if first:
-        importlib.import_module("watched_module")
-    after_import("watched_module", "wanted_module")
-    assert ("wanted_module" in sys.modules) == first
-    assert importlib.util.find_spec("watched_module")  # looking for it is no import
-    importlib.import_module("watched_module")
-    assert sys.modules["wanted_module"].VALUE == 1
+        importlib.import_module(module)
+    for _ in range(2):
+        after_import(module, lambda: values.append(sys.modules[module].VALUE))
+    assert values == [1, 1] * first
+    assert importlib.util.find_spec(module)  # looking for it is no import
+    importlib.import_module(module)
+    assert values == [1, 1]
     assert sys.meta_path == entries
 
 
-def test_after_import_that_fails(modules: Path) -> None:
-    (modules / "wanted_module.py").write_text("raise RuntimeError('too old')\n")
-    after_import("watched_module", "wanted_module")
-    with pytest.warns(RuntimeWarning, match=r"wanted_module could not be imported: .*too old"):
-        importlib.import_module("watched_module")
+def test_after_import_that_fails(module: str) -> None:
+    def register() -> None:
+        raise RuntimeError("too old")
+
+    after_import(module, register)
+    with pytest.warns(RuntimeWarning, match=r"not registered with watched_module: .*too old"):
+        importlib.import_module(module)
     assert "watched_module" in sys.modules

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import GATE_ACTIVATIONS
+from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation
 from heads_kernels.errors import refuse
 from heads_kernels.functional import (
     attention_statistics,
@@ -50,7 +50,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
     output_gate: Tensor | None = None,
-    gate_activation: str = "identity",
+    gate_activation: GateActivation = "identity",
     **kwargs: Any,
 ) -> tuple[Tensor, AttentionStatistics | None]:
     """The operators as an attention function of transformers (`AttentionInterface`).

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import GateActivation
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.replacement import Replacement
@@ -32,7 +33,7 @@ class OutputGated(Replacement):
         rotate: that function.
     """
 
-    gate_activation = "sigmoid"
+    gate_activation: GateActivation = "sigmoid"
     rotary = "apply_rotary_pos_emb"
     rotate: Callable[..., Positions]
 
