@@ -274,8 +274,8 @@ def launchers() -> list[ModuleType]:
     found = []
     for info in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
         _, _, last = info.name.rpartition(".")
-        in_backend = f"{ops.__name__}.{BACKEND}." in info.name or last.startswith(f"{BACKEND}_")
-        if in_backend and last not in ("tiles", "launch"):
+        in_backend = f"{ops.__name__}.{BACKEND}." in info.name or last.split("_")[0] == BACKEND
+        if in_backend and last != "tiles":
             module = import_module(info.name)
             if hasattr(module, "tiles_for"):
                 found.append(module)

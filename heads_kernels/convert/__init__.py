@@ -22,18 +22,17 @@ Weights of anything else, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, w
     )
 """
 
-from heads_kernels.convert.budget import error_curve, solve_budget
 from heads_kernels.convert.calibration import calibrate
 from heads_kernels.convert.collaborate import collaborate
-from heads_kernels.convert.conversion import Conversion, Report
+from heads_kernels.convert.conversion import Conversion, Report, plot
 from heads_kernels.convert.counts import Flops, break_even, count_flops, count_parameters
 from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves, curves
+from heads_kernels.convert.dims import error_curve, solve_budget
 from heads_kernels.convert.factors import Factors, score_error, weight_error
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import install, read_heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.plot import plot
 from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.spectrum import CapturedEnergy, captured_energy
 

@@ -17,14 +17,13 @@ from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
 from heads_kernels.convert.factors import Factors
-from heads_kernels.convert.install import put_in, read_heads
+from heads_kernels.convert.install import prepare, put_in, read_heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.preparing import prepare
 from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
-from heads_kernels.heads.record import record_in_config
+from heads_kernels.heads.saving import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error
 
 _METHODS: Final = ("cp", "ragged")

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from heads_kernels.convert.calibration import moments_of
 from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.install import read_heads
+from heads_kernels.convert.install import prepare, read_heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.preparing import prepare
 from heads_kernels.convert.spectrum import CapturedEnergy, Spectrum, captured_energy, spectra_of
 from heads_kernels.nn.snapshot import undone
 

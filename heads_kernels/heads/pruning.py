@@ -19,8 +19,8 @@ from heads_kernels.heads.layers import (
     heads_of_layers,
     is_transposed,
 )
-from heads_kernels.heads.record import record_in_config
 from heads_kernels.heads.reshape import replace, shrink
+from heads_kernels.heads.saving import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error
 
 

@@ -16,11 +16,10 @@ from heads_kernels.errors import refuse
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.nn.biases import is_bias, module_bias
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete
-from heads_kernels.nn.masks import module_mask
+from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
 

@@ -91,7 +91,7 @@ def test_static_caches_are_refused() -> None:
 
 def test_configs_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many layers there are."""
-    record, calls = sys.modules["heads_kernels.heads.record"], []
+    record, calls = sys.modules["heads_kernels.heads.saving"], []
     own_configs = record.own_configs
     monkeypatch.setattr(record, "own_configs", lambda model: (calls.append(1), own_configs(model)))
     model = tiny("bert")

@@ -9,7 +9,7 @@ import torch
 
 from heads_kernels.errors import refuse
 from heads_kernels.heads.configs import NAME
-from heads_kernels.heads.record import RECORD, number_heads, restore_shape
+from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
 
 #: Arguments that say where a checkpoint is, and so where its config is.
 _PLACE = (

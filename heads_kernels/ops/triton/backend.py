@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from heads_kernels.ops.collaborative_attention import triton_closed as collaborative_closed
+from types import ModuleType
+
 from heads_kernels.ops.collaborative_attention import triton_forward as collaborative_forward
 from heads_kernels.ops.collaborative_attention import triton_keys as collaborative_keys
 from heads_kernels.ops.collaborative_attention import triton_queries as collaborative_queries
-from heads_kernels.ops.gated_attention import triton_closed as gated_closed
 from heads_kernels.ops.gated_attention import triton_forward as gated_forward
 from heads_kernels.ops.gated_attention import triton_keys as gated_keys
 from heads_kernels.ops.gated_attention import triton_queries as gated_queries
@@ -18,7 +18,7 @@ from heads_kernels.ops.triton.rows import first_pass
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`; empty ones are not kept."""
-    (gated_forward if call.mixing is None else collaborative_forward).forward_pass(call, results)
+    _kernels(call).forward_pass(call, results)
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
@@ -26,9 +26,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
     g, dout = gradients, contiguous_rows(saved.dout)
     first = first_pass(call, saved, dout, g.dgate, g.dsinks)
     if g.dgate.numel() and closed_grad:
-        (gated_closed if call.mixing is None else collaborative_closed).closed_pass(
-            call, dout, g.dgate
-        )
+        _kernels(call).closed_pass(call, dout, g.dgate)
     if call.mixing is None:
         gated_keys.keys_pass(call, first, g.dkey, g.dvalue)
         gated_queries.queries_pass(call, first, g.dquery)
@@ -37,3 +35,8 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
         collaborative_queries.queries_pass(call, first, closed_grad, g.dquery, g.dmixing)
     bias_pass(call, first, g.dbias)
     offsets_pass(call, first, g.doffset_bias)
+
+
+def _kernels(call: Call) -> ModuleType:
+    """The kernels over query rows of the operator."""
+    return gated_forward if call.mixing is None else collaborative_forward
