@@ -193,11 +193,12 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(dout + w, load(dout + w) * tokens[m]);
     }
+    if (gradients.dsinks)  // the sink's probability times (0 - delta), of what is not rounded
+      static_cast<Real*>(gradients.dsinks)[i] =
+          -static_cast<Real>(std::exp2(head.terms.sink(i) - tile.lse[m])) *
+          dot(dout, attended, padded);
     if (gate) round_row<Operand>(dout, padded);
     tile.delta[m] = dot(dout, attended, padded);
-    if (gradients.dsinks)  // the sink's probability times (0 - delta)
-      static_cast<Real*>(gradients.dsinks)[i] =
-          -static_cast<Real>(std::exp2(head.terms.sink(i) - tile.lse[m])) * tile.delta[m];
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);
   tile.bad_douts.gather(dout_rows, visible.columns, padded, stride);
