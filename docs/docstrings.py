@@ -16,18 +16,18 @@ import griffe
 
 _MATH = re.compile(r"^( *)\.\. math::(.*)\n((?:\1 +\S.*\n)*)", re.MULTILINE)
 _INLINE_MATH = re.compile(r":math:`([^`]+)`")
-_RULED_TABLE = re.compile(
-    r"^ *={3,}(?: +={3,})+\n(?:.*\n)*? *={3,}(?: +={3,})+\n(?=\s*\n|\Z)", re.MULTILINE
+_TABLE = re.compile(
+    r"^ *={3,}(?: +={3,})+\n(?:.*\n)*? *={3,}(?: +={3,})+\n(?=\s*\n|\Z)"  # ruled
+    r"|^(?:\S+ {2,}\S.*\n(?: {4,}\S.*\n)*){2,}",  # aligned with spaces alone
+    re.MULTILINE,
 )
-_ALIGNED_TABLE = re.compile(r"^(?:\S+ {2,}\S.*\n(?: {4,}\S.*\n)*){2,}", re.MULTILINE)
 
 
 def markdown(docstring: str) -> str:
     """`docstring` with its formulas and tables as code blocks."""
     text = _MATH.sub(_formula, docstring.rstrip() + "\n")
     text = _INLINE_MATH.sub(r"`\1`", text)
-    text = _RULED_TABLE.sub(_fenced, text)
-    return _ALIGNED_TABLE.sub(_fenced, text).rstrip()
+    return _TABLE.sub(_fenced, text).rstrip()
 
 
 def _formula(found: re.Match[str]) -> str:
