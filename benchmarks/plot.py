@@ -22,6 +22,18 @@ _CANDIDATES: Final = (
 _GREY: Final = "#808080"
 _HEADS: Final = 12
 
+#: Of all figures of the benchmarks, for `matplotlib.rc_context`.
+STYLE: Final[dict[Any, Any]] = {
+    "font.size": 9,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "heads_kernels",  # the same run gives the same file
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color",
+        "ytick.color", "grid.color"), _GREY),
+}  # fmt: skip
+
 Row = dict[str, Any]
 
 
@@ -31,23 +43,13 @@ class CannotPlot(Exception):
 
 def draw(kept: Path) -> Path:
     """Draw the newest whole full float32 run in `kept` into an SVG of the same name beside it."""
-    run = _newest(kept)
+    run = newest(kept)
     try:
         import matplotlib as mpl
     except ImportError as error:
         raise CannotPlot("matplotlib is missing: pip install 'heads_kernels[bench]'") from error
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": "heads_kernels",  # the same run gives the same file
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color",
-            "ytick.color", "grid.color"), _GREY),
-    }  # fmt: skip
     path, text = kept.with_suffix(".svg"), io.StringIO()
-    with mpl.rc_context(style):
+    with mpl.rc_context(STYLE):
         try:
             drawn = figure(run)
         except KeyError as error:
@@ -83,7 +85,7 @@ def figure(run: dict[str, Any]) -> Any:
     return drawn
 
 
-def _newest(kept: Path) -> dict[str, Any]:
+def newest(kept: Path) -> dict[str, Any]:
     """Of the runs on the most threads, for those on fewer tell another story."""
     lines = kept.read_text().splitlines() if kept.exists() else []
     runs = [run for line in reversed(lines) if (run := _parse(line))]

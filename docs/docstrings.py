@@ -1,0 +1,68 @@
+"""What the API reference needs beyond mkdocstrings: formulas and tables in docstrings, functions named as their module.
+
+Docstrings are written for `help()`: formulas as `.. math::` in LaTeX, tables aligned with spaces. HTML would run their
+lines together, so both become code blocks.
+
+`heads_kernels.analysis.importance` is a function, imported from the module of the same name. mkdocstrings reads the
+sources without importing them and would take that path for the module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import griffe
+
+_MATH = re.compile(r"^( *)\.\. math::(.*)\n((?:\1 +\S.*\n)*)", re.MULTILINE)
+_INLINE_MATH = re.compile(r":math:`([^`]+)`")
+_TABLE = re.compile(
+    r"^ *={3,}(?: +={3,})+\n(?:.*\n)*? *={3,}(?: +={3,})+\n(?=\s*\n|\Z)"  # ruled
+    r"|^(?:\S+ {2,}\S.*\n(?: {4,}\S.*\n)*){2,}",  # aligned with spaces alone
+    re.MULTILINE,
+)
+
+
+def markdown(docstring: str) -> str:
+    """`docstring` with its formulas and tables as code blocks."""
+    text = _MATH.sub(_formula, docstring.rstrip() + "\n")
+    text = _INLINE_MATH.sub(r"`\1`", text)
+    return _TABLE.sub(_fenced, text).rstrip()
+
+
+def _formula(found: re.Match[str]) -> str:
+    indent, first, rest = found.groups()
+    lines = [line for line in (first.strip(), *map(str.strip, rest.splitlines())) if line]
+    return (
+        f"\n{indent}```latex\n" + "".join(f"{indent}{line}\n" for line in lines) + f"{indent}```\n"
+    )
+
+
+def _fenced(found: re.Match[str]) -> str:
+    return f"\n```text\n{found[0].rstrip()}\n```\n"
+
+
+class Docstrings(griffe.Extension):
+    """Edits the package once it is loaded."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: object) -> None:
+        modules = [each for each in _objects(pkg) if each.is_module]
+        for each in _objects(pkg):
+            if each.docstring is not None:
+                each.docstring.value = markdown(each.docstring.value)
+        for module in modules:
+            _uncover(module)
+
+
+def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
+    yield parent
+    for member in parent.members.values():
+        if not member.is_alias:
+            yield from _objects(member)
+
+
+def _uncover(package: griffe.Module) -> None:
+    """Put what `__all__` exports in place of the modules of the same name."""
+    for name, module in list(package.modules.items()):
+        if package.imports.get(name) == f"{package.path}.{name}.{name}":
+            package.set_member(name, module.members[name])
