@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,16 @@ def test_everything_public_is_there() -> None:
     assert sorted(hk.__all__) == hk.__all__
     for name in hk.__all__:
         assert hasattr(hk, name)
+
+
+def test_make_lists_its_targets() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    command = ["make", "--no-print-directory"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    phony = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert re.findall(r"^  (\S+) {2,}\S", run.stdout, re.MULTILINE) == phony[1].split()
 
 
 def test_no_address_of_an_index_or_machine() -> None:
