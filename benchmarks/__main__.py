@@ -35,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--smoke", action="store_true", help="tiny sizes: does everything run?")
     form.add_argument("--full", action="store_true",
-        help="all lengths, widths, paddings and models, on all threads and on one (13 minutes on 2 cores)")  # fmt: skip
+        help="all lengths, widths, paddings and models, on all threads and on one, and how far goals "
+            "are met (13 minutes on 2 cores)")  # fmt: skip
     form.add_argument("--plot", action="store_true",
         help="measure nothing: draw benchmarks/results/<machine>.svg from the newest full run kept")  # fmt: skip
     parser.add_argument("--only", metavar="PATTERN",
@@ -143,6 +144,10 @@ def _run(
             console.print("[yellow]not kept[/]: only whole runs without failures are")
         else:
             console.print(f"[dim]kept in {keep(results)}[/]")
+    report.summary(
+        (f" --threads {options.threads}" if options.threads else "")
+        + (f" --dtype {options.dtype}" if options.dtype != "float32" else "")
+    )
     return interrupted
 
 

@@ -18,6 +18,9 @@ from heads_kernels.testing import Inputs, peak_memory, time_in_turn
 
 Call = Callable[[], object]
 _GIB = 2.0**30
+#: A row is disturbed where the median of a candidate is more than this many times its fastest sample.
+#: In a full run on a shared machine that was otherwise idle, 2 of 220 rows were.
+_MOST_SPREAD = 1.5
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Effort:
 @dataclass(frozen=True)
 class Speed:
     """Medians in milliseconds; `gflops` are executed FLOPs by our own median, `fastest_ms` ours.
+
+    `spread` is the largest ratio of a median to the fastest sample among all that was timed in this row.
 
     `dense_ms` and `dense_gflops` are ours on the dense workload, `float32_ms` is ours on the same
     numbers in float32, where the workload is in a narrower dtype. `sdpa_ms` is None where SDPA can't
@@ -46,6 +51,7 @@ class Speed:
     samples: int
     ms: float
     fastest_ms: float
+    spread: float
     gflops: float
     eager_ms: float
     sdpa_ms: float | None
@@ -53,6 +59,11 @@ class Speed:
     dense_gflops: float | None = None
     float32_ms: float | None = None
     floor: Floor | None = None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else ran meanwhile, so that the medians are not those of a quiet machine."""
+        return self.spread > _MOST_SPREAD
 
     def ratio(self, versus: Versus) -> float | None:
         """How well ours does against that, see `Versus`; None where it was not measured."""
@@ -108,6 +119,7 @@ def speed(
     with torch.set_grad_enabled(direction == "backward"):
         times = time_in_turn(measured, budget_s=effort.budget_s, least=effort.least, warmup=1)
     ms = {name: timing.median * 1e3 for name, timing in times.items()}
+    compared = times.keys() - (yardstick.calls.keys() if yardstick else ())
     return Speed(
         workload.name,
         workload.table,
@@ -118,6 +130,7 @@ def speed(
         len(times["ours"].samples),
         ms["ours"],
         times["ours"].minimum * 1e3,
+        max(times[name].median / times[name].minimum for name in compared),
         workload.flops(direction) / ms["ours"] * 1e-6,
         ms["eager"],
         ms.get("sdpa"),

@@ -15,6 +15,8 @@ from rich.text import Text
 from benchmarks.measure import Speed
 from benchmarks.results import Outcome, Results
 
+#: The workload of the line that a run ends with.
+_HEADLINE: Final = "gated_closed_50"
 _WIDTH = 100  # where the width of the output is not known: a file, a pipe
 
 
@@ -41,6 +43,11 @@ class Report:
         )
         for line in self.results.backends:
             self.console.print(f"[dim]{escape(line)}[/]")
+        if self.results.busy:
+            self.console.print(
+                f"[bold yellow]busy machine[/]: load average {self.results.load:.1f} in the last minute, on {m.cores} "
+                f"cores of which this run takes {m.threads}. Stop what else runs, or wait, or times will scatter."
+            )
 
     def checks(self) -> None:
         rows = self.results.checks
@@ -122,6 +129,22 @@ class Report:
         for failure in self.results.failures:
             self.console.print(f"[bold red]FAIL[/] {escape(failure)}")
 
+    def summary(self, options: str) -> None:
+        """One line to repeat, of closed heads where they were timed; `options` are those of the run."""
+        rows = [] if self.results.form == "smoke" else self.results.speed
+        row = next((row for row in rows if row.workload == _HEADLINE), rows[0] if rows else None)
+        if row is None:
+            return
+        against, ratio = "SDPA times the gate", row.ratio("sdpa")
+        if ratio is None:
+            against, ratio = "eager PyTorch", row.ratio("eager")
+        disturbed = " (disturbed)" if row.disturbed or self.results.busy else ""
+        self.console.print(
+            f"{row.label}, {row.direction}: {ratio:.1f} times as fast as {against}{disturbed}. "
+            f"Repeat it: python -m benchmarks --only {row.workload}{options}",
+            soft_wrap=True,
+        )
+
     def _rates(self) -> None:
         """What the floors were reckoned with."""
         for threads in sorted({row.threads for row in self.results.speed}, reverse=True):
@@ -144,7 +167,7 @@ class Report:
 
     def _goals(self) -> None:
         """A line a goal, its outcomes side by side, one a number of threads."""
-        outcomes = [] if self.results.form == "smoke" else self.results.goals()
+        outcomes = self.results.goals()
         if not outcomes:
             return
         numbers: list[int | None] = [
@@ -234,4 +257,5 @@ _SPEED: Final[tuple[tuple[str, Callable[[Speed], str | Text]], ...]] = (
     ("x mm", _of_sgemm),
     ("floor", _floor),
     ("gap", _gap),
+    ("spread", lambda row: f"{row.spread:.1f}x" if row.disturbed else ""),
 )

@@ -72,10 +72,19 @@ class Results:
     overhead: list[Overhead] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = False
+    #: Load average of the minute before the run.
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    @property
+    def busy(self) -> bool:
+        """Whether others leave fewer cores than the run takes; half a core more is a desktop at rest (heuristic)."""
+        return self.load > self.machine.cores - self.machine.threads + 0.5
 
     def goals(self) -> list[Outcome]:
-        """The goals of what was measured, on every number of threads that it was measured on."""
-        found = []
+        """The goals of a full run, on every number of threads that it was measured on."""
+        found: list[Outcome] = []
+        if self.form != "full":
+            return found
         for goal in GOALS:
             for row in self.speed:
                 if (row.workload, row.direction) != (goal.workload, goal.direction):

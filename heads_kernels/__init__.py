@@ -1,4 +1,34 @@
-"""Fused attention kernels for heads that can be gated, closed, shared and analysed."""
+"""Fused attention kernels for PyTorch whose heads can be gated, closed, pruned, shared and analysed.
+
+The operators take what `torch.nn.functional.scaled_dot_product_attention` takes, in its order, and give gradients:
+
+    gated_attention          act(gate) * softmax(scores) V; a head whose gate is exactly 0 costs nothing
+    collaborative_attention  one query and one key shared by all heads, one mixing vector per head
+    attention_statistics     log-sum-exp, largest probability, its key and entropy of each query row
+    Mask                     causal, padding, windows, packed documents, prefixes; they combine with &
+    OffsetBias               a bias that depends on the distance of key and query alone: ALiBi, T5
+    explain                  which backend would run a call, and why each other one would not
+
+    out = hk.gated_attention(query, key, value, is_causal=True, gate=gate)  # [B, H, T, D]
+
+Modules on top of them are imported when they are first used:
+
+    nn            attention layers and gates; replace_attention_ puts them into a model
+    heads         the heads of a model: gate, close, prune, save, schedule
+    analysis      what heads do and how much a model needs them: importance, roles, statistics, distance, maps
+    convert       pretrained attention made collaborative
+    integrations  transformers: use(model), head masks, pruned checkpoints
+    testing       named cases, the accuracy rule, timers
+
+The six heads that a model needs least, taken out of its weights:
+
+    model = hk.nn.replace_attention_(model)  # or, from transformers, hk.integrations.transformers.use(model)
+    scores = hk.analysis.importance(model, batches, loss)  # loss(model, batch) gives a tensor
+    hk.heads.prune(model, scores.lowest(6))
+
+Each name has its own page: help(heads_kernels.gated_attention) is the specification of that operator. The command
+`python -m heads_kernels` says what is installed and which kernels were built.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m heads_kernels`: commands, and without one what is installed."""
+"""`python -m heads_kernels`, or `heads-kernels`: commands, and without one what is installed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import argparse
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 import torch
 
 import heads_kernels as hk
 from heads_kernels.report import command, options
 
+_SCRIPT: Final = "heads-kernels"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m heads_kernels",
-        description=hk.__doc__,
+        prog=_SCRIPT if Path(sys.argv[0]).name == _SCRIPT else "python -m heads_kernels",
+        description=(hk.__doc__ or "").partition("\n")[0],
         epilog=installed(),
         formatter_class=raw,
     )
+    parser.add_argument("--version", action="version", version=f"heads_kernels {hk.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     report = commands.add_parser(
         "report",

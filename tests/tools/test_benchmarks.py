@@ -231,7 +231,7 @@ def test_kept_runs_are_lines_of_one_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def row(name: str, direction: str = "forward", **changed: object) -> measure.Speed:
     """A row of 1 ms at 100 GFLOP/s, where eager takes 2 ms and SDPA 1.8."""
     numbers = {"table": "table", "label": "label", "backend": "cpu", "threads": 2, "samples": 5,
-        "ms": 1.0, "fastest_ms": 1.0, "gflops": 100.0, "eager_ms": 2.0, "sdpa_ms": 1.8}  # fmt: skip
+        "ms": 1.0, "fastest_ms": 1.0, "spread": 1.0, "gflops": 100.0, "eager_ms": 2.0, "sdpa_ms": 1.8}  # fmt: skip
     return measure.Speed(workload=name, direction=direction, **{**numbers, **changed})  # type: ignore[arg-type]
 
 
@@ -242,7 +242,7 @@ BOUND = floor.Floor(ms=0.5, gap=2.0, bound="arithmetic", product="float32", gflo
 def test_goals_read_the_rows_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Every goal names a workload of the full form that is timed in that direction, and what it is held to."""
     workloads = {workload.name: workload for workload in shapes.full()}
-    found = results.Results(results.this_machine(), "quick", "float32", [])
+    found = results.Results(results.this_machine(), "full", "float32", [])
     for goal in goals.GOALS:
         workload = workloads.get(goal.workload)
         if workload is None:
@@ -281,6 +281,100 @@ def test_goals_read_the_rows_they_name(capsys: pytest.CaptureFixture[str]) -> No
         r"gated_dense forward +SDPA\*gate +1.50x +1.80x +met +1.15x +1.80x +met", printed
     )
     assert f"{sum(o.met for o in outcomes.values())} of {len(outcomes)} goals met" in printed
+    assert replace(found, form="quick").goals() == []
+
+
+# ---------------------------------------------------------------------- disturbed runs
+def test_disturbed_row_is_measured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    (workload,) = (w for w in problems.standard(64) if w.name == "gated_dense")
+
+    def measured(form: str, *spreads: float) -> tuple[float, int]:
+        """The spread of the row that stays, and how many were not needed."""
+        left = [row("gated_dense", spread=spread) for spread in spreads]
+        monkeypatch.setattr(measure, "speed", lambda *call: left.pop(0))
+        settings = run.Settings(form, torch.float32)
+        stays = run._speed(settings, workload, None, "forward", run.EFFORT["quick"])
+        return stays.spread, len(left)
+
+    assert measured("quick", 1.4, 1.0) == (1.4, 1)
+    assert measured("quick", 3.0, 1.1, 1.0) == (1.1, 1)
+    assert measured("full", 3.0, 4.0, 1.0) == (3.0, 1)
+    assert measured("smoke", 3.0, 1.0) == (3.0, 1)  # its times mean nothing
+
+
+@pytest.mark.parametrize("slow", ["ours", "eager", "dense"])
+def test_spread_is_that_of_the_worst_candidate(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calm, scattered = Timing((1.0, 1.0, 1.2), 1), Timing((1.0, 2.5, 3.0), 1)
+
+    def time_in_turn(calls: dict[str, measure.Call], **options: object) -> dict[str, Timing]:
+        for call in calls.values():
+            call()
+        return {name: scattered if name in (slow, "copy") else calm for name in calls}
+
+    monkeypatch.setattr(measure, "time_in_turn", time_in_turn)
+    dense, closed = (
+        w for w in problems.standard(64) if w.name in ("gated_dense", "gated_closed_50")
+    )
+    for with_floor in (False, True):
+        found = measure.speed(
+            closed, dense, torch.float32, "forward", run.EFFORT["smoke"], with_floor
+        )
+        assert found.spread == 2.5
+        assert found.disturbed
+
+
+def test_rows_that_stay_disturbed_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    found = results.Results(results.this_machine(), "quick", "float32", [])
+    found.speed = [row("a"), row("b", label="other", spread=1.62)]
+    Report(found, make_console()).finish()
+    printed = capsys.readouterr().out
+    assert re.search(r"^other .* 1\.6x$", printed, re.MULTILINE)
+    assert re.search(r"^label .*1\.80x *$", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "busy"), [(0.4, 4, False), (0.6, 4, True), (2.4, 2, False), (2.6, 2, True)]
+)
+def test_busy_machine_is_warned_of(
+    load: float,
+    threads: int,
+    busy: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(results.os, "getloadavg", lambda: (load, 9.0, 9.0))
+    machine = replace(results.this_machine(), cores=4, threads=threads)
+    Report(results.Results(machine, "quick", "float32", []), make_console()).head()
+    words = f"busy machine: load average {load}"
+    assert (words in capsys.readouterr().out) == busy
+
+
+# ---------------------------------------------------------------------- the last line
+@pytest.mark.parametrize(
+    ("rows", "line", "name"),
+    [
+        (
+            [row("gated_dense"), row("gated_closed_50", label="50 % closed", sdpa_ms=3.21)],
+            "50 % closed, forward: 3.2 times as fast as SDPA times the gate.",
+            "gated_closed_50",
+        ),
+        (
+            [row("collaborative_dense", "backward", sdpa_ms=None, spread=1.7)],
+            "label, backward: 2.0 times as fast as eager PyTorch (disturbed).",
+            "collaborative_dense",
+        ),
+    ],
+)
+def test_last_line_is_to_be_repeated(
+    rows: list[measure.Speed], line: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = results.Results(results.this_machine(), "quick", "float64", [], speed=rows, load=0.0)
+    Report(quiet, make_console()).summary(" --dtype float64")
+    command = f"python -m benchmarks --only {name} --dtype float64"
+    assert capsys.readouterr().out == f"{line} Repeat it: {command}\n"
+    for nothing in (replace(quiet, speed=[]), replace(quiet, form="smoke")):
+        Report(nothing, make_console()).summary("")
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("workload", shapes.full(), ids=lambda w: w.name)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from setuptools import Distribution
 
 import heads_kernels as hk
@@ -21,18 +25,66 @@ def test_one_version() -> None:
     assert f"## {declared[1]}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_types_are_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_of_the_command_line() -> None:
+    command = [sys.executable, "-m", "heads_kernels", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout == f"heads_kernels {hk.__version__}\n"
+
+
+@pytest.fixture
+def project(monkeypatch: pytest.MonkeyPatch) -> Distribution:
+    """What pyproject.toml declares."""
     monkeypatch.chdir(ROOT)
     project = Distribution({"src_root": str(ROOT)})
     project.parse_config_files(["pyproject.toml"])
+    return project
+
+
+def test_types_are_packaged(project: Distribution) -> None:
     assert "py.typed" in project.package_data["heads_kernels"]
     assert (ROOT / "heads_kernels" / "py.typed").exists()
+
+
+def test_script_is_the_command_line(
+    project: Distribution, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (declared,) = project.entry_points["console_scripts"]
+    name, _, target = declared.partition(" = ")
+    monkeypatch.setattr(sys, "argv", [f"/bin/{name}"])
+    assert importlib.metadata.EntryPoint(name, target, "console_scripts").load()([]) == 0
+    assert f"usage: {name} " in capsys.readouterr().out
+
+
+def test_the_tour_runs_and_names_what_is_there() -> None:
+    """`help(heads_kernels)`: at most 40 lines, whose examples run."""
+    tour = hk.__doc__
+    assert tour is not None
+    assert len(tour.splitlines()) <= 40
+    for name in re.findall(r"^    (\w+) {2,}\S", tour, re.MULTILINE):
+        assert name in hk.__all__
+    layer = torch.nn.TransformerEncoderLayer(32, 8, 16, batch_first=True)
+    query, key, value = torch.randn(3, 2, 8, 5, 4)
+    names = {"hk": hk, "query": query, "key": key, "value": value, "gate": torch.ones(8)}
+    names |= {"model": torch.nn.TransformerEncoder(layer, 2), "batches": [torch.randn(2, 5, 32)]}
+    names["loss"] = lambda model, batch: model(batch).square().sum()
+    exec("\n".join(re.findall(r"^    (\w+ = .+|hk\..+)$", tour, re.MULTILINE)), names)
+    assert sum(one.num_heads for one in hk.heads.attention_layers(names["model"])) == 16 - 6
 
 
 def test_everything_public_is_there() -> None:
     assert sorted(hk.__all__) == hk.__all__
     for name in hk.__all__:
         assert hasattr(hk, name)
+
+
+def test_make_lists_its_targets() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    command = ["make", "--no-print-directory"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    phony = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert re.findall(r"^  (\S+) {2,}\S", run.stdout, re.MULTILINE) == phony[1].split()
 
 
 def test_no_address_of_an_index_or_machine() -> None:
