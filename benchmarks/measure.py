@@ -20,7 +20,7 @@ Call = Callable[[], object]
 _GIB = 2.0**30
 #: A row is disturbed where the median of a candidate is more than this many times its fastest sample.
 #: In a full run on a shared machine that was otherwise idle, 2 of 220 rows were.
-_MOST_SPREAD = 1.5
+MOST_SPREAD = 1.5
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Speed:
     @property
     def disturbed(self) -> bool:
         """Whether something else ran meanwhile, so that the medians are not those of a quiet machine."""
-        return self.spread > _MOST_SPREAD
+        return self.spread > MOST_SPREAD
 
     def ratio(self, versus: Versus) -> float | None:
         """How well ours does against that, see `Versus`; None where it was not measured."""

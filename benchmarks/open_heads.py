@@ -12,6 +12,7 @@ from typing import Any, Final
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from benchmarks.measure import MOST_SPREAD
 from benchmarks.plot import STYLE, newest
 from benchmarks.results import write_whole
 
@@ -26,8 +27,6 @@ _WORKLOADS: Final = {
     3: "gated_closed_75",
     0: "gated_closed_100",
 }
-#: A time is left out as disturbed where the median is so many times the fastest sample (heuristic).
-_DISTURBED: Final = 1.25
 
 
 def draw(run: dict[str, Any]) -> Figure:
@@ -68,7 +67,8 @@ def draw(run: dict[str, Any]) -> Figure:
 
 
 def _steady(row: dict[str, Any]) -> bool:
-    return bool(row["ms"] < _DISTURBED * row["fastest_ms"])
+    """Whether our time was not disturbed."""
+    return bool(row["ms"] < MOST_SPREAD * row["fastest_ms"])
 
 
 def main() -> None:
