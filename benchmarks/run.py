@@ -142,7 +142,7 @@ def _speed(
         return measure.speed(workload, dense, settings.dtype, direction, effort, settings.floor)
 
     row = measured()
-    if row.disturbed and settings.form != "smoke":
+    if row.disturbed:
         row = min(row, measured(), key=lambda row: row.spread)
     return row
 
