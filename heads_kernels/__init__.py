@@ -48,7 +48,6 @@ from heads_kernels.functional import (
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics.op import AttentionStatistics
-from heads_kernels.problem import Problem
 
 __version__ = "0.1.0"
 
@@ -57,7 +56,6 @@ __all__ = [
     "Choice",
     "Mask",
     "OffsetBias",
-    "Problem",
     "analysis",
     "attention_statistics",
     "build_info",

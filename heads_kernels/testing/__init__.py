@@ -1,8 +1,6 @@
 """What tests, benchmarks and new kernels share: named cases, the accuracy rule, timers."""
 
 from heads_kernels.testing.accuracy import (
-    Quantity,
-    Reference,
     Report,
     check,
     compare,
@@ -25,8 +23,6 @@ __all__ = [
     "GatedCase",
     "Inputs",
     "Peak",
-    "Quantity",
-    "Reference",
     "Report",
     "Timing",
     "check",

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import heads_kernels as hk
 from heads_kernels.convert import (
     cp,
     error_curve,
@@ -15,7 +14,7 @@ from heads_kernels.convert import (
     weight_error,
 )
 from heads_kernels.convert.ragged import chunked
-from heads_kernels.problem import MIXING_CHUNK
+from heads_kernels.problem import MIXING_CHUNK, Problem
 from tests.convert.random_heads import (
     D,
     H,
@@ -109,7 +108,7 @@ def test_rests_that_fit_share_a_chunk() -> None:
 def test_executed_features_are_those_that_the_operator_counts() -> None:
     factors = ragged(random_heads(D=12, D_in=50, D_in_k=50), 37)
     T = 3
-    problem = hk.Problem.collaborative(
+    problem = Problem.collaborative(
         torch.zeros(1, T, 37), torch.zeros(1, T, 37), torch.zeros(1, H, T, 2), factors.mixing.float()
     )  # fmt: skip
     assert factors.executed_features == int(problem.score_widths().sum())

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels import Problem, checks
+from heads_kernels import checks
 from heads_kernels.mask import UNBOUNDED
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention_statistics.op import SIGNATURE
 from heads_kernels.ops.library import load
 from heads_kernels.ops.operator import Results
+from heads_kernels.problem import Problem
 from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, TABLES, call, serve, tensors
 
 B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
+from heads_kernels.problem import Problem
 from tests.ops.calls import EVERY, assert_same_bits, call
 from tests.support.alike import assert_alike
 
@@ -143,7 +144,7 @@ def test_lengths_count_the_product_of_the_batch_dimensions() -> None:
 def test_operands_are_views_where_one_stride_serves() -> None:
     """Broadcasting and flattening copy nothing with one batch dimension, or several in memory order."""
     wide, key = torch.randn(2, 3, H, T, D), torch.randn(1, 1, H, S, D)
-    problem = hk.Problem.gated(wide, key, key)
+    problem = Problem.gated(wide, key, key)
     assert problem.query.data_ptr() == wide.data_ptr()
     assert problem.key.data_ptr() == key.data_ptr()
     assert problem.key.stride(0) == 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from heads_kernels.problem import Problem
 from heads_kernels.testing import Inputs, compare, reference
 from heads_kernels.testing.accuracy import run
 from tests.ops.calls import tensors
@@ -170,7 +171,7 @@ def test_lse_is_rounded_once(level: str) -> None:
     query, key = torch.zeros(most, 1, 1, 8), torch.zeros(most, 1, most, 8)
     query[:, 0, 0, 0], key[..., 0] = r, 1.0
     mask = hk.Mask(key_lengths=n)
-    problem = hk.Problem.gated(query, key, key, mask, scale=math.log(2))
+    problem = Problem.gated(query, key, key, mask, scale=math.log(2))
     found = GATED.with_lse(problem, "cpu").lse.double().flatten()
     wanted = r.double() * math.log(2) + n.double().log()
     half = torch.finfo(torch.float32).eps / 2

@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels import Problem
 from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.problem import Problem
 from heads_kernels.testing import CASES, Case, Inputs, find, plain
 from tests.ops.calls import DIFFERENTIABLE, call
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels import Problem
 from heads_kernels.batch import expand_bias
+from heads_kernels.problem import Problem
 from heads_kernels.testing import CASES, Case, peak_memory, plain
 from tests.ops.calls import TABLES, assert_same_bits, call
 from tests.support.alike import assert_alike

@@ -11,8 +11,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
-from heads_kernels import Problem, dispatch, functional
+from heads_kernels import dispatch, functional
 from heads_kernels.ops import layout, support
+from heads_kernels.problem import Problem
 from tests.ops.calls import tensors
 
 Unsupported = Callable[[Problem], list[str]]

@@ -16,6 +16,7 @@ from heads_kernels import functional
 from heads_kernels.dispatch import choose
 from heads_kernels.ops.attention_statistics import BACKENDS as STATISTICS
 from heads_kernels.ops.attention_statistics.op import SIGNATURE, statistics_op
+from heads_kernels.problem import Problem
 from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, assert_same_bits, call, serve, tensors
 from tests.support.alike import assert_alike
 
@@ -75,7 +76,7 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
     gate = None if gate_shape is None else torch.rand(gate_shape)
     serve(operator, backend, **arguments, gate=gate, **options)
     op = OPERATORS[operator]
-    parse = hk.Problem.gated if operator == "gated_attention" else hk.Problem.collaborative
+    parse = Problem.gated if operator == "gated_attention" else Problem.collaborative
     problem = parse(**arguments, gate=gate, **options)
     inputs = op.pack(problem, torch.tensor([5]) if problem.dropout_p else None)
     torch.library.opcheck(op.forward_op, (*inputs, True, backend))
@@ -97,7 +98,7 @@ def test_opcheck_statistics(backend: str, form: str) -> None:
     serve("attention_statistics", backend, **arguments)
     excluded = torch.rand(B, S) > 0.5
     mixing, content_bias = arguments.get("mixing"), arguments.get("content_bias")
-    problem = hk.Problem.statistics(
+    problem = Problem.statistics(
         arguments["query"],
         arguments["key"],
         mixing=mixing,
@@ -461,7 +462,7 @@ def test_the_op_itself_refuses_what_does_not_fit(operator: str) -> None:
     arguments = tensors(operator, dtype=torch.float32)
     op = OPERATORS[operator]
 
-    parse = hk.Problem.gated if operator == "gated_attention" else hk.Problem.collaborative
+    parse = Problem.gated if operator == "gated_attention" else Problem.collaborative
     packed = dict(zip(op.types, op.pack(parse(**arguments), None), strict=True))
 
     def run(**changed: Tensor) -> None:

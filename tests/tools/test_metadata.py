@@ -73,8 +73,9 @@ def test_the_tour_runs_and_names_what_is_there() -> None:
 
 def test_everything_public_is_there() -> None:
     assert sorted(hk.__all__) == hk.__all__
-    for name in hk.__all__:
-        assert hasattr(hk, name)
+    for part in (hk, hk.analysis, hk.convert, hk.heads, hk.nn, hk.testing):
+        assert len(set(part.__all__)) == len(part.__all__)
+        assert all(hasattr(part, name) for name in part.__all__)
 
 
 def test_make_lists_its_targets() -> None:
