@@ -69,14 +69,16 @@ def flatten_companion(argument: str, tensor: Tensor, batch: tuple[int, ...], lay
     return _flatten(tensor.expand(*batch, *rest), len(batch))
 
 
-def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int]) -> Tensor:
+def flatten_bias(
+    bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int], argument: str = "bias"
+) -> Tensor:
     """A bias broadcastable to `[*batch, H, T, S]` as `[B1, B2, H, T, S]`, each size 1 where it broadcasts.
 
     Batch b of the call reads entry `(b // I, b % I)`; I is B2, or B / B1 where B2 is 1. So a bias that all rows of an
     alignment share, `[batch, 1, H, T, T]`, is not expanded. Copied is what broadcasts in between: `[x, 1, y, H, T, S]`.
-    `full` is (H, T, S). Raises ValueError where the shape does not broadcast.
+    `full` is (H, T, S). Raises ValueError, which calls it `argument`, where the shape does not broadcast.
     """
-    shape = check_bias_shape(bias, (*batch, *full))
+    shape = check_bias_shape(bias, (*batch, *full), argument)
     is_leaf = bias.requires_grad and bias.is_leaf  # of which every element gets its gradient
     bias = bias.reshape(shape)
     if not is_leaf:
@@ -95,7 +97,9 @@ def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int
     return bias.reshape(*lead, *bias.shape[count:])
 
 
-def check_bias_shape(bias: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def check_bias_shape(
+    bias: Tensor, sizes: tuple[int, ...], argument: str = "bias"
+) -> tuple[int, ...]:
     """The shape of a bias with as many dimensions as `sizes`, those of the scores.
 
     Raises ValueError where it does not broadcast to them.
@@ -105,7 +109,10 @@ def check_bias_shape(bias: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
         got not in (1, want) for got, want in zip(shape, sizes, strict=True)
     ):
         was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
-        refuse("bias", was, "pass a tensor that broadcasts to them")
+        instead = "pass a tensor that broadcasts to them"
+        if argument == "attn_mask":
+            instead += ": a float mask is added to scores; factors of heads go to gate="
+        refuse(argument, was, instead)
     return shape
 
 

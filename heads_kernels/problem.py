@@ -401,11 +401,12 @@ def _biases(
     batch: Batch,
 ) -> tuple[Mask | Tensor | None, Tensor | None, Tensor | None]:
     """`attn_mask` unless it is a bias; the dense bias and the table of offsets, as far as there is one."""
+    argument = "bias"
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         if bias is not None:
             instead = "add them, or pass the part that hides as a bool mask"
             refuse("attn_mask", "is a float tensor beside bias", instead)
-        attn_mask, bias = None, attn_mask
+        attn_mask, bias, argument = None, attn_mask, "attn_mask"
     if bias is None:
         return attn_mask, None, None
     B, H, T, S = shape
@@ -415,8 +416,9 @@ def _biases(
         table = bias.table(T, S)
         check_companion("bias", table, query)
         return attn_mask, None, table
-    check_companion("bias", bias, query)
-    return attn_mask, flatten_bias(bias, (B,) if batch is None else batch, (H, T, S)), None
+    check_companion(argument, bias, query)
+    lead = (B,) if batch is None else batch
+    return attn_mask, flatten_bias(bias, lead, (H, T, S), argument), None
 
 
 def _intervals(

@@ -73,7 +73,14 @@ def batches(data: Iterable[Any], argument: str = "data") -> Iterable[Any]:
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument."""
+    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument.
+
+    Raises:
+        TypeError: a batch of text, or that holds nothing but text.
+    """
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    if any(isinstance(part, (str, bytes)) for part in parts):
+        refuse("batch", "is text", "pass what the tokenizer makes of it", TypeError)
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -113,7 +120,10 @@ def bar(text: str, total: int | None, shown: bool) -> Iterator[Callable[[], None
 
 # ---------------------------------------------------------------------- keys that are left out
 def excluded_keys(
-    exclude_keys: ExcludeKeys | None, batch: Any, layers: Iterable[AttentionLayer]
+    exclude_keys: ExcludeKeys | None,
+    batch: Any,
+    layers: Iterable[AttentionLayer],
+    argument: str = "exclude_keys",
 ) -> dict[str, Tensor]:
     """The keys of a batch to leave out, `{kind of layer: bool [B, S]}`; of kinds that it lacks, none.
 
@@ -123,6 +133,7 @@ def excluded_keys(
             bool tensor `[B, S]` for all layers, or one for each kind, "encoder", "decoder" or "cross".
         batch: as the model gets it; a mapping where there are token ids.
         layers: those of the model.
+        argument: what errors call `exclude_keys`.
 
     Raises:
         TypeError, ValueError: something else, or a batch without the ids.
@@ -133,32 +144,32 @@ def excluded_keys(
     if callable(exclude_keys):
         given = exclude_keys(batch)
         found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
-        _check_given(found)
+        _check_given(found, argument)
         return found
     if isinstance(exclude_keys, (str, Tensor)) or not isinstance(exclude_keys, Collection):
         was = f"is a {type(exclude_keys).__name__}"
-        refuse("exclude_keys", was, "pass a list of token ids or a function of a batch", TypeError)
+        refuse(argument, was, "pass a list of token ids or a function of a batch", TypeError)
     ids = list(exclude_keys)
     if not all(map(is_int, ids)):
-        refuse("exclude_keys", f"is {ids!r}", "pass token ids, which are ints", TypeError)
+        refuse(argument, f"is {ids!r}", "pass token ids, which are ints", TypeError)
     names = dict.fromkeys(kinds, "input_ids")
     if {"decoder", "cross"} <= kinds:
         names["decoder"] = "decoder_input_ids"
     for name in names.values():
         if not isinstance(batch, Mapping) or name not in batch:
             was = f"names token ids, but a batch has no {name!r}"
-            refuse("exclude_keys", was, "pass it in a mapping, or a function of a batch")
+            refuse(argument, was, "pass it in a mapping, or a function of a batch")
     return {
         kind: torch.isin(batch[name], torch.tensor(ids, device=batch[name].device))
         for kind, name in names.items()
     }
 
 
-def _check_given(found: Mapping[Any, Any]) -> None:
+def _check_given(found: Mapping[Any, Any], argument: str) -> None:
     """What a function of a batch gave is of kinds that there are, a tensor each."""
     instead = "give a bool tensor [B, S], or {kind: [B, S]} of 'encoder', 'decoder' or 'cross'"
     for kind, keys in found.items():
         if kind not in KINDS:
-            refuse("exclude_keys", f"gave the kind {kind!r}", instead)
+            refuse(argument, f"gave the kind {kind!r}", instead)
         if not isinstance(keys, Tensor):
-            refuse("exclude_keys", f"gave a {type(keys).__name__}", instead, TypeError)
+            refuse(argument, f"gave a {type(keys).__name__}", instead, TypeError)

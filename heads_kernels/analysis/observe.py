@@ -39,9 +39,11 @@ def observe(
         observer: takes the `AttentionLayer` and its `AttentionCall`.
         layers: a list of indices or names of layers; default all that have heads.
 
+    Modules of your own are observed if their forward hands an `AttentionCall` to `self.observer`, unless that is None.
+
     Raises:
         ValueError: a layer that doesn't exist or is observed already, a transformers model whose attention function
-            is another.
+            is another; in the forward pass a layer that ran without calling its observer.
     """
     there = attention_layers(model)
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
@@ -50,6 +52,8 @@ def observe(
     beside = [layer for layer in knowing if is_asked and layer not in chosen]
     looked_at = chosen + beside
     rows: dict[tuple[int, int], Tensor] = {}
+    hooks = []
+    own = [layer for layer in looked_at if "observer" in vars(layer.module)]  # its value is None
     for layer in looked_at:
         check_runs_operators(layer)
         if getattr(layer.module, "observer", None) is not None:
@@ -58,11 +62,16 @@ def observe(
         for layer in looked_at:
             if layer.num_heads:
                 chosen_observer = None if layer in beside else observer
-                layer.module.observer = _see(layer, chosen_observer, rows, layer in knowing)
+                layer.module.observer = see = _See(layer, chosen_observer, rows, layer in knowing)
+                hooks.append(layer.module.register_forward_hook(see.check_called))
         yield chosen
     finally:
+        for hook in hooks:
+            hook.remove()
         for layer in looked_at:
             layer.module.__dict__.pop("observer", None)
+        for layer in own:
+            layer.module.observer = None
 
 
 def _knowing(layers: list[AttentionLayer]) -> list[AttentionLayer]:
@@ -71,23 +80,34 @@ def _knowing(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     return decoder or [layer for layer in layers if layer.kind != "cross"]
 
 
-def _see(
-    layer: AttentionLayer,
-    observer: Observer | None,
-    rows: dict[tuple[int, int], Tensor],
-    is_knowing: bool,
-) -> Callable[[AttentionCall], None]:
+class _See:
     """What `layer` calls: it hands calls on to `observer`, and keeps the rows of self-attention that `is_knowing`."""
 
-    def see(call: AttentionCall) -> None:
-        if not isinstance(layer.module, Multihead):  # those know it themselves
-            call = replace(call, self_attention=layer.kind != "cross")
-        if call.self_attention:
-            if is_knowing:
-                rows[call.B, call.T] = call.real_queries
-        elif (call.B, call.T) in rows:
-            call = replace(call, rows=rows[call.B, call.T])
-        if observer is not None:
-            observer(layer, call)
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        observer: Observer | None,
+        rows: dict[tuple[int, int], Tensor],
+        is_knowing: bool,
+    ) -> None:
+        self._layer, self._observer, self._rows = layer, observer, rows
+        self._is_knowing, self._was_called = is_knowing, False
 
-    return see
+    def __call__(self, call: AttentionCall) -> None:
+        self._was_called = True
+        if not isinstance(self._layer.module, Multihead):  # those know it themselves
+            call = replace(call, self_attention=self._layer.kind != "cross")
+        if call.self_attention:
+            if self._is_knowing:
+                self._rows[call.B, call.T] = call.real_queries
+        elif (call.B, call.T) in self._rows:
+            call = replace(call, rows=self._rows[call.B, call.T])
+        if self._observer is not None:
+            self._observer(self._layer, call)
+
+    def check_called(self, module: nn.Module, *_: object) -> None:
+        """A forward hook of the layer: refuse a module whose forward calls no observer."""
+        if not self._was_called:
+            was = f"is a {type(module).__name__}, which does not call its observer"
+            instead = "its forward has to hand a hk.analysis.AttentionCall to self.observer"
+            refuse(str(self._layer), was, instead)

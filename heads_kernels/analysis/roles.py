@@ -145,7 +145,7 @@ def roles(
     Args:
         model, data, progress: as in `statistics`.
         special: tokens that are no words, such as [CLS], [SEP] or EOS: neither a row nor the most probable key of one.
-            Token ids, or a function of a batch: see `excluded_keys`.
+            Token ids, looked up in the batch's `input_ids`, or a function of the batch that gives bool `[B, S]`.
         relations: a mapping `{relation: [(head, dependent), ...]}` for each example of the data, in its order, from any
             parser. Tokens are counted from the first that is no padding, [CLS] among them.
         counts: how often each token id occurs in a corpus, for rare words; batches then hold `input_ids`.
@@ -160,7 +160,7 @@ def roles(
     reader = _Reader(layers, relations, counts, check_size("common", common, 0))
     with torch.no_grad(), evaluation(model):
         for batch in each_batch(data, "roles", progress):
-            reader.next_batch(batch, excluded_keys(special, batch, layers))
+            reader.next_batch(batch, excluded_keys(special, batch, layers, "special"))
             with observe(model, reader.look):
                 run(model, batch)
     return reader.result()

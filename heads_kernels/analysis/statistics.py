@@ -102,7 +102,9 @@ def statistics(
         data: an iterable of batches as the model takes them: keyword arguments in a mapping, arguments in a tuple or
             list, or one argument.
         exclude_keys: tokens that may not be the most probable key, for `confidence` and `offsets`: [CLS], [SEP], EOS.
-            Nothing is renormalised, and their rows count. Token ids, or a function of a batch: see `excluded_keys`.
+            Nothing is renormalised, and their rows count. Token ids, looked up in the batch's
+            `input_ids` (in `decoder_input_ids` for the keys of a decoder), or a function of the batch that gives bool
+            `[B, S]`, or one for each kind of layer, `{"encoder" | "decoder" | "cross": [B, S]}`.
         token_sets: for `to_tokens`, `{name: tokens}`, each named as in `exclude_keys`.
         progress: whether to show a bar of batches on a terminal, where rich is installed.
 

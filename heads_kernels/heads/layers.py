@@ -158,12 +158,9 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
         refuse("model", was, instead)
     if not layers:
         seen = "; ".join(sorted(set(filter(None, map(_seen, model.modules())))))
-        seen = seen or "no attention at all"
-        refuse(
-            "model",
-            f"has no attention layer that is known, but {seen}",
-            f"known by name are {', '.join(LAYOUTS)}; hk.heads.register_layout adds others",
-        )
+        was = "has no attention layer that is known" + (f", but {seen}" if seen else "")
+        instead = "known are those of hk.nn and of transformers"
+        refuse("model", was, f"{instead}; hk.heads.register_layout adds your own classes")
     return layers
 
 

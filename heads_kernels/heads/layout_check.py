@@ -141,6 +141,8 @@ def _difference(
         return f"can not run with a head pruned ({pruned})"
     if differs(pruned, closed):
         return "computes something else with a head pruned than with that head closed"
+    if isinstance(closed_by_gate, str):
+        return f"can not run with a gate on its heads ({closed_by_gate})"
     if closed_by_gate is not None and differs(closed_by_gate, closed):
         return "does not close the head whose gate is 0"
     return None
@@ -202,8 +204,10 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
         return made[id(module)]
     copied = made[id(module)] = object.__new__(type(module))
     for name, value in vars(module).items():
-        if name in ("forward", "_compiled_call_impl", "observer"):  # what wraps it, who looks on
+        if name in ("forward", "_compiled_call_impl"):  # what wraps it
             continue
+        if name == "observer":
+            value = None
         if names_attention_function(value):
             value = with_attention_function(value, function)
         copied.__dict__[name] = copy(value) if isinstance(value, (dict, list, set)) else value

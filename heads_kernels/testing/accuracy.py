@@ -13,6 +13,7 @@ its own error can not be seen and is taken to be the floor.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -213,7 +214,7 @@ def _chance(count: int) -> float:
         return 1.0
     part = 2 / (9 * count)
     quantile = (1 - part + _ONE_IN_A_MILLION * part**0.5) ** 3
-    return max(1.0, (quantile / 3) ** 0.5)
+    return max(1.0, math.sqrt(quantile / 3))
 
 
 def _infinite(tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ of an ideal kernel are propagated through the formula, in float64, one head at a
 
     every rounding       an error of at most u |x|, independent of the others; u is the unit
                          roundoff of the working dtype (u_w) for operands and results, of the
-                         compute dtype (u_c) for arithmetic. Independent errors add by squares.
+                         compute dtype (u_c) for arithmetic. Those of the terms of a sum add by
+                         squares, the few of one number as they are.
     a sum of n terms     u_c times the sum of absolute terms: partial sums of terms of like size and
                          either sign walk at random, and n roundings of them stay near that. It is
                          less than what adding thousands of terms one by one to a large partial sum
@@ -162,7 +163,7 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
         squares["dgate"] = _gate_floor(p.gate, p.gate_activation, rows, u) ** 2
     for name, square in squares.items():
         roundoff = unit(inputs.tensors[name[1:]].dtype) + 2 * u.compute  # 2: scale, sum over heads
-        floor_of = torch.hypot(square.sqrt() + u.compute * sizes[name], roundoff * values[name])
+        floor_of = square.sqrt() + u.compute * sizes[name] + roundoff * values[name].abs()
         result[name] = floor_of + u.tiny
     return result
 
@@ -239,8 +240,8 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
         + u.tiny
     )
     out = (gate * attended).abs()
-    out = torch.hypot(gate.abs() * attended_error + 2 * u.compute * out, u.working * out) + u.tiny
-    saved_error = torch.hypot(attended_error, u.working * attended)
+    out = gate.abs() * attended_error + (2 * u.compute + u.working) * out + u.tiny
+    saved_error = attended_error + u.working * attended.abs()
     largest = torch.zeros_like(lse[:, 0])
     if score.shape[-1]:
         largest = torch.where(visible, score.abs(), 0.0).amax(-1)

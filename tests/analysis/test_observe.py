@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
+from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -206,3 +207,40 @@ def test_bad_use_is_refused() -> None:
     assert layer.observer is None
     with pytest.raises(ValueError, match="names layer 3"), hk.analysis.observe(layer, print, [3]):
         pass
+
+
+class OwnAttention(nn.Module):
+    """As users write it: projections of the names that are known, and one call of the operator."""
+
+    def __init__(self, calls_observer: bool) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.calls_observer = 4, 4, calls_observer
+        self.observer = None
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        query, key, value = (
+            proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mask = hk.Mask(causal=True)
+        if self.observer is not None and self.calls_observer:
+            self.observer(AttentionCall(query, key, value, None, None, mask, self.head_dim**-0.5))
+        head_gate = getattr(self, "head_gate", None)
+        gate = None if head_gate is None else head_gate(B, T)
+        out = hk.gated_attention(query, key, value, attn_mask=mask, gate=gate)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def test_a_module_of_ones_own_calls_its_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heads_kernels.heads.layers.LAYOUTS", table := dict(LAYOUTS))
+    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", table)
+    hk.heads.register_layout("OwnAttention", hk.heads.HeadLayout("num_heads"), OwnAttention(True))
+    x = torch.randn(2, 6, 16)
+    model = nn.Sequential(OwnAttention(True))
+    [(name, call)] = calls_of(model, x)
+    assert (name, call.H, call.T) == ("0", 4, 6)
+    model(x)  # nobody looks on any more
+    with pytest.raises(ValueError, match=r"layer 0 \('0'\) is a OwnAttention, which does not call"):
+        calls_of(nn.Sequential(OwnAttention(False)), x)

@@ -83,6 +83,15 @@ def test_positional_heads() -> None:
     assert found.rare_words is None
 
 
+def test_what_is_no_batch_or_token_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"special is a str; pass a list of token ids"):
+        hk.analysis.roles(
+            Planted(), [{"input_ids": torch.ones(1, 6, dtype=torch.long)}], special="[CLS]"
+        )
+    with pytest.raises(TypeError, match=r"batch is text; pass what the tokenizer makes of it"):
+        hk.analysis.roles(Planted(), ["a sentence"])
+
+
 def test_special_tokens_are_neither_rows_nor_keys() -> None:
     """Rows 0 and 5 are special, and the others' first choice, too, but for head 3."""
     tokens = ids([1, 10, 11, 12, 13, 2])

@@ -394,7 +394,7 @@ MASKS: dict[str, tuple[Any, type[Exception], str]] = {
     "float mask of another shape": (
         lambda: f32(T, S + 1),
         ValueError,
-        "bias has shape [5, 8], but scores are",
+        "attn_mask has shape [5, 8], but scores are",
     ),
     "mask of numbers": (
         lambda: torch.ones(T, S, dtype=torch.int64),

@@ -149,8 +149,12 @@ def test_release_of_a_model_that_was_made_with_the_name() -> None:
 def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"model is a Linear; .*tested families: albert, bart"):
         use(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"model is a str; .*tested families: albert, bart"):
+    with pytest.raises(TypeError, match=r"model is a str; load it first: .*from_pretrained"):
         use("bert")
+    with pytest.raises(
+        TypeError, match=r"model is a TransformerEncoderLayer; .*replace_attention_"
+    ):
+        use(nn.TransformerEncoderLayer(8, 2))
     model = build("bert")
     with pytest.raises(ValueError, match=r"model \(BertModel\) is not in use; call use"):
         release(model)

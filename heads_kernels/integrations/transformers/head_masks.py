@@ -83,7 +83,7 @@ def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | 
     if row.shape != (H,):
         was = f"has shape {list(given.shape)} for {type(module).__name__}"
         layer = f", layer {place.layer} of {place.layers}" if place.layers else ""
-        instead = "pass [H], or [L, H] with one row for each layer of the stack"
+        instead = f"pass [H] = [{H}], or [L, H] = [{place.layers or 1}, {H}] with one row for each layer of the stack"
         refuse(place.argument, f"{was}{layer}, which has {H} heads", instead)
     return row if row.is_floating_point() else row.float()
 

@@ -109,6 +109,12 @@ def _instead_of(holder: Any) -> str:
     elif isinstance(inner := getattr(holder, "model", None), PreTrainedModel):  # a pipeline
         return f"pass its model, a {type(inner).__name__}, which is changed in place"
     if not held:
+        if isinstance(holder, str):
+            return "load it first: transformers.AutoModel.from_pretrained(...)"
+        if isinstance(holder, nn.Module) and any(
+            isinstance(module, nn.MultiheadAttention) for module in holder.modules()
+        ):
+            return "call hk.nn.replace_attention_(model) for models of torch.nn.MultiheadAttention"
         return f"pass a transformers PreTrainedModel; tested families: {', '.join(TESTED)}"
     calls = (f"use(model.get_submodule({n!r})), a {type(m).__name__}" for n, m in held.items())
     return f"pass the model that it holds, {' and '.join(calls)}: it is changed in place"
