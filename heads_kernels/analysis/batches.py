@@ -79,7 +79,7 @@ def run(model: nn.Module, batch: Any) -> Any:
         TypeError: a batch of text, or that holds nothing but text.
     """
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
-    if any(isinstance(part, (str, bytes)) for part in parts):
+    if parts and all(isinstance(part, (str, bytes)) for part in parts):
         refuse("batch", "is text", "pass what the tokenizer makes of it", TypeError)
     if isinstance(batch, Mapping):
         return model(**batch)
