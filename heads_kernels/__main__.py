@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 import heads_kernels as hk
-from heads_kernels.report import command, options
+from heads_kernels.report import command
 
 _SCRIPT: Final = "heads-kernels"
 
@@ -31,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = commands.add_parser(
         "report",
         help="what the heads of a transformers model do on a text, in one folder",
-        description=options.DESCRIPTION,
+        description=command.DESCRIPTION,
         formatter_class=raw,
     )
-    options.add_options(report)
+    command.add_options(report)
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()

@@ -1,138 +1,183 @@
-"""index.html of a report: static, with the pictures and files that lie beside it."""
+"""The page of a report: one HTML file with its pictures and tables inside."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Iterator, Mapping
+import base64
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from html import escape
+from math import log
+from typing import Final
 
-from heads_kernels.report import findings, maps, pictures
-from heads_kernels.report.drawing import STYLE, png
-from heads_kernels.report.folder import Folder, Found
-from heads_kernels.report.pictures import Findings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from heads_kernels.report import drawing, pictures
+from heads_kernels.report.drawing import Picture
+from heads_kernels.report.results import Findings, Found, as_csv
+from heads_kernels.report.stages import LEFT_OUT
 
 
 @dataclass(frozen=True)
 class Section:
-    """A picture, what it says, and how it was measured.
+    """A section of the page.
 
     Attributes:
-        stage: whose findings it shows; its files are `<stage>.json` and `<stage>.csv`.
-        title: of the section.
-        draw: the picture, called `<name of the function>.png`; None where there is nothing to draw.
-        say: what was found, in a sentence.
+        stage: whose results it shows.
+        title: the question that it answers.
+        content: from the results, what it says in a sentence or two, and its pictures.
         how: how it was measured.
     """
 
     stage: str
     title: str
-    draw: Callable[[Findings], Figure | None]
-    say: Callable[[Findings], str]
+    content: Callable[[Findings], tuple[str, list[Picture]]]
     how: str
 
     @property
-    def picture(self) -> str:
-        return f"{self.draw.__name__}.png"
+    def anchor(self) -> str:
+        return self.content.__name__
 
 
 SECTIONS: Final = (
-    Section("importance", "Which heads matter", pictures.importance, findings.importance,
-        "Without labels: the embedding of a line is the mean of the last hidden states of its tokens, made of length "
-        "1. Leaving out: the mean squared change of it when one head is closed. Fisher: the expected squared slope by "
-        "the head's gate, for all heads at once from one backward pass. The embedding is the last layer's output: "
-        "its heads move it straight, all others only through the layers behind. Confidence looks at attention alone."),
-    Section("pruning", "How many can be closed", pictures.pruning, findings.pruning,
-        "Heads are closed in steps of 10 %, in the order of Fisher, in the reversed order and in random ones. "
-        "Nothing is trained again; ranked and measured on the same text. At least: one step "
-        "more is too many, and what lies between was not tried."),
-    Section("statistics", "How sharply they look", pictures.sharpness, findings.sharpness,
-        "Means over all tokens. Special tokens such as [CLS] do not count as the likeliest word."),
-    Section("statistics", "What they look at", pictures.looks, findings.looks,
+    Section("importance", "Which heads matter", pictures.importance,
+        "No labels are needed: the embedding of a line is the mean of the last hidden states of its tokens, normalised "
+        "to length 1. Leave one out: the mean squared change of the embedding when one head is closed. Fisher: the "
+        "expected squared derivative with respect to the head's gate, for all heads from one backward pass. "
+        "Confidence: the mean largest probability of the head's rows. Heads of the last layer act on the embedding "
+        "directly, all others through the layers after them."),
+    Section("pruning", "How many can be closed", pictures.pruning,
+        "Heads are closed in equal steps in the order of Fisher, in the reverse order and in random order. Nothing is "
+        "trained again; heads are ranked and measured on the same text. \"At least\": one more step is too many, and "
+        "the numbers between were not tried."),
+    Section("statistics", "How sharply and how far they attend", pictures.sharpness,
+        "Means over all tokens. Confidence: the probability of the likeliest token, special tokens such as [CLS] not "
+        "counted. Distance of a row: how many tokens away a key is, averaged by its probability. A point marked 3:5 is "
+        "head 5 of layer 3, the highest of its layer."),
+    Section("statistics", "What they attend to", pictures.targets,
         "Mean share of a row's attention. Separators are [SEP] or the end of the text. Each grid has its own scale."),
-    Section("statistics", "How far they look", pictures.depth, findings.depth,
-        "Distance of a row: the mean of how many tokens a key is away, weighed by its probability."),
-    Section("roles", "Heads with a role", pictures.roles, findings.roles,
-        "Framed: heads that look most at one place in 90 % of the rows, or at the rarest word in half of them "
-        "and clearly more often than by chance. Special tokens count neither as rows nor as places."),
-    Section("distance", "How alike they are", pictures.distance, findings.distance,
-        "Jensen-Shannon divergence between the attention of two heads, the mean over rows. On the right all heads, "
-        "as far apart as two dimensions allow (classical multidimensional scaling)."),
-    Section("energy", "How many dimensions they use", pictures.energy, findings.energy,
-        "Share of the squared singular values of the products of query and key weights. On the right the error of "
-        "the products of all heads of a layer when only so many features are kept (hk.convert.error_curve)."),
-    Section("maps", "One sentence", maps.all_maps, findings.maps,
-        "Each row of a square is a token, top down, and what it looks at, from left to right."),
-    Section("maps", "Some heads of it", maps.chosen_maps, findings.maps,
-        "The heads of --heads, or in each layer the sharpest on the whole text (in this sentence if the statistics "
-        "were left out). For BertViz, found = json.load(open('maps.json')); "
+    Section("roles", "Heads with a role", pictures.roles,
+        "Framed: heads that attend most to one offset in 90 % of the rows, or to the rarest word in half of them and "
+        "clearly more often than by chance. Special tokens count neither as rows nor as keys."),
+    Section("distance", "How alike they are", pictures.distance,
+        f"Jensen-Shannon divergence between the attention of two heads, the mean over rows: at most {log(2):.2f} nats. "
+        "The second picture has all heads, as far apart as two dimensions allow (classical multidimensional scaling)."),
+    Section("energy", "How many dimensions they use", pictures.energy,
+        "Energy: share of the squared singular values of the products of query and key weights; of a single head the "
+        "mean of the layer. Error: of the products of all heads of a layer when only so many features are kept "
+        f"(hk.convert.error_curve). At most {drawing.MOST_CURVES} layers are drawn."),
+    Section("maps", "One sentence, all heads", pictures.all_maps,
+        "Rows of a square are tokens, downwards; columns are the tokens that they attend to, to the right."),
+    Section("maps", "One sentence, a few heads", pictures.chosen_maps,
+        "The heads of --heads, or the sharpest of each layer on the whole text (in this sentence if there are no "
+        "statistics). For BertViz: found = json.load(open('maps.json')); "
         "head_view([torch.tensor(layer) for layer in found['attention']], found['tokens'])."),
 )  # fmt: skip
 
+#: Pictures are drawn dark on light: inverted with their hues turned back, they fit a dark page.
 _CSS: Final = """
-body { margin: 0; background: #f3f4f6; color: #1c2733; font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 2rem 1rem 4rem; }
-h1 { margin: 0 0 .3rem; font-size: 2rem; } h2 { margin: 0 0 .4rem; font-size: 1.3rem; }
-section { margin: 1.5rem 0; padding: 1.4rem 1.6rem; background: #fff; border: 1px solid #e3e7ec; border-radius: 10px; }
+:root { color-scheme: light dark; --page: #f3f4f6; --card: #fff; --edge: #e3e7ec; --ink: #1c2733; --soft: #505b67;
+  --link: #1f5fb0; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #0f1317; --card: #181d23; --edge: #2d353f; --ink: #e4e9ee; --soft: #a9b4c0; --link: #85b7f2; }
+  img { filter: invert(.92) hue-rotate(180deg); }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif;
+  overflow-wrap: anywhere; }
+main { max-width: 1080px; margin: 0 auto; padding: 1.5rem .8rem 4rem; }
+h1 { margin: 0 0 .3rem; font-size: 1.8rem; } h2 { margin: 0 0 .4rem; font-size: 1.3rem; }
+section { margin: 1.2rem 0; padding: 1.1rem; background: var(--card); border: 1px solid var(--edge);
+  border-radius: 10px; }
 nav { display: flex; flex-wrap: wrap; gap: .4rem 1.1rem; margin-top: 1rem; font-size: .95rem; }
-img { display: block; max-width: 100%; height: auto; margin: 1rem auto; }
-a { color: #1f5fb0; } p { margin: .3rem 0; } .how { color: #5a6572; font-size: .9rem; }
+.pictures { display: grid; gap: 1rem 1.6rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
+figure { margin: .6rem 0 0; } figcaption { font-weight: 600; margin-bottom: .4rem; }
+.wide { grid-column: 1 / -1; } img { display: block; width: 100%; max-width: 560px; } .wide img { max-width: 900px; }
+pre { padding: .7rem .9rem; overflow-x: auto; background: var(--page); border-radius: 6px; font-size: .85rem; }
+a { color: var(--link); } p { margin: .3rem 0; } .how { color: var(--soft); font-size: .9rem; }
 """
 
 
-def write_page(
-    folder: Folder, prints: Mapping[str, str], heads: list[tuple[int, int]] | None
-) -> None:
-    """Draw what the folder has of this model and text, and write the page around it.
+def html(found: Findings, heads: list[tuple[int, int]] | None, model: str) -> str:
+    """The page of these results.
 
     Args:
-        folder: of the report.
-        prints: the fingerprint of each stage.
+        found: of the stages, "model" among them.
         heads: (layer, head) of the maps to draw large; None chooses.
+        model: the path of the model, for code that loads it.
     """
     import matplotlib as mpl
 
-    found = {name: each for name in prints if (each := folder.read(name, prints[name]))}
     if "maps" in found:
-        found["maps"]["heads"] = heads
-    body: list[str] = []
+        found = {**found, "maps": {**found["maps"], "heads": heads}}
     sections = [section for section in SECTIONS if section.stage in found]
-    with mpl.rc_context(STYLE):
-        for section in sections:
-            figure = section.draw(found)
-            if figure is not None:
-                folder.write_whole(section.picture, png(figure))
-            body.extend(_section(section, section.say(found), figure is not None))
-    page = [*_head(found["model"], sections), *body, "</main></body></html>", ""]
-    folder.write_whole("index.html", "\n".join(page).encode())
+    with mpl.rc_context(drawing.STYLE):
+        body = [line for section in sections for line in _section(section, found, model)]
+    return "\n".join([*_head(found, sections), *body, "</main></body></html>", ""])
 
 
-def _head(model: Found, sections: list[Section]) -> Iterator[str]:
-    title = html.escape(f"The heads of {model['name']}")
+def _head(found: Findings, sections: list[Section]) -> Iterator[str]:
+    model = found["model"]
+    title = escape(f"The heads of {model['name']}")
     heads = sum(layer["heads"] for layer in model["table"])
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{title}</title><style>{_CSS}</style></head><body><main><h1>{title}</h1>"
     yield (
-        f"<p>{html.escape(model['family'])}, {len(model['table'])} layers, {heads} heads, "
-        f"{model['parameters'] / 1e6:,.1f} million parameters. Read on {model['lines']:,} lines of text, "
-        f"{model['tokens']:,} tokens. A head is called layer:head, both counted from 0.</p>"
+        f"<p>{escape(model['family'])}, {len(model['table'])} layers, {heads} heads, "
+        f"{model['parameters'] / 1e6:,.1f} million parameters, on {model['lines']:,} lines of text with "
+        f"{model['tokens']:,} tokens. A head is written layer:head, both counted from 0.</p>"
     )
-    yield f'<p class="how">heads_kernels {model["version"]} <a href="model.json">model.json</a></p><nav>'
+    if any(each.get("fast") for each in found.values()):
+        yield f"<p>Made with --fast: {LEFT_OUT}. The same command without --fast computes the rest.</p>"
+    yield f'<p class="how">heads_kernels {model["version"]}. Layers: {_table(found["model"], "model")}</p><nav>'
     for section in sections:
-        yield f'<a href="#{section.draw.__name__}">{section.title}</a>'
+        yield f'<a href="#{section.anchor}">{section.title}</a>'
     yield "</nav>"
 
 
-def _section(section: Section, said: str, drawn: bool) -> Iterator[str]:
-    said = html.escape(said)
-    yield f'<section id="{section.draw.__name__}"><h2>{section.title}</h2><p>{said}</p>'
-    if drawn:
-        yield f'<a href="{section.picture}"><img src="{section.picture}" alt="{section.title}"></a>'
-    files = (
-        f'<a href="{section.stage}.{kind}">{section.stage}.{kind}</a>' for kind in ("csv", "json")
+def _section(section: Section, found: Findings, model: str) -> Iterator[str]:
+    said, drawn = section.content(found)
+    yield f'<section id="{section.anchor}"><h2>{section.title}</h2><p>{escape(said)}</p>'
+    yield f'<div class="pictures">{"".join(map(_figure, drawn))}</div>'
+    if section.stage == "pruning":
+        yield from _snippet(found, model)
+    numbers = _table(found[section.stage], section.stage)
+    yield f'<p class="how">{escape(section.how)} Numbers: {numbers}</p></section>'
+
+
+def _figure(picture: Picture) -> str:
+    kind = ' class="wide"' if picture.wide else ""
+    image = _data("image/svg+xml", drawing.svg(picture.figure))
+    return (
+        f"<figure{kind}><figcaption>{escape(picture.message)}</figcaption>"
+        f'<img src="{image}" alt="{escape(picture.seen)}"></figure>'
     )
-    yield f'<p class="how">{html.escape(section.how)} Numbers: {", ".join(files)}</p></section>'
+
+
+def _table(found: Found, stage: str) -> str:
+    """A link that saves the table of a stage, which the page holds."""
+    table = _data("text/csv", as_csv(found["table"]))
+    return f'<a download="{stage}.csv" href="{table}">{stage}.csv</a>'
+
+
+def _data(kind: str, text: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def _snippet(found: Findings, model: str) -> Iterator[str]:
+    """Code that prunes the heads that the curve could do without."""
+    heads = pictures.prunable(found)
+    if not heads:
+        return
+    count, of = sum(map(len, heads.values())), len(found["pruning"]["order"])
+    chosen = "".join(f"    {layer}: {numbers},\n" for layer, numbers in heads.items())
+    code = (
+        "import heads_kernels as hk\n\n"
+        f"model = hk.integrations.transformers.from_pretrained({model!r})\n"
+        f"heads = {{\n{chosen}}}  # layer: heads, both counted from 0\n"
+        "hk.heads.prune(model, heads)\n"
+        'model.save_pretrained("pruned")  # loaded by the same from_pretrained\n'
+    )
+    yield (
+        f"<p><strong>Prune these {count} of {of} heads</strong>, which keeps a cosine of {pictures.CLOSE} on "
+        f"this text; measure your own task before and after:</p><pre><code>{escape(code)}</code></pre>"
+    )

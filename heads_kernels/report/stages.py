@@ -1,4 +1,4 @@
-"""The readings of a report: each a function that gives plain data, with a row for each line of its CSV file."""
+"""The measurements of a report: each a function that returns plain data, with the rows of its CSV file."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import isnan
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.report.folder import Found
-from heads_kernels.report.reading import Batch, Reading, batch_of
+from heads_kernels.report.inputs import Batch, Inputs, batch_of
+from heads_kernels.report.results import Found
 
-#: Of all heads, how many are closed at each point of the pruning curve.
-SHARES: Final = tuple(step / 10 for step in range(11))
-#: Random orders of heads that the curve is held against.
-ORDERS: Final = 3
-#: So many most frequent words are not rare: the number of Voita et al. 2019.
+#: The most frequent words, which do not count as rare: the number of Voita et al. 2019.
 COMMON: Final = 500
+#: Intervals of the pruning curve, and random orders to compare with; with --fast.
+STEPS: Final = {False: 10, True: 5}
+ORDERS: Final = {False: 3, True: 1}
+#: What --fast does without.
+LEFT_OUT: Final = (
+    "heads are not left out one at a time, and the pruning curve has 5 steps and 1 random order "
+    "instead of 10 and 3"
+)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A reading.
+    """A measurement.
 
     Attributes:
-        compute: what it finds: values that JSON can hold, rows of the CSV file under "table".
-        passes: how many times each batch goes through the model, about.
+        compute: returns values that JSON can hold, with the rows of the CSV file under "table".
+        passes: about how many times each batch goes through the model.
     """
 
-    compute: Callable[[Reading], Found]
-    passes: Callable[[Reading], int]
+    compute: Callable[[Inputs], Found]
+    passes: Callable[[Inputs], int]
 
 
-# ---------------------------------------------------------------------- what is read
-def model(reading: Reading) -> Found:
-    """Its layers, and how much text."""
-    config = reading.model.config
+# ---------------------------------------------------------------------- model and text
+def model(inputs: Inputs) -> Found:
+    """The model's layers and the size of the text."""
+    config = inputs.model.config
     table = [
         {
             "layer": layer.index,
@@ -51,29 +56,33 @@ def model(reading: Reading) -> Found:
             "head_dim": layer.head_dim,
             "value_dim": layer.value_dim,
         }
-        for layer in reading.layers
+        for layer in inputs.layers
     ]
     return {
         "table": table,
-        "name": reading.name,
+        "name": inputs.name,
         "family": config.model_type,
-        "parameters": sum(weight.numel() for weight in reading.model.parameters()),
-        "lines": len(reading.ids),
-        "tokens": sum(map(len, reading.ids)),
+        "parameters": sum(weight.numel() for weight in inputs.model.parameters()),
+        "lines": len(inputs.ids),
+        "tokens": sum(map(len, inputs.ids)),
         "version": hk.__version__,
     }
 
 
-# ---------------------------------------------------------------------- what heads look at
-def statistics(reading: Reading) -> Found:
+# ---------------------------------------------------------------------- what heads attend to
+def statistics(inputs: Inputs) -> Found:
     """`hk.analysis.statistics`, with the first token, separators and punctuation as sets."""
     found = hk.analysis.statistics(
-        reading.model,
-        reading.batches,
-        exclude_keys=_special(reading),
-        token_sets={"first": _first, "separator": _ends(reading), "punctuation": _marks(reading)},
+        inputs.model,
+        inputs.batches,
+        exclude_keys=_special(inputs),
+        token_sets={
+            "first": _first,
+            "separator": _ids(inputs, "sep", "eos"),
+            "punctuation": _marks(inputs),
+        },
     )
-    return {"table": _rows(reading, found.measures)}
+    return {"table": _rows(inputs, found.measures)}
 
 
 def _first(batch: Batch) -> Tensor:
@@ -83,41 +92,37 @@ def _first(batch: Batch) -> Tensor:
     )
 
 
-def _special(reading: Reading) -> list[int]:
-    """[CLS], [SEP], <s>, </s>: no words."""
-    return _ids(reading, "cls", "bos", "sep", "eos")
+def _special(inputs: Inputs) -> list[int]:
+    """[CLS], [SEP], <s>, </s>: special tokens."""
+    return _ids(inputs, "cls", "bos", "sep", "eos")
 
 
-def _ends(reading: Reading) -> list[int]:
-    return _ids(reading, "sep", "eos")
-
-
-def _ids(reading: Reading, *names: str) -> list[int]:
-    ids = [getattr(reading.tokenizer, f"{name}_token_id") for name in names]
+def _ids(inputs: Inputs, *names: str) -> list[int]:
+    ids = [getattr(inputs.tokenizer, f"{name}_token_id") for name in names]
     return sorted({token for token in ids if token is not None})
 
 
-def _marks(reading: Reading) -> list[int]:
+def _marks(inputs: Inputs) -> list[int]:
     """Tokens of the text that are punctuation alone."""
-    there = sorted({token for line in reading.ids for token in line})
+    there = sorted({token for line in inputs.ids for token in line})
     return [
         token
-        for token, word in zip(there, reading.words(there), strict=True)
+        for token, word in zip(there, inputs.words(there), strict=True)
         if all(unicodedata.category(letter).startswith("P") for letter in word)
     ]
 
 
-def roles(reading: Reading) -> Found:
-    """`hk.analysis.roles`: heads of one offset, and of the rarest word, by counts of the text itself.
+def roles(inputs: Inputs) -> Found:
+    """`hk.analysis.roles`: heads that attend to one offset or to the rarest word, counted in the text itself.
 
-    Chance alone finds the rarest word of few: no head is asked for it where fewer than half of the words are rare.
+    Among few rare words chance alone finds the rarest: it is left out where fewer than half of the words are rare.
     """
-    special = _special(reading)
-    counts = Counter(token for line in reading.ids for token in line if token not in special)
+    special = _special(inputs)
+    counts = Counter(token for line in inputs.ids for token in line if token not in special)
     enough = len(counts) >= 2 * COMMON
     found = hk.analysis.roles(
-        reading.model,
-        reading.batches,
+        inputs.model,
+        inputs.batches,
         special=special,
         counts=counts if enough else None,
         common=COMMON,
@@ -127,7 +132,7 @@ def roles(reading: Reading) -> Found:
     }
     rare = found.rare_words
     columns = {"offset_share": found.offset_share}
-    table = _rows(reading, columns | ({"rarest": rare.rarest} if rare else {}))
+    table = _rows(inputs, columns | ({"rarest": rare.rarest} if rare else {}))
     for row in table:
         row["offset"] = int(found.offset[row["layer"]][row["head"]])
         row["role"] = named.get((row["name"], row["head"]), "")
@@ -140,10 +145,10 @@ def roles(reading: Reading) -> Found:
 
 
 # ---------------------------------------------------------------------- how alike they are
-def distance(reading: Reading) -> Found:
+def distance(inputs: Inputs) -> Found:
     """`hk.analysis.distance`: all pairs, their layers and a map of all heads."""
-    found = hk.analysis.distance(reading.model, reading.batches)
-    places, points = _places(reading, found.layers), _rounded(found.embedding())
+    found = hk.analysis.distance(inputs.model, inputs.batches)
+    places, points = _places(inputs, found.layers), _rounded(found.embedding())
     table = []
     for row, (run, head) in enumerate(found.heads):
         own = found.block(run)
@@ -162,27 +167,32 @@ def distance(reading: Reading) -> Found:
 
 
 # ---------------------------------------------------------------------- which heads matter
-def importance(reading: Reading) -> Found:
-    """Without labels: how the embeddings of the lines move."""
-    fisher = _fisher(reading)
+def importance(inputs: Inputs) -> Found:
+    """Without labels: how the embeddings of the lines change. With --fast no head is left out."""
+    scores = {
+        "fisher": _fisher(inputs),
+        "confidence": hk.analysis.importance(
+            inputs.model, inputs.batches, method="confidence", exclude_keys=_special(inputs)
+        ),
+    }
+    if inputs.fast:
+        return {"table": _rows(inputs, scores), "fast": True}
     left_out = hk.analysis.importance(
-        reading.model, reading.batches, embeddings, method="leave_one_out"
+        inputs.model, inputs.batches, embeddings, method="leave_one_out"
     )
-    sharp = hk.analysis.importance(
-        reading.model, reading.batches, method="confidence", exclude_keys=_special(reading)
-    )
-    scores = {"fisher": fisher, "leave_one_out": left_out, "confidence": sharp}
-    agreement = {name: each.spearman(left_out) for name, each in scores.items()}
-    return {"table": _rows(reading, scores), "spearman_with_leave_one_out": _finite(agreement)}
+    ranks = {name: each.spearman(left_out) for name, each in scores.items()}
+    agreement = {name: None if isnan(rank) else rank for name, rank in ranks.items()}
+    table = _rows(inputs, {"leave_one_out": left_out, **scores})
+    return {"table": table, "spearman_with_leave_one_out": agreement}
 
 
 @lru_cache(maxsize=1)
-def _fisher(reading: Reading) -> hk.analysis.HeadScores:
-    return hk.analysis.importance(reading.model, reading.batches, embeddings, method="fisher")
+def _fisher(inputs: Inputs) -> hk.analysis.HeadScores:
+    return hk.analysis.importance(inputs.model, inputs.batches, embeddings, method="fisher")
 
 
 def embeddings(model: Any, batch: Batch) -> Tensor:
-    """`[B, width]`: the mean of the hidden states of real tokens, of length 1."""
+    """`[B, width]`: the mean of the last hidden states of the tokens, normalised to length 1."""
     hidden = model(**batch).last_hidden_state
     real = batch["attention_mask"][..., None]
     mean = torch.where(real.bool(), hidden, 0).sum(1) / real.sum(1)
@@ -191,40 +201,51 @@ def embeddings(model: Any, batch: Batch) -> Tensor:
 
 # ---------------------------------------------------------------------- how many can be closed
 @torch.no_grad()
-def pruning(reading: Reading) -> Found:
-    """The cosine of the lines' embeddings with those of the whole model, as heads are closed in several orders."""
-    least_first = _fisher(reading).ranked()
+def pruning(inputs: Inputs) -> Found:
+    """The cosine of the lines' embeddings with those of the whole model, as heads are closed in several orders.
+
+    "order" is that of importance: (layer, head), the least important first.
+    """
+    least_first = _fisher(inputs).ranked()
     orders = {"importance": least_first, "reversed": least_first[::-1]}
-    for seed in range(ORDERS):
-        chosen = torch.randperm(reading.heads, generator=torch.Generator().manual_seed(seed))
+    for seed in range(ORDERS[inputs.fast]):
+        chosen = torch.randperm(inputs.heads, generator=torch.Generator().manual_seed(seed))
         orders[f"random {seed + 1}"] = [least_first[index] for index in chosen.tolist()]
-    whole = torch.cat([embeddings(reading.model, batch) for batch in reading.batches])
+    whole = torch.cat([embeddings(inputs.model, batch) for batch in inputs.batches])
 
     @cache
     def cosine(closed: frozenset[tuple[str, int]]) -> float:
         heads: dict[str, list[int]] = {}
         for layer, head in closed:
             heads.setdefault(layer, []).append(head)
-        hk.heads.close(reading.model, heads)
+        hk.heads.close(inputs.model, heads)
         try:
-            found = torch.cat([embeddings(reading.model, batch) for batch in reading.batches])
+            found = torch.cat([embeddings(inputs.model, batch) for batch in inputs.batches])
         finally:
-            hk.heads.reopen(reading.model)
+            hk.heads.reopen(inputs.model)
         return float((found * whole).sum(1).mean())
 
     table = []
-    for share in SHARES:
-        count = round(share * reading.heads)
+    steps = STEPS[inputs.fast]
+    for step in range(steps + 1):
+        count = round(step / steps * inputs.heads)
         row = {name: cosine(frozenset(order[:count])) for name, order in orders.items()}
-        table.append({"closed_share": share, "closed": count, **row})
-    return {"table": table}
+        table.append({"closed_share": step / steps, "closed": count, **row})
+    index = {layer.name: layer.index for layer in inputs.layers}
+    order = [[index[layer], head] for layer, head in least_first]
+    return {"table": table, "order": order, **({"fast": True} if inputs.fast else {})}
+
+
+def _passes_of_pruning(inputs: Inputs) -> int:
+    """Fisher information and the whole model (3), no head, then each step of each order."""
+    return 4 + (STEPS[inputs.fast] - 1) * (2 + ORDERS[inputs.fast]) + 1
 
 
 # ---------------------------------------------------------------------- how many dimensions they use
-def energy(reading: Reading) -> Found:
-    """The energy that the first dimensions of W_Q, W_K and their product hold: of all heads stacked, and of one."""
+def energy(inputs: Inputs) -> Found:
+    """The energy captured by the first dimensions of W_Q, W_K and their product: of all heads stacked, and of one."""
     layers, skipped = [], []
-    for layer in reading.layers:
+    for layer in inputs.layers:
         try:
             heads = hk.convert.read_heads(layer)
         except ValueError as error:
@@ -260,22 +281,22 @@ def energy(reading: Reading) -> Found:
 
 
 def _enough(curve: list[float], share: float) -> int:
-    """How many dimensions hold this share."""
+    """How many dimensions capture this share."""
     return next(count for count, held in enumerate(curve, 1) if held >= share - 1e-6)
 
 
 # ---------------------------------------------------------------------- one sentence
-def maps(reading: Reading) -> Found:
-    """The maps of one sentence: `tokens` and `attention` as BertViz takes them, `layers` says which they are."""
-    found = hk.analysis.maps(reading.model, batch_of([reading.sentence]))
-    words = reading.words(reading.sentence)
+def maps(inputs: Inputs) -> Found:
+    """The attention maps of a sentence: `tokens` and `attention` as BertViz takes them, and their `layers`."""
+    found = hk.analysis.maps(inputs.model, batch_of([inputs.sentence]))
+    words = inputs.words(inputs.sentence)
     shown = hk.analysis.bertviz(found, words)
-    places = _places(reading, [each.layer for each in found])
+    places = _places(inputs, [each.layer for each in found])
     table = [
         row
         for layer, each in zip(places, found, strict=True)
         for head, rows in zip(each.heads, each.maps, strict=True)
-        for row in _looks(layer, head, rows, words)
+        for row in _most_attended(layer, head, rows, words)
     ]
     return {
         "table": table,
@@ -288,8 +309,10 @@ def maps(reading: Reading) -> Found:
     }
 
 
-def _looks(layer: int, head: int, rows: Tensor, words: list[str]) -> Iterator[dict[str, Any]]:
-    """What each token looks at most."""
+def _most_attended(
+    layer: int, head: int, rows: Tensor, words: list[str]
+) -> Iterator[dict[str, Any]]:
+    """What each token attends to most."""
     best = rows.max(-1)
     chosen = zip(words, best.indices.tolist(), _rounded(best.values), strict=True)
     for place, (word, key, probability) in enumerate(chosen):
@@ -305,7 +328,7 @@ def _looks(layer: int, head: int, rows: Tensor, words: list[str]) -> Iterator[di
 
 
 # ---------------------------------------------------------------------- plain data
-def _rows(reading: Reading, columns: dict[str, hk.analysis.HeadScores]) -> list[dict[str, Any]]:
+def _rows(inputs: Inputs, columns: dict[str, hk.analysis.HeadScores]) -> list[dict[str, Any]]:
     """A row for each head."""
     return [
         {
@@ -314,37 +337,32 @@ def _rows(reading: Reading, columns: dict[str, hk.analysis.HeadScores]) -> list[
             "name": layer.name,
             **{name: float(scores.scores[layer.index][head]) for name, scores in columns.items()},
         }
-        for layer in reading.layers
+        for layer in inputs.layers
         for head in range(layer.num_heads)
     ]
 
 
-def _places(reading: Reading, names: Sequence[str]) -> list[int]:
-    """The layers of these names; where one runs several times in a pass (ALBERT), the numbers of the runs."""
+def _places(inputs: Inputs, names: Sequence[str]) -> list[int]:
+    """The numbers of these layers; where one layer runs several times in a pass (ALBERT), those of the runs."""
     if len(set(names)) < len(names):
         return list(range(len(names)))
-    index = {layer.name: layer.index for layer in reading.layers}
+    index = {layer.name: layer.index for layer in inputs.layers}
     return [index[name] for name in names]
 
 
 def _rounded(values: Tensor) -> Any:
-    """Six decimals: files half as long."""
+    """To six decimals, which halves the files."""
     return values.double().round(decimals=6).tolist()
 
 
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN."""
-    return {name: value if value == value else None for name, value in values.items()}
-
-
-#: In the order in which they are made.
+#: In the order in which they are computed.
 STAGES: Final[dict[str, Stage]] = {
-    "model": Stage(model, lambda reading: 0),
-    "statistics": Stage(statistics, lambda reading: 1),
-    "roles": Stage(roles, lambda reading: 1),
-    "distance": Stage(distance, lambda reading: 1),
-    "importance": Stage(importance, lambda reading: reading.heads + 3),
-    "pruning": Stage(pruning, lambda reading: 3 + (len(SHARES) - 2) * (2 + ORDERS)),
-    "energy": Stage(energy, lambda reading: 0),
-    "maps": Stage(maps, lambda reading: 0),
+    "model": Stage(model, lambda inputs: 0),
+    "statistics": Stage(statistics, lambda inputs: 1),
+    "roles": Stage(roles, lambda inputs: 1),
+    "distance": Stage(distance, lambda inputs: 1),
+    "importance": Stage(importance, lambda inputs: 4 if inputs.fast else inputs.heads + 5),
+    "pruning": Stage(pruning, _passes_of_pruning),
+    "energy": Stage(energy, lambda inputs: 0),
+    "maps": Stage(maps, lambda inputs: 0),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import re
@@ -23,9 +24,9 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.__main__ import main
-from heads_kernels.report import command, findings, stages
-from heads_kernels.report.maps import sharpest
+from heads_kernels.report import command, drawing, page, pictures, stages
 from heads_kernels.report.page import SECTIONS
+from heads_kernels.report.pictures import sharpest
 from heads_kernels.report.stages import STAGES
 
 pytestmark = pytest.mark.check
@@ -55,7 +56,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take most of the time of a tiny report."""
-    monkeypatch.setattr(command, "write_page", lambda *_: None)
+    monkeypatch.setattr(page, "html", lambda *_: "")
 
 
 def saved(path: Path, family: str, special: bool, **options: Any) -> Path:
@@ -109,42 +110,52 @@ def read(out: Path, stage: str) -> dict[str, Any]:
     return found
 
 
-class Links(HTMLParser):
-    """What a page points to."""
+class Page(HTMLParser):
+    """What a page holds and points to."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.links: set[str] = set()
+        self.text, self.code = text, ""
+        self.links: list[str] = []
         self.ids: set[str] = set()
-        self.tags: set[str] = set()
+        self.tags: list[str] = []
+        self.tables: set[str] = set()
+        self.alts: list[str] = []
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         given = dict(attributes)
-        self.tags.add(tag)
+        self.tags.append(tag)
         self.ids.add(given.get("id") or "")
-        self.links |= {value for name in ("href", "src") if (value := given.get(name))}
+        self.links += [value for name in ("href", "src") if (value := given.get(name))]
+        self.tables |= {given["download"]} if "download" in given else set()
+        self.alts += [given["alt"]] if tag == "img" else []
+
+    def handle_data(self, data: str) -> None:
+        self.code += data if self.tags[-1:] == ["code"] else ""
 
 
-def page(out: Path) -> Links:
-    found = Links()
-    found.feed((out / "index.html").read_text(encoding="utf-8"))
-    return found
+def page_of(out: Path) -> Page:
+    return Page((out / "index.html").read_text(encoding="utf-8"))
 
 
-def check_whole(out: Path, *undrawn: str) -> None:
-    """Every stage, every picture, no broken link, nothing half written, no file that nobody reads."""
+def check_whole(out: Path, *unsupported: str) -> None:
+    """Every stage, a page that needs no other file, nothing half written, no file that nobody reads."""
     names = {path.name for path in out.iterdir()}
-    pictures = {section.picture for section in SECTIONS} - {*undrawn}
-    files = {f"{stage}.{kind}" for stage in STAGES for kind in ("csv", "json")}
-    assert names == pictures | files | {"index.html"}
-    found = page(out)
-    assert pictures <= found.links
+    assert names == {f"{stage}.{kind}" for stage in STAGES for kind in ("csv", "json")} | {
+        "index.html"
+    }
+    found = page_of(out)
+    assert {section.anchor for section in SECTIONS} <= found.ids
+    assert found.tables == {f"{stage}.csv" for stage in STAGES}
     for link in found.links:
-        assert link.removeprefix("#") in found.ids if link.startswith("#") else link in names
-    assert "script" not in found.tags
-    assert not re.search(r"https?://", (out / "index.html").read_text())
-    for name in pictures:
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
+        assert link[1:] in found.ids if link.startswith("#") else link.startswith("data:")
+    assert not {"script", "link", "iframe"} & {*found.tags}
+    assert not re.search(r"https?://|@import|url\(", found.text)
+    for anchor, content in re.findall(r'<section id="(\w+)">(.*?)</section>', found.text, re.S):
+        assert ("<img" in content) is (anchor not in unsupported)
+    assert len({*found.alts}) == found.tags.count("img") == found.tags.count("figcaption")
+    assert all(re.search(r"\d", alt) and alt.endswith(".") for alt in found.alts)
 
 
 # ---------------------------------------------------------------------- the whole command
@@ -187,7 +198,7 @@ def test_rotary_positions_have_no_energy(text: Path, tmp_path: Path) -> None:
     assert report(model, text, out, "--only", "energy") == 0
     assert "rotary" in read(out, "energy")["skipped"][1]["reason"]
     assert "rotary" in (out / "index.html").read_text()
-    assert not (out / "energy.png").exists()
+    assert "img" not in page_of(out).tags
 
 
 def test_numbers_are_those_of_the_readings(
@@ -278,10 +289,10 @@ def test_maps_are_for_bertviz(bert: Path, text: Path, tmp_path: Path) -> None:
     assert len(attention) == len(found["attention"])
     for got, want in zip(found["attention"], attention, strict=True):
         assert_alike(torch.tensor(got), want.detach(), dtype=torch.float32)
-    assert {path.name for path in out.iterdir() if path.suffix == ".png"} == {
-        "all_maps.png",
-        "chosen_maps.png",
-    }
+    text = page_of(out).text
+    assert "0:1 attends most to" in text
+    assert "1:3 attends most to" in text
+    assert "1:2 attends most to" not in text
 
 
 def test_large_maps_are_of_the_heads_that_are_sharpest_on_the_text() -> None:
@@ -314,12 +325,87 @@ def test_rarest_word_needs_a_text_of_many_words(
 
 
 def test_layers_without_heads_are_not_the_first_or_last() -> None:
-    rows = [{"layer": 1, "head": 0, "distance": 4.0}, {"layer": 3, "head": 0, "distance": 2.0}]
-    of_model = {"table": [{"layer": layer} for layer in range(5)]}
-    said = findings.depth({"statistics": {"table": rows}, "model": of_model})
-    assert said == "4.0 tokens in layer 1, 2.0 tokens in layer 3."
-    alone = {"statistics": {"table": rows[:1]}, "model": of_model}
-    assert findings.depth(alone) == "4.0 tokens in layer 1."
+    values = [[], [4.0], [], [2.0], []]
+    drawn = drawing.by_depth("Mean distance", values, "tokens", "{:.1f}")
+    assert drawn.message == "Mean distance: 4.0 tokens in layer 1, 2.0 tokens in layer 3"
+    assert "are 4.0, 2.0 tokens. Highest: 1:0 (4.0)." in drawn.seen
+    alone = drawing.by_depth("Mean distance", values[:2], "tokens", "{:.1f}")
+    assert alone.message == "Mean distance: 4.0 tokens in layer 1"
+
+
+def test_snippet_prunes_the_heads_of_the_curve(
+    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pasted as it is, it gives the model of the curve's last point that is close enough."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(pictures, "CLOSE", 0.2)
+    assert report(bert, text, out, "--only", "pruning") == 0
+    curve = [row for row in read(out, "pruning")["table"] if row["importance"] >= 0.2]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(page_of(out).code, names)
+    model = names["model"]
+    assert sum(map(len, names["heads"].values())) == curve[-1]["closed"] > 0
+    assert (
+        sum(layer.num_heads for layer in hk.heads.attention_layers(model))
+        == 8 - curve[-1]["closed"]
+    )
+    assert (tmp_path / "pruned" / "config.json").exists()
+
+
+def test_no_snippet_where_no_head_can_be_closed() -> None:
+    table = [{"closed": 0, "importance": 1.0}, {"closed": 1, "importance": 0.1}]
+    assert pictures.prunable({"pruning": {"table": table, "order": [[0, 0]]}}) == {}
+
+
+def test_fast(bert: Path, text: Path, tmp_path: Path, passes: list[int]) -> None:
+    """Fewer passes, said on the page; the full report replaces it, and is not replaced by it."""
+    out = tmp_path / "out"
+    only = "--only", "importance", "pruning"
+    assert report(bert, text, out, *only, "--fast") == 0
+    fast, passes[0] = passes[0], 0
+    assert "leave_one_out" not in read(out, "importance")["table"][0]
+    assert [row["closed"] for row in read(out, "pruning")["table"]] == [0, 2, 3, 5, 6, 8]
+    assert f"Made with --fast: {stages.LEFT_OUT}." in page_of(out).text
+    assert report(bert, text, out, *only) == 0
+    assert passes[0] > 1.8 * fast
+    assert "Made with --fast" not in page_of(out).text
+    passes[0] = 0
+    assert report(bert, text, out, *only, "--fast") == 0
+    assert passes[0] == 0
+    assert "leave_one_out" in read(out, "importance")["table"][0]
+
+
+def test_forecast_where_the_output_is_no_terminal(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_page: None
+) -> None:
+    """The time of all passes, and of each stage as it starts."""
+    report(bert, text, tmp_path / "out", "--only", "roles", "importance", "energy")
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"about .+: 14 passes over the text, .+ each", said[0])
+    assert [line.split()[:2] for line in said[1:-1]] == [
+        ["model", "done"], ["roles", "about"], ["roles", "done"], ["importance", "about"], ["importance", "done"],
+        ["energy", "done"],
+    ]  # fmt: skip
+
+
+def test_forecast_of_passes_is_near_what_is_needed(
+    bert: Path, text: Path, tmp_path: Path, passes: list[int], no_page: None
+) -> None:
+    for fast in ([], ["--fast"]):
+        passes[0] = 0
+        report(bert, text, tmp_path / f"out {fast}", *fast)
+        inputs = argparse.Namespace(heads=8, fast=bool(fast))
+        forecast = sum(stage.passes(inputs) for stage in STAGES.values())
+        assert forecast / 1.5 <= passes[0] <= forecast  # a backward pass counts as two
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.04, "0.0 s"), (9.9, "9.9 s"), (42, "42 s"), (600, "10 min"), (9000, "2.5 h")],
+)
+def test_duration(seconds: float, said: str) -> None:
+    assert command.duration(seconds) == said
 
 
 def test_positions_behind_the_place_of_padding(text: Path, tmp_path: Path) -> None:
@@ -384,12 +470,22 @@ def test_other_text_or_model_is_read_anew(
     assert computed(other, "--limit", "3")
 
 
-def test_page_shows_what_is_of_this_text(bert: Path, text: Path, tmp_path: Path) -> None:
+def test_no_results_of_another_text_are_left(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither files nor sections; what is of this text stays, and so does what another program wrote."""
     out = tmp_path / "out"
     report(bert, text, out, "--only", "roles", "energy")
+    report(bert, text, out, "--only", "energy")
+    assert page_of(out).tables == {"model.csv", "roles.csv", "energy.csv"}
+    (out / "maps.json").write_text('{"fingerprint": "of another program"}')
+    capsys.readouterr()
     report(bert, text, out, "--only", "energy", "--limit", "2")
-    assert page(out).links >= {"energy.png", "energy.csv"}
-    assert not page(out).links & {"roles.png", "roles.csv"}
+    assert "roles        removed" in capsys.readouterr().out
+    assert page_of(out).tables == {"model.csv", "energy.csv"}
+    assert {path.name for path in out.iterdir()} == {
+        "model.csv", "model.json", "energy.csv", "energy.json", "index.html", "maps.json",
+    }  # fmt: skip
 
 
 def test_interrupted_run_leaves_whole_files(
@@ -412,12 +508,12 @@ def test_interrupted_run_leaves_whole_files(
     only = "--batch", "2", "--only", "statistics", "roles", "importance", "energy"
     assert report(bert, text, out, *only) == 130
     said = capsys.readouterr().out
-    assert re.search(r"interrupted in importance, pass \d+ of about \d+", said)
+    assert re.search(r"interrupted in importance, batch \d+ of about \d+", said)
     done = {path.name for path in out.iterdir()}
     stages = ("model", "statistics", "roles")
     assert done == {f"{stage}.{kind}" for stage in stages for kind in ("csv", "json")}
     assert report(bert, text, out, *only) == 0
-    assert "roles        was there" in capsys.readouterr().out
+    assert "roles        saved before" in capsys.readouterr().out
     assert {"importance.json", "energy.json"} <= {path.name for path in out.iterdir()}
 
 
@@ -431,7 +527,7 @@ def test_interrupted_write_leaves_what_was_there(
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("heads_kernels.report.folder.os.replace", interrupt)
+    monkeypatch.setattr("heads_kernels.report.results.os.replace", interrupt)
     assert report(bert, text, out, "--only", "energy", "maps") == 130
     assert (out / "index.html").read_bytes() == before
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
@@ -478,7 +574,7 @@ def test_bad_options(
 
 
 @pytest.mark.parametrize(
-    ("family", "said"), [("t5", "encoder-decoder"), ("mobilebert", "can not be read")]
+    ("family", "said"), [("t5", "encoder-decoder"), ("mobilebert", "cannot be read")]
 )
 def test_models_that_are_refused(
     family: str, said: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -501,7 +597,7 @@ def test_model_of_images(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     save_tokenizer(tmp_path / "vit", special=True)
     with pytest.raises(SystemExit):
         report(tmp_path / "vit", text, tmp_path / "out")
-    assert "reads pixel_values (vit), no text" in capsys.readouterr().err
+    assert "takes pixel_values (vit), not text" in capsys.readouterr().err
 
 
 def test_file_of_weights_cut_off(
@@ -512,7 +608,7 @@ def test_file_of_weights_cut_off(
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(SystemExit):
         report(model, text, tmp_path / "out")
-    assert "can not be read" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_tokenizer_that_is_missing_or_another_models(
@@ -529,7 +625,7 @@ def test_tokenizer_that_is_missing_or_another_models(
     model.save_pretrained(small)
     with pytest.raises(SystemExit):
         report(small, text, tmp_path / "out")
-    assert "weights for 8 tokens" in capsys.readouterr().err
+    assert "embeddings of 8 tokens" in capsys.readouterr().err
 
 
 def test_missing_extra(

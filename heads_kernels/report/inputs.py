@@ -1,4 +1,4 @@
-"""The model of a report and the text that it reads."""
+"""The model of a report and its text, loaded and checked."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ Batch = dict[str, Tensor]
 
 
 class BadOption(Exception):
-    """An option does not go with the model; the message names it."""
+    """An option that does not fit the model; the message names it."""
 
     def __init__(self, option: str, was: str, instead: str) -> None:
         super().__init__(f"argument --{option}: {was}; {instead}")
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    """A model in use, and the text as batches for it.
+class Inputs:
+    """The model and the text.
 
     Attributes:
-        name: of the model's folder, and of the one around it.
-        model: a transformers model that gives `last_hidden_state`.
+        name: the last two parts of the model's path.
+        model: a transformers model whose output has `last_hidden_state`.
         tokenizer: of transformers.
         layers: the model's attention layers.
         ids: the tokens of each line.
-        batches: of all lines, the short ones first, padded on the right.
-        sentence: the tokens whose maps are drawn.
-        fingerprint: of model and text: another one, other findings.
+        batches: all lines, short ones first, padded on the right.
+        sentence: the tokens whose attention maps are drawn.
+        digest: of model and text.
+        fast: whether stages that have a cheaper form run it.
     """
 
     name: str
@@ -47,25 +48,32 @@ class Reading:
     ids: list[list[int]]
     batches: list[Batch]
     sentence: list[int]
-    fingerprint: str
+    digest: str
+    fast: bool = False
 
     @property
     def heads(self) -> int:
         return sum(layer.num_heads for layer in self.layers)
 
+    def fingerprint(self, stage: str) -> str:
+        """Equal fingerprints, equal results."""
+        if stage != "maps":
+            return self.digest
+        return hashlib.sha256(f"{self.digest} {self.sentence}".encode()).hexdigest()[:32]
+
     def words(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as a person reads them."""
+        """Tokens as text."""
         texts = [self.tokenizer.decode([token]).strip() for token in ids]
         names = self.tokenizer.convert_ids_to_tokens(list(ids))
         return [text or str(name) for text, name in zip(texts, names, strict=True)]
 
 
-def load(options: argparse.Namespace) -> Reading:
-    """The model and text of these options.
+def load(options: argparse.Namespace) -> Inputs:
+    """Load the model and text of these options.
 
     Raises:
-        BadOption: a model that can not be read, or without a tokenizer; heads that it has not; a sentence or a text
-            that has no tokens.
+        BadOption: a model that cannot be read or has no tokenizer; heads that it does not have; a sentence or text
+            without tokens.
     """
     model = _model(options.model)
     tokenizer = _tokenizer(options.model)
@@ -80,11 +88,11 @@ def load(options: argparse.Namespace) -> Reading:
         raise BadOption("text", "has no tokens", "pass text that the model's tokenizer knows")
     known = model.get_input_embeddings().num_embeddings
     if (highest := max(map(max, ids))) >= known:
-        was = f"has a tokenizer that gives token {highest}, but weights for {known} tokens"
-        raise BadOption("model", was, "save the tokenizer that it was trained with beside it")
+        was = f"has a tokenizer that gives token {highest}, but embeddings of {known} tokens"
+        raise BadOption("model", was, "save the tokenizer that it was trained with in its folder")
     for layer, head in options.heads or ():
         _check_head(layers, layer, head)
-    return Reading(
+    return Inputs(
         name="/".join(options.model.resolve().parts[-2:]),
         model=model,
         tokenizer=tokenizer,
@@ -92,7 +100,8 @@ def load(options: argparse.Namespace) -> Reading:
         ids=ids,
         batches=_batches(ids, options.batch, tokenizer.pad_token_id or 0),
         sentence=_sentence(options.sentence, tokenizer, longest) or ids[0],
-        fingerprint=_fingerprint(options.model, ids),
+        digest=_digest(options.model, ids),
+        fast=options.fast,
     )
 
 
@@ -106,19 +115,19 @@ def _model(path: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         if config.is_encoder_decoder:
-            was = f"is an encoder-decoder model ({config.model_type}), which reads pairs of texts"
+            was = f"is an encoder-decoder model ({config.model_type}), which takes pairs of texts"
             raise BadOption("model", was, instead)
         model = hk.integrations.transformers.from_pretrained(
             path, dtype=torch.float32, local_files_only=True
         )
         if model.main_input_name != "input_ids":
-            was = f"reads {model.main_input_name} ({config.model_type}), no text"
+            was = f"takes {model.main_input_name} ({config.model_type}), not text"
             raise BadOption("model", was, instead)
         model.config.use_cache = False
         hk.integrations.transformers.use(model.eval())
         heads = [layer.num_heads for layer in hk.heads.attention_layers(model)]
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise BadOption("model", f"can not be read: {error}", instead) from error
+        raise BadOption("model", f"cannot be read: {error}", instead) from error
     if not any(heads):
         raise BadOption("model", "has no heads left", instead)
     return model
@@ -127,26 +136,26 @@ def _model(path: Path) -> Any:
 def _tokenizer(path: Path) -> Any:
     import transformers
 
-    instead = "save it there by tokenizer.save_pretrained"
+    instead = "save it there with tokenizer.save_pretrained"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         was = f"has no tokenizer ({str(error).splitlines()[0]})"
         raise BadOption("model", was, instead) from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
-    if not any((path / name).exists() for name in names):  # transformers makes an empty one
+    if not any((path / name).exists() for name in names):  # transformers makes up an empty one
         raise BadOption("model", "has no tokenizer", instead)
     return tokenizer
 
 
 def _longest(model: Any, tokenizer: Any, tokens: int) -> int:
-    """How many tokens the model takes at most, and the user wants."""
+    """The most tokens of a line: the fewest of what the model takes and the user asked for."""
     positions = getattr(model.config, "max_position_embeddings", None) or tokens
     return int(min(tokens, positions - _first_position(model), tokenizer.model_max_length))
 
 
 def _first_position(model: Any) -> int:
-    """Of the first token: RoBERTa and those like it count from behind the place of padding."""
+    """The position of the first token: RoBERTa and its relatives start after the padding index."""
     return next(
         (
             module.padding_idx + 1
@@ -196,8 +205,8 @@ def batch_of(rows: list[list[int]], padding: int = 0) -> Batch:
     return {"input_ids": tokens, "attention_mask": real.long()}
 
 
-def _fingerprint(folder: Path, ids: list[list[int]]) -> str:
-    """Of the package's version, names, sizes and times of the model's files, and the tokens."""
+def _digest(folder: Path, ids: list[list[int]]) -> str:
+    """Of the package's version, the names, sizes and times of the model's files, and the tokens."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([hk.__version__, stats, ids]).encode()).hexdigest()[:32]
