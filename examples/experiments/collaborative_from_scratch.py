@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any, Final
 
 import torch
 from corpus import END, Batch, padded
 from lab import Lab, Run
 from matplotlib.figure import Figure
-from plots import BLUE, ORANGE, line
+from plots import BLUE, ORANGE, legend, line, message
 from tables import by_seed, each, markdown
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -170,20 +170,23 @@ def cost_cells(row: Mapping[str, float]) -> list[str]:
 
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
-    """Quality over the key width, and over the parameters of queries and keys."""
+    """Quality over the key width."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
-    sentences, loss = figure.subplots(1, 2)
     D_ks = widths(settings["width"])
-    for axes, what, title, factor in (
-        (sentences, "sentences", "Sentences translated right, %", 100),
-        (loss, "loss", "Held-out loss, nats a word", 1),
-    ):
+    for axes, what, words, factor, form in zip(
+        figure.subplots(1, 2), ("sentences", "loss"), ("sentences translated right, %", "held-out loss, nats a word"),
+        (100, 1), (".0f", ".2f"), strict=True,
+    ):  # fmt: skip
+        narrowest = []
         for kind, color in KINDS.items():
             models = [by_seed(runs, label(kind, D_k)) for D_k in D_ks]
-            line(axes, D_ks, [[factor * m[what] for m in of] for of in models], color, kind)
-        axes.set(title=title, xlabel="key width of all heads, D_k", xscale="log")
+            values = [[factor * m[what] for m in of] for of in models]
+            line(axes, D_ks, values, color, kind)
+            narrowest.append(f"{mean(values[-1]):{form}} {kind}")
+        message(axes, f"At D_k {D_ks[-1]}, {words}: {', '.join(narrowest)}")
+        axes.set(xlabel="key width of all heads, D_k (logarithmic)", ylabel=words, xscale="log")
         axes.set_xticks(D_ks, [str(D_k) for D_k in D_ks])
         axes.set_xticks([], minor=True)
-        axes.grid(alpha=0.3)
-    sentences.legend()
+        axes.grid()
+        legend(axes)
     return figure

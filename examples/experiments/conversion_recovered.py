@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from statistics import mean
 from typing import Any, Final
 
 import l0_by_kind
 from lab import Lab, Run
 from matplotlib.figure import Figure
-from plots import BLUE, GREEN, GREY, ORANGE, line
+from plots import BLUE, GREEN, GREY, ORANGE, legend, line, message
 from tables import by_seed, each, markdown
 from training import learn_on
 from translators import corpus_of, more_batches, quality, read_batches, settings_of, trained
@@ -108,19 +109,28 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
     """Quality over the share of features, converted and trained on."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = dict(zip(("at_once", "after"), figure.subplots(1, 2, sharey=True), strict=True))
-    titles = {"at_once": "converted, as it is", "after": "converted and trained on"}
-    levels = {"at_once": ("before", "not converted"), "after": ("control", "control")}
+    titles = {"at_once": "", "after": " and trained on"}
+    levels = {
+        "at_once": ("before", "not converted"),
+        "after": ("control", "control, not converted"),
+    }
     shares = [100 * share for share in SHARES]
     for when, axes in panels.items():
+        means = []
         for choice, color in CHOICES.items():
             models = [by_seed(runs, label(choice, share)) for share in SHARES]
             values = [[100 * m[when]["sentences"] for m in of_seeds] for of_seeds in models]
             line(axes, shares, values, color, choice)
+            means.append(f"{mean(values[-1]):.0f} % by {choice}")
         name, words = levels[when]
-        found = [100 * m[when]["sentences"] for m in by_seed(runs, name)]
-        axes.axhline(sum(found) / len(found), color=GREY, lw=1, ls=":", label=words)
-        axes.set(title=f"Sentences right, %, {titles[when]}", xticks=shares)
-        axes.set(xlabel="features a layer, % of the width of its queries")
-        axes.grid(alpha=0.3)
-        axes.legend()
+        level = mean(100 * m[when]["sentences"] for m in by_seed(runs, name))
+        axes.axhline(level, color=GREY, lw=1, ls=":", label=words)
+        message(
+            axes,
+            f"Converted to {shares[-1]:g} % of the features{titles[when]}, sentences right: {'; '.join(means)}",
+        )
+        axes.set(xlabel="features a layer, % of the width of its queries", xticks=shares)
+        axes.set(ylabel="sentences translated right, %")
+        axes.grid()
+        legend(axes)
     return figure

@@ -19,9 +19,9 @@ from typing import Any, Final
 import sentences
 import torch
 from lab import Lab, Run
-from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plots import BLUE, GREY, ORANGE
+from plots import BLUE, DEPTH, GREY, ORANGE, message
 from rankings import relevance_of, scores_of
 from tables import markdown
 from torch import Tensor, nn
@@ -176,7 +176,7 @@ def table_of_layers(runs: Mapping[str, Any]) -> str:
     for number, layer in enumerate(runs["attention, MiniLM"]["statistics"]["layers"]):
         odd = odd_heads(distance, number)
         rows.append([
-            f"layer {number + 1}", f"{distance['within'][number]:.3f}",
+            f"layer {number}", f"{distance['within'][number]:.3f}",
             f"{control['within'][number]:.3f}", len(odd),
             *(f"{mean(layer[what]):.2f}" for what in ("confidence", "entropy")),
             f"{mean(layer['distance']):.1f}", f"{100 * mean(layer['to_special']):.0f}",
@@ -208,14 +208,14 @@ def table_of_roles(runs: Mapping[str, Any]) -> str:
 
 
 def layer_of(role: Mapping[str, Any]) -> int:
-    """The number in the name of the layer, counted from 1."""
-    return 1 + next(int(part) for part in role["layer"].split(".") if part.isdigit())
+    """The number in the name of the layer."""
+    return next(int(part) for part in role["layer"].split(".") if part.isdigit())
 
 
 def table_of_energy(runs: Mapping[str, Any]) -> str:
     trained, control = (runs[f"energy, {name}"]["layers"] for name in MODELS)
     rows = []
-    for number, (layer, random) in enumerate(zip(trained, control, strict=True), 1):
+    for number, (layer, random) in enumerate(zip(trained, control, strict=True)):
         stacked = [layer[f"stacked_{what}"] for what in ("query", "key", "product")]
         rows.append([f"layer {number}", *stacked, random["stacked_product"],
             f"{mean(layer['heads']):.1f}", f"{mean(random['heads']):.1f}"])  # fmt: skip
@@ -245,31 +245,52 @@ def table_of_importance(found: Mapping[str, Any]) -> str:
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
     """Distances over depth, the heads in the plane, energy over dimensions."""
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     depth, plane, held = figure.subplots(1, 3)
     distance, control = (runs[f"attention, {name}"]["distance"] for name in MODELS)
-    layers = range(1, len(distance["within"]) + 1)
-    depth.plot(layers, distance["within"], color=BLUE, label="MiniLM")
-    depth.plot(layers, control["within"], color=GREY, label="random weights")
-    depth.set(title="Distance between the heads of a layer, nats", xlabel="layer", ylim=(0, None))
+    within = distance["within"]
+    last = len(within) - 1
+    depth.plot(within, "o-", color=BLUE, markersize=4, label="MiniLM")
+    depth.plot(control["within"], "o-", color=GREY, markersize=4, label="random weights")
+    message(
+        depth,
+        f"Heads of a layer are {within[0]:.2f} nats apart in layer 0, {within[-1]:.2f} in layer {last}",
+    )
+    depth.set(xlabel="layer", ylabel="divergence of two heads, mean, nats", ylim=(0, None))
+    depth.set_xticks(range(last + 1))
     points = torch.tensor(distance["embedding"])
-    colors = colormaps["viridis"].resampled(len(layers))
-    for number in layers:
-        own = [row for row, (place, _) in enumerate(distance["heads"]) if place == number - 1]
-        color = colors(number - 1)
-        depth.plot(number, distance["within"][number - 1], "o", color=color)
-        plane.plot(*points[own].T, "o", color=color, markersize=4)
-        curve = runs["energy, MiniLM"]["layers"][number - 1]["curve"]
-        places = [place / len(curve) for place in range(1, len(curve) + 1)]
-        held.plot(places, curve, color=color, lw=1.2)
-    plane.set(title="All heads, as far apart as they attend", xticks=[], yticks=[])
-    head = runs["energy, MiniLM"]["layers"][0]["head_curve"]
-    places = [place / len(head) for place in range(1, len(head) + 1)]
-    held.plot(places, head, color=ORANGE, ls="--", label="a head (mean of layer 1)")
-    held.plot([], [], color=colors(0), label="all heads of each layer")
-    held.axhline(ENERGY, color=GREY, lw=1, ls=":")
-    held.set(title="Energy of W_Q W_K^T", xlabel="share of the dimensions", ylim=(0, 1.02))
+    layers = [layer for layer, _ in distance["heads"]]
+    drawn = plane.scatter(*points.T, c=layers, cmap=DEPTH, s=16)
+    closest = min(range(last + 1), key=within.__getitem__)
+    message(
+        plane, f"Heads that attend alike are near each other; those of layer {closest} are closest"
+    )
+    plane.set(xlabel="first coordinate, nats", ylabel="second coordinate, nats")
+    figure.colorbar(drawn, ax=plane, label="layer", ticks=range(last + 1))
+    energies = runs["energy, MiniLM"]["layers"]
+    for layer in (0, last // 2, last):
+        curve(held, energies[layer]["curve"], DEPTH(layer / last), f"all heads, layer {layer}")
+    curve(held, energies[0]["head_curve"], ORANGE, "one head, mean of layer 0")
+    held.axhline(100 * ENERGY, color=GREY, lw=1, ls=":", label=f"{ENERGY:.0%}")
+    stacked, single = (
+        [100 * need for need in needs] for needs in zip(*map(shares_needed, energies), strict=True)
+    )
+    message(held, f"{ENERGY:.0%} of the energy is in {min(stacked):.0f} to {max(stacked):.0f} % of the dimensions of "
+        f"all heads, {min(single):.0f} to {max(single):.0f} % of one head's")  # fmt: skip
+    held.set(xlabel="dimensions, % of all", ylabel="energy of $W_Q W_K^T$, %", ylim=(0, 102))
     for axes in (depth, held):
         axes.legend()
-        axes.grid(alpha=0.3)
+    for axes in (depth, plane, held):
+        axes.grid()
     return figure
+
+
+def curve(axes: Axes, shares: list[float], color: Any, label: str) -> None:
+    places = [100 * place / len(shares) for place in range(1, len(shares) + 1)]
+    axes.plot(places, [100 * share for share in shares], color=color, lw=1.6, label=label)
+
+
+def shares_needed(layer: Mapping[str, Any]) -> tuple[float, float]:
+    """The shares of the dimensions that hold `ENERGY`: of all heads together, and of a head on average."""
+    stacked_of, head_of = layer["dimensions"]
+    return layer["stacked_product"] / stacked_of, mean(layer["heads"]) / head_of

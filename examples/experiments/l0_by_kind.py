@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from statistics import mean
 from typing import Any
 
 from lab import Lab, Results, Run
 from matplotlib.figure import Figure
-from plots import BLUE, GREY, ORANGE, line
+from plots import BLUE, GREY, ORANGE, legend, line, message
 from report import COLORS
 from tables import by_seed, each, markdown
 from training import learn, learn_gates, learn_on
@@ -84,31 +85,38 @@ def row(name: str, models: list[Run]) -> list[str]:
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
     """Quality over open heads, and which kinds the open heads are of."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     sentences, *kinds = figure.subplots(1, 3)
-    counts = settings["open_heads"]
+    counts, all_heads = settings["open_heads"], 3 * share_of(settings)
+    fewest = []
     for start, color in STARTS.items():
         models = [by_seed(runs, label(start, heads)) for heads in counts]
         values = [[100 * m["sentences"] for m in of_seeds] for of_seeds in models]
         line(sentences, counts, values, color, start)
-        control = [100 * m["sentences"] for m in by_seed(runs, label(start, None))]
-        level = sum(control) / len(control)
+        level = mean(100 * m["sentences"] for m in by_seed(runs, label(start, None)))
         sentences.axhline(level, color=color, lw=1, ls=":", label=f"{start}, no gates")
-    sentences.set(title="Sentences translated right, %", xlabel="open heads", xticks=counts)
-    sentences.grid(alpha=0.3)
-    sentences.legend()
+        fewest.append(f"{mean(values[-1]):.0f} % {start}")
+    message(
+        sentences, f"{counts[-1]} of {all_heads} heads open, sentences right: {', '.join(fewest)}"
+    )
+    sentences.set(ylabel="sentences translated right, %")
+    legend(sentences)
     for axes, start in zip(kinds, STARTS, strict=True):
+        left = []
         for kind, color in COLORS.items():
             models = [by_seed(runs, label(start, heads)) for heads in counts]
             values = [
                 [100 * m["open_heads"][kind] / share_of(settings) for m in of] for of in models
             ]
             line(axes, counts, values, color, kind)
-        all_heads = 3 * share_of(settings)
+            left.append(f"{mean(values[-1]):.0f} % of {kind}")
         axes.plot([0, all_heads], [0, 100], color=GREY, lw=1, ls=":", label="all kinds alike")
-        axes.set(title=f"Open, % of each kind, {start}", xlabel="open heads", xticks=counts)
-        axes.grid(alpha=0.3)
-    kinds[0].legend()
+        message(axes, f"{start.capitalize()}, {counts[-1]} heads open: {', '.join(left)}")
+        axes.set(ylabel="open heads, % of each kind", ylim=(-5, 130), yticks=range(0, 101, 20))
+        legend(axes)
+    for axes in (sentences, *kinds):
+        axes.set(xlabel=f"open heads of {all_heads}", xticks=counts)
+        axes.grid()
     return figure
 
 

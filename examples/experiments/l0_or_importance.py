@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from statistics import mean
 from typing import Any, Final
 
 import l0_by_kind
 from lab import Lab, Run
 from matplotlib.figure import Figure
-from plots import BLUE, GREEN, GREY, ORANGE, PURPLE, line
+from plots import BLUE, GREEN, GREY, ORANGE, PURPLE, legend, line, message
 from rankings import by_layer, random_ranking, scores_of
 from report import COLORS, open_heads
 from tables import by_seed, each, markdown
@@ -121,20 +122,24 @@ def quality_cells(models: list[Run]) -> list[str]:
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
     """Quality over open heads, pruned at once and trained on."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
     panels = dict(zip(("at_once", "after"), figure.subplots(1, 2, sharey=True), strict=True))
-    titles = {"at_once": "pruned, as it is", "after": "pruned and trained on as long"}
-    counts = settings["open_heads"]
+    counts, means = settings["open_heads"], {}
     for when, axes in panels.items():
         for choice, color in {"L0": ORANGE, **CHOICES}.items():
             models = [by_seed(runs, label(choice, heads)) for heads in counts]
             if when in models[0][0]:
                 values = [[100 * m[when]["sentences"] for m in of_seeds] for of_seeds in models]
                 line(axes, counts, values, color, choice)
-        axes.set(title=f"Sentences right, %, {titles[when]}", xlabel="open heads", xticks=counts)
-        axes.grid(alpha=0.3)
-    control = [100 * m["after"]["sentences"] for m in by_seed(runs, "all heads")]
-    level = sum(control) / len(control)
-    panels["after"].axhline(level, color=GREY, lw=1, ls=":", label="all heads, trained on")
-    panels["after"].legend()
+                means[when, choice] = [mean(each) for each in values]
+        axes.set(xlabel="open heads", ylabel="sentences translated right, %", xticks=counts)
+        axes.grid()
+        legend(axes)
+    chosen, random = (means["at_once", choice][0] for choice in ("gradient", "at random"))
+    message(panels["at_once"], f"Pruned to {counts[0]} heads, sentences right: {chosen:.0f} % by gradient, "
+        f"{random:.0f} % at random")  # fmt: skip
+    chosen, random, l0 = (means["after", choice][-1] for choice in ("gradient", "at random", "L0"))
+    control = mean(100 * m["after"]["sentences"] for m in by_seed(runs, "all heads"))
+    message(panels["after"], f"Trained on, {counts[-1]} heads: {chosen:.0f} % by gradient, {random:.0f} % at random, "
+        f"{l0:.0f} % with L0 gates; all heads {control:.0f} %")  # fmt: skip
     return figure

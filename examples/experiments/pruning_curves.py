@@ -19,7 +19,7 @@ import translators
 from lab import Lab, Run
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plots import BLUE, GREEN, GREY, ORANGE, PINK, PURPLE
+from plots import BLUE, GREY, ORANGE, PURPLE, message
 from rankings import Ranking, by_layer, random_ranking, relevance_of, scores_of
 from tables import by_seed, markdown
 from torch import nn
@@ -28,16 +28,12 @@ import heads_kernels as hk
 
 NAME = "pruning_curves"
 RANDOM: Final = "at random"
-COLORS: Final = {
-    "leave one out": BLUE,
-    "gradient": GREEN,
-    "gradient by token": PINK,
-    "gradient, l2 per layer": PURPLE,
-    "Fisher": ORANGE,
-    "confidence": "#b8860b",
-    "leave one out, without a loss": "#17a2b8",
-    "Fisher, without a loss": "#8c564b",
-    "relevance": "#6b8e23",
+#: The orders that are drawn, beside random ones: more lines could not be told apart. The tables have all.
+DRAWN: Final = {
+    "Fisher": (ORANGE, "-"),
+    "leave one out": (BLUE, "-"),
+    "confidence": (PURPLE, "-"),
+    "Fisher, reversed": (ORANGE, "--"),
 }
 
 
@@ -163,32 +159,39 @@ def orders_of(models: list[Run], what: str) -> dict[str, list[list[float]]]:
 
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
-    """Quality over closed heads: lowest first as a line, reversed dashed, random orders as a grey range."""
+    """Quality over closed heads in a few orders; random orders as their mean and a grey range."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     translation = by_seed(runs, "translation")
-    panel(left, [runs["MiniLM"]], "neighbours", "MiniLM: same nearest neighbour, %")
-    panel(middle, [runs["MiniLM"]], "cosine", "MiniLM: cosine with the original, %")
-    panel(right, translation, "words", "Translation: words right, %")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    panel(left, [runs["MiniLM"]], "neighbours", "MiniLM", "same nearest neighbour")
+    panel(middle, [runs["MiniLM"]], "cosine", "MiniLM", "cosine with the original")
+    panel(right, translation, "words", "Translation", "words right")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
-def panel(axes: Axes, models: list[Run], what: str, title: str) -> None:
+def panel(axes: Axes, models: list[Run], what: str, model: str, unit: str) -> None:
     counts = [0, *models[0]["counts"]]
     whole = [[m["whole"][what] for m in models]]
-    for order, places in orders_of(models, what).items():
-        values = [[100 * value for value in place] for place in (*whole, *places)]
-        means = [mean(place) for place in values]
+    orders = orders_of(models, what)
+    means = {}
+    for order in (*DRAWN, RANDOM):
+        values = [[100 * value for value in place] for place in (*whole, *orders[order])]
+        means[order] = [mean(place) for place in values]
         if order == RANDOM:
             low, high = [min(place) for place in values], [max(place) for place in values]
-            axes.fill_between(counts, low, high, color=GREY, alpha=0.3, lw=0)
-            axes.plot(counts, means, color=GREY, label=f"{RANDOM}: mean, range")
+            axes.fill_between(
+                counts, low, high, color=GREY, alpha=0.3, lw=0, label="range of random orders"
+            )
+            axes.plot(counts, means[order], color=GREY, label=f"{RANDOM}, mean")
         else:
-            back = order.endswith("reversed")
-            color = COLORS[order.removesuffix(", reversed")]
-            label = None if back else order
-            axes.plot(counts, means, color=color, ls="--" if back else "-", label=label, lw=1.3)
-    axes.plot([], [], color=GREY, ls="--", label="reversed")
-    axes.set(title=title, xlabel="closed heads")
-    axes.grid(alpha=0.3)
+            color, style = DRAWN[order]
+            axes.plot(counts, means[order], color=color, ls=style, label=order, lw=1.6)
+    half = len(counts) // 2
+    chosen, random = (means[order][half] for order in ("Fisher", RANDOM))
+    message(
+        axes,
+        f"{model}, {counts[half]} heads closed: {unit} {chosen:.0f} % by Fisher, {random:.0f} % at random",
+    )
+    axes.set(xlabel="closed heads, the lowest scores first", ylabel=f"{unit}, %")
+    axes.grid()
