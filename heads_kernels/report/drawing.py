@@ -302,7 +302,7 @@ def map_of_head(rows: Any, tokens: list[str]) -> Figure:
     figure, axes = canvas(WIDTH - 0.6)
     image = _map(axes, np.array(rows))
     T, room = len(tokens), 72 * (WIDTH - 1.9) / 1.2  # points for the tokens
-    step = ceil(5 * T / room)  # 5 points are readable
+    step = ceil(6 * T / room)  # 6 points are readable
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(range(0, T, step), tokens[::step], fontsize=min(8.0, room * step / T),
             parse_math=False)  # fmt: skip

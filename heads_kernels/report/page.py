@@ -67,7 +67,7 @@ SECTIONS: Final = (
         "Rows of a square are tokens, downwards; columns are the tokens that they attend to, to the right."),
     Section("maps", "One sentence, a few heads", pictures.chosen_maps,
         "The heads of --heads, or the sharpest of each layer on the whole text (in this sentence if there are no "
-        "statistics). For BertViz: found = json.load(open('maps.json')); "
+        "statistics). For BertViz, in the folder of the report: found = json.load(open('maps.json')); "
         "head_view([torch.tensor(layer) for layer in found['attention']], found['tokens'])."),
 )  # fmt: skip
 
@@ -136,7 +136,9 @@ def _head(found: Findings, sections: list[Section]) -> Iterator[str]:
 
 def _section(section: Section, found: Findings, model: str) -> Iterator[str]:
     said, drawn = section.content(found)
-    yield f'<section id="{section.anchor}"><h2>{section.title}</h2><p>{escape(said)}</p>'
+    yield f'<section id="{section.anchor}"><h2>{section.title}</h2>'
+    if said:
+        yield f"<p>{escape(said)}</p>"
     yield f'<div class="pictures">{"".join(map(_figure, drawn))}</div>'
     if section.stage == "pruning":
         yield from _snippet(found, model)

@@ -153,7 +153,7 @@ def sharpness(found: Findings) -> tuple[str, list[Picture]]:
     entropy = by_layer(found, "statistics", "entropy")
     far, farthest = by_layer(found, "statistics", "distance"), top_row(table, "distance")
     return f"The sharpest heads are {sharp}; the mean of all is {average}.", [
-        drawing.grid(f"{head_name(table[0])} gives {percent(table[0]['confidence'])} to one token",
+        drawing.grid(f"{head_name(table[0])} gives {percent(table[0]['confidence'])} of its attention to one token",
             "attention of the likeliest token (confidence)", confidence, "% of attention"),
         drawing.by_depth("Entropy of attention", entropy, "nats", "{:.2f}"),
         drawing.grid(f"{head_name(farthest)} attends farthest: {farthest['distance']:.1f} tokens away",
@@ -255,7 +255,7 @@ def energy(found: Findings) -> tuple[str, list[Picture]]:
         )
         pictures.append(
             Picture(f"{whose}: 90 % of the energy in {enough} of {rows[0]['dimensions']} dimensions",
-                f"Rising curves, one for each layer. 90 % of the energy needs {each}.",
+                f"Rising curves of at most {drawing.MOST_CURVES} layers. Dimensions for 90 % of the energy: {each}.",
                 drawing.curves_of_layers({layer["layer"]: [0.0, *layer[name]] for layer in layers},
                     f"dimensions, % of {rows[0]['dimensions']}", "captured energy of $W_Q^\\top W_K$, %",
                     (90, "90 %")))
@@ -266,7 +266,7 @@ def energy(found: Findings) -> tuple[str, list[Picture]]:
     each = ", ".join(f"{error} % in layer {layer}" for layer, error in halves.items())
     pictures.append(
         Picture(f"With half of the features the error is {span([*halves.values()])} %",
-            f"Falling curves, one for each layer. With half of the features the error is {each}.",
+            f"Falling curves of at most {drawing.MOST_CURVES} layers. With half of the features the error is {each}.",
             drawing.curves_of_layers(errors, f"features kept, % of {features}",
                 "error of the products of all heads, %", None))
     )  # fmt: skip
