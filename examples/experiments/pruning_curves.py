@@ -28,7 +28,7 @@ import heads_kernels as hk
 
 NAME = "pruning_curves"
 RANDOM: Final = "at random"
-#: The orders that are drawn, beside random ones: more lines could not be told apart. The tables have all.
+#: The orders that are drawn, beside random ones: more lines would be hard to distinguish. The tables have all.
 DRAWN: Final = {
     "Fisher": (ORANGE, "-"),
     "leave one out": (BLUE, "-"),

@@ -29,7 +29,7 @@ NO_HEAD: Final = "#eceae4"
 WIDTH: Final = (
     4.9  # inches: 470 CSS pixels, two pictures side by side on a wide screen, one on a phone
 )
-#: Curves of a plot, beside a level: five lines can be told apart.
+#: Curves of a plot, beside a level: five lines can be distinguished.
 MOST_CURVES: Final = 4
 
 STYLE: Final[Any] = {

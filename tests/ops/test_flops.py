@@ -109,8 +109,8 @@ def test_executed_by_asking_every_pair(case: Case) -> None:
         for b in range(p.B):
             gate = torch.ones(()) if p.gate is None else p.gate
             gate = gate[None] if gate.dim() == 1 else gate
-            shut = gate.dim() >= 2 and gate[0, 0].numel() == 1 and p.gate_activation == "identity"
-            if shut and gate.expand(p.B, p.H, *gate.shape[2:])[b, h].item() == 0:
+            closed = gate.dim() >= 2 and gate[0, 0].numel() == 1 and p.gate_activation == "identity"
+            if closed and gate.expand(p.B, p.H, *gate.shape[2:])[b, h].item() == 0:
                 continue
             total += 2 * int(visible[b, h].sum()) * (width + p.Dv)
     assert p.flops() == total
@@ -178,7 +178,7 @@ def test_gates_count_open_heads() -> None:
     assert gated(gate=per_batch).open_heads().tolist() == (per_batch != 0).tolist()
     assert gated(gate=torch.zeros(1)).flops() == 0
     assert gated(gate=torch.zeros(1, H, 1, 1)).flops() == 0
-    # Zeros that shut no head exactly: logits, and gates of tokens.
+    # Zeros that close no head: logits, and gates of tokens.
     assert gated(gate=torch.zeros(H), gate_activation="sigmoid").flops() == gated().flops()
     assert gated(gate=torch.zeros(B, H, T)).flops() == gated().flops()
 

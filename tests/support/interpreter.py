@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests use it: mends for what is wrong or slow in Triton 3.6 to 3.9.
+"""Triton's interpreter as the tests use it: corrections of what is wrong or slow in Triton 3.6 to 3.9.
 
 It runs kernels on CPU tensors in NumPy, one program after another, in processes that were started
 with TRITON_INTERPRET=1. It shows wrong numbers and wrong addresses; races it can not show.
