@@ -112,7 +112,7 @@ clean: ## remove what was built
 	touch $@
 
 .venv/stamp-docs: .venv/stamp-test pyproject.toml
-	$(INSTALL) --no-build-isolation -e ".[docs]"
+	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[docs]"
 	touch $@
 
 # The oldest Triton in a folder of its own, with a NumPy that its interpreter works with.

@@ -287,7 +287,7 @@ class Problem(NamedTuple):
 
     # ------------------------------------------------------------------ what is computed
     def open_heads(self) -> Tensor:
-        """`[B, H]` bool: False where an identity gate shuts a whole head exactly."""
+        """`[B, H]` bool: False where an identity gate closes a whole head."""
         closed = closed_heads(self.gate, self.gate_activation)
         if closed is None:
             return torch.ones(self.B, self.H, dtype=torch.bool, device=self.query.device)
@@ -348,7 +348,7 @@ class Problem(NamedTuple):
 
 
 def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
-    """`[B or 1, H or 1]` bool, True where an identity gate shuts a whole head exactly; None where no gate can."""
+    """`[B or 1, H or 1]` bool, True where an identity gate closes a whole head; None where no gate can."""
     if gate is None or activation != "identity":
         return None
     heads = gate[None] if gate.dim() == 1 else gate

@@ -41,7 +41,7 @@ class Gate {
 
   HK_DEVICE bool elementwise() const { return elementwise_; }
 
-  // An identity gate shuts the whole head exactly.
+  // An identity gate of 0 closes the whole head.
   HK_DEVICE bool closes(int b, int h) const {
     return per_head_ && activation_ == Activation::kIdentity &&
            load_number(data_, dtype_, b * stride_[0] + h * stride_[1]) == 0.0f;

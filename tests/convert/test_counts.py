@@ -154,8 +154,8 @@ def test_masks_gates_and_ragged_heads_take_their_share() -> None:
     assert (half.query, half.key, half.value, half.output) == (
         whole.query, whole.key, whole.value, whole.output,
     )  # fmt: skip
-    shut = count_flops(T, T, D_in, D_k, H, Ds, open_heads=0)
-    assert shut.scores == shut.values == shut.mixing == 0
+    closed = count_flops(T, T, D_in, D_k, H, Ds, open_heads=0)
+    assert closed.scores == closed.values == closed.mixing == 0
     disjoint = count_flops(T, T, D_in, D_k, H, Ds, executed_features=Ds)
     assert disjoint.scores == 2 * T * T * Ds
     assert disjoint.mixing == T * Ds

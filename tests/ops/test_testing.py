@@ -29,6 +29,7 @@ from heads_kernels.testing import (
     surrounded,
     time_in_turn,
 )
+from heads_kernels.testing.accuracy import _chance
 from heads_kernels.testing.rounding import unit
 
 SMALL = find("gated_attention", "closed_batch_heads")
@@ -253,3 +254,12 @@ def test_dirty_allocator() -> None:
     like = torch.ones(1)
     dirty_allocator(like)
     assert any(torch.empty(n).isnan().any() for n in (64, 256, 1024, 4096, 16384))
+
+
+def test_chance_is_one_in_a_million() -> None:
+    """Of sums of roundings, whose variance is a third of the square of their bound; many numbers need no allowance."""
+    for count in range(1, 25):
+        chi_squared = 3 * count * _chance(count) ** 2
+        exceeded = torch.special.gammaincc(torch.tensor(count / 2.0), torch.tensor(chi_squared / 2))
+        assert 1e-7 < exceeded < 2e-6
+    assert _chance(25) == _chance(10_000) == 1.0

@@ -16,6 +16,7 @@ from heads_kernels.ops.triton.load import load_columns, load_tile, load_whole_ti
 from heads_kernels.ops.triton.operands import (
     bytes_of,
     content_bias_of,
+    has_terms,
     mixing_of,
     rows_of,
     terms_of,
@@ -85,7 +86,7 @@ def _gated(call: Call, excluded: Tensor | None, statistics: AttentionStatistics)
     query, key = call.query, call.key
     (B, H, T, D), (_, Hk, S, _) = query.shape, key.shape
     scale, query = with_positive_scale(call.scale, query)
-    tiles = tiles_for("attention_statistics.gated", query, D, 0)
+    tiles = tiles_for("attention_statistics.gated", query, D, 0, has_terms(call))
     launch(
         _gated_kernel, B * H * -(-T // tiles.block_m), query, tiles,
         rows_of(query), rows_of(key), terms_of(call), visible_to_tiles(call, tiles), *bytes_of(excluded), *statistics,
@@ -169,7 +170,7 @@ def _collaborative(call: Call, excluded: Tensor | None, statistics: AttentionSta
     query, key = call.query, call.key
     mixing, (B, H, T, S), Ds = call.mixing, call.scores, query.shape[-1]
     scale, query, content_bias = with_positive_scale(call.scale, query, call.content_bias)
-    tiles = tiles_for("attention_statistics.collaborative", query, Ds, 0)
+    tiles = tiles_for("attention_statistics.collaborative", query, Ds, 0, has_terms(call))
     launch(
         _collaborative_kernel, B * H * -(-T // tiles.block_m), query, tiles,
         rows_of(query), rows_of(key), mixing_of(mixing), content_bias_of(content_bias), terms_of(call),

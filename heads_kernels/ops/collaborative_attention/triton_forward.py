@@ -21,6 +21,7 @@ from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_kind,
     gate_of,
+    has_terms,
     mixing_of,
     rows_of,
     terms_of,
@@ -79,7 +80,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     out, attended, lse = outputs
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
     scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
-    tiles = tiles_for("collaborative_attention.forward", call.query, Ds, Dv)
+    tiles = tiles_for("collaborative_attention.forward", call.query, Ds, Dv, has_terms(call))
     launch(
         _forward_kernel, B * H * -(-T // tiles.block_m), query, tiles,
         rows_of(query), rows_of(call.key), rows_of(call.value), mixing_of(call.mixing), content_bias_of(content_bias),
@@ -124,7 +125,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
         return
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
     scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
-    tiles = tiles_for("collaborative_attention.forward", call.query, Ds, Dv)
+    tiles = tiles_for("collaborative_attention.forward", call.query, Ds, Dv, has_terms(call))
     launch(
         _closed_kernel, B * H * -(-T // tiles.block_m), query, tiles,
         rows_of(query), rows_of(call.key), rows_of(call.value), mixing_of(call.mixing), content_bias_of(content_bias),

@@ -29,6 +29,7 @@ from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_kind,
     gate_of,
+    has_terms,
     mixing_of,
     rows_of,
     terms_of,
@@ -195,7 +196,7 @@ def keys_pass(
     if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
         return
     (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
-    tiles = tiles_for("collaborative_attention.keys", call.query, Ds, Dv)
+    tiles = tiles_for("collaborative_attention.keys", call.query, Ds, Dv, has_terms(call))
     width = tiles.block_slice
     programs = B * -(-S // tiles.block_n) * (-(-Ds // width) if dkey.numel() else 1)
     splits = splits_of(H, programs, call.query)

@@ -29,6 +29,7 @@ from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_kind,
     gate_of,
+    has_terms,
     mixing_of,
     rows_of,
     terms_of,
@@ -176,7 +177,7 @@ def queries_pass(
     if H == 0:
         dquery.zero_()  # no head writes it
         return
-    tiles = tiles_for("collaborative_attention.queries", call.query, Ds, Dv)
+    tiles = tiles_for("collaborative_attention.queries", call.query, Ds, Dv, has_terms(call))
     width = tiles.block_slice
     row_tiles = -(-T // tiles.block_m)
     programs = B * row_tiles * -(-Ds // width)

@@ -16,7 +16,14 @@ from heads_kernels.ops.operator import Call
 from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
-from heads_kernels.ops.triton.operands import dropout_of, gate_kind, gate_of, rows_of, terms_of
+from heads_kernels.ops.triton.operands import (
+    dropout_of,
+    gate_kind,
+    gate_of,
+    has_terms,
+    rows_of,
+    terms_of,
+)
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import kept, probabilities, product
@@ -149,7 +156,7 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> Non
         keys_pass(call, first, nothing, dvalue)
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
-    tiles = tiles_for("gated_attention.keys", call.query, D, Dv)
+    tiles = tiles_for("gated_attention.keys", call.query, D, Dv, has_terms(call))
     programs = B * Hk * -(-S // tiles.block_n)
     group = H // Hk
     splits = splits_of(group, programs, call.query)
