@@ -12,7 +12,6 @@ FLOPs, how a `Problem` becomes the arguments of an op and these the `Call` that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -184,11 +183,8 @@ class Operator(Signature):
     def __init__(self, name: str, operands: tuple[str, ...], backends: tuple[Backend, ...]) -> None:
         super().__init__(name, operands, backends)
         self.forward_op, self.backward_op = _define(self)
-
-    @cached_property
-    def function(self) -> Any:
-        """The `autograd.Function` around the two ops."""
-        return _function(self)
+        # Made here: torch.compile does not trace what makes it at the first call.
+        self.function = _function(self)
 
     def __call__(self, problem: Problem, backend: str, seed: Tensor | None) -> Tensor:
         """Run a valid problem on `backend`; gradients are recorded where an operand asks for one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -347,6 +349,31 @@ def test_compile_masks(operator: str, backend: str) -> None:
         stance = "default" if (t, s) == (T, S) else "fail_on_recompile"
         with torch.compiler.set_stance(stance):
             compare_compiled(run, compiled, [key_mask, torch.tensor([t, t - 3]), *values])
+
+
+def test_compile_before_any_call() -> None:
+    """The first call of a process is compiled: nothing on its way is made lazily in a way that is not traced."""
+    code = """
+import torch
+import heads_kernels as hk
+
+def both(x):
+    mask = hk.Mask(causal=True, key_mask=x[:, 0, :, 0] > -1)
+    gated = hk.gated_attention(x, 2 * x, x - 1, attn_mask=mask, gate=x[0, :, 0, 0], dropout_p=0.1)
+    collaborative = hk.collaborative_attention(x[:, 0], x[:, 1], x, x[0, :, 0], is_causal=True)
+    return gated.sum() + collaborative.sum() + hk.attention_statistics(x, x)[0].sum()
+
+def layers(x):
+    return sum(layer(x, x, x)[0].sum() for layer in (gated, collaborative))
+
+gated = hk.nn.GatedMultiheadAttention(8, 2, output_gate="element")
+gated.head_gate = hk.nn.HardConcrete(2)
+collaborative = hk.nn.CollaborativeMultiheadAttention(8, 2, shared_dim=8)
+for run, shape in ((both, (2, 2, 5, 8)), (layers, (2, 5, 8))):
+    x = torch.randn(shape, requires_grad=True)
+    torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.check
