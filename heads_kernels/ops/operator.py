@@ -190,7 +190,7 @@ class Operator(Signature):
         """Run a valid problem on `backend`; gradients are recorded where an operand asks for one."""
         arguments = self.pack(problem, seed)
         if is_recorded(self.name, arguments[: len(self.operands)]):
-            return self.function.apply(problem.closed_grad, backend, *arguments)  # type: ignore[no-any-return]
+            return self.function.apply(problem.closed_grad, backend, *arguments)  # type: ignore[no-untyped-call, no-any-return]
         return self.forward_op(*arguments, False, backend)[0]  # type: ignore[no-any-return]
 
     def with_lse(self, problem: Problem, backend: str, seed: Tensor | None = None) -> Results:
