@@ -110,10 +110,11 @@ def test_whole_command(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900,
         check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in (0, 1), done.stderr
     run = json.loads((tmp_path / "results.json").read_text())
-    assert run["complete"]
     assert run["failures"] == []
+    assert run["complete"]
+    assert done.returncode == 0, done.stdout + done.stderr
     assert run["commit"] == "abc"
     assert list(run["stages"]) == list(STAGES)
     assert set(run["counts"]["graphs"]) == {SKIPPED}
