@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.binaries import TARGETS, Kernel, recorded
 from heads_kernels.ops import support
-from heads_kernels.ops.attention_statistics.op import SIGNATURE, statistics_op
-from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
+from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.problem import Problem
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask

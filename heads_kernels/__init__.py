@@ -47,7 +47,7 @@ from heads_kernels.functional import (
 )
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 
 __version__ = "0.1.0"
 

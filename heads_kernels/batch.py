@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 
 #: The batch dimensions of a call; None where it has one, equal in all operands, and nothing is to be done.
 Batch = tuple[int, ...] | None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Final, Literal, TypeGuard, get_args
+from typing import Final, Literal, NoReturn, TypeGuard, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from heads_kernels.errors import refuse
 
 GateActivation = Literal["identity", "sigmoid", "softplus"]
 GATE_ACTIVATIONS: Final[tuple[GateActivation, ...]] = get_args(GateActivation)
@@ -19,6 +17,11 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_LENGTH: Final = (1 << 30) - 1024
 #: Batches and heads are int32 in the kernels.
 _MAX_COUNT: Final = (1 << 31) - 1
+
+
+def refuse(argument: str, was: str, instead: str, kind: type[Exception] = ValueError) -> NoReturn:
+    """Raise `kind` with the message "`argument` `was`; `instead`."."""
+    raise kind(f"{argument} {was}; {instead}.")
 
 
 def is_int(value: object) -> TypeGuard[int]:

@@ -13,11 +13,10 @@ from heads_kernels.checks import GateActivation
 from heads_kernels.dispatch import Backend, BackendName, Choice, choose, select
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops import attention_statistics as statistics_table
-from heads_kernels.ops.attention_statistics import op as statistics_op
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
-from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from heads_kernels.ops import attention_statistics as statistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
+from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.problem import Problem
 
 
@@ -218,9 +217,9 @@ def attention_statistics(
         scale=scale,
         exclude_keys=exclude_keys,
     )
-    chosen = select(statistics_table.BACKENDS, problem, backend)
-    statistics = statistics_op.attention_statistics(problem, chosen)
-    return AttentionStatistics(*map(problem.unflatten, statistics))
+    chosen = select(statistics.BACKENDS, problem, backend)
+    results = statistics.attention_statistics(problem, chosen)
+    return AttentionStatistics(*map(problem.unflatten, results))
 
 
 def _seed(problem: Problem) -> Tensor | None:
@@ -241,7 +240,7 @@ _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Seque
     "attention_statistics": (
         attention_statistics,
         Problem.statistics,
-        statistics_table.BACKENDS,
+        statistics.BACKENDS,
     ),
 }
 

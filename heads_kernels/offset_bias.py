@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_flag, check_floating, check_size, is_int, shape_of
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_flag, check_floating, check_size, is_int, refuse, shape_of
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)

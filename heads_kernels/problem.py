@@ -34,9 +34,9 @@ from heads_kernels.checks import (
     check_sizes,
     check_softcap,
     check_tensors,
+    refuse,
     shape_of,
 )
-from heads_kernels.errors import refuse
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import by_identity

@@ -16,8 +16,7 @@ PACKAGE = ROOT / "heads_kernels"
 
 #: A part imports itself and the parts above it in this list, never those beside or below it.
 LAYERS = (
-    {"errors", "flops", "build_info", "after_import"},
-    {"checks"},
+    {"checks", "flops", "build_info", "after_import"},
     {"mask"},
     {"batch", "offset_bias"},
     {"problem"},

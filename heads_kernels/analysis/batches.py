@@ -9,8 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import is_int
-from heads_kernels.errors import refuse
+from heads_kernels.checks import is_int, refuse
 from heads_kernels.heads.layers import AttentionLayer
 
 #: What `AttentionLayer.kind` may be.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.positions import blocks, first_real
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_size, is_int
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, is_int, refuse
 from heads_kernels.heads.layers import AttentionLayer
 
 Item = TypeVar("Item")

@@ -22,7 +22,7 @@ from heads_kernels.analysis.head_scores import HeadScores
 from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from heads_kernels.analysis.batches import evaluation, run
 from heads_kernels.analysis.figures import check_figure_path, write_figure
 from heads_kernels.analysis.observe import observe
-from heads_kernels.checks import check_size
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,

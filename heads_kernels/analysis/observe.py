@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layer
 from heads_kernels.nn.attention_call import AttentionCall

@@ -13,9 +13,9 @@ from heads_kernels.mask.intervals import Device
 from heads_kernels.mask.terms import Term
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops import formula
-from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
-from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.ops.scores import NEG_INF
 from heads_kernels.problem import Problem
 

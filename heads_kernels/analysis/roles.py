@@ -21,8 +21,7 @@ from heads_kernels.analysis.relations import (
     RelationCounts,
     Relations,
 )
-from heads_kernels.checks import check_size
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 

@@ -13,7 +13,7 @@ from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, 
 from heads_kernels.analysis.head_scores import HeadScores, grid, scores_of
 from heads_kernels.analysis.observe import Observer, observe
 from heads_kernels.analysis.positions import Band, add_counts, attended, offset_counts, own_keys
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 

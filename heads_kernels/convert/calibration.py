@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
+from heads_kernels.checks import refuse
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments
-from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.snapshot import undone

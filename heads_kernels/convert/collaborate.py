@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from heads_kernels.analysis.batches import bar
-from heads_kernels.checks import check_flag, check_size
+from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.convert.calibration import moments_of
 from heads_kernels.convert.conversion import Conversion, Report
 from heads_kernels.convert.cp import cp
@@ -21,7 +21,6 @@ from heads_kernels.convert.install import prepare, put_in, read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.ragged import ragged
 from heads_kernels.convert.spectrum import spectra_of
-from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from heads_kernels.analysis.figures import check_figure_path, write_figure
+from heads_kernels.checks import refuse
 from heads_kernels.convert.counts import break_even, count_flops, count_parameters
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.factors import Factors, score_error, weight_error
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.errors import refuse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

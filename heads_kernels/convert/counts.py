@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from heads_kernels.checks import check_size
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, refuse
 
 
 def count_parameters(

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_size
+from heads_kernels.checks import check_size, refuse
 from heads_kernels.convert.factors import Factors, balanced
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments, whiten
 from heads_kernels.convert.ragged import chunked, own_features, ragged
 from heads_kernels.convert.spectrum import Spectrum
-from heads_kernels.errors import refuse
 
 #: Noise that the start gets, relative to it: it parts features that are alike (two rotated copies of one head would
 #: keep each other's place for ever). On the layers of MiniLM the error ended as low as without it or up to 2 % lower.

@@ -10,12 +10,11 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_size, is_real
+from heads_kernels.checks import check_size, is_real, refuse
 from heads_kernels.convert.counts import count_parameters
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.spectrum import Spectrum, spectra_of
-from heads_kernels.errors import refuse
 
 #: One number for all layers, one for each, or `{layer: number}`, layers by index or name.
 Dim: TypeAlias = int | Sequence[int] | Mapping[int, int] | Mapping[str, int]

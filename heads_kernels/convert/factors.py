@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import refuse
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments, content_weights, whiten
-from heads_kernels.errors import refuse
 from heads_kernels.problem import active_widths
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 
 
 @dataclass(frozen=True, eq=False)

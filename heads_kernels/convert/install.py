@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag, shape_of
+from heads_kernels.checks import check_flag, refuse, shape_of
 from heads_kernels.convert.factors import Factors
 from heads_kernels.convert.heads import Heads
-from heads_kernels.errors import refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
     Projection,

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import refuse
 from heads_kernels.convert.heads import Heads
-from heads_kernels.errors import refuse
 
 #: Eigenvalues of a covariance are at least this share of the largest, so that a direction that calibration did not show
 #: keeps a little weight, and all features together stay exact in it (heuristic).

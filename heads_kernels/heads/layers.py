@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, attention_function
 from heads_kernels.heads.layouts import (
     LAYOUTS,

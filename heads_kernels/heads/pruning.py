@@ -9,8 +9,7 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.dense import check_projections, dense_parts
 from heads_kernels.heads.layers import (
     AttentionLayer,

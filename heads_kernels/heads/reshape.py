@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed

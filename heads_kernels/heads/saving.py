@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import own_configs
 from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layers

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size, is_int, is_real
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, is_int, is_real, refuse
 from heads_kernels.heads.layers import attention_layers
 from heads_kernels.nn.hard_concrete import HardConcrete
 

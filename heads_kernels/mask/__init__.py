@@ -5,10 +5,7 @@ terms.py      one reason to hide keys each; a term gives its `Intervals`
 intervals.py  what kernels read
 """
 
-from heads_kernels.mask import pytree
 from heads_kernels.mask.intervals import UNBOUNDED, Intervals
 from heads_kernels.mask.mask import Mask, as_mask
-
-pytree.register()
 
 __all__ = ["UNBOUNDED", "Intervals", "Mask", "as_mask"]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import Final
+from typing import Any, Final
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, shown
-from heads_kernels.errors import refuse
+from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, refuse, shown
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
 from heads_kernels.mask.terms import (
     Alignment,
@@ -296,3 +296,52 @@ def _parse_documents(document_ids: object) -> tuple[Tensor, Tensor]:
         instead = "number the documents in the order in which their keys stand"
         refuse("document_ids", "does not ascend along the row", instead)
     return queries, keys
+
+
+# ---------------------------------------------------------------------- a pytree, so that torch.export takes one
+# Leaves are its tensors. The rest is a tuple of strings and tuples, which survives JSON: per term its name and fields,
+# None in the place of each tensor.
+def _constant(value: object) -> bool:
+    return isinstance(value, (str, tuple))
+
+
+def _flatten(mask: Mask) -> tuple[list[Any], Any]:
+    rows = [list(vars(term).values()) for term in mask.terms]
+    return [value for row in rows for value in row if not _constant(value)], tuple(
+        (type(term).__name__, tuple(value if _constant(value) else None for value in row))
+        for term, row in zip(mask.terms, rows, strict=True)
+    )
+
+
+def _flatten_with_keys(mask: Mask) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves, context = _flatten(mask)
+    return [(pytree.SequenceKey(n), leaf) for n, leaf in enumerate(leaves)], context
+
+
+def _unflatten(leaves: Iterable[Any], context: Any) -> Mask:
+    kinds = {kind.__name__: kind for kind in Term.__subclasses__()}
+    rest = iter(leaves)
+    return Mask.of(
+        tuple(
+            kinds[name](*(next(rest) if value is None else value for value in row))
+            for name, row in context
+        )
+    )
+
+
+def _from_json(context: Any) -> Any:
+    """Tuples that JSON made lists, made tuples again."""
+    return tuple(map(_from_json, context)) if isinstance(context, list) else context
+
+
+pytree.register_pytree_node(
+    Mask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="heads_kernels.Mask",
+    to_dumpable_context=lambda context: context,
+    from_dumpable_context=_from_json,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+# for torch.load(weights_only=True)
+torch.serialization.add_safe_globals([Mask, *Term.__subclasses__()])

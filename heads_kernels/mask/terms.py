@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import is_int
-from heads_kernels.errors import refuse
+from heads_kernels.checks import is_int, refuse
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
 
 Alignment = Literal["upper_left", "lower_right"]

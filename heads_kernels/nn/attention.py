@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, refuse
 from heads_kernels.functional import gated_attention
 from heads_kernels.nn.multihead import Multihead, head_width
 from heads_kernels.nn.state_dict import load_torch_projections, split_projections

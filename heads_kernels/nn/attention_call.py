@@ -14,7 +14,7 @@ from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import formula, scores
-from heads_kernels.ops.attention_statistics.op import SIGNATURE, AttentionStatistics
+from heads_kernels.ops.attention_statistics import SIGNATURE, AttentionStatistics
 from heads_kernels.problem import Problem
 
 

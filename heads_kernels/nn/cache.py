@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_size
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, refuse
 
 
 class KeyValueCache:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag, check_size, is_sharded
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_flag, check_size, is_sharded, refuse
 from heads_kernels.functional import collaborative_attention
 from heads_kernels.nn.initialization import mixing_init_
 from heads_kernels.nn.multihead import Multihead, head_width

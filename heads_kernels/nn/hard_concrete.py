@@ -10,8 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size, is_real
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, is_real, refuse
 from heads_kernels.nn.gates import HeadGate
 
 Evaluate = Literal["mean", "binary"]

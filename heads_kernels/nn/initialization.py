@@ -9,8 +9,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_size, refuse
 
 MIXING_INITS: Final = ("concatenate", "ones", "normal", "xavier")
 Module = TypeVar("Module", bound=nn.Module)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import check_bias_shape
-from heads_kernels.checks import check_companion
-from heads_kernels.errors import refuse
+from heads_kernels.checks import check_companion, refuse
 from heads_kernels.mask import Mask
 from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term, readable
 from heads_kernels.offset_bias import OffsetBias

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.batch import Batch, flatten_companion, unflatten
-from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, is_sharded
-from heads_kernels.errors import refuse
+from heads_kernels.checks import (
+    check_dropout,
+    check_flag,
+    check_scale,
+    check_size,
+    is_sharded,
+    refuse,
+)
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
@@ -21,7 +27,7 @@ from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 
 
 class _OwnForward:

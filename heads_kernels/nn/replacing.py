@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 from torch import Tensor, nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.nn.attention import GatedMultiheadAttention
 from heads_kernels.nn.snapshot import kept_on_error
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 
 
 class SharedProjection(nn.Module):

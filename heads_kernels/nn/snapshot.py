@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 
 Made = TypeVar("Made")
 _ABSENT: Final = object()

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 
 
 def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:

@@ -21,10 +21,9 @@ from heads_kernels.ops.arguments import (
     options_of,
     scores_of,
 )
+from heads_kernels.ops.buffers import contiguous_rows, split_parts, splits_of, sum_parts
 from heads_kernels.ops.gate import can_close, is_elementwise
-from heads_kernels.ops.layout import contiguous_rows
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
-from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.support import CUDA_EMULATED
 
 if TYPE_CHECKING or not CUDA_EMULATED:

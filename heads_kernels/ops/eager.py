@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from heads_kernels.ops import formula, scores
-from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.philox import keep_mask
 from heads_kernels.ops.scores import NEG_INF, finish, visible_pairs

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads_kernels.checks import check_activation
-from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.buffers import compute_dtype
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:

@@ -22,7 +22,7 @@ from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.autograd import first_order_only, is_recorded
-from heads_kernels.ops.layout import compute_dtype, empty_gradient, empty_heads
+from heads_kernels.ops.buffers import compute_dtype, empty_gradient, empty_heads
 from heads_kernels.ops.library import define_op, load
 from heads_kernels.ops.validation import check_operands
 from heads_kernels.problem import Problem

@@ -16,7 +16,7 @@ import torch
 
 from heads_kernels.build_info import build_info
 from heads_kernels.checks import is_int
-from heads_kernels.ops.layout import FARTHEST_ROW
+from heads_kernels.ops.buffers import FARTHEST_ROW
 from heads_kernels.problem import Problem
 
 _CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None

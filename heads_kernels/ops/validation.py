@@ -20,9 +20,9 @@ from heads_kernels.checks import (
     check_sinks,
     check_sizes,
     check_tensors,
+    refuse,
 )
-from heads_kernels.errors import refuse
-from heads_kernels.ops.layout import compute_dtype
+from heads_kernels.ops.buffers import compute_dtype
 
 if TYPE_CHECKING:
     from heads_kernels.ops.operator import Call

@@ -20,8 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.rounding import floors

@@ -11,8 +11,8 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.dispatch import Backend
 from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
-from heads_kernels.ops.collaborative_attention.op import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from tests.support.alike import assert_alike
 
 TABLES: dict[str, tuple[Backend, ...]] = {

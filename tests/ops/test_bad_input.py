@@ -14,7 +14,7 @@ import heads_kernels as hk
 from heads_kernels import checks
 from heads_kernels.mask import UNBOUNDED
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.attention_statistics.op import SIGNATURE
+from heads_kernels.ops.attention_statistics import SIGNATURE
 from heads_kernels.ops.library import load
 from heads_kernels.ops.operator import Results
 from heads_kernels.problem import Problem

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.ops.gated_attention.op import OPERATOR as GATED
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.problem import Problem
 from heads_kernels.testing import Inputs, compare, reference
 from heads_kernels.testing.accuracy import run

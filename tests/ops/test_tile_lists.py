@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads_kernels.ops.gated_attention.op import OPERATOR
+from heads_kernels.ops.gated_attention import OPERATOR
 from heads_kernels.ops.support import TRITON_INTERPRETED
 from heads_kernels.problem import Problem
 from heads_kernels.testing import check, find, masks

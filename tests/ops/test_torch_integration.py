@@ -17,7 +17,7 @@ import heads_kernels as hk
 from heads_kernels import functional
 from heads_kernels.dispatch import choose
 from heads_kernels.ops.attention_statistics import BACKENDS as STATISTICS
-from heads_kernels.ops.attention_statistics.op import SIGNATURE, statistics_op
+from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
 from heads_kernels.problem import Problem
 from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, assert_same_bits, call, serve, tensors
 from tests.support.alike import assert_alike

@@ -7,8 +7,7 @@ from typing import Any, Final, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation
-from heads_kernels.errors import refuse
+from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation, refuse
 from heads_kernels.functional import (
     attention_statistics,
     collaborative_attention,
@@ -22,7 +21,7 @@ from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.shared import split_shared
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.gate import activate
 
 #: What models may ask of their attention function that the operator does not compute.

@@ -14,7 +14,7 @@ from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 
 
 class Biased(Replacement):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
 

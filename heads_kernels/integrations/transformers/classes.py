@@ -13,7 +13,7 @@ from transformers.monkey_patching import (
     unregister_patch_mapping,
 )
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.head_masks import RowsOfHeadMask
 from heads_kernels.integrations.transformers.output_gated import WAYS

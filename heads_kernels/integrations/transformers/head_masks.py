@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.replacement import Replacement
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.mask import Mask
 from heads_kernels.mask.terms import Alignment
 

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.classes import replacement

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,
@@ -30,7 +30,7 @@ from heads_kernels.integrations.transformers.support import (
     computes_itself,
     family,
 )
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 
 #: The attribute of every model, and of every model in it, that holds its `Pass`.
 PASS: Final = "_heads_kernels_pass"

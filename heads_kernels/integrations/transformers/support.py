@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from heads_kernels.errors import refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.attention import UNSERVED, attention_forward

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.ops import formula, scores
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.operator import Call
 
 #: Query rows at a time. Heuristic: the scores of 64 rows of BERT-base on 512 tokens are 1.5 MiB.

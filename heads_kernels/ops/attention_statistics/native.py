@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heads_kernels import _cpu
 from heads_kernels.ops.arguments import mask_of, scores_of
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.operator import Call
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
 from heads_kernels.ops.triton.load import load_columns, load_tile, load_whole_tile

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.chunks import (
     active_chunks,
     chunk_at,

@@ -2,6 +2,7 @@
 
 from heads_kernels.dispatch import Backend
 from heads_kernels.ops import support
+from heads_kernels.ops.operator import Operator
 
 #: In the order in which they are asked.
 BACKENDS = (
@@ -10,4 +11,10 @@ BACKENDS = (
     # Behind Triton until a kept run on a GPU shows the order: neither has run on one.
     Backend("cuda", "heads_kernels.ops.cuda", support.cuda),
     Backend("eager", "heads_kernels.ops.eager", support.eager),
+)
+
+OPERATOR = Operator(
+    "gated_attention",
+    ("query", "key", "value", "gate?", "bias?", "offset_bias?", "sinks?"),
+    BACKENDS,
 )

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.parts import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
 from heads_kernels.ops.triton.operands import (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from heads_kernels.ops.buffers import contiguous_rows
 from heads_kernels.ops.collaborative_attention import triton_forward as collaborative_forward
 from heads_kernels.ops.collaborative_attention import triton_keys as collaborative_keys
 from heads_kernels.ops.collaborative_attention import triton_queries as collaborative_queries
 from heads_kernels.ops.gated_attention import triton_forward as gated_forward
 from heads_kernels.ops.gated_attention import triton_keys as gated_keys
 from heads_kernels.ops.gated_attention import triton_queries as gated_queries
-from heads_kernels.ops.layout import contiguous_rows
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
 from heads_kernels.ops.triton.rows import first_pass

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads_kernels.batch import bias_batches
+from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.parts import splits_of
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.load import load_columns, load_tile

@@ -1,0 +1,83 @@
+"""Buffers that kernels fill: their dtype and memory order, by one rule for the kernels and the fakes that stand in for
+them while tracing, and the buffers of sums over heads that are spread over the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import torch
+from torch import Tensor
+
+#: Elements between rows of a tensor: 128 rows of a tile times this stay within 32 bits.
+FARTHEST_ROW: Final = 1 << 24
+
+
+def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
+    """An empty `[B, H, L, W]` in the memory order of `like` `[B, H, rows, width]`.
+
+    Heads outside rows (`[B, H, L, W]` contiguous), or rows outside heads (a transposed `[B, L, H, W]`) as projections
+    give them, so that the reshape to `[B, L, H * W]` behind attention copies nothing.
+    """
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((B, L, H, W)).transpose(1, 2)
+    return like.new_empty((B, H, L, W))
+
+
+def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
+    """A buffer for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for.
+
+    Rows are contiguous also where the strides do not tell the order (those of a view whose rows overlap).
+    """
+    if not needed:
+        return tensor.new_empty(0)
+    like = torch.empty_like(tensor)
+    return like if like.stride(-1) == 1 else tensor.new_empty(tensor.shape)
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """The tensor, copied where its rows are not contiguous (a gradient that was expanded, say) or too far apart."""
+    near = tensor.stride(-1) == 1 and tensor.stride(-2) < FARTHEST_ROW
+    return tensor if near else tensor.contiguous()
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of scores, lse and accumulators."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def splits_of(heads: int, programs: int, like: Tensor) -> int:
+    """Over how many programs to spread the heads that one could sum over, so that every multiprocessor has work.
+
+    Every one of them gets `cdiv(heads, splits)` heads, the last what is left, and none is without.
+    """
+    wanted = max(1, min(heads, -(-_processors(like) // max(programs, 1))))
+    return max(1, -(-heads // -(-heads // wanted))) if heads else 1
+
+
+def split_parts(grad: Tensor, splits: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A buffer for the sums of every split: float32 `[splits * B, ...]`, or `grad` itself where there is one split.
+
+    A `dtype` that is asked for and is not that of `grad` needs a buffer too.
+    """
+    if grad.numel() == 0 or (splits == 1 and dtype in (None, grad.dtype)):
+        return grad
+    return grad.new_empty((splits * grad.shape[0], *grad.shape[1:]), dtype=torch.float32)
+
+
+def sum_parts(parts: Tensor, grad: Tensor, splits: int) -> None:
+    """Fill `grad` with the sum of what the splits left in `parts`, in their order."""
+    if parts is not grad:
+        grad.copy_(parts.view(splits, *grad.shape).sum(0))
+
+
+def _processors(like: Tensor) -> int:
+    """Multiprocessors of the GPU that holds `like`; a few where kernels run on the CPU, so that splits happen."""
+    return _count(like.device.index) if like.is_cuda else 4
+
+
+@functools.cache
+def _count(index: int) -> int:
+    count: int = torch.cuda.get_device_properties(index).multi_processor_count
+    return count
