@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from heads_kernels.batch import Batch, unflatten
-from heads_kernels.functional import attention_statistics
+from heads_kernels.checks import check_excluded
+from heads_kernels.dispatch import select
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import formula, scores
-from heads_kernels.ops.attention_statistics import SIGNATURE, AttentionStatistics
+from heads_kernels.ops.attention_statistics import (
+    BACKENDS,
+    SIGNATURE,
+    AttentionStatistics,
+    attention_statistics,
+)
 from heads_kernels.problem import Problem
 
 
@@ -116,27 +121,22 @@ class AttentionCall:
 
     @cached_property
     def _problem(self) -> Problem:
-        return Problem.statistics(**self._scores)
+        content_bias = self.content_bias
+        return Problem.statistics(
+            self.batched(self.query),
+            self.batched(self.key),
+            mixing=self.mixing,
+            content_bias=None if content_bias is None else self.batched(content_bias),
+            attn_mask=self.mask,
+            bias=self.bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            scale=self.scale,
+        )
 
     def batched(self, tensor: Tensor) -> Tensor:
         """A tensor `[B, ...]` with the batch dimensions that `bias` has."""
         return unflatten(tensor, self.batch)
-
-    @property
-    def _scores(self) -> dict[str, Any]:
-        """What its scores are made of, by argument."""
-        content_bias = self.content_bias
-        return {
-            "query": self.batched(self.query),
-            "key": self.batched(self.key),
-            "mixing": self.mixing,
-            "content_bias": None if content_bias is None else self.batched(content_bias),
-            "attn_mask": self.mask,
-            "bias": self.bias,
-            "softcap": self.softcap,
-            "sinks": self.sinks,
-            "scale": self.scale,
-        }
 
     @property
     def _intervals(self) -> Intervals:
@@ -166,13 +166,11 @@ class AttentionCall:
 
     # ------------------------------------------------------------------ what they attend to
     def statistics(self, exclude_keys: Tensor | None = None) -> AttentionStatistics:
-        """`hk.attention_statistics` of the call; `exclude_keys` as there."""
-        if self.batch is None:
-            return attention_statistics(**self._scores, exclude_keys=exclude_keys)
-        if isinstance(exclude_keys, Tensor) and exclude_keys.dim() == 2:
-            exclude_keys = self.batched(exclude_keys.expand(self.B, -1))
-        found = attention_statistics(**self._scores, exclude_keys=exclude_keys)
-        return AttentionStatistics(*(each.flatten(0, len(self.batch) - 1) for each in found))
+        """`hk.attention_statistics` of the call; `exclude_keys` is bool `[S]` or `[B, S]`."""
+        problem = self._problem
+        excluded = check_excluded(exclude_keys, problem.query, (self.B, self.S))
+        problem = problem._replace(exclude_keys=excluded)
+        return attention_statistics(problem, select(BACKENDS, problem))
 
     @torch.no_grad()
     def probabilities(self, rows: slice) -> Tensor:

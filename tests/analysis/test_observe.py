@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
 from heads_kernels.heads.layouts import LAYOUTS
+from heads_kernels.problem import Problem
 from tests.support.alike import assert_alike
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -47,6 +48,29 @@ def test_a_modules_call_has_its_maps_and_its_tokens(left: bool) -> None:
     assert not call.is_causal
     statistics = call.statistics()
     assert_alike(statistics.max_prob, (expected * rows).amax(-1))
+
+
+def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    call = AttentionCall(
+        query, key, key, None, None, hk.Mask(causal=True), 0.5, sinks=torch.ones(4)
+    )
+    second = torch.arange(6) == 1
+    excluded = [None, second, second[None], torch.stack([second, ~second])]
+    expected = [
+        hk.attention_statistics(
+            query, key, attn_mask=call.mask, scale=0.5, sinks=call.sinks, exclude_keys=keys
+        )
+        for keys in excluded
+    ]
+    assert call.real_queries.all()
+    monkeypatch.setattr(Problem, "statistics", None)
+    for keys, statistics in zip(excluded, expected, strict=True):
+        for found, each in zip(call.statistics(keys), statistics, strict=True):
+            assert torch.equal(found, each)
+    with pytest.raises(TypeError, match=r"exclude_keys has dtype torch\.int64; pass bool"):
+        call.statistics(torch.arange(6))
 
 
 def test_a_causal_call_with_a_cache_knows_its_place() -> None:
