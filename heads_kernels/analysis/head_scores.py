@@ -15,7 +15,7 @@ from heads_kernels.heads.layers import AttentionLayer
 Item = TypeVar("Item")
 
 #: What a grid shows at most: rows and columns that fit on a screen, and characters of a name.
-_ROWS: Final = 24
+ROWS: Final = 24
 _COLUMNS: Final = 16
 _NAME: Final = 40
 
@@ -140,26 +140,33 @@ class HeadScores:
 
 
 def grid(scores: HeadScores) -> str:
-    """Rows are layers, columns heads; of more than `_ROWS` or `_COLUMNS` those in the middle are left out."""
+    """Rows are layers, columns heads; of more than `ROWS` or `_COLUMNS` those in the middle are left out."""
     numbers = [[f"{score:.3g}" for score in each.tolist()] for each in scores.scores]
     width = max(map(len, numbers), default=0)
-    header = [
-        "layer",
-        "kind",
-        *(f"head {head}" if not head else str(head) for head in range(width)),
-    ]
+    header = ["layer", "kind", *(str(head) if head else "head 0" for head in range(width))]
     rows = [
-        [_elided(name), kind, *own, *[""] * (width - len(own))]
+        [short_name(name), kind, *own, *[""] * (width - len(own))]
         for name, kind, own in zip(scores.layers, scores.kinds, numbers, strict=True)
     ]
-    lines = [header, *_middle_out(rows, _ROWS, ["..."] * len(header))]
-    lines = [[*line[:2], *_middle_out(line[2:], _COLUMNS, "...")] for line in lines]
+    lines = [[*line[:2], *_middle_out(line[2:], _COLUMNS, "...")] for line in [header, *rows]]
+    return text_table(lines, left=2, most=ROWS)
+
+
+def text_table(lines: Sequence[Sequence[str]], left: int, most: int | None = None) -> str:
+    """A header and rows: the first `left` columns are aligned to the left, the others to the right.
+
+    Of more than `most` rows those in the middle are left out.
+    """
+    header, *rows = lines
+    if most is not None:
+        rows = _middle_out(rows, most, ["..."] * len(header))
+    lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            [name.ljust(widths[0]), kind.ljust(widths[1]), *map(str.rjust, cells, widths[2:])]
+            [*map(str.ljust, line[:left], widths), *map(str.rjust, line[left:], widths[left:])]
         ).rstrip()
-        for name, kind, *cells in lines
+        for line in lines
     )
 
 
@@ -168,7 +175,7 @@ def _middle_out(items: list[Item], most: int, mark: Item) -> list[Item]:
     return items if len(items) <= most else [*items[:half], mark, *items[-half:]]
 
 
-def _elided(name: str) -> str:
+def short_name(name: str) -> str:
     """The end of a long name, which says more than its start."""
     return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
 

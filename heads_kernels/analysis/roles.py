@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, excluded_keys, run
-from heads_kernels.analysis.head_scores import HeadScores, scores_of
+from heads_kernels.analysis.head_scores import ROWS, HeadScores, scores_of, short_name, text_table
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.positions import add_counts, offset_counts
 from heads_kernels.analysis.relations import (
@@ -38,9 +38,9 @@ class Role:
     baseline: float | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadRoles:
-    """What `roles` found, from which `positional`, `syntactic` and `rare_word` name heads.
+    """What `roles` found, from which `positional`, `syntactic` and `rare_word` name heads; `print` shows them.
 
     Attributes:
         offset: int64 `[H]` of each layer: the offset from the row at which its most probable key is most often.
@@ -91,6 +91,27 @@ class HeadRoles:
             for name, head, share in _each(self.rare_words.rarest)
             if share >= least
         ]
+
+    def __repr__(self) -> str:
+        found = self.positional() + self.syntactic() + self.rare_word()
+        heads = sum(map(len, self.offset))
+        title = f"HeadRoles: {len({(r.layer, r.head) for r in found})} of {heads} heads have a role"
+        if not found:
+            most = max((share for _, _, share in _each(self.offset_share)), default=0.0)
+            return f"{title}; the highest share of rows at one offset is {most:.2f}"
+        header = ["layer", "role", "what", "head", "share", "baseline"]
+        rows = [
+            [
+                short_name(r.layer),
+                r.role,
+                r.what,
+                str(r.head),
+                f"{r.share:.2f}",
+                "" if r.baseline is None else f"{r.baseline:.2f}",
+            ]
+            for r in found
+        ]
+        return f"{title}\n{text_table([header, *rows], left=3, most=ROWS)}"
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can hold: all shares, and the heads that have a role by the usual thresholds."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from heads_kernels.analysis.figures import check_figure_path, write_figure
+from heads_kernels.analysis.head_scores import text_table
 from heads_kernels.checks import refuse
 from heads_kernels.convert.counts import break_even, count_flops, count_parameters
 from heads_kernels.convert.curves import Curves
@@ -164,22 +165,23 @@ class Conversion:
         length = self.reports[0].length
         flops = f"MFLOPs at T = {length}"
         header = (
-            "layer", "Ds", "of a head", "executed", "error", "parameters", flops, "fewer below T",
-        )  # fmt: skip
+            "layer",
+            "Ds",
+            "of a head",
+            "executed",
+            "error",
+            "parameters",
+            flops,
+            "fewer below T",
+        )
         rows = [header, *map(_row, self.layers, self.reports, self.exact, self.errors)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-            for name, *cells in rows
-        ]
         of = "weights" if self.reports[0].score_error is None else "scores"
         parameters = f"{self.parameters_before:,} -> {self.parameters:,}"
         spent = f"{self.flops_before / 1e6:.1f} -> {self.flops / 1e6:.1f}"
-        lines += [
-            f"{self.method}, all layers: relative error of the {of} {self.error:.3f}, {flops} {spent}",
-            f"parameters of the model: {parameters}",
-        ]
-        return "\n".join(lines)
+        return (
+            f"{text_table(rows, left=1)}\n{self.method}, all layers: relative error of the {of} "
+            f"{self.error:.3f}, {flops} {spent}\nparameters of the model: {parameters}"
+        )
 
 
 def _row(name: str, report: Report, exact: bool, error: float) -> tuple[str, ...]:

@@ -81,6 +81,21 @@ def test_positional_heads() -> None:
     assert len(found.positional(0.5)) == 4
     assert found.relations == ()
     assert found.rare_words is None
+    assert repr(found).splitlines() == [
+        "HeadRoles: 2 of 4 heads have a role",
+        "layer      role        what       head  share  baseline",
+        "attention  positional  offset -1     0   0.92",
+        "attention  positional  offset +0     3   1.00",
+    ]
+
+
+def test_no_head_has_a_role() -> None:
+    found = hk.analysis.roles(
+        Planted(), [batch(ids([3] * 6), *[torch.tensor([1, 0, 3, 2, 5, 4])] * 4)]
+    )
+    assert repr(found) == (
+        "HeadRoles: 0 of 4 heads have a role; the highest share of rows at one offset is 0.50"
+    )
 
 
 def test_what_is_no_batch_or_token_is_refused() -> None:
@@ -145,7 +160,8 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     assert found.syntactic() == [
         hk.analysis.Role("attention", 0, "syntactic", "nsubj to head", 1.0, 2 / 3)
     ]
-    assert hk.analysis.roles(Planted(), data, relations=pairs).syntactic(margin=0.4) == []
+    assert found.syntactic(margin=0.4) == []
+    assert "attention  syntactic   nsubj to head     0   1.00      0.67" in repr(found)
 
 
 @pytest.mark.parametrize("left", [False, True])
