@@ -74,7 +74,7 @@ def test_gate_and_attention_are_one_op(name: str, calls: list[tuple[str, Tensor 
     for (activation, gate), projected in zip(calls, projections, strict=True):
         assert activation == kind
         assert gate is not None
-        assert gate.dim() == (4 if extent == "by element" else 3)
+        assert gate.dim() == (4 if extent == "per element" else 3)
         if name != "beam":  # adds a bias to its logits
             assert gate.untyped_storage().data_ptr() == projected.untyped_storage().data_ptr()
 

@@ -34,17 +34,19 @@ class Tested:
     note: str = ""
 
 
-_ELEMENT: Final = "sigmoid, by element"
-_HEAD: Final = "sigmoid, by token and head"
-_HYBRID: Final = "layers of linear attention stay as they are"
-_OFFSETS: Final = "bias of offsets"
-_KEYS: Final = "ALiBi, by the key's position"
-_DENSE: Final = "bias of two dimensions"
-_BY_USE: Final = "by `use` alone: by name it is refused"
-_STAGES: Final = "rows of a head mask `[L, H]` are stages, whose numbers of heads differ by default"
+_ELEMENT: Final = "sigmoid, per element"
+_HEAD: Final = "sigmoid, per token and head"
+_HYBRID: Final = "linear attention layers are unchanged"
+_OFFSETS: Final = "offset bias"
+_KEYS: Final = "ALiBi by key position"
+_DENSE: Final = "2-D bias"
+_BY_USE: Final = "requires `use`"
+_STAGES: Final = (
+    "rows of a head mask `[L, H]` are stages, which have different numbers of heads by default"
+)
 _CAP: Final = "softcap"
 _SINKS: Final = "sinks"
-_STOCK_LAYERS: Final = "the encoder's local attention stays as it is"
+_STOCK_LAYERS: Final = "the local attention of the encoder is unchanged"
 
 #: By the `model_type` of the config.
 TESTED: Final[dict[str, Tested]] = {
@@ -91,7 +93,7 @@ TESTED: Final[dict[str, Tested]] = {
         scores=_OFFSETS,
         head_masks=_SEQ2SEQ,
         heads=False,
-        note="the zeros that cross-attention adds are a bias like any other",
+        note="the zeros added by cross-attention are an ordinary bias",
     ),
     "vaultgemma": Tested("VaultGemmaForCausalLM", scores=_CAP),
     "vit": Tested("ViTModel"),
@@ -104,9 +106,9 @@ TESTED: Final[dict[str, Tested]] = {
         "HrmTextForCausalLM",
         output_gate=_ELEMENT,
         fused=True,
-        note="rows of a head mask are layers of a stack; both stacks read them",
+        note="rows of a head mask are layers of one stack; both stacks use them",
     ),
-    "laguna": Tested("LagunaForCausalLM", output_gate="softplus, by token and head", fused=True),
+    "laguna": Tested("LagunaForCausalLM", output_gate="softplus, per token and head", fused=True),
     "lfm3": Tested("Lfm3ForCausalLM", output_gate=_HEAD, fused=True),
     "muse_glimmer_text": Tested("MuseGlimmerTextModel", output_gate=_ELEMENT, fused=True),
     "qwen3_5_moe_text": Tested(
@@ -119,7 +121,7 @@ TESTED: Final[dict[str, Tested]] = {
         "MuseSparkTextModel",
         output_gate=_ELEMENT,
         heads=False,
-        note="a norm stands between attention and the gate",
+        note="a norm comes between attention and the gate",
     ),
     "neomme": Tested(
         "NeoMMEModel",
