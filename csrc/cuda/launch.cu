@@ -61,6 +61,22 @@ cudaError_t taken(cudaError_t error) {
   return error;
 }
 
+// Whether this process has a primary context on the device. Not known counts as yes.
+bool has_context(int device) {
+  using GetState = int (*)(int device, unsigned* flags, int* active);  // of cuda.h
+  static const GetState get_state = [] {
+    constexpr unsigned kSince = 7000;  // CUDA 7.0
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const auto error = taken(cudaGetDriverEntryPointByVersion(
+        "cuDevicePrimaryCtxGetState", &function, kSince, cudaEnableDefault, &found));
+    return error == cudaSuccess ? reinterpret_cast<GetState>(function) : nullptr;
+  }();
+  unsigned flags = 0;
+  int active = 1;
+  return !get_state || get_state(device, &flags, &active) != 0 || active != 0;
+}
+
 __global__ void nothing() {}
 
 }  // namespace
@@ -72,7 +88,7 @@ DeviceGuard::DeviceGuard(int device) {
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (changed_) cudaSetDevice(previous_);
+  if (changed_ && has_context(previous_)) cudaSetDevice(previous_);
 }
 
 void allow_shared_memory(const void* entry, int device, int bytes) {

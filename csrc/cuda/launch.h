@@ -35,7 +35,8 @@ inline void check_grid(int64_t blocks, int shared_bytes) {
 
 #if defined(__CUDACC__)
 
-// Makes `device` the current one while it lives.
+// Makes `device` the current one while it lives. The one before comes back only if this process
+// uses it already: cudaSetDevice would create a context there, hundreds of MB of its memory.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
