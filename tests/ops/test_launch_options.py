@@ -1,0 +1,33 @@
+"""What Triton is asked for when a kernel is launched, beside its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
+
+from heads_kernels.ops.triton.tiles import Tiles, launch
+
+
+class Recorder:
+    """Stands in for a kernel: `kernel[grid](...)` keeps its keywords."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.options.update(options)
+
+
+def options_of(tiles: Tiles) -> dict[str, Any]:
+    kernel = Recorder()
+    launch(kernel, 1, torch.empty(0), tiles)
+    return kernel.options
+
+
+def test_fused_multiply_add_is_asked_for() -> None:
+    """Triton 3.10 fuses only where it is asked to; 3.9 warns of it where it is not."""
+    assert options_of(Tiles(32, 32, 0, 0, 4, 1))["enable_fp_fusion"] is True
