@@ -5,16 +5,15 @@ python -m benchmarks.open_heads  # needs matplotlib; measures nothing
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from benchmarks import figures
 from benchmarks.measure import MOST_SPREAD
-from benchmarks.plot import STYLE, newest
-from benchmarks.results import write_whole
+from benchmarks.plot import conditions, forward_rows, newest
 
 _ROOT: Final = Path(__file__).parents[1]
 KEPT: Final = _ROOT / "benchmarks" / "results" / "intel-r-xeon-r-processor-2-cores.jsonl"
@@ -31,37 +30,33 @@ _WORKLOADS: Final = {
 
 def draw(run: dict[str, Any]) -> Figure:
     """Forward times of one run, on all its threads: ours, and SDPA times the gate."""
-    machine = run["machine"]
-    rows = {
-        row["workload"]: row
-        for row in run["speed"]
-        if (row["direction"], row["threads"]) == ("forward", machine["threads"])
-    }
+    rows = forward_rows(run)
     shown = {heads: rows[name] for heads, name in _WORKLOADS.items() if _steady(rows[name])}
     most, least = max(shown), min(shown)
     drawn = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = drawn.subplots()
     for key, name, color in (
-        ("sdpa_ms", "SDPA, output times gate", "#3b82d6"),
-        ("ms", "heads_kernels, gate in the kernel", "#e0561b"),
+        ("sdpa_ms", "SDPA, output times gate", figures.BLUE),
+        ("ms", "heads_kernels, gate in the kernel", figures.ORANGE),
     ):
         times = [row[key] for row in shown.values()]
         axes.plot(list(shown), times, "o-", color=color, markersize=5)
         axes.annotate(name, (least, times[-1]), (8, -16), textcoords="offset points", color=color)
-    axes.set(
-        title=f"Attention time falls with the heads that stay open: {shown[most]['ms']:.1f} ms with {most}, "
+    figures.message(
+        axes,
+        f"Attention time falls with the open heads: {shown[most]['ms']:.1f} ms with {most}, "
         f"{shown[least]['ms']:.1f} ms with {least}",
+    )
+    axes.set(
         xlabel="open heads of 12",
         ylabel="forward pass, milliseconds",
         xticks=list(shown),
         xlim=(0, None),
         ylim=(0, None),
     )
-    axes.grid(alpha=0.3)
+    axes.grid()
     drawn.supxlabel(
-        f"B 2, T 512, width 64, float32; {machine['threads']} of {machine['cores']} cores, "
-        f"{machine['processor']}, {machine['level']}; PyTorch {machine['torch']}",
-        fontsize=7.5,
+        f"2 sequences of 512 tokens, head width 64, float32; {conditions(run)}", fontsize=7.5
     )
     return drawn
 
@@ -72,11 +67,9 @@ def _steady(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    text = io.StringIO()
-    with mpl.rc_context(STYLE):
-        draw(newest(KEPT)).savefig(text, format="svg", transparent=True, metadata={"Date": None})
     FIGURE.parent.mkdir(exist_ok=True)
-    write_whole(FIGURE, text.getvalue())
+    with mpl.rc_context(figures.STYLE):
+        figures.save(draw(newest(KEPT)), FIGURE)
     print(f"drawn: {FIGURE}")
 
 

@@ -1,38 +1,24 @@
-"""One plot of a kept full run: time over length, dense and causal, and over the number of open heads."""
+"""One figure of a kept full run: time over length, dense and causal, and over the number of open heads."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import figures
+from benchmarks.figures import BLUE, GREY, ORANGE
 from benchmarks.problems import CLOSED_SERIES
-from benchmarks.results import write_whole
 from benchmarks.shapes import LENGTHS, WIDTHS, by_length
 
-#: Candidate: key of its time, what the legend calls it, color. The colors, and a grey for text,
-#: have a contrast of 3 or more on white and on black.
+#: Candidate: key of its time, what the legend calls it, color.
 _CANDIDATES: Final = (
-    ("ms", "heads_kernels", "#e0561b"),
-    ("sdpa_ms", "SDPA times gate", "#3b82d6"),
-    ("eager_ms", "eager PyTorch", "#7d8590"),
+    ("ms", "heads_kernels", ORANGE),
+    ("sdpa_ms", "SDPA, output times gate", BLUE),
+    ("eager_ms", "eager PyTorch", GREY),
 )
-_GREY: Final = "#808080"
 _HEADS: Final = 12
-
-#: Of all figures of the benchmarks, for `matplotlib.rc_context`.
-STYLE: Final[dict[Any, Any]] = {
-    "font.size": 9,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "heads_kernels",  # the same run gives the same file
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color",
-        "ytick.color", "grid.color"), _GREY),
-}  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -48,15 +34,14 @@ def draw(kept: Path) -> Path:
         import matplotlib as mpl
     except ImportError as error:
         raise CannotPlot("matplotlib is missing: pip install 'heads_kernels[bench]'") from error
-    path, text = kept.with_suffix(".svg"), io.StringIO()
-    with mpl.rc_context(STYLE):
+    path = kept.with_suffix(".svg")
+    with mpl.rc_context(figures.STYLE):
         try:
             drawn = figure(run)
         except KeyError as error:
             lacks = f"the newest full run in {kept} has no {error}; keep a new one"
             raise CannotPlot(lacks) from error
-        drawn.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    write_whole(path, text.getvalue())
+        figures.save(drawn, path)
     return path
 
 
@@ -64,25 +49,33 @@ def figure(run: dict[str, Any]) -> Any:
     """Three panels; forward, all threads of the run."""
     from matplotlib.figure import Figure
 
-    machine = run["machine"]
-    rows = {
-        row["workload"]: row
-        for row in run["speed"]
-        if (row["direction"], row["threads"]) == ("forward", machine["threads"])
-    }
-    drawn = Figure(figsize=(10.5, 3.9), layout="constrained")
+    rows = forward_rows(run)
+    drawn = Figure(figsize=(10.5, 4.3), layout="constrained")
     dense, causal, closed = drawn.subplots(1, 3)
     for axes, kind in ((dense, "dense"), (causal, "causal")):
         _over_length(axes, kind, rows)
     _over_heads(closed, rows)
     dense.legend(loc="upper left")
-    drawn.suptitle(
-        f"Gated attention forward, 12 heads of width 64, float32, {machine['threads']} of "
-        f"{machine['cores']} cores, {machine['processor']}, {machine['level']}\n"
-        f"heads_kernels {machine['version']} {machine['commit'] or ''}, PyTorch {machine['torch']}",
-        fontsize=9,
-    )
+    version = f"heads_kernels {run['machine']['version']} {run['machine']['commit'] or ''}"
+    drawn.supxlabel(f"Forward pass, 12 heads, float32; {conditions(run)}; {version}", fontsize=7.5)
     return drawn
+
+
+def forward_rows(run: dict[str, Any]) -> dict[str, Row]:
+    """Times of the forward pass on all threads of the run, by workload."""
+    wanted = "forward", run["machine"]["threads"]
+    return {
+        row["workload"]: row for row in run["speed"] if (row["direction"], row["threads"]) == wanted
+    }
+
+
+def conditions(run: dict[str, Any]) -> str:
+    """What a run was measured on."""
+    machine = run["machine"]
+    return (
+        f"{machine['threads']} of {machine['cores']} cores, {machine['processor']}, "
+        f"{machine['level']}; PyTorch {machine['torch']}"
+    )
 
 
 def newest(kept: Path) -> dict[str, Any]:
@@ -109,16 +102,23 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _over_length(axes: Any, kind: str, rows: dict[str, Row]) -> None:
     points = [(T, B, rows[f"{by_length(T, WIDTHS[0])}_{kind}"]) for T, B in LENGTHS.items()]
     for key, name, color in _CANDIDATES:
-        axes.plot(
-            list(LENGTHS), [row[key] * 1e3 / (B * T) for T, B, row in points], "o-", color=color,
-            label=name, markersize=4,
-        )  # fmt: skip
-    axes.set(title=f"{kind}, over length", xlabel="T (about 1000 tokens a call)", xscale="log",
-        yscale="log", ylabel="microseconds a token")  # fmt: skip
+        times = [row[key] * 1e3 / (B * T) for T, B, row in points]
+        axes.plot(list(LENGTHS), times, "o-", color=color, label=name, markersize=4)
+    rates = [row["sdpa_ms"] / row["ms"] for _, _, row in points]
+    figures.message(
+        axes,
+        f"{kind.capitalize()}: {min(rates):.1f} to {max(rates):.1f} times the speed of SDPA times gate",
+    )
+    axes.set(
+        xlabel="tokens in a sequence (about 1000 in a call)",
+        ylabel="microseconds per token",
+        xscale="log",
+        yscale="log",
+    )
     _ticks(axes.xaxis, LENGTHS)
     lowest, highest = axes.get_ylim()
-    _ticks(axes.yaxis, (n for n in (0.5, 1, 2, 5, 10, 20, 50, 100) if lowest < n < highest))
-    axes.grid(alpha=0.3)
+    _ticks(axes.yaxis, (n for n in (0.5, 1, 2, 5, 10, 20, 50, 100, 200) if lowest < n < highest))
+    axes.grid()
 
 
 def _over_heads(axes: Any, rows: dict[str, Row]) -> None:
@@ -126,13 +126,21 @@ def _over_heads(axes: Any, rows: dict[str, Row]) -> None:
         _HEADS * (100 - percent) // 100: f"gated_closed_{percent}" for percent in CLOSED_SERIES
     }
     names = {_HEADS: "gated_dense", **closed}
-    for key, name, color in _CANDIDATES:
-        axes.plot(list(names), [rows[one][key] for one in names.values()], "o-", color=color,
-            label=name, markersize=4)  # fmt: skip
-    axes.set(title="T 512, B 2, over open heads", xlabel=f"open heads of {_HEADS}",
-        ylabel="milliseconds", ylim=(0, None))  # fmt: skip
+    for key, name, color in _CANDIDATES[:2]:
+        times = [rows[workload][key] for workload in names.values()]
+        axes.plot(list(names), times, "o-", color=color, label=name, markersize=4)
+    every, fewest = rows["gated_dense"]["ms"], rows[names[min(names)]]["ms"]
+    figures.message(
+        axes,
+        f"Closed heads save time: {every:.1f} ms with {_HEADS} open, {fewest:.1f} ms with {min(names)}",
+    )
+    axes.set(
+        xlabel=f"open heads of {_HEADS} (2 sequences of 512 tokens)",
+        ylabel="milliseconds",
+        ylim=(0, None),
+    )
     _ticks(axes.xaxis, names)
-    axes.grid(alpha=0.3)
+    axes.grid()
 
 
 def _ticks(axis: Any, values: Iterable[float]) -> None:

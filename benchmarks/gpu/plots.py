@@ -2,120 +2,137 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from benchmarks import figures
+from benchmarks.figures import BLUE, GREEN, GREY, ORANGE, PURPLE
 from benchmarks.gpu.candidates import RIVALS
-from benchmarks.gpu.goals import milliseconds, ours, tflops
+from benchmarks.gpu.goals import best, milliseconds, ours, tflops
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.settings import Row
-from benchmarks.problems import DIRECTIONS
+from benchmarks.problems import DIRECTIONS, Direction
 
-#: One color a candidate on every plot; ours are the first of the table that are no baseline.
-_COLORS = {"flash": "C0", "efficient": "C1", "cudnn": "C2", "eager": "C7", "flex": "C4"}
-_OURS = ("C3", "C5", "C6", "C8")
+#: Of every candidate on every plot: color and line.
+_LOOKS: Final = {
+    "triton": (ORANGE, "-"),
+    "cuda": (PURPLE, "-"),
+    "cpu": (GREEN, "-"),
+    "cudnn": (BLUE, "-"),
+    "flash": (BLUE, "--"),
+    "efficient": (BLUE, ":"),
+    "flex": (GREY, "-"),
+    "eager": (GREY, "--"),
+}
+_MOST_LINES: Final = 5
+_SHARES: Final = {"closed_50": 0.5, "closed_75": 0.25}
 
 
 def draw(record: Record, folder: Path) -> list[Path]:
     """Write what there are times for; an empty list where nothing was timed. Needs matplotlib."""
     import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     rows = [
         row for row in record.rows("timing") if row.get("dtype") != "float16" and "operator" in row
     ]
     device = record.machine().get("device", "")
     written = []
-    for name, plot in (("gated", _gated), ("closed", _closed), ("collaborative", _collaborative)):
-        figure = plot(pyplot, rows)
-        if figure is not None:
-            figure.suptitle(f"{device}, {record.commit}", fontsize=9)
-            path = folder / f"{name}.png"
-            figure.savefig(path, dpi=80, bbox_inches="tight")
-            pyplot.close(figure)
-            written.append(path)
+    with mpl.rc_context(figures.STYLE):
+        for name, figure in (
+            ("gated", _rates(rows, "gated_attention", ("dense", "causal"), "D")),
+            ("closed", _closed(rows)),
+            ("collaborative", _rates(rows, "collaborative_attention", ("dense",), "Ds")),
+        ):
+            if figure is not None:
+                figure.supxlabel(f"{device}, {record.commit}", fontsize=7.5)
+                written.append(folder / f"{name}.png")
+                figure.savefig(written[-1], dpi=100, facecolor="white")
     return written
 
 
-def _gated(pyplot: Any, rows: list[Row]) -> Any:
-    some = [
-        r for r in rows if r["operator"] == "gated_attention" and r["kind"] in ("dense", "causal")
-    ]
-    return _rates(pyplot, some, "D")
+def _rates(rows: list[Row], operator: str, kinds: tuple[str, ...], width: str) -> Any:
+    """TFLOP/s over T, a row of panels for each kind and direction and a column for each width."""
+    from matplotlib.figure import Figure
 
-
-def _collaborative(pyplot: Any, rows: list[Row]) -> Any:
-    some = [r for r in rows if r["operator"] == "collaborative_attention" and r["kind"] == "dense"]
-    return _rates(pyplot, some, "Ds")
-
-
-def _rates(pyplot: Any, rows: list[Row], width: str) -> Any:
-    """TFLOP/s over T of all candidates, one panel a width and direction; causal is dashed."""
+    rows = sorted(
+        (r for r in rows if r["operator"] == operator and r["kind"] in kinds), key=lambda r: r["T"]
+    )
     widths = sorted({row[width] for row in rows})
     if not widths:
         return None
-    figure, axes = pyplot.subplots(
-        len(DIRECTIONS), len(widths), figsize=(4.5 * len(widths), 7), squeeze=False, sharex=True
-    )
-    for line, direction in zip(axes, DIRECTIONS, strict=True):
-        for axis, size in zip(line, widths, strict=True):
-            for kind, style in (("dense", "o-"), ("causal", "s--")):
-                some = sorted(
-                    (r for r in rows if (r[width], r["kind"]) == (size, kind)), key=lambda r: r["T"]
-                )
-                for name in _candidates(some, direction):
-                    points = [
-                        (r["T"], rate)
-                        for r in some
-                        if (rate := tflops(r, direction, name)) is not None
-                    ]
-                    if points:
-                        axis.plot(*zip(*points, strict=True), style, color=_color(name, some, direction),
-                            label=name if kind == "dense" else None)  # fmt: skip
-            axis.set(
-                title=f"{width} {size}, {direction}", xscale="log", ylabel="TFLOP/s", xlabel="T"
-            )
-            axis.set_xticks(
-                sorted({r["T"] for r in rows}), [str(t) for t in sorted({r["T"] for r in rows})]
-            )
-            axis.set_ylim(bottom=0)
-            axis.legend(fontsize=7)
+    lines = list(product(kinds, DIRECTIONS))
+    figure = Figure(figsize=(4.5 * len(widths), 3.4 * len(lines)), layout="constrained")
+    grid = figure.subplots(len(lines), len(widths), squeeze=False)
+    for (kind, direction), panels in zip(lines, grid, strict=True):
+        for size, axes in zip(widths, panels, strict=True):
+            some = [row for row in rows if (row[width], row["kind"]) == (size, kind)]
+            _panel(axes, some, direction)
+            title = f"{width} {size}, {kind}, {direction}"
+            figures.message(axes, f"{title}: {_found(some, direction)}")
     return figure
 
 
-def _closed(pyplot: Any, rows: list[Row]) -> Any:
+def _panel(axes: Any, rows: list[Row], direction: Direction) -> None:
+    """Ours, and of the others the fastest, up to `_MOST_LINES`."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row, name in product(rows, _LOOKS):
+        if (rate := tflops(row, direction, name)) is not None:
+            curves.setdefault(name, []).append((row["T"], rate))
+    fastest = sorted(curves, key=lambda name: (name in RIVALS, -max(r for _, r in curves[name])))
+    for name in fastest[:_MOST_LINES]:
+        color, style = _LOOKS[name]
+        label = f"{name}, times gate" if name in RIVALS else f"heads_kernels, {name}"
+        axes.plot(*zip(*curves[name], strict=True), style, color=color, marker="o", label=label)
+    lengths = [row["T"] for row in rows]
+    axes.set(xscale="log", xlabel="sequence length T", ylabel="TFLOP/s", ylim=(0, None))
+    axes.set_xticks(lengths, [str(T) for T in lengths])
+    axes.set_xticks([], minor=True)
+    axes.grid()
+    if curves:
+        axes.legend()
+
+
+def _found(rows: list[Row], direction: Direction) -> str:
+    """The message of a panel: ours against the fastest other at the longest length that both have."""
+    for row in reversed(rows):
+        own, other = ours(row, direction), best(row, direction, RIVALS)
+        if own is not None and other is not None:
+            return f"{other / own:.2f} times the speed of the fastest other at T = {row['T']}"
+    return "nothing to compare with"
+
+
+def _closed(rows: list[Row]) -> Any:
     """Our time over the share of open heads, as a part of that with all open; the ideal is a line."""
-    shares = {"closed_50": 0.5, "closed_75": 0.25}
-    some = [row for row in rows if row["kind"] in shares]
-    if not some:
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["kind"] in _SHARES]
+    if not rows:
         return None
-    figure, axes = pyplot.subplots(1, len(DIRECTIONS), figsize=(9, 3.5), squeeze=False)
-    for axis, direction in zip(axes[0], DIRECTIONS, strict=True):
-        for D, T in sorted({(row["D"], row["T"]) for row in some}):
-            points = [(1.0, 1.0)]
-            for row in some:
-                own = ours(row, direction)
-                whole = milliseconds(row, direction, f"{row['default']} whole")
-                if (row["D"], row["T"]) == (D, T) and own is not None and whole is not None:
-                    points.append((shares[row["kind"]], own / whole))
-            axis.plot(*zip(*sorted(points), strict=True), "o-", label=f"D{D} T{T}")
-        axis.plot([0, 1], [0, 1], "k:", label="ideal")
-        axis.set(title=direction, xlabel="share of open heads", ylabel="time by that with all open")
-        axis.legend(fontsize=7)
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    for axes, direction in zip(figure.subplots(1, len(DIRECTIONS)), DIRECTIONS, strict=True):
+        curves: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for row in rows:
+            own = ours(row, direction)
+            whole = milliseconds(row, direction, f"{row['default']} whole")
+            if own is not None and whole is not None:
+                share = _SHARES[row["kind"]], own / whole
+                curves.setdefault((row["D"], row["T"]), [(1.0, 1.0)]).append(share)
+        looks = product((ORANGE, BLUE), "-:")
+        for ((D, T), points), (color, style) in zip(sorted(curves.items()), looks, strict=False):
+            points = sorted(points)
+            label = f"D = {D}, T = {T}"
+            axes.plot(*zip(*points, strict=True), style, color=color, marker="o", label=label)
+        axes.plot([0, 1], [0, 1], color=GREY, lw=1, label="ideal")
+        least = [min(points) for points in curves.values()]
+        figures.message(
+            axes,
+            f"{direction.capitalize()}: {min(least)[0]:.0%} of the heads open take "
+            f"{min(t for _, t in least):.0%} to {max(t for _, t in least):.0%} of the time"
+            if least
+            else f"{direction.capitalize()}: not measured",
+        )
+        axes.set(xlabel="share of open heads", ylabel="time, as a share of that with all open")
+        axes.grid()
+        axes.legend()
     return figure
-
-
-def _candidates(rows: list[Row], direction: str) -> list[str]:
-    """Ours first."""
-    names = dict.fromkeys(name for row in rows for name in row.get(direction, {}).get("times", {}))
-    timed = [name for name in names if not name.endswith(" whole")]
-    return sorted(timed, key=lambda name: name in RIVALS)
-
-
-def _color(name: str, rows: list[Row], direction: str) -> str:
-    if name in _COLORS:
-        return _COLORS[name]
-    mine = [other for other in _candidates(rows, direction) if other not in RIVALS]
-    return _OURS[mine.index(name) % len(_OURS)]

@@ -17,7 +17,7 @@ import torch
 from corpus import END, Batch, padded
 from lab import Lab, Run
 from matplotlib.figure import Figure
-from plots import BLUE, ORANGE, legend, line, message
+from plots import legend, line
 from tables import by_seed, each, markdown
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,6 +33,7 @@ from translators import (
 )
 
 import heads_kernels as hk
+from benchmarks.figures import BLUE, ORANGE, message
 
 NAME = "collaborative_from_scratch"
 CUTS: Final = (1, 2, 4, 8)  # of the key width

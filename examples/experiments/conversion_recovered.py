@@ -15,12 +15,13 @@ from typing import Any, Final
 import l0_by_kind
 from lab import Lab, Run
 from matplotlib.figure import Figure
-from plots import BLUE, GREEN, GREY, ORANGE, legend, line, message
+from plots import legend, line
 from tables import by_seed, each, markdown
 from training import learn_on
 from translators import corpus_of, more_batches, quality, read_batches, settings_of, trained
 
 import heads_kernels as hk
+from benchmarks.figures import BLUE, GREEN, GREY, ORANGE, message
 
 NAME = "conversion_recovered"
 #: Features a layer on average, as shares of the width of all its queries.

@@ -21,12 +21,13 @@ import torch
 from lab import Lab, Run
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plots import BLUE, DEPTH, GREY, ORANGE, message
+from plots import DEPTH
 from rankings import relevance_of, scores_of
 from tables import markdown
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from benchmarks.figures import BLUE, GREY, ORANGE, message
 
 NAME = "heads_of_minilm"
 MODELS: Final = ("MiniLM", "random weights")

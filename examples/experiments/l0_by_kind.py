@@ -14,11 +14,13 @@ from typing import Any
 
 from lab import Lab, Results, Run
 from matplotlib.figure import Figure
-from plots import BLUE, GREY, ORANGE, legend, line, message
+from plots import legend, line
 from report import COLORS
 from tables import by_seed, each, markdown
 from training import learn, learn_gates, learn_on
 from translators import corpus_of, measured, more_batches, new_model, settings_of, trained
+
+from benchmarks.figures import BLUE, GREY, ORANGE, message
 
 NAME = "l0_by_kind"
 STARTS = {"from trained": BLUE, "from scratch": ORANGE}

@@ -16,7 +16,7 @@ from typing import Any, Final
 import l0_by_kind
 from lab import Lab, Run
 from matplotlib.figure import Figure
-from plots import BLUE, GREEN, GREY, ORANGE, PURPLE, legend, line, message
+from plots import legend, line
 from rankings import by_layer, random_ranking, scores_of
 from report import COLORS, open_heads
 from tables import by_seed, each, markdown
@@ -33,6 +33,7 @@ from translators import (
 )
 
 import heads_kernels as hk
+from benchmarks.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, message
 
 NAME = "l0_or_importance"
 MEASURES: Final = ("leave one out", "gradient")

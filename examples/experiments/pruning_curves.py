@@ -19,12 +19,12 @@ import translators
 from lab import Lab, Run
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plots import BLUE, GREY, ORANGE, PURPLE, message
 from rankings import Ranking, by_layer, random_ranking, relevance_of, scores_of
 from tables import by_seed, markdown
 from torch import nn
 
 import heads_kernels as hk
+from benchmarks.figures import BLUE, GREY, ORANGE, PURPLE, message
 
 NAME = "pruning_curves"
 RANDOM: Final = "at random"

@@ -19,6 +19,7 @@ import torch
 from benchmarks import gpu_suite, tune
 from benchmarks.gpu import graphs, plots, sanitizer, support, tuning
 from benchmarks.gpu import pool as pool_module
+from benchmarks.gpu.candidates import RIVALS
 from benchmarks.gpu.goals import NOT_MEASURED, goals
 from benchmarks.gpu.pool import Pool
 from benchmarks.gpu.record import Record
@@ -432,6 +433,28 @@ def test_a_backend_that_refuses_everything_fails_the_run() -> None:
 def test_plots_of_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert plots.draw(Record("full", "cuda", "c", 1.0), tmp_path) == []
+
+
+def test_plots_say_what_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most five lines a panel, and a message: ours against the fastest other."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    times = {name: {"ms": 4.0} for name in (*RIVALS, "cuda", "triton whole")}
+    direction = {"flops": 300e9, "times": {**times, "cudnn": {"ms": 1.6}, "triton": {"ms": 2.0}}}
+    found = {"default": "triton", "forward": direction, "backward": direction}
+    record = Record("full", "cuda", "c", 1.0)
+    record.stages["timing"] = [w.sizes() | found for w in workloads()]
+    assert [path.name for path in plots.draw(record, tmp_path)] == [
+        "gated.png", "closed.png", "collaborative.png",
+    ]  # fmt: skip
+    panels = [axes for figure in drawn for axes in figure.axes]
+    assert len(panels) == 4 * 2 + 2 + 2 * 3
+    assert all(1 < len(axes.get_legend().get_texts()) <= 5 for axes in panels[:-2])
+    titles = [" ".join(axes.get_title("left").split()) for axes in panels]
+    ratio = "0.80 times the speed of the fastest other"
+    assert titles[0] == f"D 64, dense, forward: {ratio} at T = 16384"
+    assert titles[8] == "Forward: 25% of the heads open take 50% to 50% of the time"
 
 
 def test_slug() -> None:
