@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.results import write_whole
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: Colors that color-blind readers tell apart; they and the grey have a contrast of 3 or more on white.
@@ -50,11 +49,10 @@ def save(figure: Figure, path: Path) -> None:
     write_whole(path, text.getvalue().replace("</style>", f"\n{_DARK}</style>", 1))
 
 
-def message(axes: Axes, text: str) -> None:
+def message(axes: Any, text: str) -> None:
     """The title of a panel, in lines as wide as the panel."""
-    figure, place = axes.get_figure(), axes.get_subplotspec()
-    assert figure is not None
-    assert place is not None
-    columns = place.get_gridspec().ncols
-    letters = int(figure.get_figwidth() / columns / 0.097)  # inches of a letter, and of the margins
+    columns = axes.get_subplotspec().get_gridspec().ncols
+    letters = int(
+        axes.get_figure().get_figwidth() / columns / 0.097
+    )  # inches of a letter, and of the margins
     axes.set_title(textwrap.fill(text.replace(" %", "\N{NO-BREAK SPACE}%"), letters))
