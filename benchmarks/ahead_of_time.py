@@ -198,6 +198,13 @@ STATED: Final = (
     Bound(128, "the bounds of visible ranges of two rows a thread", target="sm_80"),
     Bound(512, "the words of Philox beside a tile of scores", target="sm_80", work="*dropout*"),
     Bound(
+        32,
+        "two programs a multiprocessor leave 128 registers a thread; the loops over tiles spill nothing",
+        kernel="gated_attention.forward",
+        target="sm_90",
+        work="*D 64",
+    ),
+    Bound(
         1024,
         "a list of chunks and two sums of a slice beside a tile of scores",
         kernel="collaborative_attention.*",

@@ -47,17 +47,27 @@ _TRIES: Final = 3
 _BLOCKS: Final = (16, 256)
 _WARPS: Final = (2, 8)
 _STAGES: Final = (1, 5)
+#: Registers a thread may take at most: any; for 8 warps those with which 2 and 3 programs share a multiprocessor, which are
+#: those of 4 and 6 programs of 4 warps.
+_REGISTERS: Final = (0, 128, 80)
 
 
 def neighbours(tiles: Tiles, used: Sequence[str]) -> Iterator[Tiles]:
     """Tiles that differ in one or two of the numbers that a kernel uses, by one step: blocks and warps by a
-    factor of two, stages by one."""
+    factor of two, stages by one; and in the limit of registers."""
     steps = {
-        name: [value + 1, value - 1] if name == "num_stages" else [value * 2, value // 2]
+        name: [value + 1, value - 1] if "stages" in name else [value * 2, value // 2]
         for name, value in tiles.items()
-        if name in used and value
+        if name in used and value and name != "maxnreg"
     }
-    limits = {"num_warps": _WARPS, "num_stages": _STAGES}
+    if "maxnreg" in used:
+        steps["maxnreg"] = [limit for limit in _REGISTERS if limit != tiles["maxnreg"]]
+    limits = {
+        "num_warps": _WARPS,
+        "num_stages": _STAGES,
+        "partial_stages": _STAGES,
+        "maxnreg": (0, 255),
+    }
     for count in (1, 2):
         for names in itertools.combinations(steps, count):
             for values in itertools.product(*(steps[name] for name in names)):
@@ -233,7 +243,8 @@ def _short(tiles: Tiles) -> str:
     blocks = "x".join(
         str(tiles[name]) for name in ("block_m", "block_n", "block_d") if tiles.get(name)
     )
-    return f"{blocks} w{tiles['num_warps']} s{tiles['num_stages']}"
+    registers = f" r{tiles['maxnreg']}" if tiles.get("maxnreg") else ""
+    return f"{blocks} w{tiles['num_warps']} s{tiles['num_stages']}{registers}"
 
 
 def _first_line(row: Row) -> str:

@@ -31,3 +31,9 @@ def options_of(tiles: Tiles) -> dict[str, Any]:
 def test_fused_multiply_add_is_asked_for() -> None:
     """Triton 3.10 fuses only where it is asked to; 3.9 warns of it where it is not."""
     assert options_of(Tiles(32, 32, 0, 0, 4, 1))["enable_fp_fusion"] is True
+
+
+def test_registers_are_limited_where_tiles_say_so() -> None:
+    """AMD's compiler refuses the option: it is left out without a limit."""
+    assert "maxnreg" not in options_of(Tiles(32, 32, 0, 0, 4, 1))
+    assert options_of(Tiles(32, 32, 0, 0, 4, 1, maxnreg=128))["maxnreg"] == 128

@@ -476,6 +476,16 @@ def test_neighbours_differ_in_what_is_used() -> None:
         assert 16 <= tiles["block_m"] <= 256
 
 
+def test_neighbours_limit_registers() -> None:
+    today = {"block_m": 128, "num_warps": 8, "num_stages": 3, "partial_stages": 1, "maxnreg": 0}
+    found = list(tune.neighbours(today, list(today)))
+    assert {**today, "maxnreg": 128} in found
+    assert {**today, "partial_stages": 2, "maxnreg": 128} in found
+    assert {
+        tiles["maxnreg"] for tiles in tune.neighbours({**today, "maxnreg": 128}, ["maxnreg"])
+    } == {0, 80}
+
+
 def test_job_names() -> None:
     job = tuning.Job("try", "gated_D64 forward", "bfloat16", "k", ({"block_m": 16},))
     assert tuning.Job.from_name(job.to_name()) == job

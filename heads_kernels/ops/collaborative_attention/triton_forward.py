@@ -30,10 +30,11 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import (
     SMALLEST,
-    guarded_product,
+    finite_part,
     kept,
     log_sum_exp,
     online_softmax,
+    poison,
     product,
 )
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
@@ -216,13 +217,11 @@ def _attend_step(
             seen = pairs_visible(
                 visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias,
             )  # fmt: skip
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(seen, scores + poison(v)[None, :], float("-inf"))
+            v = finite_part(v)
         p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2)
         if dropout is not None:
             p = tl.where(kept(dropout, b, h, rows, first_key, BLOCK_N), p, 0.0)
-        if PARTIAL:
-            acc = guarded_product(p.to(v.dtype), v, seen, acc * alpha[:, None])
-        else:
-            acc = product(p.to(v.dtype), v, acc * alpha[:, None])
+        acc = product(p.to(v.dtype), v, acc * alpha[:, None])
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     return acc, row_max, row_sum, scores

@@ -26,10 +26,11 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import (
     SMALLEST,
-    guarded_product,
+    finite_part,
     kept,
     log_sum_exp,
     online_softmax,
+    poison,
     product,
 )
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
@@ -47,7 +48,7 @@ from heads_kernels.ops.triton.visible import (
 def _forward_kernel(
     query, key, value, gate, terms, visible, dropout, out, attended_out, lse_out, H, T, S, GROUP, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program computes BLOCK_M rows of `out` of one head; heads in order, of each the last rows (the longest of a
     causal mask) first. A closed head writes its zeros and is done."""
@@ -58,7 +59,7 @@ def _forward_kernel(
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
     attended, lse, sees = attend(
         query, key, value, terms, visible, dropout, b, h, first_row, taking_part, S, GROUP, scale,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
     )  # fmt: skip
     if attended_out is not None:
         store_tile(attended_out, b, h, first_row, T, attended, DV, BLOCK_M, BLOCK_DV)
@@ -85,6 +86,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
         H, T, call.key.shape[2], H // max(call.key.shape[1], 1), scale,
         KIND=gate_kind(call.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
+        PARTIAL_STAGES=tiles.partial_stages,
     )  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
 def _closed_kernel(
     query, key, value, dout, gate, terms, visible, dropout, dgate_rows, H, T, S, GROUP, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program computes `rowsum(dout * attended)` of BLOCK_M rows, as the forward kernel would; of an open head it
     computes nothing."""
@@ -103,7 +105,7 @@ def _closed_kernel(
     closed = T - open_rows(gate, b, h, T, "heads", "identity")
     attended, _, sees = attend(
         query, key, value, terms, visible, dropout, b, h, first_row, closed, S, GROUP, scale,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
     )  # fmt: skip
     rows = first_row + tl.arange(0, BLOCK_M)
     do = load_tile(dout, b, h, first_row, rows < closed, DV, BLOCK_M, BLOCK_DV).to(
@@ -127,6 +129,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
         H, T, S, H // max(Hk, 1), scale,
         D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
+        PARTIAL_STAGES=tiles.partial_stages,
     )  # fmt: skip
 
 
@@ -134,7 +137,7 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
 def attend(
     query, key, value, terms, visible, dropout, b, h, first_row, T, S, GROUP, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
 
@@ -157,7 +160,7 @@ def attend(
             scale_log2,
             False, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-    for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
+    for index in tl.range(0, full_start - start + end - full_end, num_stages=PARTIAL_STAGES):
         tile = partial_tile(visible, b, h, own, index, start, full_start, full_end)
         acc, row_max, row_sum = _attend_tile(
             q, key, value, terms, visible, dropout, acc, row_max, row_sum, lo, hi, tile, b, h, GROUP, rows, T, S, scale,
@@ -199,11 +202,9 @@ def _attend_tile(
         seen = pairs_visible(
             visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
         )
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(seen, scores + poison(v)[None, :], float("-inf"))
+        v = finite_part(v)
     p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2)
     if dropout is not None:
         p = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), p, 0.0)
-    p = p.to(v.dtype)
-    acc = acc * alpha[:, None]
-    acc = guarded_product(p, v, seen, acc) if PARTIAL else product(p, v, acc)
-    return acc, row_max, row_sum
+    return product(p.to(v.dtype), v, acc * alpha[:, None]), row_max, row_sum

@@ -140,9 +140,9 @@ def content_bias_of(content_bias: Tensor | None) -> ContentBias | None:
 
 
 def has_terms(call: Call) -> bool:
-    """Whether the loops over tiles read a bias, a cap or a dense mask."""
+    """Whether the loops over tiles read a bias, a cap or a dense mask, or draw random numbers."""
     parts = call.bias, call.offset_bias, call.intervals.dense
-    return bool(call.softcap) or any(part is not None for part in parts)
+    return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
 
 def terms_of(call: Call) -> Terms:

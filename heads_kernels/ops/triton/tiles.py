@@ -6,6 +6,8 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
 (`python -m benchmarks.ahead_of_time` shows both). What the rows have in common:
 
 - 8 warps share tiles of 128 rows: of 64 rows each of two groups of 4 warps would hold a copy on sm_90.
+- Where 128 registers a thread are enough, two programs share a multiprocessor: one multiplies during the softmax of the
+  other.
 - In the passes over keys scores are transposed: query rows are the columns of a tile and take a register each. So tiles
   have few query rows and 128 keys.
 - float32 is multiplied without tensor cores; an operand is in registers then, and tiles are small.
@@ -29,13 +31,18 @@ from triton.runtime import driver
 from heads_kernels.ops.support import TRITON_INTERPRETED
 from heads_kernels.ops.triton.chunks import MOST_CHUNKS
 
-#: Fields of `Tiles`: block_m, block_n, block_d, block_slice, num_warps, num_stages
-Numbers = tuple[int, int, int, int, int, int]
+#: Fields of `Tiles`: block_m, block_n, block_d, block_slice, num_warps, num_stages, and of the others as many as matter
+Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a kernel's tiles: query rows, keys, features of a step, features of a slice; 0 where it has none."""
+    """Sizes of a kernel's tiles: query rows, keys, features of a step, features of a slice; 0 where it has none.
+
+    `num_stages` is that of loops over full tiles, `partial_stages` that of loops over partial ones, whose mask takes
+    registers that loads in flight need too. `maxnreg` is how many registers a thread may take at most, so that several
+    programs share a multiprocessor; 0: as many as there are.
+    """
 
     block_m: int
     block_n: int
@@ -43,22 +50,28 @@ class Tiles:
     block_slice: int
     num_warps: int
     num_stages: int
+    partial_stages: int = 1
+    maxnreg: int = 0
 
     @property
     def launch_options(self) -> dict[str, int]:
         """Options of a launch; whether multiply-adds are fused is stated because Triton's default changes with 3.10."""
-        return {
+        options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
         }
+        if self.maxnreg:  # AMD's compiler knows no such option
+            options["maxnreg"] = self.maxnreg
+        return options
 
 
 def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False) -> Tiles:
     """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths in the dtype of `like`.
 
     D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 where there are none; `terms`
-    whether scores have a bias or a cap, or the mask is dense: then tiles measured without them may not fit.
+    whether scores have a bias or a cap, the mask is dense or there is dropout: then tiles measured without them may not
+    fit.
     """
     if TRITON_INTERPRETED:
         return _interpreted(like, D)
@@ -145,7 +158,12 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
 #: kernel -> widest head (padded; of collaborative attention the value's) -> numbers. 16-bit operands.
 _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
     "sm_90": {
-        "gated_attention.forward": {128: (128, 64, 0, 0, 8, 3), 256: (128, 32, 0, 0, 8, 2)},
+        "gated_attention.forward": {
+            64: (128, 64, 0, 0, 8, 3, 1, 128),
+            128: (128, 64, 0, 0, 8, 3, 3),
+            256: (128, 32, 0, 0, 8, 2),
+        },
+        "gated_attention.forward, terms": {64: (128, 64, 0, 0, 8, 3)},
         "gated_attention.keys": {64: (64, 128, 0, 0, 8, 2), 256: (32, 128, 0, 0, 8, 2)},
         "gated_attention.queries": {
             64: (128, 64, 0, 0, 8, 3),
@@ -223,7 +241,7 @@ def _numbers_of_kind(
 ) -> Numbers:
     """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
 
-    `terms`: the kernel reads a bias, a cap or a dense mask, for which some have rows of their own.
+    `terms`: the kernel reads a bias, a cap or a dense mask or drops, for which some have rows of their own.
     """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
     table = _HALF[kind] if half else _FLOAT
