@@ -47,8 +47,7 @@ _TRIES: Final = 3
 _BLOCKS: Final = (16, 256)
 _WARPS: Final = (2, 8)
 _STAGES: Final = (1, 5)
-#: Registers a thread may take at most: any; for 8 warps those with which 2 and 3 programs share a multiprocessor, which are
-#: those of 4 and 6 programs of 4 warps.
+#: Registers a thread may take at most: any, or those with which 2 and 3 programs of 8 warps share a multiprocessor.
 _REGISTERS: Final = (0, 128, 80)
 
 

@@ -5,8 +5,8 @@
 `g` is the activated gate. For gates of heads and of rows `delta = g * (dgate row)`; a gate of elements keeps
 `dout * attended` as it is, and its `dattended` is written for the passes that follow.
 
-A row with a sink has a finite `lse` also where it sees no key. Such rows are found by the mask then, and have
-`lse` -inf in the passes that follow, as rows without a sink.
+The passes that follow read `lse` and `delta` of every row in every tile, so both are prepared here: see
+`load_row_terms`. A row with a sink has a finite `lse` also where it sees no key. Such rows are found by the mask then.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from heads_kernels.ops.triton.operands import (
     visible_of,
 )
 from heads_kernels.ops.triton.scores import load_bias
+from heads_kernels.ops.triton.softmax import LOG2E
 from heads_kernels.ops.triton.tile_lists import varying_pairs
 from heads_kernels.ops.triton.tiles import launch, padded, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
@@ -38,8 +39,8 @@ from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ran
 class FirstPass(NamedTuple):
     """What the first pass leaves for those that follow."""
 
-    lse: Tensor  # [B, H, T], -inf in rows that see nothing
-    delta: Tensor  # [B, H, T]
+    lse: Tensor  # [B, H, T], prepared: `load_row_terms`
+    delta: Tensor  # [B, H, T], prepared
     dattended: Tensor  # [B, H, T, Dv]: dout, or g * dout
     gate: Tensor | None  # what dattended still lacks
 
@@ -68,7 +69,7 @@ def _seeing_kernel(
 
 @triton.jit
 def _rows_kernel(
-    dout, attended, gate, terms, lse, seeing, delta, dgate_rows, dattended, seen_lse, dsinks, H, T,
+    dout, attended, gate, terms, lse, seeing, prepared_lse, delta, dgate_rows, dattended, dsinks, H, T,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """A program reads BLOCK_M rows of a head once. Rows that see nothing get 0, whatever stands in `dout` there."""
@@ -83,7 +84,6 @@ def _rows_kernel(
     if seeing is not None:
         at = seeing.ptr + b.to(tl.int64) * seeing.stride_b + h.to(tl.int64) * seeing.stride_h
         sees = sees & (tl.load(at + rows, mask=rows < T, other=0) != 0)
-        tl.store(seen_lse + of_pair, tl.where(sees, row_lse, float("-inf")), mask=rows < T)
     do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV).to(
         tl.float32
     )  # [BLOCK_M, BLOCK_DV]
@@ -103,7 +103,9 @@ def _rows_kernel(
             tl.store(dgate_rows + of_pair, total, mask=rows < T)
         if KIND != "none":
             total = total * row_gates(gate, b, h, rows, T, ACTIVATION)
-    tl.store(delta + of_pair, tl.where(sees, total, 0.0), mask=rows < T)
+    in_base_2 = tl.where(sees, row_lse * LOG2E + total * 0.0, float("inf"))
+    tl.store(prepared_lse + of_pair, in_base_2, mask=rows < T)
+    tl.store(delta + of_pair, tl.where(tl.abs(in_base_2) < float("inf"), total, 0.0), mask=rows < T)
     if dsinks is not None:
         share = tl.exp(tl.load(terms.sinks + h).to(tl.float32) - row_lse)
         tl.store(dsinks + of_pair, tl.where(sees, -share * total, 0.0), mask=rows < T)
@@ -113,39 +115,38 @@ def _rows_kernel(
 def load_row_terms(
     lse, delta, gate, b, h, pair, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """`lse`, `delta`, the gate and `finite` of query rows, [M] each.
+    """`lse`, `delta`, the gate and `finite` of query rows, [M] each; lse and delta as the first pass left them.
 
-    lse is +inf for rows that see nothing: `p` is 0 there. A row is finite if it sees something and its numbers are
-    finite; one that sees something and is not finite has lse nan, and so has `p` wherever it sees a key: with its query
-    and dout left out (read as 0), what it poisons are the keys that it sees, and no others. Its delta and gate are 0.
+    lse is in base 2, and +inf for rows that see nothing: `p` is 0 there. A row is finite if it sees something and its
+    numbers are finite; one that sees something and is not finite has lse nan, and so has `p` wherever it sees a key:
+    with its query and dout left out (read as 0), what it poisons are the keys that it sees, and no others. Its delta and
+    gate are 0.
     """
     of_pair = pair.to(tl.int64) * T + rows
-    row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("-inf"))
+    row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("inf"))
     row_delta = tl.load(delta + of_pair, mask=rows < T, other=0.0)
-    finite = (row_lse * 0.0 + row_delta * 0.0) == 0.0
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse + row_delta * 0.0)
+    finite = tl.abs(row_lse) < float("inf")
     if KIND == "none":
         g = tl.full(rows.shape, 1.0, tl.float32)
     else:
         g = tl.where(finite, row_gates(gate, b, h, rows, T, ACTIVATION), 0.0)
-    return row_lse, tl.where(finite, row_delta, 0.0), g, finite
+    return row_lse, row_delta, g, finite
 
 
 def first_pass(call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor) -> FirstPass:
     """Fill `dgate` and `dsinks`, unless they are empty, and what the other passes read."""
     B, H, T, Dv = dout.shape
     kind = gate_kind(call.gate)
-    delta = torch.empty_like(saved.lse)
+    lse, delta = torch.empty_like(saved.lse), torch.empty_like(saved.lse)
     dattended = torch.empty_like(dout) if kind == "elements" else dout
     tiles = tiles_for("backward.rows", dout, Dv, Dv)
-    seeing = _seeing(call)
-    lse = saved.lse if seeing is None else torch.empty_like(saved.lse)
     of_gate = rows_of(dgate) if kind == "elements" else dgate
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
-        rows_of(dout), rows_of(saved.attended), gate_of(call.gate), terms_of(call), saved.lse, seeing, delta,
+        rows_of(dout), rows_of(saved.attended), gate_of(call.gate), terms_of(call), saved.lse, _seeing(call), lse,
+        delta,
         of_gate if dgate.numel() else None, rows_of(dattended) if kind == "elements" else None,
-        None if seeing is None else lse, dsinks if dsinks.numel() else None, H, T,
+        dsinks if dsinks.numel() else None, H, T,
         KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
     )  # fmt: skip
     return FirstPass(lse, delta, dattended, None if kind == "elements" else call.gate)

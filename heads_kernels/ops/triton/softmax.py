@@ -64,8 +64,8 @@ def log_sum_exp(row_max, row_sum, scale_log2):
 
 @triton.jit
 def probabilities(scores, lse, scale_log2):
-    """`exp(scale * scores - lse)`; lse broadcasts to the tile and is +inf for rows that see nothing."""
-    return tl.exp2(scores * scale_log2 - lse * LOG2E)
+    """`exp(scale * scores - lse)` of `lse` in base 2, which broadcasts to the tile: see `rows.load_row_terms`."""
+    return tl.exp2(scores * scale_log2 - lse)
 
 
 @triton.jit
