@@ -36,7 +36,7 @@ struct bf16 {
 struct fp16 {
   uint16_t bits;
 };
-struct tf32;  // names the operands of multiply_add that to_tf32 has rounded
+struct tf32;  // names operands of multiply_add that are floats, less their last 13 bits
 
 struct Pair {
   float low, high;
@@ -65,7 +65,7 @@ HK_DEVICE V shuffle_xor(V value, int mask);
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row);
 HK_DEVICE void load_matrices_transposed(uint32_t (&matrices)[4], const void* row);
 
-// C += A B, summed in float. T: bf16, fp16, tf32.
+// C += A B, summed in float. T: bf16, fp16, tf32, of which the last 13 bits count for nothing.
 template <typename T>
 HK_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -78,7 +78,7 @@ HK_DEVICE void commit_copies();
 template <int kPending>
 HK_DEVICE void wait_copies();
 
-// To about 2^-22 of the power; subnormal numbers count as 0.
+// To 2 units in the last place of the power; subnormal numbers count as 0.
 HK_DEVICE float exp2_approx(float x);
 
 // T: bf16, fp16, float. To nearest, ties to even.
@@ -91,8 +91,6 @@ template <typename T>
 HK_DEVICE uint32_t pack(float low, float high);
 template <typename T>
 HK_DEVICE Pair unpack(uint32_t word);
-// 8 bits of exponent and 10 of fraction in the place of a float's; to nearest, ties away from zero.
-HK_DEVICE uint32_t to_tf32(float x);
 
 HK_DEVICE uint32_t float_bits(float x);
 HK_DEVICE float bits_float(uint32_t bits);
@@ -228,11 +226,6 @@ HK_DEVICE uint32_t pack(float low, float high) {
 template <typename T>
 HK_DEVICE Pair unpack(uint32_t word) {
   return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
-}
-HK_DEVICE uint32_t to_tf32(float x) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-  return bits;
 }
 
 }  // namespace hk::cuda

@@ -183,9 +183,6 @@ struct Unpack : Shape<2, 1> {
     w.out[1] = float_bits(pair.high);
   }
 };
-struct ToTf32 : Shape<1, 1> {
-  HK_DEVICE static void run(const Words& w) { w.out[0] = to_tf32(bits_float(w.in[0][0])); }
-};
 
 int64_t words_of(const Tensor& t) {
   int64_t count = 1;
@@ -246,7 +243,6 @@ constexpr struct {
     {"pack<fp16>", check<Pack<fp16>>},
     {"unpack<bf16>", check<Unpack<bf16>>},
     {"unpack<fp16>", check<Unpack<fp16>>},
-    {"to_tf32", check<ToTf32>},
 };
 
 }  // namespace

@@ -87,10 +87,7 @@ struct Product {
 template <typename T>
 double operand(uint32_t bits) {
   if constexpr (std::is_same_v<T, tf32>) {
-    const float x = emulator::bits_float(bits);
-    if (x == x && bits & emulator::kBelowTf32)
-      throw emulator::Fault("an operand of multiply_add<tf32> did not go through to_tf32");
-    return x;
+    return emulator::bits_float(bits & ~emulator::kBelowTf32);
   } else {
     return std::is_same_v<T, bf16> ? emulator::widen_bf16(bits) : emulator::widen_fp16(bits);
   }
@@ -211,6 +208,5 @@ template <typename T>
 inline Pair unpack(uint32_t word) {
   return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
 }
-inline uint32_t to_tf32(float x) { return emulator::round_tf32(x); }
 
 }  // namespace hk::cuda

@@ -49,8 +49,4 @@ inline uint16_t narrow_fp16(float x) {
 
 constexpr uint32_t kBelowTf32 = 0x1fffu;  // the bits of a float that tf32 lacks
 
-inline uint32_t round_tf32(float x) {
-  return x != x ? 0x7fffffffu & ~kBelowTf32 : (float_bits(x) + 0x1000u) & ~kBelowTf32;
-}
-
 }  // namespace hk::emulator

@@ -229,10 +229,6 @@ void mistakes() {
          [&] { load_matrices(matrices, shared_memory() + kShared); });
   faults("loads a row of a matrix from byte ",
          [&] { load_matrices_transposed(matrices, shared_memory() + 4 * (lane() % 4)); });
-  faults("did not go through to_tf32", [] {
-    float c[4] = {};
-    multiply_add<tf32>(c, {0, 0, 0, float_bits(0.1f)}, 0, 0);
-  });
 }
 
 // Two blocks of four warps: rows of a product, through copies, matrices, shuffles and barriers.

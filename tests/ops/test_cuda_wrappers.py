@@ -192,12 +192,18 @@ def test_multiply_add(run: Run, random: np.random.Generator, T: str, kind: str) 
         a[4, 2], b[4, :, 3], c[4, 2, 3] = 0, np.inf, 1  # 0 * inf is nan
         c[5, 15, 7] = np.inf
     a, b, c = rounded(T, a), rounded(T, b), c.astype(np.float32)
+    given = {"A": a, "B": b, "C": c}
+    if T == "tf32" and kind == "any":  # what a float has beyond a tf32 counts for nothing
+        for name in ("A", "B"):
+            given[name] = given[name] | random.integers(
+                1 << 13, size=given[name].shape, dtype=np.uint32
+            )
     got = run(
         f"multiply_add<{T}>",
         4,
         *(
             np.concatenate([fragment(name, depth, matrix) for matrix in matrices])
-            for name, matrices in (("A", a), ("B", b), ("C", c))
+            for name, matrices in given.items()
         ),
     )
     with np.errstate(invalid="ignore"):
@@ -261,7 +267,8 @@ def test_exp2_approx(run: Run, random: np.random.Generator) -> None:
         expected = np.exp2(flushed(x).astype(np.float64))
     zero, infinite = expected < np.finfo(np.float32).tiny, expected >= 2.0**128
     near = ~(zero | infinite | np.isnan(x))
-    assert np.all(np.abs(got[near] - expected[near]) <= 2.0**-22 * expected[near])
+    last_place = np.spacing(expected[near].astype(np.float32)).astype(np.float64)
+    assert np.all(np.abs(got[near] - expected[near]) <= 2 * last_place)
     assert np.all(got[zero] == 0)
     assert np.all(got[infinite] == np.inf)
     assert np.all(got[flushed(x) == 0] == 1)
@@ -313,22 +320,3 @@ def test_narrowing(run: Run, T: str) -> None:
     np.testing.assert_array_equal(halves[~nan, 0], expected[~nan])
     np.testing.assert_array_equal(halves[::-1][~nan, 1], expected[~nan])
     assert np.all(np.isnan(numbers(T, halves[nan, 0])))
-
-
-def test_to_tf32(run: Run, random: np.random.Generator) -> None:
-    """10 bits of fraction, to the nearest, ties away from zero; the bits below are 0."""
-    upper = random.integers(1 << 19, size=20_000, dtype=np.uint32)
-    low = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF], np.uint32)
-    x = floats(np.concatenate([(upper[:, None] << 13 | low).reshape(-1), SPECIAL]))
-    x = in_blocks(x)
-    got = run("to_tf32", 1, bits(x))[:, 0]
-    finite = np.isfinite(x)
-    exact = x[finite].astype(np.float64)
-    step = np.exp2(np.maximum(np.frexp(exact)[1] - 1, -126) - 10)
-    with np.errstate(over="ignore"):
-        expected = (np.copysign(np.floor(np.abs(exact) / step + 0.5), exact) * step).astype(
-            np.float32
-        )
-    np.testing.assert_array_equal(got[finite], bits(expected))
-    np.testing.assert_array_equal(np.isnan(floats(got)), np.isnan(x))
-    np.testing.assert_array_equal(floats(got)[np.isinf(x)], x[np.isinf(x)])

@@ -15,8 +15,8 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
 from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, hide, surrounded
-from tests.ops.calls import TABLES, assert_same_bits
-from tests.support.alike import assert_alike
+from tests.ops.calls import TABLES, assert_same_bits, call
+from tests.support.alike import assert_alike, rounding
 
 QUICK = [case for case in CASES if "model" not in case.tags]
 MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]
@@ -126,6 +126,17 @@ def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
         out = replace(inputs, tensors=tensors).call(backend)
         assert_same_bits(backend, out[:, :, :j], clean[:, :, :j])
         assert out[:, :, j:].isnan().all(), j
+
+
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+def test_values_as_large_as_a_float_holds(backend: str) -> None:
+    """A row that sees one key has its value, the largest number that there is too."""
+    largest = torch.finfo(torch.float32).max
+    numbers = torch.tensor([largest, -largest, 3.4025e38, -3.4025e38, 3.4e38, 1e38, 1.0, 0.0])
+    value = numbers.reshape(1, 1, 1, 8)
+    query, key = torch.randn(2, 1, 1, 1, 8)
+    out = call("gated_attention", backend, query=query, key=key, value=value)
+    torch.testing.assert_close(out, value, rtol=rounding(torch.float32), atol=0.0)
 
 
 @pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
