@@ -133,36 +133,15 @@ class Features {
   int *used_, *numbers_;
 };
 
-// The units of 16 bytes that are this thread's of a tile: all in one column.
-template <int kThreads, typename AnyTile>
-struct OwnUnits {
-  using T = typename AnyTile::Element;
-  static constexpr int kUnit = Unit<T>::kCount, kUnits = AnyTile::kColumns / kUnit;
-  static constexpr int kRowStep = kThreads / kUnits;
-  static_assert(kThreads % kUnits == 0 && kChunk % kUnit == 0);
-
-  HK_DEVICE static int column() { return index() % kUnits * kUnit; }
-  HK_DEVICE static int first_row() { return index() / kUnits; }
-
- private:
-  HK_DEVICE static unsigned index() { return static_cast<unsigned>(thread_index()); }
-};
-
 // Starts to copy the features of rows `first` and on into a tile, with all threads of the block;
 // columns for which `source` has none are left as they are.
 template <int kThreads, typename AnyTile, typename Source>
-HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element> rows,
+HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element>& rows,
                              int first, const Source& source) {
-  using Own = OwnUnits<kThreads, AnyTile>;
-  const int feature = source.feature(Own::column());
-  if (feature < 0) return;
-  const auto* from = rows.row(first + Own::first_row()) + feature;
-  HK_UNROLL
-  for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
-    const int left = first + row < rows.length ? rows.width - feature : 0;
-    copy_unit(tile.at(row, Own::column()), from, left, rows.aligned);
-    from += Own::kRowStep * rows.stride;
-  }
+  OwnUnits<kThreads, AnyTile>::each_column([&](int column) {
+    const int feature = source.feature(column);
+    if (feature >= 0) copy_column<kThreads>(tile, column, rows, first, feature);
+  });
 }
 
 // Multiplies what this thread has copied into the tile by the features' factors, rounded to T.
@@ -170,30 +149,33 @@ template <int kThreads, typename AnyTile, typename Source>
 HK_DEVICE void mix_features(const AnyTile& tile, const float* factors, const Source& source) {
   using Own = OwnUnits<kThreads, AnyTile>;
   using T = typename AnyTile::Element;
-  const int feature = source.feature(Own::column());
-  if (feature < 0) return;
-  float factor[Own::kUnit];
-  HK_UNROLL
-  for (int i = 0; i < Own::kUnit; ++i) factor[i] = factors[feature + i];
-  HK_UNROLL_BY(4)
-  for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
-    auto* const at = reinterpret_cast<Unit<T>*>(tile.at(row, Own::column()));
-    Unit<T> unit = *at;
-    uint32_t words[4];
-    std::memcpy(words, &unit, sizeof(unit));
+  static_assert(kChunk % Own::kUnit == 0);
+  Own::each_column([&](int column) {
+    const int feature = source.feature(column);
+    if (feature < 0) return;
+    float factor[Own::kUnit];
     HK_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      uint32_t& word = words[i];
-      if constexpr (sizeof(T) == 4) {
-        word = float_bits(bits_float(word) * factor[i]);
-      } else {
-        const Pair pair = unpack<T>(word);
-        word = pack<T>(pair.low * factor[2 * i], pair.high * factor[2 * i + 1]);
+    for (int i = 0; i < Own::kUnit; ++i) factor[i] = factors[feature + i];
+    HK_UNROLL_BY(4)
+    for (int row = Own::first_row(); row < AnyTile::kRows; row += Own::kRowStep) {
+      auto* const at = reinterpret_cast<Unit<T>*>(tile.at(row, column));
+      Unit<T> unit = *at;
+      uint32_t words[4];
+      std::memcpy(words, &unit, sizeof(unit));
+      HK_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        uint32_t& word = words[i];
+        if constexpr (sizeof(T) == 4) {
+          word = float_bits(bits_float(word) * factor[i]);
+        } else {
+          const Pair pair = unpack<T>(word);
+          word = pack<T>(pair.low * factor[2 * i], pair.high * factor[2 * i + 1]);
+        }
       }
+      std::memcpy(&unit, words, sizeof(unit));
+      *at = unit;
     }
-    std::memcpy(&unit, words, sizeof(unit));
-    *at = unit;
-  }
+  });
 }
 
 }  // namespace hk::cuda

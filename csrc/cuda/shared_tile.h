@@ -107,22 +107,6 @@ struct alignas(16) Unit {
   T values[kCount];
 };
 
-// Copies the first `left` elements of a unit, and 0 behind them. It lands at the wait for this
-// thread's copies.
-template <typename T>
-HK_DEVICE void copy_unit(T* to, const T* from, int left, bool aligned) {
-  constexpr int kCount = Unit<T>::kCount;
-  const int count = left < 0 ? 0 : left < kCount ? left : kCount;
-  if (aligned) {
-    copy_async(to, from, count * static_cast<int>(sizeof(T)));
-  } else {
-    Unit<T> unit;
-    HK_UNROLL
-    for (int i = 0; i < kCount; ++i) unit.values[i] = i < count ? from[i] : T{};
-    *reinterpret_cast<Unit<T>*>(to) = unit;
-  }
-}
-
 // Stores a unit from `column` on of a row, as far as the row goes.
 template <typename T>
 HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, const Unit<T>& unit) {
@@ -136,29 +120,69 @@ HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, const Unit<T
     if (column + i < rows.width) to[i] = unit.values[i];
 }
 
+// The units of a tile that a thread copies, and that it alone reads until a barrier: those of some
+// columns, as many threads beside each other as a row has units, or as its next power of two has.
+template <int kThreads, typename AnyTile>
+struct OwnUnits {
+  using T = typename AnyTile::Element;
+  static constexpr int kUnit = Unit<T>::kCount, kUnits = AnyTile::kColumns / kUnit;
+
+  static constexpr int across() {
+    int threads = 1;
+    while (threads < kUnits && threads < kThreads) threads *= 2;
+    return threads;
+  }
+  static constexpr int kAcross = across(), kRowStep = kThreads / kAcross;
+
+  HK_DEVICE static int first_row() { return index() / kAcross; }
+
+  // f(column) for the first element of each of this thread's columns of units.
+  template <typename F>
+  HK_DEVICE static void each_column(F&& f) {
+    HK_UNROLL
+    for (int first = 0; first < kUnits; first += kAcross) {
+      const int unit = first + index() % kAcross;
+      if (kUnits % kAcross == 0 || unit < kUnits) f(unit * kUnit);
+    }
+  }
+
+ private:
+  HK_DEVICE static unsigned index() { return static_cast<unsigned>(thread_index()); }
+};
+
+// Starts to copy this thread's units of a column of a tile: of rows `first` and on, from their
+// element `feature`. What rows lack is 0. The copies land at the wait for this thread's copies.
+template <int kThreads, typename T, int kRows, int kColumns>
+HK_DEVICE void copy_column(const Tile<T, kRows, kColumns>& tile, int column, const Rows<T>& rows,
+                           int first, int feature) {
+  using Own = OwnUnits<kThreads, Tile<T, kRows, kColumns>>;
+  const int row = Own::first_row(), there = rows.length - first - row;
+  const int left = max_of(0, min_of(rows.width - feature, Own::kUnit));
+  const T* from = rows.row(first + row) + feature;
+  T* const to = tile.at(row, column);
+  const int64_t step = Own::kRowStep * rows.stride;
+  const auto is_own = [&](int i) { return kRows % Own::kRowStep == 0 || row + i < kRows; };
+  if (rows.aligned) {
+    const int bytes = left * static_cast<int>(sizeof(T));
+    HK_UNROLL
+    for (int i = 0; i < kRows; i += Own::kRowStep, from += step)
+      if (is_own(i)) copy_async(to + i * tile.kStride, from, i < there ? bytes : 0);
+    return;
+  }
+  HK_ROLLED
+  for (int i = 0; i < kRows; i += Own::kRowStep, from += step) {
+    Unit<T> unit;
+    HK_UNROLL
+    for (int j = 0; j < Own::kUnit; ++j) unit.values[j] = i < there && j < left ? from[j] : T{};
+    if (is_own(i)) *reinterpret_cast<Unit<T>*>(to + i * tile.kStride) = unit;
+  }
+}
+
 // Starts to copy rows `first` and on into a tile, with all threads of the block.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE void copy_rows(const Tile<T, kRows, kColumns>& tile, const Rows<T>& rows, int first) {
-  constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;
-  constexpr int kRowStep = kThreads / kUnits, kUnitStep = kThreads % kUnits;
-  int row = thread_index() / kUnits, unit = thread_index() % kUnits;
-  const T* from = rows.row(first + row) + unit * kCount;
-  HK_ROLLED
-  while (row < kRows) {
-    const int left = first + row < rows.length ? rows.width - unit * kCount : 0;
-    copy_unit(tile.at(row, unit * kCount), from, left, rows.aligned);
-    row += kRowStep;
-    from += kRowStep * rows.stride;
-    if constexpr (kUnitStep != 0) {
-      unit += kUnitStep;
-      from += kUnitStep * kCount;
-      if (unit >= kUnits) {
-        ++row;
-        unit -= kUnits;
-        from += rows.stride - kColumns;
-      }
-    }
-  }
+  OwnUnits<kThreads, Tile<T, kRows, kColumns>>::each_column(
+      [&](int column) { copy_column<kThreads>(tile, column, rows, first, column); });
 }
 
 // Puts 0 for what is not finite in a tile; false where all is finite. `flags`, where it is given,
