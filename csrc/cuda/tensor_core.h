@@ -174,27 +174,48 @@ HK_DEVICE void multiply_depth(Accumulator<kGroups, kColumns>& acc, int n,
     Core::multiply(acc.c[m][n / 8], acc.c[m][n / 8 + 1], left[m], b);
 }
 
-// acc += left [rows from `row`, width] * right [kColumns, width]^T
+// acc += left [rows from `row`, kDepth from k] * right [kColumns, kDepth from k]^T
+template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
+HK_DEVICE void multiply_rows_at(Accumulator<kGroups, kColumns>& acc,
+                                const Tile<T, kLeftRows, kTileColumns>& left, int row,
+                                const Tile<T, kColumns, kTileColumns>& right, int k) {
+  LeftOperands<T, kGroups> a;
+  HK_UNROLL
+  for (int m = 0; m < kGroups; ++m) {
+    Left loaded;
+    load(loaded, left, row + 16 * m, k);
+    a[m] = TensorCore<T>::operand(loaded.a);
+  }
+  HK_UNROLL
+  for (int n = 0; n < kColumns; n += 16) {
+    Right b;
+    load(b, right, n, k);
+    multiply_depth<T>(acc, n, a, b);
+  }
+}
+
+// acc += left [rows from `row`, kTileColumns] * right [kColumns, kTileColumns]^T
 template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
 HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
                              const Tile<T, kLeftRows, kTileColumns>& left, int row,
-                             const Tile<T, kColumns, kTileColumns>& right,
-                             int width = kTileColumns) {
+                             const Tile<T, kColumns, kTileColumns>& right) {
   HK_UNROLL_BY(sizeof(T) == 4 ? 2 : 8)
-  for (int k = 0; k < width; k += TensorCore<T>::kDepth) {
-    LeftOperands<T, kGroups> a;
-    HK_UNROLL
-    for (int m = 0; m < kGroups; ++m) {
-      Left loaded;
-      load(loaded, left, row + 16 * m, k);
-      a[m] = TensorCore<T>::operand(loaded.a);
-    }
-    HK_UNROLL
-    for (int n = 0; n < kColumns; n += 16) {
-      Right b;
-      load(b, right, n, k);
-      multiply_depth<T>(acc, n, a, b);
-    }
+  for (int k = 0; k < kTileColumns; k += TensorCore<T>::kDepth)
+    multiply_rows_at(acc, left, row, right, k);
+}
+
+// The same for the first `width` columns. Whole tiles, which are the rule, are a straight block: a
+// loop of a length that is not known shows the latency of every load.
+template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
+HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
+                             const Tile<T, kLeftRows, kTileColumns>& left, int row,
+                             const Tile<T, kColumns, kTileColumns>& right, int width) {
+  if (width == kTileColumns) {
+    multiply_rows(acc, left, row, right);
+  } else {
+    HK_ROLLED
+    for (int k = 0; k < width; k += TensorCore<T>::kDepth)
+      multiply_rows_at(acc, left, row, right, k);
   }
 }
 
