@@ -1,8 +1,9 @@
 """`python -m benchmarks.ahead_of_time`: every Triton kernel, compiled for GPUs that need not be there.
 
 Drives the launchers of every operator through the calls below with the tiles that each GPU would take, and holds the
-compiled kernels to bounds: they compile, fit into shared memory, use tensor cores for products of 16 bits, and spill no
-register beyond what `STATED` says. Exit status: 0; 1 where a bound is broken; 2 for a bad option.
+compiled kernels to bounds: they compile, fit into shared memory, use tensor cores for products of 16 bits, spill no
+register beyond what `STATED` says, and ptxas serializes none of their products beyond what `SERIALIZED` says. Exit
+status: 0; 1 where a bound is broken; 2 for a bad option.
 """
 
 from __future__ import annotations
@@ -141,23 +142,21 @@ class Compiled:
         words = []
         if kernel.shared > target.shared_limit:
             words.append(f"{kernel.shared} bytes of shared memory, of {target.shared_limit}")
-        if spills and kernel.spilled > self.stated():
-            words.append(f"{kernel.spilled} bytes spilled, of {self.stated()}")
+        if spills and kernel.spilled > (most := _most(STATED, self)):
+            words.append(f"{kernel.spilled} bytes spilled, of {most}")
+        if kernel.serialized > (most := _most(SERIALIZED, self)):
+            words.append(f"ptxas serializes {kernel.serialized} products, of {most}")
         wanted = target.matrix_instruction
         if kernel.narrow_products and not any(re.fullmatch(wanted, n) for n, _ in kernel.matrix):
             words.append(f"no {wanted} instruction, found {dict(kernel.matrix)}")
         return words
 
-    def stated(self) -> int:
-        """Bytes that it may spill."""
-        return max((bound.spilled for bound in STATED if bound.holds(self)), default=0)
-
 
 @dataclass(frozen=True)
 class Bound:
-    """Bytes that some kernels may spill, and why; the names are patterns."""
+    """What some kernels may have at most, and why; the names are patterns."""
 
-    spilled: int
+    most: int
     why: str
     kernel: str = "*"
     target: str = "*"
@@ -174,7 +173,12 @@ class Bound:
         )
 
 
-#: The largest that was found, with a margin: other widths and dtypes spill less.
+def _most(bounds: Iterable[Bound], compiled: Compiled) -> int:
+    """What the kernel may have: 0 where no bound speaks of it."""
+    return max((bound.most for bound in bounds if bound.holds(compiled)), default=0)
+
+
+#: Bytes spilled: the largest that was found, with a margin; other widths and dtypes spill less.
 STATED: Final = (
     Bound(
         64,
@@ -218,7 +222,26 @@ STATED: Final = (
         work="*offsets*",
     ),
     Bound(512, "the same", kernel="collaborative_attention.*", target="sm_80"),
+    *(
+        Bound(most, why, dtype=dtype, target=target, work=work)
+        for target in ("sm_89", "sm_120")
+        for most, why, dtype, work in (
+            (96, "loop bounds and predicates, with registers to spare", "*", "*"),
+            (192, "sums and operands of products without tensor cores", "float32", "*"),
+            (768, "the same beside the cells of a mask", "float32", "*dense mask, D 128"),
+        )
+    ),
     Bound(384, "the same", kernel="collaborative_attention.*", target="sm_100"),
+)
+
+#: Products of kernels in which ptxas serializes `wgmma`, each of which then waits for the one before.
+SERIALIZED: Final = (
+    Bound(
+        16,
+        "the sums of a chunk are set anew under a condition between two products",
+        kernel="collaborative_attention.forward",
+        target="sm_90",
+    ),
 )
 
 

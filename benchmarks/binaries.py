@@ -47,6 +47,8 @@ TARGETS: Final = {
 _MATRIX_INSTRUCTIONS: Final = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)")
 #: A product of tiles whose operands have 16 bits.
 _NARROW_PRODUCT: Final = re.compile(r"tt\.dot .*: tensor<\w+x(bf16|f16)>")
+#: What ptxas says where `wgmma` instructions are serialized (C7514 to C7519): each waits for the one before.
+_LOSS: Final = "Potential Performance Loss"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Kernel:
     shared: int = 0  # bytes a program
     matrix: tuple[tuple[str, int], ...] = ()  # matrix instructions and how many stand in the code
     narrow_products: bool = False  # whether it multiplies tiles of 16 bits
+    serialized: int = 0  # matrix instructions, where ptxas reports that they wait for one another
 
 
 class _Driver:
@@ -161,11 +164,13 @@ def _read(name: str, target: str, options: str, compiled: Any, log: str) -> Kern
         spilled = _number(r"(\d+) bytes spill stores", log)
         spilled += _number(r"(\d+) bytes spill loads", log)
     found = Counter(_MATRIX_INSTRUCTIONS.findall(code))
+    serialized = sum(found.values()) if _LOSS in log else 0
     return Kernel(
         name, target, options, compiled.hash,
         registers=registers, spilled=spilled, shared=compiled.metadata.shared,
         matrix=tuple(sorted(found.items())),
         narrow_products=_NARROW_PRODUCT.search(compiled.asm["ttir"]) is not None,
+        serialized=serialized,
     )  # fmt: skip
 
 

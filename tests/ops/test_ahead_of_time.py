@@ -57,6 +57,11 @@ def test_kernels_compile_within_their_bounds(target: str) -> None:
     hold([target], WORKS[target], "bfloat16")
 
 
+@pytest.mark.skipif(not NEWEST, reason="of the oldest Triton one target is compiled for")
+def test_small_parts() -> None:
+    hold(["sm_89", "sm_120"], works("heads, D 128"), "bfloat16")
+
+
 def test_wide_kernels() -> None:
     hold(["sm_90"], works("heads, D 128", "Ds 768"), "bfloat16")
 
@@ -80,4 +85,8 @@ def test_what_breaks_a_bound_is_told() -> None:
     assert "bytes spilled, of" in broken(spilled=1 << 20)
     assert "no HGMMA instruction" in broken(matrix=(("HMMA", 8),))
     assert broken(matrix=(), narrow_products=False) == ""
+    assert "ptxas serializes 8 products, of 0" in broken(serialized=8)
+    known = {"name": "collaborative_attention.forward"}
+    assert broken(serialized=16, **known) == ""
+    assert "ptxas serializes 17 products, of 16" in broken(serialized=17, **known)
     assert broken(error="PassManager::run failed").startswith("does not compile")

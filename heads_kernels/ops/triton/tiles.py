@@ -204,7 +204,11 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
     },
     "other": {
-        "gated_attention.forward": {128: (64, 32, 0, 0, 4, 1), 256: (32, 32, 0, 0, 4, 1)},
+        "gated_attention.forward": {
+            64: (64, 32, 0, 0, 4, 1),
+            128: (64, 16, 0, 0, 4, 1),
+            256: (32, 32, 0, 0, 4, 1),
+        },
         "gated_attention.keys": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "gated_attention.queries": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "collaborative_attention.forward": {256: (64, 32, 32, 0, 4, 1)},
