@@ -154,7 +154,7 @@ def _device_words(index: int) -> str:
         extension = importlib.import_module("heads_kernels._cuda")
     except ImportError as error:
         return f"heads_kernels._cuda does not load: {error}"
-    in_use = torch.cuda.is_initialized() and index < torch.cuda.device_count()
+    in_use = torch.cuda.is_initialized() and index < torch.cuda.device_count()  # type: ignore[no-untyped-call]
     # PyTorch's guard returns to a device that has no context yet, as the extension's can't; -1 does nothing.
     with torch.cuda.device(index if in_use else -1):
         words: str = extension.unsupported_device(index)

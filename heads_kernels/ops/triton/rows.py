@@ -117,10 +117,9 @@ def load_row_terms(
 ):
     """`lse`, `delta`, the gate and `finite` of query rows, [M] each; lse and delta as the first pass left them.
 
-    lse is in base 2, and +inf for rows that see nothing: `p` is 0 there. A row is finite if it sees something and its
-    numbers are finite; one that sees something and is not finite has lse nan, and so has `p` wherever it sees a key:
-    with its query and dout left out (read as 0), what it poisons are the keys that it sees, and no others. Its delta and
-    gate are 0.
+    lse is in base 2. A row that sees no key has lse +inf, so that its `p` is 0. A row that sees a key and has a number
+    that is not finite has lse nan, delta 0 and gate 0, and is not `finite`: its query and dout are read as 0, so that
+    it makes nan of the keys that it sees and of no others.
     """
     of_pair = pair.to(tl.int64) * T + rows
     row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("inf"))
