@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import math
-import re
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels import checks
-from heads_kernels.mask import UNBOUNDED
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.attention_statistics import SIGNATURE
 from heads_kernels.ops.library import load
 from heads_kernels.ops.operator import Results
 from heads_kernels.problem import Problem
-from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, TABLES, call, serve, tensors
-
-B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
-GATED, COLLABORATIVE = "gated_attention", "collaborative_attention"
-BOTH = (GATED, COLLABORATIVE)
-Bad = dict[str, Any]
-
-
-def f32(*shape: int) -> Tensor:
-    return torch.zeros(shape)
-
-
-def good(operator: str) -> dict[str, Any]:
-    """Arguments that are served, made anew."""
-    return dict(tensors(operator, dtype=torch.float32))
-
-
-def refused(operator: str, kind: type[Exception], message: str, **bad: Any) -> None:
-    """The call raises `kind` with a text that starts with `message`, and so does `explain`."""
-    arguments = {**good(operator), **bad}
-    run = getattr(hk, operator)
-    with pytest.raises(kind, match="^" + re.escape(message)):
-        run(**arguments)
-    with pytest.raises(kind, match="^" + re.escape(message)):
-        hk.explain(run, **arguments)
-
+from tests.ops.bad_calls import (
+    BOTH,
+    COLLABORATIVE,
+    GATED,
+    B,
+    Bad,
+    D,
+    Dv,
+    H,
+    Hk,
+    S,
+    T,
+    f32,
+    good,
+    refused,
+)
+from tests.ops.calls import OPERATORS, TABLES, serve
 
 # name -> (operator, what is wrong, exception, message)
 SHAPES: dict[str, tuple[str, Bad, str]] = {
@@ -365,127 +350,6 @@ def test_mixing_and_content_bias(name: str) -> None:
     refused(COLLABORATIVE, kind, message, **bad)
 
 
-MASKS: dict[str, tuple[Any, type[Exception], str]] = {
-    "too long": (
-        lambda: hk.Mask(key_lengths=[3, 8]),
-        ValueError,
-        "key_lengths is [3, 8]; lengths go from 0 to S = 7.",
-    ),
-    "negative": (
-        lambda: hk.Mask(query_lengths=torch.tensor([-1, 5])),
-        ValueError,
-        "query_lengths is [-1, 5]; lengths go from 0 to T = 5.",
-    ),
-    "prefix too long": (
-        lambda: hk.Mask(causal=True, prefix_lengths=[9, 1]),
-        ValueError,
-        "prefix_lengths is [9, 1]; lengths go from 0 to S = 7.",
-    ),
-    "count of lengths": (
-        lambda: hk.Mask(key_lengths=[1, 2, 3]),
-        ValueError,
-        "key_lengths holds 3 lengths, but B is 2; pass 2, or 1 for all.",
-    ),
-    "size of key_mask": (
-        lambda: hk.Mask(key_mask=torch.ones(B, T, dtype=torch.bool)),
-        ValueError,
-        "key_mask has shape [2, 5], but B is 2 and S is 7; pass [2 or 1, 7].",
-    ),
-    "float mask of another shape": (
-        lambda: f32(T, S + 1),
-        ValueError,
-        "attn_mask has shape [5, 8], but scores are",
-    ),
-    "mask of numbers": (
-        lambda: torch.ones(T, S, dtype=torch.int64),
-        TypeError,
-        "attn_mask has dtype torch.int64; pass a hk.Mask, or a bool tensor with True = may",
-    ),
-    "padding in two dimensions": (
-        lambda: torch.ones(B, S, dtype=torch.bool),
-        ValueError,
-        (
-            "attn_mask has shape [2, 7], but [B, H, T, S] is [2, 4, 5, 7]; 2-D is [T, S]; a"
-            " padding mask [B, S] goes as hk.Mask(key_mask=...)."
-        ),
-    ),
-    "five dimensions": (
-        lambda: torch.ones(1, 1, 1, T, S, dtype=torch.bool),
-        ValueError,
-        "attn_mask has shape [1, 1, 1, 5, 7]; pass a hk.Mask, or a bool tensor",
-    ),
-    "sparse": (
-        lambda: torch.ones(T, S, dtype=torch.bool).to_sparse(),
-        ValueError,
-        "attn_mask has layout sparse_coo; pass a hk.Mask, or a bool tensor with True = may attend (a float",
-    ),
-    "nested": (
-        lambda: torch.nested.nested_tensor([torch.ones(S, dtype=torch.bool)] * T),
-        ValueError,
-        "attn_mask has layout nested; pass a hk.Mask, or a bool tensor with True = may attend (a float",
-    ),
-    "string": (
-        lambda: "causal",
-        TypeError,
-        "attn_mask is a str; pass a hk.Mask, or a bool tensor with True = may attend (a float",
-    ),
-    "device": (
-        lambda: torch.ones(T, S, dtype=torch.bool, device="meta"),
-        ValueError,
-        "attn_mask is on meta, but query is on cpu; move it there once, before the call.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("operator", [*BOTH, "attention_statistics"])
-def test_masks(operator: str, name: str) -> None:
-    make, kind, message = MASKS[name]
-    refused(operator, kind, message, attn_mask=make())
-
-
-def test_mask_arguments() -> None:
-    """What a mask can tell before it meets a call."""
-    with pytest.raises(ValueError, match=r"causal is 'diagonal'; use False, True .*lower_right"):
-        hk.Mask(causal="diagonal")  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"key_mask has dtype torch.int64; pass a bool tensor \[B, S\]"
-    ):
-        hk.Mask(key_mask=torch.ones(B, S, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"key_lengths has dtype torch.float32; pass an integer"):
-        hk.Mask(key_lengths=torch.ones(B))
-    with pytest.raises(ValueError, match=r"window is \(1, -2\); pass \(left, right\)"):
-        hk.Mask(window=(1, -2))
-
-
-EXCLUDED: dict[str, tuple[Any, type[Exception], str]] = {
-    "list": ([0], TypeError, "exclude_keys is a list; pass bool [S] = [7] or [B, S] = [2, 7], "),
-    "dtype": (f32(S), TypeError, "exclude_keys has dtype torch.float32; pass bool [S] = [7] or "),
-    "sparse": (
-        torch.ones(S, dtype=torch.bool).to_sparse(),
-        ValueError,
-        "exclude_keys has layout sparse_coo; pass a dense tensor.",
-    ),
-    "size": (
-        torch.ones(T, dtype=torch.bool),
-        ValueError,
-        "exclude_keys has shape [5]; pass bool [S] = [7] or [B, S] = [2, 7], ",
-    ),
-    "device": (
-        torch.ones(S, dtype=torch.bool, device="meta"),
-        ValueError,
-        "exclude_keys is on meta; move it to cpu.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EXCLUDED)
-def test_exclude_keys(name: str) -> None:
-    exclude, kind, message = EXCLUDED[name]
-    with pytest.raises(kind, match="^" + re.escape(message)):
-        hk.attention_statistics(**good("attention_statistics"), exclude_keys=exclude)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scale_is_judged_in_the_compute_dtype(dtype: torch.dtype) -> None:
     query, key, value = torch.zeros(3, 1, 1, 4, 8, dtype=dtype)
@@ -523,150 +387,3 @@ def test_no_backend_takes_an_unknown_activation(backend: str, rank: int) -> None
     results = Results(torch.empty(B, H, T, Dv), torch.empty(0), torch.empty(0))
     with pytest.raises(Exception, match="gate_activation"):
         load(operator.backends, backend).forward(made, results)
-
-
-# ---------------------------------------------------------------------- sizes that int32 can't hold
-def long(operator: str, **sizes: int) -> Bad:
-    """Arguments of these sizes, by stride 0."""
-    wanted = {"B": 1, "H": 2, "T": 1, "S": 1} | sizes
-    one = tensors(operator, **dict.fromkeys(wanted, 1), Hk=1, D=8, dtype=torch.float32)
-    b, h, t, s = wanted.values()
-    shapes = {
-        "gated_attention": {"query": (b, h, t, 8), "key": (b, h, s, 8), "value": (b, h, s, 6)},
-        "attention_statistics": {"query": (b, h, t, 8), "key": (b, h, s, 8)},
-        "collaborative_attention": {"query": (b, t, 8), "key": (b, s, 8), "value": (b, h, s, 6),
-            "mixing": (h, 8), "content_bias": (b, h, s)},
-    }[operator]  # fmt: skip
-    return {name: one[name].expand(shape) for name, shape in shapes.items()}
-
-
-@pytest.mark.parametrize("operator", [*BOTH, "attention_statistics"])
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"S": 2**31 - 1}, "key has S = 2147483647; split the call: S is at most 1073740800."),
-        ({"S": 2**32 + 5}, "key has S = 4294967301; split the call: S is at most 1073740800."),
-        ({"T": 2**30 + 256}, "query has T = 1073742080; split the call: T is at most 1073740800."),
-        ({"T": checks.MAX_LENGTH + 1}, "query has T = 1073740801; "),
-        ({"B": 2**31}, "query has B = 2147483648; split the call: B is at most 2147483647."),
-        ({"H": 2**31}, "query has H = 2147483648; split the call: H is at most 2147483647."),
-    ],
-)
-def test_sizes_that_int32_can_not_hold(operator: str, sizes: dict[str, int], message: str) -> None:
-    """Before a mask is worked out, which would take memory."""
-    mask = hk.Mask(causal="lower_right", key_lengths=[1], query_lengths=[1])
-    arguments = {**long(operator, **sizes), "attn_mask": mask}
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        getattr(hk, operator)(**arguments)
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        hk.explain(operator, **arguments)
-
-
-def test_the_longest_call_that_is_served() -> None:
-    """Its band limits and its last rows stay within int32; nothing is computed here."""
-    most = checks.MAX_LENGTH
-    windows = hk.Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
-    for T, S in ((most, 1), (1, most)):
-        problem = Problem.gated(**long(GATED, T=T, S=S), attn_mask=windows)
-        lo, hi = problem.intervals.band_lo, problem.intervals.band_hi
-        assert -UNBOUNDED <= lo <= hi <= UNBOUNDED
-        assert most + 1024 + UNBOUNDED <= 2**31
-        assert problem.intervals.band_hi == S - T + 1
-
-
-@pytest.mark.parametrize("operator", [*BOTH, "attention_statistics"])
-def test_the_op_itself_refuses_them(operator: str) -> None:
-    """Where sizes are symbolic a `Problem` can not judge them."""
-    arguments = long(operator, S=2**31)
-    signature = OPERATORS.get(operator, SIGNATURE)
-    values = {**dict.fromkeys(signature.types), **arguments, "band_lo": -9, "band_hi": 9}
-    values |= {"scale": 1.0, "softcap": 0.0}
-    if operator == "attention_statistics":
-        given = [*values.values(), None]
-    else:
-        values |= {"dropout_p": 0.0, "gate_activation": "identity"}
-        given = [*values.values(), False]
-    for backend in ("cpu", "eager"):
-        with pytest.raises(ValueError, match=r"^key (has S = 2147483648|is too long)"):
-            getattr(torch.ops.heads_kernels, operator)(*given, backend)
-
-
-def test_explain_refuses_as_the_call_does() -> None:
-    arguments = good("gated_attention")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'gates'"):
-        hk.explain("gated_attention", **arguments, gates=1)
-    with pytest.raises(ValueError, match="operator is a Tensor; use one of 'gated_attention', "):
-        hk.explain(*arguments.values())
-    with pytest.raises(TypeError, match="exclude_keys is a str; pass bool"):
-        hk.explain("attention_statistics", **good("attention_statistics"), exclude_keys="all")
-
-
-def test_explain_of_an_unknown_operator() -> None:
-    with pytest.raises(
-        ValueError, match=r"operator is 'attention'; use one of 'gated_attention', "
-    ):
-        hk.explain("attention")
-
-
-# ---------------------------------------------------------------------- refusals of a backend
-@pytest.mark.parametrize(("operator", "backend"), EVERY)
-def test_an_explicit_backend_never_falls_back(operator: str, backend: str) -> None:
-    """Dense masks, strided rows: served, or refused with the reasons that `explain` gives."""
-    strided = {
-        name: torch.stack([t, t], -1)[..., 0] if name in ("query", "key", "value") else t
-        for name, t in good(operator).items()
-    }
-    for arguments in ({**good(operator), "attn_mask": torch.rand(H, T, S) > 0.5}, strided):
-        run = getattr(hk, operator)
-        choice = hk.explain(run, **arguments, backend=backend)
-        if choice.backend == backend:
-            run(**arguments, backend=backend)
-            continue
-        (reasons,) = choice.refusals.values()
-        assert reasons
-        with pytest.raises(ValueError, match=f"^{operator}: ") as raised:
-            run(**arguments, backend=backend)
-        assert all(reason in str(raised.value) for reason in reasons)
-        run(**arguments)  # somebody serves it
-
-
-@pytest.mark.parametrize("operator", TABLES)
-def test_no_fused_kernel_takes_strided_rows_silently(operator: str) -> None:
-    """The reason names the tensor, its stride and what would do."""
-    arguments = good(operator)
-    arguments["key"] = torch.stack([arguments["key"]] * 2, -1)[..., 0]
-    for name, reasons in hk.explain(operator, **arguments).refusals.items():
-        if name == "cpu" and "not built" not in reasons[0]:
-            assert reasons == ["key has stride 2 in its last dimension; it needs 1 (.contiguous())"]
-
-
-# ---------------------------------------------------------------------- served, though it looks bad
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_empty_batch_and_no_keys_are_served(operator: str, backend: str) -> None:
-    nobody = call(operator, backend, **tensors(operator, B=0, dtype=torch.float32))
-    assert nobody.shape == (0, H, T, Dv)
-    arguments = tensors(operator, S=0, dtype=torch.float32, grad=True)
-    out = call(operator, backend, **arguments)
-    assert torch.equal(out, torch.zeros(B, H, T, Dv))
-    for name, grad in zip(
-        arguments, torch.autograd.grad(out.sum(), list(arguments.values())), strict=True
-    ):
-        assert torch.equal(grad, torch.zeros_like(arguments[name])), name
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_nan_is_served_and_stays_where_it_is_seen(operator: str, backend: str) -> None:
-    arguments = good(operator)
-    arguments["value"][0, :, 4] = float("nan")
-    out = call(operator, backend, **arguments, is_causal=True)
-    assert out[0, :, 4:].isnan().all()
-    assert out[0, :, :4].isfinite().all()
-    assert out[1].isfinite().all()
-
-
-@pytest.mark.parametrize("operator", BOTH)
-def test_a_bool_mask_is_data_beside_inputs_that_want_gradients(operator: str) -> None:
-    arguments = tensors(operator, dtype=torch.float32, grad=True)
-    out = getattr(hk, operator)(**arguments, attn_mask=torch.rand(T, S) > 0.3)
-    out.sum().backward()
-    assert all(tensor.grad is not None for tensor in arguments.values())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,41 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels import functional
 from heads_kernels.dispatch import choose
 from heads_kernels.ops.attention_statistics import BACKENDS as STATISTICS
 from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
 from heads_kernels.problem import Problem
 from tests.ops.calls import DIFFERENTIABLE, EVERY, OPERATORS, assert_same_bits, call, serve, tensors
-from tests.support.alike import assert_alike
-
-B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
-
-
-def function(
-    operator: str, backend: str, names: list[str], **options: Any
-) -> Callable[..., Tensor]:
-    """The operator as a function of the tensors `names`, in their order."""
-
-    def run(*values: Tensor) -> Tensor:
-        arguments = with_offsets(dict(zip(names, values, strict=True)))
-        out: Tensor = getattr(hk, operator)(**arguments, backend=backend, **options)
-        return out
-
-    return run
-
-
-def with_offsets(arguments: dict[str, Tensor]) -> dict[str, Any]:
-    """Arguments of a call: of an `offset_table` an `OffsetBias` is made."""
-    given: dict[str, Any] = dict(arguments)
-    if "offset_table" in given:
-        given["bias"] = hk.OffsetBias(given.pop("offset_table"))
-    return given
-
-
-def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_seed", lambda problem: torch.tensor([2**40 + 1]))
-
+from tests.ops.functions import B, D, Dv, H, S, T, fixed_seed, function, with_offsets
 
 # ---------------------------------------------------------------------- opcheck
 OPCHECKS = {
@@ -266,188 +234,6 @@ def test_flop_counter_statistics(backend: str, form: str) -> None:
     with FlopCounterMode(display=False) as counted:
         call("attention_statistics", backend, **arguments)
     assert counted.get_total_flops() == 2 * B * H * T * S * D
-
-
-# ---------------------------------------------------------------------- compile and export
-def compare_compiled(
-    run: Callable[..., Any], compiled: Callable[..., Any], values: list[Tensor]
-) -> None:
-    """Output and gradients of `compiled` are those of `run`."""
-    torch.manual_seed(3)
-    out = run(*values)
-    torch.manual_seed(3)
-    got = compiled(*values)
-    assert_alike(got, out)
-    assert got.stride() == out.stride()
-    dout = torch.randn_like(out)
-    leaves = [value for value in values if value.requires_grad]
-    wanted = torch.autograd.grad(out, leaves, dout)
-    for a, b in zip(torch.autograd.grad(got, leaves, dout), wanted, strict=True):
-        assert_alike(a, b)
-
-
-COMPILED: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "plain": (None, {}),
-    "gate, causal": ("head", {"is_causal": True, "closed_grad": False}),
-    "sigmoid, window": (
-        "token",
-        {"gate_activation": "sigmoid", "attn_mask": hk.Mask(window=(3, 0))},
-    ),
-    "dropout": (None, {"dropout_p": 0.25, "attn_mask": hk.Mask(causal="lower_right")}),
-    "bias": ("head", {"softcap": 2.0, "with": ("bias", "sinks")}),
-    "offsets": (None, {"is_causal": True, "with": ("offset_table",)}),
-}
-
-
-def compiled_arguments(
-    operator: str, gate: str | None, T: int, S: int, terms: tuple[str, ...] = ()
-) -> dict[str, Tensor]:
-    arguments = tensors(operator, T=T, S=S, dtype=torch.float32, grad=True)
-    if gate is not None:
-        shape = {"head": (H,), "token": (B, H, T)}[gate]
-        arguments["gate"] = torch.randn(shape, requires_grad=True)
-    for name in terms:
-        shape = {"bias": (1, H, T, S), "sinks": (H,), "offset_table": (H, 11)}[name]
-        arguments[name] = torch.randn(shape, requires_grad=True)
-    return arguments
-
-
-@pytest.mark.parametrize("case", COMPILED)
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
-    """One graph, without a break, serves every length: the second call does not compile again."""
-    gate, options = COMPILED[case]
-    terms = options.get("with", ())
-    options = {name: value for name, value in options.items() if name != "with"}
-    torch.compiler.reset()
-    arguments = compiled_arguments(operator, gate, T, S, terms)
-    serve(operator, backend, **with_offsets(arguments), **options)
-    run = function(operator, backend, list(arguments), **options)
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    compare_compiled(run, compiled, list(arguments.values()))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for t, s in ((9, 13), (12, 12), (33, 40)):
-            values = list(compiled_arguments(operator, gate, t, s, terms).values())
-            compare_compiled(run, compiled, values)
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_compile_masks(operator: str, backend: str) -> None:
-    """A mask made of tensors of the batch, in the graph: other lengths do not compile again."""
-    torch.compiler.reset()
-    arguments = compiled_arguments(operator, "head", T, S)
-    names = list(arguments)
-
-    def run(key_mask: Tensor, lengths: Tensor, *values: Tensor) -> Tensor:
-        mask = hk.Mask(causal="lower_right", key_mask=key_mask, query_lengths=lengths)
-        return function(operator, backend, names, attn_mask=mask)(*values)
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    for t, s in ((T, S), (16, 16)):
-        values = list(compiled_arguments(operator, "head", t, s).values())
-        key_mask = torch.rand(B, s) > 0.3
-        stance = "default" if (t, s) == (T, S) else "fail_on_recompile"
-        with torch.compiler.set_stance(stance):
-            compare_compiled(run, compiled, [key_mask, torch.tensor([t, t - 3]), *values])
-
-
-def test_compile_before_any_call() -> None:
-    """The first call of a process is compiled: nothing on its way is made lazily in a way that is not traced."""
-    code = """
-import torch
-import heads_kernels as hk
-
-def both(x):
-    mask = hk.Mask(causal=True, key_mask=x[:, 0, :, 0] > -1)
-    gated = hk.gated_attention(x, 2 * x, x - 1, attn_mask=mask, gate=x[0, :, 0, 0], dropout_p=0.1)
-    collaborative = hk.collaborative_attention(x[:, 0], x[:, 1], x, x[0, :, 0], is_causal=True)
-    return gated.sum() + collaborative.sum() + hk.attention_statistics(x, x)[0].sum()
-
-def layers(x):
-    return sum(layer(x, x, x)[0].sum() for layer in (gated, collaborative))
-
-gated = hk.nn.GatedMultiheadAttention(8, 2, output_gate="element")
-gated.head_gate = hk.nn.HardConcrete(2)
-collaborative = hk.nn.CollaborativeMultiheadAttention(8, 2, shared_dim=8)
-for run, shape in ((both, (2, 2, 5, 8)), (layers, (2, 5, 8))):
-    x = torch.randn(shape, requires_grad=True)
-    torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.check
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_compile_inductor(operator: str, backend: str, dynamic: bool) -> None:
-    """Among other operations, as in a model, through inductor, forward and backward."""
-    torch.compiler.reset()
-    arguments = compiled_arguments(operator, "head", T, S)
-    names = list(arguments)
-    options: dict[str, Any] = {"is_causal": True}
-    serve(operator, backend, **arguments, **options)
-
-    def run(weight: Tensor, *values: Tensor) -> Tensor:
-        out = function(operator, backend, names, **options)(*[v * 1.5 for v in values])
-        return out.transpose(1, 2).flatten(2) @ weight
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
-    weight = torch.randn(H * Dv, 3, requires_grad=True)
-    for t, s in ((T, S), (9, 12)) if dynamic else ((T, S),):
-        values = list(compiled_arguments(operator, "head", t, s).values())
-        compare_compiled(run, compiled, [weight, *values])
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_export(operator: str, backend: str) -> None:
-    """An exported program holds the op itself, and serves other lengths and masks."""
-    names = list(tensors(operator))
-
-    class Model(torch.nn.Module):
-        def forward(self, key_mask: Tensor, *values: Tensor) -> Tensor:
-            mask = hk.Mask(causal=True, key_mask=key_mask)
-            return function(operator, backend, names, attn_mask=mask, scale=0.5)(*values)
-
-    def inputs(t: int, s: int) -> tuple[Tensor, ...]:
-        values = tensors(operator, T=t, S=s, dtype=torch.float32).values()
-        return (torch.rand(B, s) > 0.3, *values)
-
-    serve(operator, backend, **tensors(operator), attn_mask=hk.Mask(causal=True))
-    rows, keys = torch.export.Dim("rows", min=2), torch.export.Dim("keys", min=2)
-    along = {
-        "query": rows, "key": keys, "value": keys, "mixing": None, "content_bias": keys,
-    }  # fmt: skip
-    shapes = []
-    for name, value in zip(names, inputs(T, S)[1:], strict=True):
-        dimension = value.dim() - (1 if name == "content_bias" else 2)
-        shapes.append(None if along[name] is None else {dimension: along[name]})
-    program = torch.export.export(Model(), inputs(T, S), dynamic_shapes=({1: keys}, tuple(shapes)))
-    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert f"heads_kernels.{operator}.default" in targets
-    for t, s in ((T, S), (11, 6)):
-        values = inputs(t, s)
-        assert_same_bits(backend, program.module()(*values), Model()(*values))
-
-
-@pytest.mark.parametrize(
-    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
-)
-def test_compile_statistics(backend: str) -> None:
-    torch.compiler.reset()
-    arguments = tensors("attention_statistics", dtype=torch.float32)
-    serve("attention_statistics", backend, **arguments)
-
-    def run(query: Tensor, key: Tensor, exclude: Tensor) -> Any:
-        return hk.attention_statistics(query, key, exclude_keys=exclude, backend=backend)
-
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    for s in (S, 12):
-        values = tensors("attention_statistics", S=s, dtype=torch.float32).values()
-        exclude = torch.arange(s) == 0
-        got, want = compiled(*values, exclude), run(*values, exclude)
-        assert type(got) is type(want)
-        assert_same_bits(backend, got, want)
 
 
 # ---------------------------------------------------------------------- other devices and derivatives

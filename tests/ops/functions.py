@@ -1,0 +1,40 @@
+"""Operators as functions of tensors, as PyTorch's checks take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+from heads_kernels import functional
+
+B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
+
+
+def function(
+    operator: str, backend: str, names: list[str], **options: Any
+) -> Callable[..., Tensor]:
+    """The operator as a function of the tensors `names`, in their order."""
+
+    def run(*values: Tensor) -> Tensor:
+        arguments = with_offsets(dict(zip(names, values, strict=True)))
+        out: Tensor = getattr(hk, operator)(**arguments, backend=backend, **options)
+        return out
+
+    return run
+
+
+def with_offsets(arguments: dict[str, Tensor]) -> dict[str, Any]:
+    """Arguments of a call: of an `offset_table` an `OffsetBias` is made."""
+    given: dict[str, Any] = dict(arguments)
+    if "offset_table" in given:
+        given["bias"] = hk.OffsetBias(given.pop("offset_table"))
+    return given
+
+
+def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_seed", lambda problem: torch.tensor([2**40 + 1]))
