@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from heads_kernels import dispatch, functional
-from heads_kernels.ops import layout, support
+from heads_kernels.ops import buffers, support
 from heads_kernels.problem import Problem
 from tests.ops.calls import tensors
 
@@ -83,8 +83,8 @@ def test_rows_that_32_bits_do_not_reach() -> None:
     many = torch.zeros(1, 1, 1, 256).expand(1, 2**16, 1, 256)  # of the output: 2**16 heads of 256
     (reason,) = support.triton(Problem.gated(many, many, many))
     assert reason.startswith("rows of the output are 16777216 elements apart")
-    assert layout.contiguous_rows(far).stride() == (48, 24, 8, 1)
-    assert layout.contiguous_rows(many) is many
+    assert buffers.contiguous_rows(far).stride() == (48, 24, 8, 1)
+    assert buffers.contiguous_rows(many) is many
 
 
 def on_gpu(index: int) -> dict[str, torch.Tensor]:
