@@ -35,7 +35,7 @@ check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-tr
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
 	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 -m "triton and not slow"
 	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and not slow" -k bfloat16
-	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/ops/test_ahead_of_time.py
+	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/ops/test_ahead_of_time.py tests/ops/test_launch_path.py
 
 lint: .venv/stamp-dev ## ruff, mypy and clang-format
 	$(PY) -m ruff check .

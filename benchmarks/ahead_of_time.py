@@ -81,8 +81,8 @@ def _works() -> tuple[Work, ...]:
     features: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal, gate of heads": {"is_causal": True, "gate": "H"},
-        "lengths, gate of rows": {
-            "mask": lengths, "gate": "BHT", "gate_activation": "sigmoid",
+        "lengths, gate of rows, sinks": {
+            "mask": lengths, "gate": "BHT", "gate_activation": "sigmoid", "sinks": True,
         },
         "holes, gate of elements": {
             "mask": mask.holes, "gate": "BHTD", "gate_activation": "softplus",

@@ -1,0 +1,163 @@
+"""`python -m tests.support.launch_path LIBRARY WORK...`: works of `benchmarks.ahead_of_time` through Triton's launcher.
+
+LIBRARY is `stub_driver.c`, which stands in for libcuda and keeps what each launch passed. Every argument is held
+against the parameter of the kernel's PTX that it belongs to. Prints the kernels that were launched, one a line; exit
+status 1, with what differs, where an argument did not arrive. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks import ahead_of_time
+
+BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+MOST_PARAMETERS = 256  # of stub_driver.c
+
+
+class Driver(nvidia.CudaDriver):
+    """Triton's own, with CPU tensors for those of the device."""
+
+    def __init__(self) -> None:
+        self.utils = nvidia.CudaUtils()
+        self.launcher_cls = nvidia.CudaLauncher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Stub:
+    """The variables of the library."""
+
+    def __init__(self, path: str) -> None:
+        self._library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+    def expect(self, sizes: list[int]) -> None:
+        self._variable("stub_parameter_count", ctypes.c_int).value = len(sizes)
+        self._array("stub_parameter_bytes", ctypes.c_int)[: len(sizes)] = sizes
+
+    def parameters(self, count: int) -> list[int]:
+        return self._array("stub_parameters", ctypes.c_uint64)[:count]
+
+    def numbers(self) -> dict[str, Any]:
+        """Launches so far, and the size of the last one."""
+        triple = ctypes.c_int * 3
+        return {
+            "launches": self._variable("stub_launches", ctypes.c_int).value,
+            "grid": tuple(self._variable("stub_grid", triple)),
+            "block": tuple(self._variable("stub_block", triple)),
+            "shared": self._variable("stub_shared_bytes", ctypes.c_int).value,
+        }
+
+    def _array(self, name: str, kind: Any) -> Any:
+        return self._variable(name, kind * MOST_PARAMETERS)
+
+    def _variable(self, name: str, kind: Any) -> Any:
+        return kind.in_dll(self._library, name)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What stands in nested tuples, in order."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def parameter_bytes(ptx: str) -> list[int]:
+    """The size of each parameter of the kernel."""
+    head = ptx[ptx.index(".entry") :]
+    head = head[: head.index(")")]
+    return [BYTES[bits] for bits in re.findall(r"\.param\s+\.[a-z](\d+)", head)]
+
+
+def bits_of(kind: str, value: Any, size: int) -> int:
+    """What a parameter of that kind and size holds for an argument."""
+    if kind.startswith("*"):
+        return value.data_ptr()
+    if kind.startswith("fp"):
+        code = {"fp32": "<f", "fp64": "<d"}[kind]
+        return int.from_bytes(struct.pack(code, value), "little")
+    return int(value) & ((1 << 8 * size) - 1)
+
+
+def differences(
+    compiled: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], stub: Stub, before: int
+) -> list[str]:
+    """Where the last launch is not this one, in words."""
+    sizes = parameter_bytes(compiled.asm["ptx"])
+    kinds = list(leaves(tuple(compiled.src.signature.values())))
+    values = list(leaves(arguments))
+    if len(kinds) != len(values):
+        return [f"{len(values)} arguments for a signature of {len(kinds)}"]
+    passed = [(k, v) for k, v in zip(kinds, values, strict=True) if k != "constexpr"]
+    words = []
+    # Behind them Triton passes its own scratch memory.
+    if len(sizes) < len(passed):
+        return [f"{len(passed)} arguments for {len(sizes)} parameters"]
+    found = stub.parameters(len(passed))
+    for i, ((kind, value), size, got) in enumerate(zip(passed, sizes, found, strict=False)):
+        if (want := bits_of(kind, value, size)) != got:
+            words.append(f"parameter {i} ({kind}) is {got:#x} in place of {want:#x}")
+    wanted = {
+        "launches": before + 1,
+        "grid": (*grid, 1, 1)[:3],
+        "block": (32 * compiled.metadata.num_warps, 1, 1),
+        "shared": compiled.metadata.shared,
+    }
+    if (numbers := stub.numbers()) != wanted:
+        words.append(f"launched {numbers} in place of {wanted}")
+    return words
+
+
+def main(path: str, names: list[str]) -> int:
+    stub, failures = Stub(path), []
+    run = JITFunction.run
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **options)
+        stub.expect(parameter_bytes(compiled.asm["ptx"]))
+        before = stub.numbers()["launches"]
+        run(self, *args, grid=grid, warmup=False, **options)
+        by_name = dict(zip(self.arg_names, args, strict=False)) | options
+        arguments = tuple(by_name[name] for name in self.arg_names)
+        name = f"{self.fn.__module__}.{self.fn.__name__}"
+        print(name, flush=True)
+        found = differences(compiled, arguments, grid, stub, before)
+        failures.extend(f"{name}: {words}" for words in found)
+        return compiled
+
+    driver.set_active(Driver())
+    with patch.object(JITFunction, "run", launch):
+        for name in names:
+            work = next(work for work in ahead_of_time.WORKS if work.name == name)
+            seed = torch.tensor([1]) if work.case.dropout_p else None
+            work.drive(work.case.make(torch.bfloat16), seed)
+    print(*failures, sep="\n", file=sys.stderr)
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
