@@ -1,33 +1,33 @@
 """Fused attention kernels for PyTorch whose heads can be gated, closed, pruned, shared and analysed.
 
-The operators take what `torch.nn.functional.scaled_dot_product_attention` takes, in its order, and give gradients:
+The operators take the arguments of `torch.nn.functional.scaled_dot_product_attention` in its order:
 
     gated_attention          act(gate) * softmax(scores) V; a head whose gate is exactly 0 costs nothing
     collaborative_attention  one query and one key shared by all heads, one mixing vector per head
     attention_statistics     log-sum-exp, largest probability, its key and entropy of each query row
     Mask                     causal, padding, windows, packed documents, prefixes; they combine with &
-    OffsetBias               a bias that depends on the distance of key and query alone: ALiBi, T5
-    explain                  which backend would run a call, and why each other one would not
+    OffsetBias               a bias that depends only on the offset of key and query: ALiBi, T5
+    explain                  which backend would run a call, and why the others would not
 
     out = hk.gated_attention(query, key, value, is_causal=True, gate=gate)  # [B, H, T, D]
 
-Modules on top of them are imported when they are first used:
+Modules on top of them are imported on first use:
 
     nn            attention layers and gates; replace_attention_ puts them into a model
-    heads         the heads of a model: gate, close, prune, save, schedule
-    analysis      what heads do and how much a model needs them: importance, roles, statistics, distance, maps
-    convert       pretrained attention made collaborative
+    heads         gate, close, prune and save the heads of a model
+    analysis      what heads do and how much they matter: importance, roles, statistics, distance, maps
+    convert       conversion of pretrained attention to collaborative attention
     integrations  transformers: use(model), head masks, pruned checkpoints
     testing       named cases, the accuracy rule, timers
 
-The six heads that a model needs least, taken out of its weights:
+Remove the six least important heads from the weights of a model:
 
     model = hk.nn.replace_attention_(model)  # or, from transformers, hk.integrations.transformers.use(model)
-    scores = hk.analysis.importance(model, batches, loss)  # loss(model, batch) gives a tensor
+    scores = hk.analysis.importance(model, batches, loss)  # loss(model, batch) returns a tensor
     hk.heads.prune(model, scores.lowest(6))
 
-Each name has its own page: help(heads_kernels.gated_attention) is the specification of that operator. The command
-`python -m heads_kernels` says what is installed and which kernels were built.
+`help(heads_kernels.gated_attention)` is the specification of that operator. The command `python -m heads_kernels`
+shows versions and which kernels were built.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from heads_kernels import analysis, convert, heads, nn, testing
-else:  # a type checker would let this __getattr__ answer for any name
+else:  # a type checker would accept any name with this __getattr__
     _LAZY = {"analysis", "convert", "heads", "nn", "testing"}
 
     def __getattr__(name: str) -> ModuleType:
-        """Import a part of the package when it is first used."""
+        """Import a part of the package on first use."""
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(f"{__name__}.{name}")

@@ -1,4 +1,4 @@
-"""`python -m heads_kernels`, or `heads-kernels`: commands, and without one what is installed."""
+"""`python -m heads_kernels`, or `heads-kernels`: commands; without one, versions and how the package was built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCRIPT: Final = "heads-kernels"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog=_SCRIPT if Path(sys.argv[0]).name == _SCRIPT else "python -m heads_kernels",
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def installed() -> str:
-    """Versions, and what the kernels were built for."""
+    """Versions and the targets of the kernels."""
     built = hk.build_info()
     cpu = ", ".join(built.get("cpu", {}).get("levels", [])) or "none built"
     cuda = built.get("cuda", {})

@@ -1,4 +1,4 @@
-"""Register something with another library as soon as that is imported, by whomever and whenever that is."""
+"""Register something with another library once that library is imported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import ModuleType
 
 
 def after_import(module: str, register: Callable[[], object]) -> None:
-    """Call `register` once `module` is there: at once, or at the end of its import.
+    """Call `register` at the end of the import of `module`, or now if it is already imported.
 
-    An error of `register` becomes a warning, for whoever imports `module` may not need this package.
+    An error of `register` becomes a warning, since code that imports `module` may not need this package.
     """
     if module in sys.modules:
         _try(register, module)
@@ -32,7 +32,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name != self.module:
             return None
-        sys.meta_path.remove(self)  # the other entries know where it is
+        sys.meta_path.remove(self)  # the other finders locate it
         try:
             spec = importlib.util.find_spec(name)
         finally:

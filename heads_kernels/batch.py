@@ -1,6 +1,6 @@
-"""Leading batch dimensions: broadcast as `scaled_dot_product_attention` does and flattened to one, B.
+"""Leading batch dimensions: broadcast as in `scaled_dot_product_attention` and flattened to one, B.
 
-Behind a `Problem` every tensor has exactly one batch dimension; `unflatten` gives a result those of the call.
+Every tensor of a `Problem` has exactly one batch dimension; `unflatten` restores those of the call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads_kernels.checks import refuse
 
-#: The batch dimensions of a call; None where it has one, equal in all operands, and nothing is to be done.
+#: The batch dimensions of a call; None if there is exactly one, equal in all operands.
 Batch = tuple[int, ...] | None
 
 #: What follows the batch dimensions.
@@ -26,8 +26,8 @@ def flatten_operands(
 ) -> tuple[Batch, tuple[Tensor, ...]]:
     """The batch of a call, and its operands (`query`, `key`, perhaps `value`) with one batch dimension of size B.
 
-    Broadcasting gives views. With several batch dimensions an operand is copied where no single stride steps
-    through them all. Raises ValueError for too few dimensions, or what does not broadcast.
+    Broadcasting gives views. With several batch dimensions, an operand is copied if they cannot be merged into one
+    stride. Raises ValueError if an operand has too few dimensions or does not broadcast.
     """
     leads = []
     for (name, layout), operand in zip(layouts.items(), operands, strict=False):
@@ -74,12 +74,12 @@ def flatten_bias(
 ) -> Tensor:
     """A bias broadcastable to `[*batch, H, T, S]` as `[B1, B2, H, T, S]`, each size 1 where it broadcasts.
 
-    Batch b of the call reads entry `(b // I, b % I)`; I is B2, or B / B1 where B2 is 1. So a bias that all rows of an
-    alignment share, `[batch, 1, H, T, T]`, is not expanded. Copied is what broadcasts in between: `[x, 1, y, H, T, S]`.
-    `full` is (H, T, S). Raises ValueError, which calls it `argument`, where the shape does not broadcast.
+    Batch b of the call reads entry `(b // I, b % I)`; I is B2, or B / B1 if B2 is 1. So a bias that all rows of an
+    alignment share, `[batch, 1, H, T, T]`, is not expanded. A bias that broadcasts in between, `[x, 1, y, H, T, S]`, is
+    copied. `full` is (H, T, S). Raises ValueError for `argument` if the shape does not broadcast.
     """
     shape = check_bias_shape(bias, (*batch, *full), argument)
-    is_leaf = bias.requires_grad and bias.is_leaf  # of which every element gets its gradient
+    is_leaf = bias.requires_grad and bias.is_leaf  # every element of a leaf needs its gradient
     bias = bias.reshape(shape)
     if not is_leaf:
         for dim, stride in enumerate(bias.stride()):
@@ -100,9 +100,9 @@ def flatten_bias(
 def check_bias_shape(
     bias: Tensor, sizes: tuple[int, ...], argument: str = "bias"
 ) -> tuple[int, ...]:
-    """The shape of a bias with as many dimensions as `sizes`, those of the scores.
+    """The shape of a bias, padded with ones to the rank of `sizes`, the shape of the scores.
 
-    Raises ValueError where it does not broadcast to them.
+    Raises ValueError if it does not broadcast to `sizes`.
     """
     shape = (1,) * (len(sizes) - bias.dim()) + tuple(bias.shape)
     if len(shape) != len(sizes) or any(
@@ -111,13 +111,13 @@ def check_bias_shape(
         was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
         instead = "pass a tensor that broadcasts to them"
         if argument == "attn_mask":
-            instead += ": a float mask is added to scores; factors of heads go to gate="
+            instead += ": a float mask is added to scores; pass factors of heads as gate="
         refuse(argument, was, instead)
     return shape
 
 
 def bias_batches(bias: Tensor, B: int) -> tuple[int, int]:
-    """The batch of a call as (outer, inner): a bias of `flatten_bias` has an entry for each of them, or shares one."""
+    """B as (outer, inner) batches; a bias from `flatten_bias` has one entry or all along each."""
     outer, inner = bias.shape[:2]
     if inner == 1 and outer > 1:
         inner = B // outer
@@ -125,17 +125,17 @@ def bias_batches(bias: Tensor, B: int) -> tuple[int, int]:
 
 
 def expand_bias(bias: Tensor, B: int) -> Tensor:
-    """A bias of `flatten_bias` as `[B or 1, H or 1, T or 1, S or 1]`; copied where it broadcasts along a part of B."""
+    """A bias from `flatten_bias` as `[B or 1, H or 1, T or 1, S or 1]`; copied if it broadcasts along a part of B."""
     if bias.shape[:2] == (1, 1):
         return bias[0]
     return bias.expand(*bias_batches(bias, B), *bias.shape[2:]).flatten(0, 1)
 
 
 def unflatten(result: Tensor, batch: Batch) -> Tensor:
-    """A result `[B, ...]` with the batch dimensions of the call, as a view."""
+    """`result` `[B, ...]` with the batch dimensions of the call, as a view."""
     return result if batch is None else result.view(*batch, *result.shape[1:])
 
 
 def _flatten(tensor: Tensor, count: int) -> Tensor:
-    """The first `count` dimensions as one."""
+    """Merge the first `count` dimensions."""
     return tensor.reshape(math.prod(tensor.shape[:count]), *tensor.shape[count:])

@@ -1,4 +1,4 @@
-"""What the installed package was built from and with."""
+"""How the installed package was built."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def build_info() -> dict[str, Any]:
-    """What the build wrote down, for reports of errors and measurements; anew at every call, yours to change.
+    """How the package was built, for error reports and measurements.
 
     Returns:
-        `version` of the package; `commit` of its sources, or None where the build did not know.
-        `cpu`: `compiler` (its own first line about itself) and `levels` (instruction sets that `_cpu` has kernels for).
-        `cuda`: `nvcc` (its version) and `architectures` (that `_cuda` holds code for; "compute_80" is PTX, for parts
-        without machine code); or `missing`, why there is no `_cuda`, in words.
-        Empty where the package was not built but is only on the path.
+        A new dict, empty if the package was not built but is only on the path:
+        `version` of the package; `commit` of its sources, or None if unknown.
+        `cpu`: `compiler` (the first line of its version) and `levels` (ISA levels of the CPU kernels).
+        `cuda`: `nvcc` (its version) and `architectures` of the CUDA kernels ("compute_80" is PTX, for architectures
+        without machine code); or `missing`, the reason why there are none.
     """
     path = Path(__file__).with_name("build.json")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""What arguments must be, those of operators above all; each check names the argument, its value and what would do."""
+"""Checks of arguments; each error names the argument, its value and what would work."""
 
 from __future__ import annotations
 
@@ -47,33 +47,33 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def shown(number: object) -> str:
-    """A number as messages show it: of a long one the size."""
+    """A number as messages show it; for a long one, its order of magnitude."""
     if is_int(number) and number.bit_length() > 64:
         return f"about {'-' if number < 0 else ''}2**{number.bit_length() - 1}"
     return str(number)
 
 
 def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tensor") -> None:
-    """Elements in memory by strides, as every kernel reads them."""
+    """`tensor` is strided, not sparse or nested."""
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         refuse(argument, f"has layout {layout}", instead)
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a `DTensor`, known by its name: `torch.distributed.tensor` takes a second to import."""
+    """Whether it is a `DTensor`, by its class name: `torch.distributed.tensor` takes a second to import."""
     return type(tensor).__name__ == "DTensor"
 
 
 def check_one_process(**tensors: Tensor) -> None:
-    """The tensors, and the sequences that they are of, are whole in this process: no operator asks others."""
+    """No tensor is sharded, and no sequence is split by `context_parallel`: operators do not communicate."""
     for name, tensor in tensors.items():
         if is_sharded(tensor):
-            instead = "pass whole heads of this process, to_local(), or gather them, full_tensor()"
-            refuse(name, "is a DTensor, which no operator knows", instead, TypeError)
+            instead = "pass to_local(), if it has whole heads of this process, or full_tensor()"
+            refuse(name, "is a DTensor, which the operators do not support", instead, TypeError)
     if str(functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
         was = "is a part of a sequence, inside torch's context_parallel"
-        instead = "leave that block: attention would be that of the part alone"
+        instead = "call the operator outside of it: it would attend within that part only"
         refuse("query", was, instead)
 
 
@@ -87,7 +87,7 @@ def check_tensors(**tensors: Tensor) -> None:
         check_dense(
             name,
             tensor,
-            "pass a dense tensor; packed sequences go with hk.Mask.from_cu_seqlens",
+            "pass a dense tensor; for packed sequences use hk.Mask.from_cu_seqlens",
         )
         if tensor.dtype not in DTYPES:
             refuse(
@@ -114,7 +114,7 @@ def check_tensors(**tensors: Tensor) -> None:
 def check_grouped_heads(
     query: Tensor, key: Tensor, enable_gqa: bool = True
 ) -> tuple[int, int, int, int, int]:
-    """`query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree; their sizes (B, H, T, S, D)."""
+    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree; returns (B, H, T, S, D)."""
     check_flag("enable_gqa", enable_gqa)
     (B, H, T, D), (_, Hk, S, width) = query.shape, key.shape
     if width != D:
@@ -134,7 +134,7 @@ def check_grouped_heads(
 def check_mixing(
     query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None
 ) -> tuple[int, int, int, int, int]:
-    """`query` `[B, T, Ds]`, `key` `[B, S, Ds]`, `mixing` and `content_bias` agree; their sizes (B, H, T, S, Ds)."""
+    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]`, mixing and content bias agree; returns (B, H, T, S, Ds)."""
     (B, T, Ds), (_, S, width) = query.shape, key.shape
     if width != Ds:
         refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
@@ -152,14 +152,14 @@ def check_mixing(
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
-    """What int32 holds, in which the kernels have rows, keys, heads and batches."""
+    """Rows, keys, heads and batches fit int32, which the kernels use for them."""
     for name, letter, size, most in (
         ("query", "T", T, MAX_LENGTH),
         ("key", "S", S, MAX_LENGTH),
         ("query", "H", H, _MAX_COUNT),
         ("query", "B", B, _MAX_COUNT),
     ):
-        if is_int(size) and size > most:  # symbolic ones are checked when the op runs
+        if is_int(size) and size > most:  # symbolic sizes are checked when the op runs
             refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
 
 
@@ -179,7 +179,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
-    """A dense floating tensor beside the query: any floating dtype, the same device."""
+    """A dense tensor of any floating dtype on the device of `query`."""
     check_floating(name, tensor)
     if tensor.device != query.device:
         refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move it there")
@@ -227,7 +227,7 @@ def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
 
 
 def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.float64) -> float:
-    """`scale` as a float that is finite in the compute dtype of operands of `dtype`; None is `width ** -0.5`."""
+    """`scale` as a float that the compute dtype for `dtype` can hold; None gives `width ** -0.5`."""
     if scale is None:
         return float(width) ** -0.5 if width else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
@@ -242,7 +242,7 @@ def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.fl
 
 
 def check_softcap(softcap: float | None) -> float:
-    """`softcap` as a float; 0 stands for None."""
+    """`softcap` as a float; 0 for None."""
     if softcap is None:
         return 0.0
     instead = "pass a float > 0, or None"
@@ -264,7 +264,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor, H: int) -> None:
 
 
 def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:
-    """`bias` `[B1, B2, H, T, S]` of a call of sizes (B, H, T, S), each size 1 where it broadcasts: see `batch.Bias`."""
+    """`bias` `[B1, B2, H, T, S]` fits sizes (B, H, T, S), each 1 where it broadcasts: see `batch.flatten_bias`."""
     if bias is None:
         return
     check_companion("bias", bias, query)
@@ -285,7 +285,7 @@ def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, in
 
 
 def check_offset_table(table: Tensor | None, query: Tensor, full: tuple[int, int, int]) -> None:
-    """`offset_bias` `[H or 1, T + S - 1]` of a call of sizes (H, T, S)."""
+    """`offset_bias` `[H or 1, T + S - 1]` fits sizes (H, T, S)."""
     if table is None:
         return
     check_companion("offset_bias", table, query)
@@ -306,11 +306,11 @@ def check_flag(name: str, flag: bool) -> None:
 def check_excluded(
     exclude_keys: Tensor | None, query: Tensor, sizes: tuple[int, int]
 ) -> Tensor | None:
-    """`exclude_keys` of a call of sizes (B, S) as a contiguous `[B or 1, S]`."""
+    """`exclude_keys` for sizes (B, S) as a contiguous `[B or 1, S]`."""
     if exclude_keys is None:
         return None
     B, S = sizes
-    instead = f"pass bool [S] = [{S}] or [B, S] = [{B}, {S}], True for the keys to leave out"
+    instead = f"pass bool [S] = [{S}] or [B, S] = [{B}, {S}], True for the keys to exclude"
     if not isinstance(exclude_keys, Tensor):
         refuse("exclude_keys", f"is a {type(exclude_keys).__name__}", instead, TypeError)
     check_dense("exclude_keys", exclude_keys)

@@ -1,8 +1,4 @@
-"""Backends: one row each in an ordered table, and the choice among them.
-
-A row names the module that runs the operator (imported when the op runs, never before) and answers, for a `Problem`,
-the list of reasons why it can not serve it. An empty list means that it can.
-"""
+"""The table of backends, in order of preference, and the choice of one."""
 
 from __future__ import annotations
 
@@ -22,7 +18,11 @@ BackendName = Literal["cpu", "triton", "cuda", "eager"]
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """One row: `module` holds the launchers, `unsupported(problem)` the reasons against it."""
+    """One row of the table.
+
+    `module` runs the operator; it is imported when the op runs. `unsupported(problem)` returns the reasons why this
+    backend cannot serve the problem, an empty list if it can.
+    """
 
     name: BackendName
     module: str
@@ -31,10 +31,10 @@ class Backend:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `explain` returns: the backend that would run, and why each other one would not.
+    """What `explain` returns: the backend that would run, and why the others would not.
 
-    `backend` is None where no backend of the table (or not the one that was asked for) can serve the call.
-    `refusals` maps each backend that was passed over to its reasons.
+    `backend` is None if no backend, or not the requested one, can serve the call. `refusals` maps each backend that was
+    not chosen to its reasons.
     """
 
     operator: str
@@ -50,9 +50,9 @@ class Choice:
 
 
 def choose(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> Choice:
-    """Ask the rows in order; the first that can serve the problem is chosen, or only `backend` where it is named.
+    """Choose the first backend that can serve the problem, or consider only `backend` if given.
 
-    Raises `ValueError` where `backend` is not in the table.
+    Raises `ValueError` if `backend` is not in the table.
     """
     if backend is not None:
         rows = [row for row in table if row.name == backend]
@@ -69,14 +69,14 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
         if not reasons and chosen is None:
             chosen = row.name
         else:
-            refusals[row.name] = reasons or [f"could serve it too; {chosen!r} comes first"]
+            refusals[row.name] = reasons or [f"could serve it too, but {chosen!r} comes first"]
     return Choice(problem.operator, chosen, refusals)
 
 
 def select(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> str:
-    """Name of the backend that serves the problem; raises `ValueError` with every reason where none does.
+    """Name of the backend that serves the problem; raises `ValueError` with all reasons if none does.
 
-    Warns once where the formula alone is left, which holds `[B, H, T, S]` in memory.
+    Warns once if only `eager` can, which holds `[B, H, T, S]` in memory.
     """
     if backend is None:
         for row in table:
@@ -94,6 +94,6 @@ def select(table: Sequence[Backend], problem: Problem, backend: str | None = Non
 @functools.cache
 def _warn_of_eager(choice: str) -> None:
     warnings.warn(
-        f'{choice}\n  It holds [B, H, T, S] in memory and is slow; backend="eager" asks for it without this warning.',
+        f'{choice}\n  It is slow and holds [B, H, T, S] in memory; pass backend="eager" to silence this warning.',
         stacklevel=4,  # the caller of the operator
     )

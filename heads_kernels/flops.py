@@ -1,8 +1,8 @@
-"""Matrix-product FLOPs of the two operators (2 per multiply-add), as closed formulas of plain numbers.
+"""Matrix-product FLOPs of the two operators (2 per multiply-add).
 
-The convention is that of `torch.utils.flop_counter`: only matrix products count; softmax, masks, mixing and gates do
-not. `pairs` is the number of (query row, key) pairs that are computed: `B * H * T * S` in the dense count.
-A backward pass counts the scores again, then dP, dV, dQ and dK.
+As in `torch.utils.flop_counter`, only matrix products count, not softmax, masks, mixing or gates. `pairs` is the number
+of (query row, key) pairs that are computed: `B * H * T * S` in the dense count. A backward pass counts the scores
+again, then dP, dV, dQ and dK.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def forward_flops(pairs: int, D: int, Dv: int) -> int:
 def backward_flops(pairs: int, D: int, Dv: int, dquery_width: int | None = None) -> int:
     """Scores, dQ and dK of width D, dP and dV of width Dv: `2 * pairs * (3 D + 2 Dv)`.
 
-    `dquery_width` is the width of dQ where it differs from D: the gradient of a mixing vector needs all Ds features of
-    `dS K`, also those that the head's own scores skip.
+    `dquery_width` is the width of dQ if it differs from D: the gradient of a mixing vector needs all Ds features of
+    `dS K`, including those that the scores of the head skip.
     """
     return 2 * pairs * (2 * D + (D if dquery_width is None else dquery_width) + 2 * Dv)

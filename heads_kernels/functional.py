@@ -42,45 +42,45 @@ def gated_attention(
 
     .. math:: out_h = act(gate_h) \cdot softmax(softcap(scale \cdot Q_h K_h^T) + bias_h \text{ under the mask}) V_h
 
-    Positional arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its order. Gates of heads
-    are those of Voita et al. 2019 (eq. 5, Hard Concrete) and Michel et al. 2019 (eq. 3); gates of tokens and elements
-    those of output-gated attention in current language models.
+    Positional arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its order. Gates per head
+    follow Voita et al. 2019 (eq. 5, Hard Concrete) and Michel et al. 2019 (eq. 3); gates per token or element are the
+    output gates of current language models.
 
     Args:
         query: `[..., H, T, D]`; float32, bfloat16, float16 or float64; any strides with a contiguous last dimension.
-            Any number of batch dimensions comes first, none included; those of query, key and value broadcast.
-            Behind `B` stands their product, here and in a `Mask`.
-        key: `[..., Hk, S, D]`, `H` a multiple of `Hk`: query head `h` reads key head `h // (H // Hk)`. Dtype and device
-            of `key` and `value` are those of `query`; under autocast all three take the autocast dtype.
+            `...` is any number of batch dimensions, or none; those of query, key and value broadcast. `B` is their
+            product, here and in a `Mask`.
+        key: `[..., Hk, S, D]`, `H` a multiple of `Hk`: query head `h` reads key head `h // (H // Hk)`. Key and value
+            have the dtype and device of `query`; under autocast all three are cast to the autocast dtype.
         value: `[..., Hk, S, Dv]`; `Dv` may differ from `D`.
         attn_mask: a `Mask`, or a bool tensor broadcastable to `[..., H, T, S]` with True = may attend. A tensor of two
             dimensions is `[T, S]`; padding is `Mask(key_mask=...)` or `[B, 1, 1, S]`. A float tensor is a `bias`.
-        dropout_p: probability of dropping an attention probability, after the softmax; Philox4x32-10 of a seed drawn
-            from PyTorch's generator and the element's index, so the same on every backend.
-        is_causal: row i sees keys 0 to i (upper-left aligned); `Mask(causal="lower_right")` serves decoding.
+        dropout_p: probability of dropping an attention probability, after the softmax. The mask is Philox4x32-10 of the
+            element's index and a seed from PyTorch's generator, so it is the same on every backend.
+        is_causal: row i sees keys 0 to i (upper-left aligned). For decoding use `Mask(causal="lower_right")`.
         gate: `[H]`, `[..., H]`, `[..., H, T]` or `[..., H, T, Dv]` with all batch dimensions; sizes of 1 broadcast; any
-            strides and any floating dtype. A head (or batch-head) whose identity gate is exactly 0 gives exact zeros
-            and costs nothing.
-        gate_activation: "identity", or "sigmoid" / "softplus" where `gate` holds logits.
-        closed_grad: False reports gradient 0 for entries of an identity gate that are exactly 0, and skips their work
-            in the backward pass too (exact for Hard Concrete gates, whose clamp has no slope there).
+            strides and any floating dtype. A head (or batch-head) whose identity gate is exactly 0 outputs exact zeros
+            and costs no attention work.
+        gate_activation: "identity", or "sigmoid" / "softplus" if `gate` holds logits.
+        closed_grad: False returns gradient 0 for entries of an identity gate that are exactly 0, and skips their work
+            in the backward pass too (exact for Hard Concrete gates, whose clamp has slope 0 there).
         bias: added to the scaled and capped scores: a float tensor broadcastable to `[..., H, T, S]`, or an
-            `OffsetBias`; any floating dtype and strides. -inf hides a pair as a mask does. It gets a gradient, summed
-            over what it was broadcast along, and is not expanded in memory.
-        softcap: scores become `softcap * tanh(score / softcap)` before the bias (Gemma Team 2024); None: they do not.
+            `OffsetBias`; any floating dtype and strides. -inf hides a pair as a mask does. Its gradient is summed over
+            broadcast dimensions; it is not expanded in memory.
+        softcap: replaces scores by `softcap * tanh(score / softcap)` before the bias (Gemma Team 2024); None: no cap.
         sinks: `[H]`, one more score per head that belongs to no key (OpenAI 2025, gpt-oss): `exp(sinks[h])` is added to
-            the denominator of the softmax. It gets a gradient.
+            the denominator of the softmax. Differentiable.
         scale: factor of the scores; default `D ** -0.5`.
-        enable_gqa: False refuses keys of fewer heads than queries, but for one, which all share.
-        backend: one of the names that `explain` shows; None takes the first that can serve the call.
+        enable_gqa: False requires as many heads of key and value as of query, or one that all share.
+        backend: one of the names that `explain` shows; None selects the first that can serve the call.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.
-        Values that the mask hides reach no output, NaN included. The same call gives the same bits.
+        Hidden keys and values reach no output, even if they are NaN. The same call gives the same bits.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, named with its value and what would do; a backend
-            that is unknown or can not serve the call, with its reasons.
+        ValueError, TypeError: an argument is invalid; the message names it, its value and what would work. Also raised
+            with the reasons if `backend` is unknown or cannot serve the call.
     """
     problem = Problem.gated(
         query,
@@ -121,14 +121,14 @@ def collaborative_attention(
     scale: float | None = None,
     backend: BackendName | None = None,
 ) -> Tensor:
-    r"""Attention whose heads share one query and one key and mix them with a vector each.
+    r"""Attention whose heads share one query and one key, each with its own mixing vector.
 
     .. math::
         out_h = act(gate_h) \cdot softmax(score_h) V_h, \quad
         score_h = softcap(scale \cdot ((Q \circ m_h) K^T + 1 \, content\_bias_h^T)) + bias_h
 
-    (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The mixed query is formed tile by tile and is never in memory.
-    With block-indicator mixing this is ordinary multi-head attention.
+    (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The mixed query is formed tile by tile and never stored. With
+    block-indicator mixing this is ordinary multi-head attention.
 
     Args:
         query: `[..., T, Ds]`, shared by all heads; any strides with a contiguous last dimension. Batch dimensions come
@@ -138,13 +138,13 @@ def collaborative_attention(
         mixing: `[H, Ds]`, any floating dtype. Chunks of 16 features of a head's vector that are all zero cost nothing.
         content_bias: `[..., H, S]` with all batch dimensions: added to the score of key s for every query, inside the
             scale.
-        scale: default `(Ds / H) ** -0.5`. A converted layer passes the ORIGINAL scale of its model.
-        closed_grad: False reports gradient 0 for entries of `gate` (identity) and `mixing` that are exactly 0, and
+        scale: default `(Ds / H) ** -0.5`. A converted layer passes the scale of its original model.
+        closed_grad: False returns gradient 0 for entries of `gate` (identity) and `mixing` that are exactly 0, and
             skips their work in the backward pass too.
         attn_mask, dropout_p, is_causal, gate, gate_activation, bias, softcap, sinks, backend: as in `gated_attention`.
 
     Returns:
-        `[..., H, T, Dv]` in the dtype of `query`; what `gated_attention` says of masked rows holds here.
+        `[..., H, T, Dv]` in the dtype of `query`; masked rows are as in `gated_attention`.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`.
@@ -185,21 +185,21 @@ def attention_statistics(
     exclude_keys: Tensor | None = None,
     backend: BackendName | None = None,
 ) -> AttentionStatistics:
-    """What each query row attends to, streamed: the `[T, S]` matrix of probabilities is never in memory.
+    """What each query row attends to, computed tile by tile: the `[T, S]` matrix of probabilities is never stored.
 
     Args:
-        query, key: as in `gated_attention`, or as in `collaborative_attention` where `mixing` is given.
-        mixing, content_bias, attn_mask, is_causal, bias, softcap, sinks, scale, backend: as in those.
+        query, key: as in `gated_attention`, or, with `mixing`, as in `collaborative_attention`.
+        mixing, content_bias, attn_mask, is_causal, bias, softcap, sinks, scale, backend: as in those functions.
         exclude_keys: bool `[S]` or `[..., S]`, True for keys such as [CLS], [SEP] or EOS that may not be the maximum
             (Voita et al. 2019, footnote 2). They keep their share of the probability: nothing is renormalised.
 
     Returns:
         Named tuple of `[..., H, T]` tensors, float32 (float64 for float64 inputs), argmax int64, without gradient:
-        `lse`, natural log of the sum of exp(score) over visible keys and the sink (-inf where there is neither);
-        `max_prob`, the largest probability among the keys that are not excluded (0 where there is none): the mean of
-        it over rows is the confidence of a head; `argmax`, the first key that has it (-1 where there is none);
-        `entropy`, `-sum p ln p` over keys in nats (0 where a row sees no key). Probabilities of keys are what a sink
-        leaves of 1.
+        `lse`, natural log of the sum of exp(score) over visible keys and the sink (-inf without either);
+        `max_prob`, the largest probability among keys that are not excluded (0 if there is none), whose mean over
+        rows is the confidence of a head; `argmax`, the first key with that probability (-1 if there is none);
+        `entropy`, `-sum p ln p` over keys in nats (0 if a row sees no key). With a sink, the probabilities of the keys
+        add up to less than 1.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`.
@@ -223,7 +223,7 @@ def attention_statistics(
 
 
 def _seed(problem: Problem) -> Tensor | None:
-    """A seed of 63 bits from PyTorch's generator of the device, drawn only where there is dropout."""
+    """A 63-bit seed from the device's default generator, drawn only if there is dropout."""
     if problem.dropout_p == 0.0:
         return None
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=problem.query.device)
@@ -246,17 +246,17 @@ _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Seque
 
 
 def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) -> Choice:
-    """Which backend would run this call, and why each other one would not; nothing runs.
+    """Which backend would run this call, and why the others would not. Nothing runs.
 
     Args:
         operator: `gated_attention`, `collaborative_attention` or `attention_statistics`, the function or its name.
-        *args, **kwargs: the arguments of the call, `backend` among them.
+        *args, **kwargs: the arguments of the call, including `backend`.
 
     Returns:
-        A `Choice` with `backend` and `refusals`; print it to read it.
+        A printable `Choice` with `backend` and `refusals`.
 
     Raises:
-        ValueError, TypeError: as the call itself, but for a backend that can not serve it.
+        ValueError, TypeError: as the call itself, except for a backend that cannot serve it.
     """
     name = operator if isinstance(operator, str) else getattr(operator, "__name__", None)
     if name not in _OPERATORS:

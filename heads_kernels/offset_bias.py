@@ -1,4 +1,4 @@
-"""A bias of the scores that depends on the distance of a key from its query alone."""
+"""A bias of the scores that depends only on the offset of the key from the query row."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from heads_kernels.checks import check_flag, check_floating, check_size, is_int,
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class OffsetBias:
-    r"""A bias of the scores that depends on the offset `j - i` of key j from query row i alone.
+    r"""A bias of the scores that depends only on the offset `j - i` of key j from query row i.
 
     .. math:: bias_{hij} = table_h[clamp(j - i - first,\ 0,\ n - 1)]
 
-    Offsets before the first and behind the last column take the value at that end. Kernels read the table and never
-    build `[T, S]`, forward or backward; memory is linear in T + S.
+    Offsets beyond the table use its first or last column. Kernels read the table and never build `[T, S]`, forward or
+    backward; memory is linear in T + S.
 
     Args:
-        table: `[H, n]`, or `[1, n]` for all heads; any floating dtype. It gets a gradient.
-        first: offset of the first column; default `-(n // 2)`, the table's middle at offset 0.
+        table: `[H, n]`, or `[1, n]` for all heads; any floating dtype. Differentiable.
+        first: offset of the first column; default `-(n // 2)`, which puts offset 0 in the middle.
 
-    `OffsetBias.alibi` and `OffsetBias.t5` make the two usual ones. Biases of two-dimensional windows (Swin, BEiT) are
-    no function of `j - i`: gather their table into a dense bias `[H, N, N]`.
+    `OffsetBias.alibi` and `OffsetBias.t5` create the two common ones. The bias of a two-dimensional window (Swin, BEiT)
+    is not a function of `j - i`: gather its table into a dense bias `[H, N, N]`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name.
+        ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     values: Tensor
@@ -68,12 +68,11 @@ class OffsetBias:
     def t5(cls, weight: Tensor, bidirectional: bool = True, max_distance: int = 128) -> OffsetBias:
         """Relative position buckets of T5 (Raffel et al. 2020).
 
-        Half of the buckets hold one distance each, the others distances that grow by a constant factor up to
-        `max_distance`.
+        Half of the buckets hold one distance each, the other half ranges that grow geometrically up to `max_distance`.
 
         Args:
-            weight: `[buckets, H]`, as `torch.nn.Embedding` of transformers' T5 has it; it gets the gradient.
-            bidirectional: keys behind the query have buckets of their own (encoders). False: they share bucket 0.
+            weight: `[buckets, H]`, the weight of transformers' `relative_attention_bias`. Differentiable.
+            bidirectional: keys after the query have their own buckets (encoders). False: they share bucket 0.
             max_distance: distances from here on share the last bucket.
         """
         check_floating("weight", weight)
@@ -92,16 +91,16 @@ class OffsetBias:
         return cls._of(weight[bucket].mT, -max_distance, "table", 0)
 
     def starting_at(self, row: int) -> OffsetBias:
-        """The bias of query rows whose first is at position `row`: `S - T` while decoding with a cache."""
+        """The bias for query rows that start at position `row`: `S - T` when decoding with a cache."""
         return self._of(self.values, self.first, self.kind, self.start + _whole("row", row))
 
     @property
     def heads(self) -> int:
-        """H, or 1 where all heads share it."""
+        """H, or 1 if all heads share it."""
         return self.values.shape[0]
 
     def table(self, T: int, S: int) -> Tensor:
-        """`[H or 1, T + S - 1]`, at least one column: the bias of offsets `-(T - 1)` to `S - 1`, as kernels read it."""
+        """`[H or 1, T + S - 1]`, at least one column: the bias at offsets `-(T - 1)` to `S - 1`, for the kernels."""
         count = max(T + S - 1, 1)
         offsets = torch.arange(count, device=self.values.device) - (T - 1 + self.start)
         if self.kind == "alibi":
@@ -109,7 +108,7 @@ class OffsetBias:
         return self.values[:, (offsets - self.first).clamp(0, self.values.shape[1] - 1)]
 
     def to_dense(self, T: int, S: int) -> Tensor:
-        """The same as a tensor `[H or 1, T, S]`."""
+        """The dense bias, `[H or 1, T, S]`."""
         return diagonals(self.table(T, S), T, S)
 
     def __repr__(self) -> str:
@@ -143,9 +142,9 @@ def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance
         refuse(
             "max_distance",
             f"is {max_distance}",
-            f"pass more than {exact}: nearer ones have a bucket each",
+            f"pass more than {exact}: smaller distances have one bucket each",
         )
-    # The order of operations is T5's: borders of buckets fall on whole numbers.
+    # In T5's order of operations: bucket borders fall on whole numbers, where rounding decides.
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     wide = exact + (share * (buckets - exact)).long()
     return behind + torch.where(distance < exact, distance, wide.clamp(max=buckets - 1))

@@ -1,7 +1,7 @@
-"""A call, parsed: holding a `Problem` proves that its tensors agree with each other.
+"""`Problem`: a validated call of an operator.
 
 `Problem.gated`, `Problem.collaborative` and `Problem.statistics` are the only places where arguments are checked.
-Everything behind them (dispatch, ops, kernels, FLOP counts) reads a `Problem` and never checks again.
+Dispatch, ops, kernels and FLOP counts rely on that.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import by_identity
 from heads_kernels.offset_bias import OffsetBias
 
-#: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. A head's
-#: mixing vector is read in chunks of this many features and a chunk that is all zero costs nothing.
+#: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. Chunks of a
+#: head's mixing vector that are all zero are skipped.
 MIXING_CHUNK: Final = 16
 
 
@@ -51,10 +51,10 @@ MIXING_CHUNK: Final = 16
 class Problem(NamedTuple):
     """One validated call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
 
-    Batch dimensions are flattened: B is their product, `batch` what they were (None: one, of size B).
+    Batch dimensions are flattened: B is their product, `batch` the original ones (None: one, of size B).
     `query` is `[B, H, T, D]`, `key` `[B, Hk, S, D]`, `value` `[B, Hk, S, Dv]` for gated attention;
     `query` `[B, T, Ds]`, `key` `[B, S, Ds]`, `value` `[B, H, S, Dv]`, `mixing` `[H, Ds]`, `content_bias` `[B, H, S]`
-    for collaborative attention. `attention_statistics` takes either form, without `value` and `gate`.
+    for collaborative attention. `attention_statistics` has either form, without `value` and `gate`.
     """
 
     operator: str
@@ -73,10 +73,10 @@ class Problem(NamedTuple):
     gate_activation: GateActivation = "identity"
     closed_grad: bool = True
     dropout_p: float = 0.0
-    exclude_keys: Tensor | None = None  # bool [B or 1, S]; attention_statistics alone
+    exclude_keys: Tensor | None = None  # bool [B or 1, S]; attention_statistics only
     batch: Batch = None
 
-    # ------------------------------------------------------------------ the three ways to make one
+    # ------------------------------------------------------------------ constructors
     @classmethod
     def gated(
         cls,
@@ -216,7 +216,7 @@ class Problem(NamedTuple):
             if content_bias is not None:
                 refuse(
                     "content_bias",
-                    "comes without mixing",
+                    "is given without mixing",
                     "pass mixing [H, Ds] too, or leave it out",
                 )
             batch, (query, key) = flatten_operands(GROUPED, query, key)
@@ -274,7 +274,7 @@ class Problem(NamedTuple):
 
     @property
     def D(self) -> int:
-        """Width of a score: `D` of a head, or the shared `Ds`."""
+        """Width of query and key: `D` of a head, or the shared `Ds`."""
         return self.query.shape[-1]
 
     @property
@@ -282,10 +282,10 @@ class Problem(NamedTuple):
         return 0 if self.value is None else self.value.shape[-1]
 
     def unflatten(self, result: Tensor) -> Tensor:
-        """A result `[B, ...]` with the batch dimensions of the call."""
+        """`result` `[B, ...]` with the batch dimensions of the call."""
         return unflatten(result, self.batch)
 
-    # ------------------------------------------------------------------ what is computed
+    # ------------------------------------------------------------------ work counts
     def open_heads(self) -> Tensor:
         """`[B, H]` bool: False where an identity gate closes a whole head."""
         closed = closed_heads(self.gate, self.gate_activation)
@@ -294,7 +294,7 @@ class Problem(NamedTuple):
         return ~closed.expand(self.B, self.H)
 
     def visible_pairs(self) -> Tensor:
-        """`[B, H]` int64: pairs of a query row and a key that it sees."""
+        """`[B, H]` int64: number of visible (query row, key) pairs."""
         dense = self.intervals.dense
         if dense is not None and dense.shape[1] != 1:
             pairs = self.intervals.to_dense(self.T, self.S).sum((2, 3))
@@ -303,22 +303,22 @@ class Problem(NamedTuple):
         return pairs.expand(self.B, self.H)
 
     def score_widths(self) -> Tensor:
-        """`[H]` int64: features that the scores of a head run over, all-zero mixing chunks left out."""
+        """`[H]` int64: features that the scores of each head use, without all-zero mixing chunks."""
         if self.mixing is None:
             return torch.full((self.H,), self.D, device=self.query.device)
         return active_widths(self.mixing)
 
     def flops(self, backward: bool = False, dense: bool = False) -> int:
-        """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass alone.
+        """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass only.
 
-        Counted are visible pairs of open heads, over the features of each head's active mixing chunks; `dense=True`
-        is what `torch.utils.flop_counter` counts: every pair, head and feature. Tiles at the border of a mask
-        compute more than this. The backward pass counts the gradients of query, key and value; where mixing requires
-        a gradient, `dS K` at full width `Ds`; where the gate does, one forward pass over the closed heads (neither
-        with `closed_grad=False`). Reads the mask, gate and mixing: on a GPU it waits for them.
+        Counts visible pairs of open heads, over the features of each head's active mixing chunks; `dense=True` counts
+        every pair, head and feature, as `torch.utils.flop_counter` does. Tiles at the border of a mask compute more.
+        The backward pass counts the gradients of query, key and value; if mixing requires a gradient, `dS K` at full
+        width `Ds`; if the gate does, one forward pass over the closed heads (neither with `closed_grad=False`). Reads
+        the values of mask, gate and mixing, which synchronises with a GPU.
         """
         if backward and self.value is None:
-            raise ValueError(f"backward is True; {self.operator} has no backward pass.")
+            raise ValueError(f"backward is True, but {self.operator} has no backward pass.")
         if dense:
             return (backward_flops if backward else forward_flops)(
                 self.B * self.H * self.T * self.S, self.D, self.Dv
@@ -358,9 +358,9 @@ def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast the matrix operands take the autocast dtype; gates, mixing and biases keep their own.
+    """Cast the matrix operands to the autocast dtype; gates, mixing and biases keep their own.
 
-    float64 is left alone, as autocast does with PyTorch's own operators.
+    float64 is not cast, as in PyTorch's own operators.
     """
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
@@ -375,7 +375,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _flatten(argument: str, tensor: Tensor | None, batch: Batch, layout: str) -> Tensor | None:
-    """`flatten_companion`, but for what has no batch dimension (`[H]`, `[S]`) or is no tensor (its check says so)."""
+    """`flatten_companion` if `tensor` has batch dimensions; it may not be a tensor, which is checked later."""
     if batch is None or not isinstance(tensor, Tensor) or tensor.dim() <= 1:
         return tensor
     return flatten_companion(argument, tensor, batch, layout)
@@ -388,7 +388,7 @@ def _flatten_gate(gate: Tensor | None, batch: Batch) -> Tensor | None:
     layouts = {1: "H", 2: "H, T", 3: "H, T, Dv"}
     layout = layouts.get(gate.dim() - len(batch))
     if layout is None:
-        was = f"has {gate.dim()} dimensions, and the call {len(batch)} batch dimensions"
+        was = f"has {gate.dim()} dimensions, but the call has {len(batch)} batch dimensions"
         refuse("gate", was, "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]")
     return _flatten("gate", gate, batch, layout)
 
@@ -400,19 +400,19 @@ def _biases(
     shape: tuple[int, int, int, int],
     batch: Batch,
 ) -> tuple[Mask | Tensor | None, Tensor | None, Tensor | None]:
-    """`attn_mask` unless it is a bias; the dense bias and the table of offsets, as far as there is one."""
+    """(`attn_mask` without a float one, the dense bias, the table of offsets), each None if absent."""
     argument = "bias"
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
         if bias is not None:
-            instead = "add them, or pass the part that hides as a bool mask"
-            refuse("attn_mask", "is a float tensor beside bias", instead)
+            instead = "pass their sum as bias, or a bool attn_mask"
+            refuse("attn_mask", "is a float tensor, and bias is given too", instead)
         attn_mask, bias, argument = None, attn_mask, "attn_mask"
     if bias is None:
         return attn_mask, None, None
     B, H, T, S = shape
     if isinstance(bias, OffsetBias):
         if bias.heads not in (1, H):
-            refuse("bias", f"has {bias.heads} heads", f"pass H = {H} of them, or 1")
+            refuse("bias", f"has {bias.heads} heads", f"pass a table of H = {H} heads, or 1")
         table = bias.table(T, S)
         check_companion("bias", table, query)
         return attn_mask, None, table
@@ -443,7 +443,7 @@ def _intervals(
 
 
 def active_widths(mixing: Tensor) -> Tensor:
-    """`[H]` int64: features that each head of `mixing` `[H, Ds]` runs over, chunks that are all zero left out."""
+    """`[H]` int64: features that each head of `mixing` `[H, Ds]` uses, without chunks that are all zero."""
     Ds = mixing.shape[1]
     borders = torch.arange(0, Ds, MIXING_CHUNK, device=mixing.device)
     sizes = (Ds - borders).clamp(max=MIXING_CHUNK)  # [chunks]

@@ -1,8 +1,8 @@
-"""Masks are data: which keys every query row may see, as one half-open interval per row.
+"""Masks are data: one half-open interval of visible keys per query row.
 
-mask.py       what callers write: a `Mask` is a tuple of terms, ANDed
-terms.py      one reason to hide keys each; a term gives its `Intervals`
-intervals.py  what kernels read
+mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
+terms.py      the terms; each gives its `Intervals`
+intervals.py  `Intervals`, as kernels read them
 """
 
 from heads_kernels.mask.intervals import UNBOUNDED, Intervals

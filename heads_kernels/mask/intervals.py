@@ -1,4 +1,4 @@
-"""What kernels read of a mask: two integers, two int32 vectors, one byte a key, and one a pair."""
+"""A mask as kernels read it: two integers, two int32 vectors, one byte per key and one per pair."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-#: A band limit that limits nothing: larger than any T or S (`MAX_LENGTH`), and added to a row it still fits int32.
+#: An unlimited band: larger than any T or S (`MAX_LENGTH`), and added to a row index it still fits int32.
 UNBOUNDED: Final = 1 << 30
 
 Device = torch.device | str
@@ -16,7 +16,7 @@ Record = TypeVar("Record")
 
 
 def by_identity(record: type[Record]) -> type[Record]:
-    """A NamedTuple that equals itself alone: tensors in it have no truth to compare by."""
+    """Compare a NamedTuple by identity: its tensors cannot be compared to one bool."""
     for name in ("__eq__", "__ne__", "__hash__"):
         setattr(record, name, getattr(object, name))
     return record
@@ -24,11 +24,11 @@ def by_identity(record: type[Record]) -> type[Record]:
 
 @by_identity
 class Intervals(NamedTuple):
-    """The pair (query row i, key j) of batch b is visible when every part that is present says so.
+    """The pair (query row i, key j) of batch b is visible if it is visible in every part that is present.
 
     band_lo, band_hi  integers: `i + band_lo <= j < i + band_hi`; unlimited: -/+ `UNBOUNDED`
-    k_lo, k_hi        int32 `[B or 1, T]`, contiguous, within [0, S], both or none:
-                      `k_lo[b, i] <= j < k_hi[b, i]`; a row with `k_lo >= k_hi` sees nothing
+    k_lo, k_hi        int32 `[B or 1, T]`, contiguous, within [0, S], both or neither:
+                      `k_lo[b, i] <= j < k_hi[b, i]`; a row with `k_lo >= k_hi` is fully masked
     key_visible       bool `[B or 1, S]`, contiguous: False hides key j from every row
     dense             bool `[B|1, H|1, T|1, S|1]`: False hides the pair
     """
@@ -41,7 +41,7 @@ class Intervals(NamedTuple):
     dense: Tensor | None = None
 
     def __and__(self, other: Intervals) -> Intervals:
-        """The pairs that both let through. Bounds may be of any integer dtype and `[B or 1, T or 1]` here."""
+        """The pairs visible in both. Bounds may have any integer dtype and be `[B or 1, T or 1]` here."""
         return Intervals(
             band_lo=max(self.band_lo, other.band_lo),
             band_hi=min(self.band_hi, other.band_hi),
@@ -52,7 +52,7 @@ class Intervals(NamedTuple):
         )
 
     def laid_out(self, T: int) -> Intervals:
-        """The same with its bounds as kernels read them; only `k_hi` need be there, its batch that of both."""
+        """The same with bounds as kernels read them; without `k_lo` it is 0."""
         if self.k_hi is None:
             return self
         k_hi = _vectors(self.k_hi.expand(-1, T))
@@ -68,11 +68,11 @@ class Intervals(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are; the CPU when it has none."""
+        """The device of its tensors; the CPU if there are none."""
         return device_of((self.k_lo, self.key_visible, self.dense))
 
     def to_dense(self, T: int, S: int, device: Device | None = None) -> Tensor:
-        """The same as a bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
+        """A bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
         device = self.device if device is None else device
         i = torch.arange(T, device=device)[:, None]  # [T, 1]
         j = torch.arange(S, device=device)  # [S]
@@ -87,8 +87,8 @@ class Intervals(NamedTuple):
     def visible_pairs(self, B: int, T: int, S: int) -> Tensor:
         """Number of visible pairs (i, j) in every batch, exact: int64 `[B]`, on `self.device`.
 
-        It is `to_dense(T, S).sum((1, 2, 3))` spread over B: a `dense` part that tells heads apart
-        counts the pairs of all of them. Without one, memory is O(B (T + S)).
+        This is `to_dense(T, S).sum((1, 2, 3))`, expanded to B: if `dense` differs between heads, it counts the
+        pairs of all heads. Without `dense`, memory is O(B (T + S)).
         """
         if self.dense is not None:
             return self.to_dense(T, S).sum((1, 2, 3)).expand(B)
@@ -100,7 +100,7 @@ class Intervals(NamedTuple):
         hi = torch.maximum(hi.clamp(0, S), lo)
         if self.key_visible is None:
             return (hi - lo).sum(1).expand(B)
-        # before[b, j]: visible keys left of key j, [B, S + 1]
+        # before[b, j]: number of visible keys before key j, [B, S + 1]
         before = torch.nn.functional.pad(self.key_visible.cumsum(1), (1, 0)).expand(B, -1)
         lo, hi = lo.expand(B, -1), hi.expand(B, -1)
         return (before.gather(1, hi) - before.gather(1, lo)).sum(1)
@@ -119,7 +119,7 @@ def _both(
 
 
 def device_of(values: Iterable[object]) -> torch.device:
-    """The device of the first tensor among them; the CPU when there is none."""
+    """The device of the first tensor in `values`; the CPU if there is none."""
     for value in values:
         if isinstance(value, Tensor):
             return value.device

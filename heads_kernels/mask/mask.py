@@ -1,4 +1,4 @@
-"""What callers write: a `Mask` is a tuple of terms, one for each argument, ANDed."""
+"""`Mask`, as callers write it: a tuple of terms, one per argument, combined by AND."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ from heads_kernels.mask.terms import (
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class Mask:
-    """Which keys every query row may see. `a & b`, and arguments together: what all let through.
+    """Which keys every query row may see. Several arguments, and `a & b`, hide what any of them hides.
 
-    Row i of T queries and key j of S keys, in batch b:
+    For row i of T, key j of S and batch b:
 
     causal          True or "upper_left": `j <= i`, as in `scaled_dot_product_attention`;
                     "lower_right": `j <= i + S - T`, for decoding with a cache
     key_lengths     integers `[B]` or `[1]`: `j < key_lengths[b]`
-    query_lengths   integers `[B]` or `[1]`: rows `i >= query_lengths[b]` see nothing
+    query_lengths   integers `[B]` or `[1]`: rows `i >= query_lengths[b]` see no key
     key_mask        bool `[B or 1, S]`, True = real key: padding on either side, holes anywhere
-    query_mask      bool `[B or 1, T]`, True = real row: the other rows see nothing
+    query_mask      bool `[B or 1, T]`, True = real row: other rows see no key
     window          `(left, right)`, -1 unlimited: `i - left <= j <= i + right`;
-                    `i + S - T` stands for i with causal="lower_right"
-    document_ids    integers `[S]` or `[B or 1, S]` (T == S), ascending along the row, or a pair
-                    `(query_ids, key_ids)`, key_ids ascending: keys of the row's own id
-    prefix_lengths  integers `[B]` or `[1]`, beside causal: `j < prefix_lengths[b]` is visible too
+                    with causal="lower_right", i + S - T replaces i
+    document_ids    integers `[S]` or `[B or 1, S]` (T == S), ascending, or a pair `(query_ids, key_ids)`,
+                    key_ids ascending: row i sees the keys with its own id
+    prefix_lengths  integers `[B]` or `[1]`, only with causal: `j < prefix_lengths[b]` is visible too
 
-    `window` and `prefix_lengths` are aligned by the `causal` of the same Mask: beside
-    Mask(causal="lower_right"), `& Mask(window=...)` is still upper_left aligned, as is_causal is.
+    `window` and `prefix_lengths` are aligned by the `causal` of the same Mask: in
+    `Mask(causal="lower_right") & Mask(window=...)` the window is still upper-left aligned.
 
-    Tensors are kept by reference, get no gradient and must be on the query's device. Lengths may
+    Tensors are kept by reference, have no gradient and must be on the device of the query. Lengths may
     also be a list of ints, which is copied to a GPU in every call.
 
-    Raises TypeError or ValueError that names the argument: here for what it is, in `intervals`
-    for how it fits B, T and S. Values (lengths in range, ids ascending) are checked where looking
-    at them is free: on the CPU and outside `torch.compile`. Elsewhere lengths are clamped to
-    [0, S] or [0, T], and the mask of unsorted ids is unspecified.
+    Raises TypeError or ValueError that names the argument: at construction for its type and rank, in a call
+    if it does not fit B, T and S. Values (lengths in range, ids ascending) are checked only on the CPU and
+    outside `torch.compile`, where reading them is free. Elsewhere lengths are clamped to [0, S] or [0, T],
+    and the mask of unsorted ids is unspecified.
 
         hk.Mask(causal=True, key_mask=tokens != pad)
         hk.Mask(causal="lower_right", window=(4095, 0))
@@ -67,7 +67,7 @@ class Mask:
     """
 
     terms: tuple[Term, ...]
-    _last: tuple[object, Intervals] | None = None  # (call, its intervals), once there is one
+    _last: tuple[object, Intervals] | None = None  # the last (call, its intervals)
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Mask:
         if prefix_lengths is not None:
             if align is None:
                 instead = "pass causal=True or causal='lower_right' too"
-                refuse("prefix_lengths", "come without causal", instead)
+                refuse("prefix_lengths", "is given without causal", instead)
             terms += (Prefix(_parse_lengths("prefix_lengths", prefix_lengths), align),)
         elif align is not None:
             terms += (Causal(align),)
@@ -114,8 +114,8 @@ class Mask:
     def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int) -> Mask:
         """Packed documents by their borders: document d is [cu_seqlens[d], cu_seqlens[d + 1]).
 
-        `cu_seqlens`: integers `[documents + 1]`, ascending from 0. `total`: T = S, an int; what
-        is between `cu_seqlens[-1]` and `total` (padding) is one more document.
+        `cu_seqlens`: integers `[documents + 1]`, ascending from 0. `total`: T = S, an int; padding from
+        `cu_seqlens[-1]` to `total` is one more document.
         """
         layout = "pass an integer tensor [documents + 1]"
         cu_seqlens = _parse_tensor("cu_seqlens", cu_seqlens, _INTEGERS, (1,), layout)
@@ -143,14 +143,13 @@ class Mask:
             return self if self.terms else other
         return Mask.of(self.terms + other.terms)
 
-    __rand__ = __and__  # of a Tensor: between masks the other one's is asked
+    __rand__ = __and__  # for Tensor & Mask, which raises the same error
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
-        """Its `Intervals` for a call of these sizes on `device` (default: where its tensors are).
+        """Its `Intervals` for a call of these sizes on `device` (default: the device of its tensors).
 
-        Costs a few integers where only `causal` and `window` are given, no tensor. On the CPU
-        the last of others are kept and given again to the same call while the tensors hold the same
-        values, so that the layers of a model share them.
+        With only `causal` and `window` they have no tensors. Otherwise the last ones on the CPU are cached
+        and reused while the tensors hold the same values, so that the layers of a model share them.
         """
         tensors = [v for term in self.terms for v in vars(term).values() if isinstance(v, Tensor)]
         if device is None:
@@ -164,7 +163,7 @@ class Mask:
         ):
             return self.work_out(B, H, T, S, device)
         contents = [(t.dtype, t.shape, t.numpy().tobytes()) for t in dict.fromkeys(tensors)]
-        # A tensor made in inference mode can not be saved for a backward pass.
+        # A tensor made in inference mode cannot be saved for a backward pass.
         call = B, H, T, S, device, torch.is_inference_mode_enabled(), contents
         last = self._last  # read once: another thread may replace it
         if last is not None and last[0] == call:
@@ -174,7 +173,7 @@ class Mask:
         return intervals
 
     def work_out(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        """Its `Intervals`, not kept: for a mask that serves one call."""
+        """Its `Intervals`, not cached: for a mask that is used once."""
         if not self.terms:
             return Intervals()
         parts = (term.intervals(B, H, T, S, device) for term in self.terms)
@@ -184,7 +183,7 @@ class Mask:
         return {"terms": self.terms}
 
     def to_dense(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Tensor:
-        """The same as a bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
+        """A bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
         return self.intervals(B, H, T, S, device).to_dense(T, S, device)
 
     def __repr__(self) -> str:
@@ -194,10 +193,9 @@ class Mask:
 def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -> Mask:
     """The `attn_mask` of an operator as a `Mask`, for a call of `shape` = (B, H, T, S).
 
-    A bool tensor means what it means to `scaled_dot_product_attention`: True = may attend,
-    broadcastable to `[B, H, T, S]` from the right, so that 2-D is `[T, S]`. `[B|1, 1, 1, S|1]` is
-    taken as a key mask and `[B|1, 1, T, 1]` as a query mask, anything else as a dense mask. A
-    dimension that was expanded (stride 0) counts as one of size 1.
+    A bool tensor is as in `scaled_dot_product_attention`: True = may attend, broadcastable to
+    `[B, H, T, S]`, so 2-D is `[T, S]`. `[B|1, 1, 1, S|1]` becomes a key mask, `[B|1, 1, T, 1]` a query
+    mask, anything else a dense mask. An expanded dimension (stride 0) counts as one of size 1.
     """
     if attn_mask is None:
         return Mask()
@@ -217,7 +215,7 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
     return Mask.of((Dense(attn_mask.reshape(b, h, t, s)),))
 
 
-# ---------------------------------------------------------------------- what an argument is
+# ---------------------------------------------------------------------- type checks
 _INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -293,8 +291,8 @@ def _parse_documents(document_ids: object) -> tuple[Tensor, Tensor]:
     queries = _parse_tensor("document_ids", queries, _INTEGERS, (1, 2), instead)
     keys = _parse_tensor("document_ids", keys, _INTEGERS, (1, 2), instead)
     if readable(keys) and not bool((keys[..., 1:] >= keys[..., :-1]).all()):
-        instead = "number the documents in the order in which their keys stand"
-        refuse("document_ids", "does not ascend along the row", instead)
+        instead = "number the documents in the order of their keys"
+        refuse("document_ids", "does not ascend along the keys", instead)
     return queries, keys
 
 

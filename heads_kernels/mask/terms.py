@@ -1,7 +1,6 @@
-"""One reason to hide keys each: a term gives its `Intervals` and knows nothing of kernels.
+"""The terms of a mask. A new kind of mask is one `Term` here and one line in `Mask.__init__`; no kernel changes.
 
-A new mask is one small `Term` here and one line in `Mask.__init__`; no kernel changes. Nothing here
-waits for the device.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ Alignment = Literal["upper_left", "lower_right"]
 class Term(ABC):
     """One reason to hide keys: a frozen dataclass of tensors, strings and tuples of integers.
 
-    Its first field is the value of `argument`, the name by which errors and `repr` call it.
+    `argument` is its name in errors and `repr`; its first field is the value of that argument.
     """
 
     argument: str
 
     @abstractmethod
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        """Its `Intervals` for a call of these sizes; raises ValueError where it does not fit.
+        """Its `Intervals` for a call of these sizes; raises ValueError if it does not fit.
 
-        They need not be laid out yet: bounds of any integer dtype, `[B or 1, T or 1]`, `k_lo` only where it is not 0.
+        Before `laid_out`: bounds have any integer dtype and are `[B or 1, T or 1]`; `k_lo` may be None for 0.
         """
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ class Causal(Term):
 
 @dataclass(frozen=True, eq=False)
 class Window(Term):
-    """Row i sees keys `i - left` to `i + right`, both included; -1: unlimited. Aligned as Causal"""
+    """Row i sees keys `i - left` to `i + right`, inclusive; -1: unlimited. Aligned like `Causal`."""
 
     sides: tuple[int, int]
     align: Alignment
@@ -100,7 +99,7 @@ class KeyLengths(Term):
 
 @dataclass(frozen=True, eq=False)
 class QueryLengths(Term):
-    """Rows `>= lengths[b]` see nothing."""
+    """Rows `>= lengths[b]` see no key."""
 
     lengths: Tensor | tuple[int, ...]
     argument: str = "query_lengths"
@@ -130,7 +129,7 @@ class KeyMask(Term):
 
 @dataclass(frozen=True, eq=False)
 class QueryMask(Term):
-    """Rows where `real` is False see nothing."""
+    """Rows where `real` is False see no key."""
 
     real: Tensor
     argument: str = "query_mask"
@@ -142,7 +141,7 @@ class QueryMask(Term):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Term):
-    """Row i sees the keys whose id is its own. Ids of keys ascend; one tensor may be both."""
+    """Row i sees the keys with its own id. Key ids ascend; one tensor may serve as both."""
 
     query_ids: Tensor
     key_ids: Tensor
@@ -151,7 +150,7 @@ class Documents(Term):
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         if self.query_ids is self.key_ids and T != S:
             instead = "pass a pair (query_ids, key_ids)"
-            refuse(self.argument, f"serve rows and keys alike, but T is {T} and S is {S}", instead)
+            refuse(self.argument, f"is one tensor, but T is {T} and S is {S}", instead)
         queries = self.query_ids[None] if self.query_ids.dim() == 1 else self.query_ids
         keys = self.key_ids[None] if self.key_ids.dim() == 1 else self.key_ids
         _check_rows(self.argument, queries, B, T, "T", device)
@@ -184,12 +183,12 @@ class Dense(Term):
 
 
 def _offset(align: Alignment, T: int, S: int) -> int:
-    """The key beside row 0, such that the first (last) row stands beside the first (last) key."""
+    """The key that row 0 is aligned with."""
     return 0 if align == "upper_left" else S - T
 
 
 def _within(limit: int) -> int:
-    """A band limit that int32 holds, with the same meaning; a symbolic one as it is."""
+    """`limit` clamped to what int32 holds, with the same meaning; a symbolic one unchanged."""
     return max(-UNBOUNDED, min(limit, UNBOUNDED)) if is_int(limit) else limit
 
 
@@ -200,14 +199,14 @@ def describe(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
 
 
-# ---------------------------------------------------------------------- how it fits a call
+# ---------------------------------------------------------------------- checks against a call
 def traced() -> bool:
     """Whether this code is being compiled or transformed."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether its values may be looked at: on the CPU, not traced, not fake, not transformed."""
+    """Whether its values may be read: on the CPU, not traced, not fake, not transformed."""
     return not traced() and type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
@@ -226,7 +225,7 @@ def _check_device(argument: str, tensor: Tensor, device: Device) -> None:
     if tensor.device == device:
         return
     wanted = torch.device(device)
-    indices = {tensor.device.index, wanted.index} - {None}  # "cuda" means whichever
+    indices = {tensor.device.index, wanted.index} - {None}  # "cuda" means any of them
     if tensor.device.type != wanted.type or len(indices) > 1:
         was = f"is on {tensor.device}, but query is on {wanted}"
         refuse(argument, was, "move it there once, before the call")
@@ -238,7 +237,7 @@ def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None
     if any(size != 1 and size != want for size, want in zip(got, wanted, strict=True)):
         instead = "make every size equal, or 1"
         if got == [shape[0], shape[3]]:
-            instead = "2-D is [T, S]; a padding mask [B, S] goes as hk.Mask(key_mask=...)"
+            instead = "2-D is [T, S]; pass a padding mask [B, S] as hk.Mask(key_mask=...)"
         refuse("attn_mask", f"has shape {got}, but [B, H, T, S] is {list(shape)}", instead)
 
 

@@ -1,4 +1,4 @@
-"""Thin layers around the operators: attention modules, gates of heads, initialisations."""
+"""Layers around the operators: attention modules, head gates, initialisation."""
 
 from heads_kernels.nn.attention import GatedMultiheadAttention
 from heads_kernels.nn.cache import KeyValueCache

@@ -1,4 +1,4 @@
-"""Multi-head attention with gated heads, as a module that stands in for `torch.nn.MultiheadAttention`."""
+"""Multi-head attention with gated heads, a replacement for `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class GatedMultiheadAttention(Multihead):
 
     .. math:: \sum_h g_h \cdot softmax(scale \cdot X W_Q^h (Y W_K^h)^T + bias_h) Y W_V^h W_O^h + b_O
 
-    Three uses: encoder (`layer(x, key_padding_mask=...)`), decoder (`layer(x, is_causal=True)`), encoder-decoder
-    (`layer(x, memory, key_padding_mask=...)`). It takes the place of the attention in PyTorch's own layers, all of a
-    model by `hk.nn.replace_attention_(model)`, or one:
+    It serves encoders (`layer(x, key_padding_mask=...)`), decoders (`layer(x, is_causal=True)`) and encoder-decoder
+    attention (`layer(x, memory, key_padding_mask=...)`). `hk.nn.replace_attention_(model)` replaces all attention in
+    PyTorch's own layers; to replace one:
 
         layer.self_attn = hk.nn.GatedMultiheadAttention.from_torch(layer.self_attn)
 
-    The state dict of a `torch.nn.MultiheadAttention` of the same sizes loads as it is; it does not hold the number
-    of heads.
+    It loads the state dict of a `torch.nn.MultiheadAttention` of the same sizes, which does not contain the number of
+    heads.
 
     Args:
         embed_dim: width of the query's input and of the output.
         num_heads: H.
-        num_key_heads: Hk, of which H is a multiple (grouped-query attention); default H.
+        num_key_heads: Hk, a divisor of H (grouped-query attention); default H.
         kdim, vdim: widths of the inputs of key and value; default `embed_dim`.
         head_dim: D, width of a head's query and key; default `embed_dim / num_heads`.
         value_dim: Dv, width of a head's value; default `head_dim`.
@@ -37,16 +37,16 @@ class GatedMultiheadAttention(Multihead):
         scale: factor of the scores; default `head_dim ** -0.5`.
         output_gate: gates from the query's input, `sigmoid(X W_g + b_g)` (`gate_proj`): one per token and head
             ("head"), per token and element of a head ("element"), or None.
-        batch_first: inputs and output are `[B, T, embed_dim]`, or with False `[T, B, embed_dim]`. Everything else,
-            masks, caches and statistics, has the batch first either way.
+        batch_first: inputs and output are `[B, T, embed_dim]`, or `[T, B, embed_dim]` if False. Masks, caches and
+            statistics have the batch first in both cases.
         device, dtype: of the parameters.
 
     Attributes:
-        head_gate: a `HeadGate`, None at first. It multiplies heads beside an output gate too: the operator takes
-            the head gate, so that closed heads cost nothing, and the output gate is applied behind it.
+        head_gate: a `HeadGate`, initially None. With an output gate as well, the operator takes the head gate, so
+            that closed heads cost nothing, and the output gate is applied afterwards.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, named with its value and what would do.
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
     operator = staticmethod(gated_attention)
@@ -72,7 +72,7 @@ class GatedMultiheadAttention(Multihead):
         E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
         Hk = H if num_key_heads is None else check_size("num_key_heads", num_key_heads)
         if H % Hk:
-            refuse("num_key_heads", f"is {Hk}, but num_heads is {H}", "pass a divisor of it")
+            refuse("num_key_heads", f"is {Hk}, but num_heads is {H}", f"pass a divisor of {H}")
         D = head_width("head_dim", E, H, head_dim)
         Dv = D if value_dim is None else check_size("value_dim", value_dim)
         super().__init__(
@@ -98,10 +98,10 @@ class GatedMultiheadAttention(Multihead):
 
     @classmethod
     def from_torch(cls, attention: nn.MultiheadAttention) -> GatedMultiheadAttention:
-        """The same attention with a copy of the weights: same outputs at rows that see a key, and same training mode.
+        """The same attention with copies of the weights. Outputs agree for rows that see a key.
 
         Raises:
-            TypeError, ValueError: `attention` is no `torch.nn.MultiheadAttention`, or has `add_bias_kv` or
+            TypeError, ValueError: `attention` is not a `torch.nn.MultiheadAttention`, or has `add_bias_kv` or
                 `add_zero_attn`.
         """
         if not isinstance(attention, nn.MultiheadAttention):
@@ -121,7 +121,7 @@ class GatedMultiheadAttention(Multihead):
             dtype=attention.out_proj.weight.dtype,
         )
         made.load_state_dict(attention.state_dict())
-        with torch.enable_grad():  # parts of a weight ask for gradients where the weight does
+        with torch.enable_grad():  # so that the parts of a weight inherit its requires_grad
             weights: dict[str, Tensor] = dict(attention.named_parameters())
             split_projections(weights)
         for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""What an observer of an attention module sees: the operands of one operator call, read without a map of them."""
+"""What an observer of an attention module receives: one operator call with its operands."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class AttentionCall:
         mask: `hk.Mask` or bool tensor, True = visible.
         scale: the factor of scores.
         bias, softcap, sinks: as the operators take them, or None.
-        batch: the batch dimensions of the layer's input and of `bias`, whose product B is, where they are several.
-        self_attention: whether rows and keys are of one sequence; the last row is then the last key.
-        rows: `[B, T]`, rows that are known to be tokens, not padding.
+        batch: the batch dimensions of the layer's input and of `bias`, with product B, if there are several.
+        self_attention: whether rows and keys belong to one sequence; the last row is then the last key.
+        rows: bool `[B, T]`, True for tokens and False for padding, if known.
     """
 
     query: Tensor
@@ -69,11 +69,11 @@ class AttentionCall:
     def S(self) -> int:
         return self.key.shape[-2]
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ tokens and padding
     @property
     def real_queries(self) -> Tensor:
-        """bool `[B, T]`: rows that are tokens. In self-attention they are those that see themselves; elsewhere, where
-        nothing else is known, those that see a key."""
+        """bool `[B, T]`: rows that are tokens: `rows` if given, in self-attention rows that see themselves, otherwise
+        rows that see a key."""
         if self.rows is not None:
             return self.rows
         if self.self_attention:
@@ -86,8 +86,8 @@ class AttentionCall:
 
     @property
     def real_keys(self) -> Tensor:
-        """bool `[B, S]`: keys that are tokens. In self-attention without a cache they are its rows, elsewhere the keys
-        that some row sees."""
+        """bool `[B, S]`: keys that are tokens: in self-attention without a cache those that see themselves, otherwise
+        those that some row sees."""
         if self.self_attention and self.T == self.S:
             return self._sees_itself
         lo, hi = self._bounds
@@ -104,7 +104,7 @@ class AttentionCall:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no row sees a key behind its own place, the last row beside the last key. It reads the mask."""
+        """Whether no row sees a later key, with the last row at the last key. Reads the values of the mask."""
         own = torch.arange(self.T, device=self.query.device) + (self.S - self.T)
         if bool((self._bounds[1] <= own + 1).all()):
             return True
@@ -135,7 +135,7 @@ class AttentionCall:
         )
 
     def batched(self, tensor: Tensor) -> Tensor:
-        """A tensor `[B, ...]` with the batch dimensions that `bias` has."""
+        """`tensor` `[B, ...]` with the batch dimensions of `bias`."""
         return unflatten(tensor, self.batch)
 
     @property
@@ -144,7 +144,7 @@ class AttentionCall:
 
     @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor]:
-        """`[B or 1, T]` each: the half-open range of keys of every row, `dense` and `key_visible` apart."""
+        """`[B or 1, T]` each: the half-open key range of every row, without `dense` and `key_visible`."""
         i = torch.arange(self.T, device=self.query.device)[None]
         mask = self._intervals
         lo, hi = (i + mask.band_lo).clamp(0, self.S), (i + mask.band_hi).clamp(0, self.S)
@@ -164,7 +164,7 @@ class AttentionCall:
             sees = sees & dense.diagonal(self.S - self.T, -2, -1).any(1)
         return sees.expand(self.B, self.T)
 
-    # ------------------------------------------------------------------ what they attend to
+    # ------------------------------------------------------------------ attention
     def statistics(self, exclude_keys: Tensor | None = None) -> AttentionStatistics:
         """`hk.attention_statistics` of the call; `exclude_keys` is bool `[S]` or `[B, S]`."""
         problem = self._problem
@@ -174,9 +174,9 @@ class AttentionCall:
 
     @torch.no_grad()
     def probabilities(self, rows: slice) -> Tensor:
-        """`[B, H, rows, S]` of these rows alone, before dropout; float32, or float64 of float64 operands.
+        """`[B, H, rows, S]`: attention probabilities of these rows, before dropout; zeros for a row that sees no key.
 
-        A row that sees no key has zeros.
+        float32, or float64 for float64 operands.
 
         Args:
             rows: a slice with a start and a stop.

@@ -1,4 +1,4 @@
-"""What decoding keeps of earlier steps, so that a step projects the keys and values of its own tokens only."""
+"""Keys and values of earlier decoding steps."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from heads_kernels.checks import check_size, refuse
 
 
 class KeyValueCache:
-    """Keys and values of one attention layer, kept from step to step of decoding.
+    """Keys and values of one attention layer, kept between decoding steps.
 
-    A layer is called with the same cache in every step. In self-attention it appends the keys and values of the new
-    tokens and its rows see all that came before; `is_causal=True` is then aligned at the last key. In
-    encoder-decoder attention it fills the cache in the first call and reuses it, whatever the later calls pass as
-    key and value. Collaborative attention keeps the one shared key `[B, S, Ds]`, the values and the content bias.
+    Call the layer with the same cache in every step. In self-attention it appends the keys and values of the new
+    tokens, whose rows see all cached keys; `is_causal=True` is then aligned at the last key. In encoder-decoder
+    attention the first call fills the cache, and later calls ignore their key and value. Collaborative attention
+    keeps the shared key `[B, S, Ds]`, the values and the content bias.
 
         cache = hk.nn.KeyValueCache()
         for token in tokens.split(1, dim=1):  # [B, 1, embed_dim]
             out, _ = layer(token, is_causal=True, cache=cache)
 
     Args:
-        max_length: positions to reserve in the first step of self-attention; more are refused. None: the capacity
-            doubles when it is full.
+        max_length: number of positions to reserve in the first step of self-attention; longer sequences raise an
+            error. None: the capacity doubles when it is full.
 
     Raises:
-        TypeError, ValueError: `max_length` is no positive int; a call whose batch, widths or dtype are not those of
-            the cache; a call that fills it while gradients are recorded (decode under `torch.no_grad()`); one cache
-            in self-attention and in encoder-decoder attention.
+        TypeError, ValueError: `max_length` is not a positive int; a call has another batch, width or dtype than the
+            cache, or fills it while gradients are recorded (decode under `torch.no_grad()`); one cache is used in
+            self-attention and in encoder-decoder attention.
     """
 
     def __init__(self, max_length: int | None = None) -> None:
@@ -39,18 +39,18 @@ class KeyValueCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: the next call starts a new sequence."""
+        """Empty the cache: the next call starts a new sequence."""
         self._stored: tuple[Tensor, ...] = ()  # each [B, capacity, ...]
         self._length = 0
         self._appended = False
 
     @property
     def length(self) -> int:
-        """S: how many positions are held."""
+        """S: number of cached positions."""
         return self._length
 
     def length_after(self, positions: int, appended: bool) -> int:
-        """`length` after a call that brings so many: self-attention appends them, others fill an empty cache."""
+        """`length` after a call with `positions` keys: self-attention appends them, other calls fill an empty cache."""
         if appended:
             return self._length + positions
         return self._length if self._stored else positions
@@ -64,7 +64,7 @@ class KeyValueCache:
         return f"KeyValueCache({held})"
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Put `new`, each `[B, positions, ...]`, behind what is there; views `[B, length, ...]` of all of it."""
+        """Append `new`, each `[B, positions, ...]`; returns views `[B, length, ...]` of everything cached."""
         if self._stored and not self._appended:
             refuse("cache", "holds the source of encoder-decoder attention", "use one for each")
         _check_unrecorded(new)
@@ -76,7 +76,7 @@ class KeyValueCache:
         return tuple(stored[:, :length] for stored in self._stored)
 
     def once(self, source: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `source()`, tensors `[B, S, ...]`, gave in the first call."""
+        """The tensors `[B, S, ...]` that `source()` returned in the first call."""
         if self._appended:
             refuse("cache", "holds the tokens of self-attention", "use one for each")
         if not self._stored:
@@ -86,7 +86,7 @@ class KeyValueCache:
         return self._stored
 
     def reorder(self, beams: Tensor) -> None:
-        """Row b goes on with what row `beams[b]` held; integers `[beams]`, as many as there will be rows."""
+        """For beam search: row b continues with the cache of row `beams[b]`; integers, one per new row."""
         instead = "pass an int64 or int32 tensor of one dimension"
         if not isinstance(beams, Tensor) or beams.dtype not in (torch.int64, torch.int32):
             was = f"has dtype {beams.dtype}" if isinstance(beams, Tensor) else f"is {beams!r}"
@@ -96,14 +96,14 @@ class KeyValueCache:
         self._stored = tuple(stored.index_select(0, beams) for stored in self._stored)
 
     def _reserve(self, new: tuple[Tensor, ...], length: int) -> None:
-        """Room for `length` positions of tensors like `new`."""
+        """Allocate `length` positions for tensors like `new`."""
         if self.max_length is not None and length > self.max_length:
-            was = f"is {self.max_length}, but {length} positions are asked for"
-            refuse("max_length", was, "make a longer cache")
+            was = f"is {self.max_length}, but {length} positions are needed"
+            refuse("max_length", was, "create a longer cache")
         held = tuple((s.shape[:1] + s.shape[2:], s.dtype) for s in self._stored)
         come = tuple((t.shape[:1] + t.shape[2:], t.dtype) for t in new)
         if held and held != come:
-            was = f"holds {_layouts(self._stored)}, but {_layouts(new)} are to be appended"
+            was = f"holds {_layouts(self._stored)}, but the call appends {_layouts(new)}"
             refuse("cache", was, "use it with one layer, batch and dtype, or reset it")
         capacity = self._stored[0].shape[1] if held else 0
         if length > capacity:
@@ -115,7 +115,7 @@ class KeyValueCache:
 
 
 def _check_unrecorded(tensors: tuple[Tensor, ...]) -> None:
-    """A cache outlives the call: the graph of its gradients would too."""
+    """Refuse to record gradients: the cache would keep their graph alive."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         refuse("cache", "is filled while gradients are recorded", "use torch.no_grad()")
 

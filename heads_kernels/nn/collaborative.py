@@ -1,4 +1,4 @@
-"""Collaborative multi-head attention: heads that share one query and one key, as a module."""
+"""Collaborative multi-head attention: a module whose heads share one query and one key."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class CollaborativeMultiheadAttention(Multihead):
 
     `m_h` are the rows of `mixing`, `v_h` those of `content_proj`. With biases of query and key, X W_Q is `q_proj(X)`
     and Y W_K is `k_proj(Y)`. Use, masks, gates and cache are those of `GatedMultiheadAttention`; the cache holds one
-    key of `shared_dim` numbers a token for all heads.
+    key of `shared_dim` numbers per token for all heads.
 
-    The state dict of a `torch.nn.MultiheadAttention` or a `GatedMultiheadAttention` without grouped keys loads
-    exactly where `shared_dim` is its `num_heads * head_dim`: with block-indicator mixing, and with the query's bias
-    in `q_proj` (`qk_bias`) or as content bias `v_h = W_K^h b_Q^h` (`content_bias`; the key's bias changes no
-    softmax and is left out). A state dict holds neither the number of heads nor the scale: where those of the model
-    are not the defaults, pass them.
+    It loads the state dict of a `torch.nn.MultiheadAttention` or a `GatedMultiheadAttention` without grouped keys
+    exactly if `shared_dim` is its `num_heads * head_dim`: with block-indicator mixing, and with the query's bias
+    in `q_proj` (`qk_bias`) or as content bias `v_h = W_K^h b_Q^h` (`content_bias`; the key's bias does not affect the
+    softmax and is dropped). A state dict contains neither the number of heads nor the scale: pass them if the model
+    does not use the defaults.
 
     Args:
         embed_dim: width of the query's input and of the output.
@@ -37,21 +37,21 @@ class CollaborativeMultiheadAttention(Multihead):
         value_dim: Dv, width of a head's value; default `embed_dim / num_heads`.
         bias: whether `v_proj`, `out_proj` and `gate_proj` have biases.
         qk_bias: whether `q_proj` and `k_proj` have biases.
-        content_bias: whether keys have a bias per head, from the key's input (`content_proj`, 0 at first).
+        content_bias: whether keys have a bias per head, from the key's input (`content_proj`, initially 0).
         mixing_init: "concatenate", "ones", "normal" or "xavier"; see `mixing_init_`.
-        ragged: whether entries of `mixing` that are 0 stay 0 in training, so that chunks of zeros stay free of cost
-            (`closed_grad=False`). False trains all entries; heads that a gate closes then cost work in the backward
-            pass, for one flag of the operator says both.
-        scale: factor of scores and content bias; default `(embed_dim / num_heads) ** -0.5`, whatever `shared_dim` is.
+        ragged: whether entries of `mixing` that are 0 stay 0 in training, so that chunks of zeros cost nothing
+            (`closed_grad=False`). False trains all entries; closed heads then cost work in the backward pass, since
+            `closed_grad` applies to both.
+        scale: factor of scores and content bias; default `(embed_dim / num_heads) ** -0.5` for any `shared_dim`.
         dropout, output_gate, batch_first, device, dtype: as in `GatedMultiheadAttention`.
 
     Attributes:
         mixing: parameter `[H, Ds]`.
-        head_gate: as in `GatedMultiheadAttention`; `ragged` stands for its `closed_grad`.
+        head_gate: as in `GatedMultiheadAttention`; `ragged` replaces its `closed_grad`.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, named with its value and what would do; a state dict of
-            other sizes, with the `shared_dim` that fits; in a forward pass, weights under tensor parallelism.
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work. Also for a
+            state dict of other sizes, with the `shared_dim` that fits, and in a forward pass under tensor parallelism.
     """
 
     operator = staticmethod(collaborative_attention)
@@ -111,7 +111,7 @@ class CollaborativeMultiheadAttention(Multihead):
         self.register_load_state_dict_pre_hook(_load_concatenated)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
-        """Xavier uniform weights, biases of 0, the content bias among them, and mixing by `mixing_init`."""
+        """Xavier uniform weights, biases and content bias of 0, and mixing by `mixing_init`."""
         super().reset_parameters()
         mixing_init_(self.mixing, self.mixing_init)
         if self.content_proj is not None:
@@ -144,19 +144,19 @@ class CollaborativeMultiheadAttention(Multihead):
 def check_unsharded(module: nn.Module) -> None:
     """Refuse collaborative attention under tensor parallelism.
 
-    Its query, key and content bias are those of all heads, so that each process has a part of their gradients.
-    Parameters that `fully_shard` gathers for the forward pass are no DTensors in it.
+    All heads share its query, key and content bias, so each process would have only a part of their gradients.
+    Parameters that `fully_shard` gathers for the forward pass are not DTensors there.
     """
     for name, parameter in module.named_parameters():
         if is_sharded(parameter):
-            was = "is a DTensor: heads that share a query and a key can not be split over processes"
+            was = "is a DTensor: heads that share a query and a key cannot be split over processes"
             refuse(name, was, "leave the layer out of the tensor-parallel plan")
 
 
 def _load_concatenated(
     module: CollaborativeMultiheadAttention, state: dict[str, Tensor], prefix: str, *rest: Any
 ) -> None:
-    """Hook before `load_state_dict`: the weights of heads with queries and keys of their own, as shared ones."""
+    """Hook before `load_state_dict`: load separate queries and keys per head as shared ones."""
     split_projections(state, prefix)
     query, key = (state.get(f"{prefix}{name}_proj.weight") for name in "qk")
     if prefix + "mixing" in state or query is None or key is None:
@@ -164,7 +164,7 @@ def _load_concatenated(
     H, Ds = module.mixing.shape
     if query.shape[0] != key.shape[0]:
         was = f"has {key.shape[0]} rows, but q_proj.weight has {query.shape[0]}"
-        refuse(f"{prefix}k_proj.weight", was, "grouped keys do not load: repeat them for each head")
+        refuse(f"{prefix}k_proj.weight", was, "repeat grouped keys for each query head")
     if query.shape[0] != Ds or Ds % H:
         fits = f"shared_dim={query.shape[0]} fits it, with num_heads a divisor"
         was = f"has {query.shape[0]} rows, but shared_dim is {Ds} and num_heads is {H}"
@@ -177,7 +177,7 @@ def _load_concatenated(
         return
     if module.content_proj is None:
         instead = "make the module with content_bias=True or qk_bias=True"
-        refuse(f"{prefix}q_proj.bias", "is in the state dict, but has no place", instead)
+        refuse(f"{prefix}q_proj.bias", "is in the state dict, but not in the module", instead)
     state.pop(prefix + "q_proj.bias")
     state.pop(prefix + "k_proj.bias", None)
     by_head = query_bias.view(H, 1, -1).double() @ key.view(H, -1, key.shape[1]).double()

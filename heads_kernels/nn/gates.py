@@ -1,4 +1,4 @@
-"""What an attention layer asks for the gates of its heads, and gates that stay as they are."""
+"""The protocol of head gates, and fixed gates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from heads_kernels.checks import refuse
 
 
 class HeadGate(nn.Module, ABC):
-    """One gate for each head of an attention layer, which holds it as its submodule `head_gate`.
+    """One gate per head of an attention layer, which holds it as its submodule `head_gate`.
 
-    In every forward pass the layer calls it with the batch size B and the number T of query rows, and hands what it
-    returns, and `closed_grad`, to the operator.
+    In every forward pass the layer calls it with the batch size B and the number T of query rows, and passes the
+    result and `closed_grad` to the operator.
 
     Attributes:
         num_heads: H.
-        closed_grad: what the operator's argument says: False where the gradient of a gate of exactly 0 is 0 anyway.
+        closed_grad: the operator's argument: False if the gradient of a gate of exactly 0 is 0 anyway.
     """
 
     num_heads: int
@@ -27,28 +27,28 @@ class HeadGate(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch_size: int, length: int) -> Tensor:
-        """The gates of this pass: `[H]`, or `[B, H]` where they differ by example, or `[B, H, T]` by row too."""
+        """The gates of this pass: `[H]`, `[B, H]` per example, or `[B, H, T]` per row."""
 
     @abstractmethod
     def export(self) -> Tensor:
-        """The gates at inference, `[H]`, without gradient: what pruning folds into the weights."""
+        """The gates at inference, `[H]`, without gradient, which pruning folds into the weights."""
 
     def rank(self) -> Tensor:
-        """How much the heads are wanted, `[H]`, without gradient: of two heads the larger is to stay."""
+        """Priority of each head, `[H]`, without gradient: the heads with the largest values are kept."""
         return self.export().abs()
 
     @abstractmethod
     def keep(self, heads: Sequence[int]) -> None:
-        """Keep the gates of these heads, in this order: the other heads are gone from the layer."""
+        """Keep the gates of these heads, in this order; the layer has lost the others."""
 
 
 class FixedGate(HeadGate):
-    """Gates that no training changes: heads closed for a while.
+    """Constant gates, to close heads temporarily.
 
-    They are no weights and do not appear in the state dict.
+    They are not parameters and not in the state dict.
 
     Args:
-        gates: floating `[H]`; 0 closes a head, 1 leaves it as it is.
+        gates: floating `[H]`; 0 closes a head, 1 leaves it unchanged.
 
     Raises:
         TypeError, ValueError: `gates` is not a floating tensor of one dimension.

@@ -1,4 +1,4 @@
-"""Hard Concrete gates: heads that training opens and closes, and the L0 penalty that counts the open ones."""
+"""Hard Concrete gates: learned gates of heads, and their L0 penalty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REDUCE: Final = ("sum", "mean_layers")
 
 
 class HardConcrete(HeadGate):
-    r"""Gates that are exactly 0 or exactly 1 with probabilities that have a gradient.
+    r"""Gates that are exactly 0 or exactly 1 with differentiable probabilities.
 
     In training a gate is a sample (Louizos et al. 2018, eq. 10 and 11; Voita et al. 2019, section 4):
 
@@ -31,41 +31,41 @@ class HardConcrete(HeadGate):
 
     .. math:: P(gate \ne 0) = \sigma(log\_alpha - c), \quad P(gate = 1) = \sigma(log\_alpha - d)
 
-    A sample of exactly 0 or 1 is on a clamp, where `log_alpha` has no gradient: the operator may leave closed heads
-    out of the backward pass too (`closed_grad=False`). At inference a gate is no sample, but by one of two rules:
+    A sample of exactly 0 or 1 is clamped, and its gradient for `log_alpha` is 0: the operator may skip closed heads
+    in the backward pass too (`closed_grad=False`). At inference gates are not sampled, but follow one of two rules:
 
     mean      `clip(sigmoid(log_alpha) * (high - low) + low, 0, 1)`, the rule of Louizos et al. (eq. 13) and of the
               code of Voita et al.; gates may be between 0 and 1, and pruning folds them into the output projection
     binary    1 where `P(gate = 1) > P(gate = 0)`, otherwise 0 (Voita et al. 2019, footnote 7)
 
-    They may disagree on which heads are open (those with `log_alpha` in (-2.398, 0] as things are by default). A
-    `UserWarning` names these heads, once, when the module is put into evaluation mode or exported.
+    The rules may disagree on which heads are open (by default, those with `log_alpha` in (-2.398, 0]). A
+    `UserWarning` names these heads once, when the module enters evaluation mode or is exported.
 
     The noise is drawn on the CPU by PyTorch's generator and moved, so that a seed gives the same gates on every device
-    and `torch.utils.checkpoint` replays them; code that Inductor compiled draws by Inductor's own generator.
+    and `torch.utils.checkpoint` replays them; code compiled by Inductor uses Inductor's generator.
 
     Args:
         num_heads: H, at least 1.
         temperature: above 0. 0.33 as in Voita et al.; `louizos` has 2/3.
         stretch: (low, high), low < 0 and high > 1.
-        eps: in (0, 0.5): keeps `u`, and `P(gate != 0)` of the penalty, off 0 and 1. Beyond it the penalty has no slope.
+        eps: in (0, 0.5): keeps `u`, and `P(gate != 0)` of the penalty, away from 0 and 1, where it is constant.
         log_alpha: the initial value of the parameter. The default 2.0 (94% of the samples are open, gate 0.957 at
-            inference) leaves a trained model nearly whole. "voita" draws from U(-sqrt(3 / H), sqrt(3 / H)), as the code
+            inference) hardly changes a trained model. "voita" draws from U(-sqrt(3 / H), sqrt(3 / H)), as the code
             of the paper does: its gates start half open.
-        openness: `P(gate != 0)` to start from, in [eps, 1 - eps]; instead of `log_alpha`.
-        per_sample: draw for every example of the batch, gates `[B, H]`; otherwise the batch shares one draw, `[H]`.
+        openness: initial `P(gate != 0)`, in [eps, 1 - eps]; instead of `log_alpha`.
+        per_sample: sample for every example of the batch, gates `[B, H]`; otherwise the batch shares a sample, `[H]`.
         evaluate: the rule at inference, "mean" or "binary".
         straight_through: gates are 1 where the formula gives more than 0.5 and 0 elsewhere, in training and in the rule
             "mean"; the gradient is that of the formula. Closed heads then have a gradient (`closed_grad=True`).
-        generator: a CPU generator to draw from instead of PyTorch's own. `torch.utils.checkpoint` does not replay it,
-            and `torch.compile(fullgraph=True)` can not follow it.
+        generator: a CPU generator to use instead of PyTorch's own. `torch.utils.checkpoint` does not replay it,
+            and `torch.compile(fullgraph=True)` cannot trace it.
         device: of `log_alpha`.
 
     Attributes:
-        log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is.
+        log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is float64.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, named with its value and what would do.
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
     def __init__(
@@ -148,16 +148,16 @@ class HardConcrete(HeadGate):
         return self.probability_open().sum()
 
     def l2_penalty(self, values: Tensor) -> Tensor:
-        """Half the expected sum of squares of what the gates multiply (Louizos et al. 2018: L0 beside other norms).
+        """Half the expected sum of squares of the gated values (Louizos et al. 2018: L0 combined with other norms).
 
         Args:
-            values: `[H, ...]`, for example the columns of the output projection that belong to each head.
+            values: `[H, ...]`, for example the columns of the output projection of each head.
 
         Returns:
-            `sum(P(gate != 0) * values**2) / 2`, a scalar with gradient for the gates and for `values`.
+            `sum(P(gate != 0) * values**2) / 2`, a scalar with gradients for the gates and `values`.
 
         Raises:
-            ValueError: `values` is not of H heads.
+            ValueError: the first dimension of `values` is not H.
         """
         if values.dim() < 1 or values.shape[0] != self.num_heads:
             refuse("values", f"has shape {list(values.shape)}", f"pass [{self.num_heads}, ...]")
@@ -166,7 +166,7 @@ class HardConcrete(HeadGate):
     # ------------------------------------------------------------------ inference
     @property
     def sparsity(self) -> Tensor:
-        """Share of the heads that are open at inference, as the code of Voita et al. counts it: a scalar."""
+        """Share of the heads that are open at inference, a scalar; "sparsity" in the code of Voita et al."""
         return (self._evaluated() != 0).to(torch.float32).mean()
 
     def export(self) -> Tensor:
@@ -182,20 +182,20 @@ class HardConcrete(HeadGate):
         self.log_alpha = nn.Parameter(kept, requires_grad=self.log_alpha.requires_grad)
 
     def settle(self, is_open: Tensor) -> None:
-        """Open some heads fully and close the others, for good.
+        """Open some heads fully and close the others, permanently.
 
-        `log_alpha` moves so far out that every sample, and either rule, gives exactly 1 or 0. It is trained no more.
+        Sets `log_alpha` so that every sample, and either rule, gives exactly 1 or 0, and stops its training.
 
         Args:
             is_open: bool `[H]`.
 
         Raises:
-            ValueError: `is_open` is something else.
+            ValueError: `is_open` has another dtype or shape.
         """
         if is_open.dtype != torch.bool or is_open.shape != self.log_alpha.shape:
             was = f"is {is_open.dtype} of shape {list(is_open.shape)}"
             refuse("is_open", was, f"pass a bool tensor [{self.num_heads}]")
-        # The noise is at most logit(1 - eps); `bound` is where a logit reaches the farther clamp.
+        # The noise is at most logit(1 - eps); a logit beyond `bound` is clamped on either side.
         low, high = self.stretch
         bound = max(math.log(-high / low), math.log((1 - low) / (high - 1)))
         far = math.log1p(-self.eps) - math.log(self.eps) + max(1.0, self.temperature) * bound + 1
@@ -238,7 +238,7 @@ class HardConcrete(HeadGate):
         return gates
 
     def _binary(self) -> Tensor:
-        # P(1) > P(0) in log_alpha; rounded, so that a symmetric stretch gives 0 and its tie stays a tie.
+        # P(1) > P(0) as a bound of log_alpha; rounded, so that it is exactly 0 for a symmetric stretch.
         threshold = round((self._offset_one + self._offset_zero) / 2, 12)
         return (self._wide() > threshold).to(self._wide().dtype)
 
@@ -275,7 +275,7 @@ class HardConcrete(HeadGate):
             is_open, other = ("binary", "mean") if bool(binary[heads[0]]) else ("mean", "binary")
             warnings.warn(
                 f"The rules of HardConcrete disagree on heads {heads} of {self.num_heads}: open by "
-                f"{is_open!r}, closed by {other!r}. evaluate={self.evaluate!r} decides here.",
+                f"{is_open!r}, closed by {other!r}. This module uses evaluate={self.evaluate!r}.",
                 stacklevel=3,
             )
 
@@ -284,10 +284,9 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     """The L0 penalty of all `HardConcrete` gates of a model, with gradient: add `lambda` times it to the loss.
 
     Args:
-        model: holds at least one `HardConcrete`; one that several layers share counts once.
+        model: contains at least one `HardConcrete`; one that several layers share counts once.
         reduce: "sum", the expected number of open heads of the model (L_C of Voita et al. 2019); "mean_layers",
-            the same divided by the number of gated layers, as the code of the paper has it: its coefficient is `lambda`
-            times that number.
+            that number divided by the number of gated layers, as in the code of the paper.
 
     Returns:
         A scalar, on the device of the first gate.

@@ -1,4 +1,4 @@
-"""Weights to start from: mixing vectors of collaborative attention, and matrices scaled by their depth."""
+"""Initialisation: mixing vectors of collaborative attention, and depth-scaled matrices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
     Args:
         tensor: floating `[H, Ds]`.
         kind: "concatenate": head h has ones in its own features `h * Ds // H` to `(h + 1) * Ds // H - 1` and zeros
-            elsewhere, as in ordinary multi-head attention; an even split, so that no head is empty. "ones": every
-            head reads all features; heads then differ in their values alone. "normal": mean 0, standard deviation
+            elsewhere, as in ordinary multi-head attention, split evenly so that no head is empty. "ones": every
+            head uses all features; heads then differ only in their values. "normal": mean 0, standard deviation
             0.2. "xavier": Xavier uniform.
 
     Returns:
@@ -58,15 +58,15 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
 
 @torch.no_grad()
 def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
-    r"""Depth-scaled initialisation (Zhang, Titov, Sennrich 2019), in place: the deeper, the closer to the identity.
+    r"""Depth-scaled initialisation (Zhang, Titov, Sennrich 2019), in place: deeper layers start with smaller weights.
 
     .. math:: W \sim U(-\gamma \alpha / \sqrt{l}, \gamma \alpha / \sqrt{l}), \quad \gamma = \sqrt{6 / (d_i + d_o)}
 
-    Xavier's variance times `alpha**2 / layer`. Biases become 0.
+    The variance is that of Xavier times `alpha**2 / layer`. Biases become 0.
 
     Args:
-        module: a layer of a Transformer. Every `nn.Linear` in it is set, and the projections of every
-            `nn.MultiheadAttention`, each as a matrix of its own; norms, embeddings and mixing vectors stay.
+        module: a layer of a Transformer. Initialises every `nn.Linear`, and each projection of every
+            `nn.MultiheadAttention`; norms, embeddings and mixing vectors do not change.
         layer: l, the depth of the layer, counted from 1.
         alpha: in (0, 1] in the paper.
 
@@ -74,7 +74,7 @@ def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
         `module`.
 
     Raises:
-        TypeError, ValueError: `layer` is no int of 1 or more, `alpha` is not positive, `module` holds no such matrix.
+        TypeError, ValueError: `layer` is not an int >= 1, `alpha` is not positive, or `module` has no such matrix.
     """
     check_size("layer", layer)
     if not 0.0 < alpha < math.inf:
@@ -93,7 +93,7 @@ def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
 
 
 def _matrices(part: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The matrices that `part` itself holds, each with its bias."""
+    """The matrices of `part` itself, each with its bias."""
     if isinstance(part, nn.Linear):
         yield part.weight, part.bias
     elif isinstance(part, nn.MultiheadAttention):

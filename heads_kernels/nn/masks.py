@@ -1,4 +1,4 @@
-"""Masks and biases of the attention modules: what `torch.nn.MultiheadAttention` takes, as a `hk.Mask` and a bias."""
+"""Masks and biases of the attention modules: arguments of `torch.nn.MultiheadAttention` as a `hk.Mask` and a bias."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def module_mask(
     self_attention: bool = False,
     hides_rows: bool = True,
 ) -> Mask:
-    """All that hides keys in one call of a module, as one mask.
+    """All masks of one call of a module as one.
 
     Args:
-        sizes: (B, H, T, S), the keys of a cache counted in S.
+        sizes: (B, H, T, S); S includes cached keys.
         mask: a native mask; the others hide more.
         key_padding_mask: `[B or 1, S]`; bool with True = hidden, or floating with 0 = visible and -inf = hidden. In
-            self-attention the rows are the last T keys, and a hidden key is a row that sees nothing.
+            self-attention the rows are the last T keys, and the row of a hidden key is fully masked.
         query_padding_mask: `[B or 1, T]`, the same for rows.
-        attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs, unless it is a bias (`biases`). Not read where
+        attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs, unless it is a bias (`is_bias`). Not read if
             `is_causal`.
-        is_causal: row i sees keys up to its own position; in self-attention the last row stands beside the last key
-            (a cache holds what came before), else the first row beside the first key.
-        self_attention: rows and keys are of one sequence.
+        is_causal: row i sees keys up to its own position; in self-attention the last row is aligned with the last key
+            (earlier keys are cached), otherwise the first row with the first key.
+        self_attention: whether rows and keys belong to one sequence.
         hides_rows: whether `key_padding_mask` hides rows in self-attention.
 
     Raises:
-        TypeError, ValueError: naming the argument. Floats other than 0 and -inf are found on the CPU only; elsewhere
-            whatever is not 0 is hidden.
+        TypeError, ValueError: an argument is invalid, by name. Floats other than 0 and -inf are found only on the CPU;
+            elsewhere everything except 0 is hidden.
     """
     if mask is not None and not isinstance(mask, Mask):
-        instead = "pass a hk.Mask; tensors go to key_padding_mask or attn_mask, True = hidden"
+        instead = "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden"
         refuse("mask", f"is a {type(mask).__name__}", instead, TypeError)
     _, _, T, S = sizes
     terms: tuple[Term, ...] = ()
@@ -103,8 +103,8 @@ def _visible(argument: str, hidden: Tensor, layout: str, ranks: tuple[int, ...])
 def is_bias(attn_mask: object, is_causal: bool) -> bool:
     """Whether `attn_mask` is added to scores: a float tensor with a gradient, or with values other than 0 and -inf.
 
-    Values are read on the CPU only. Elsewhere every float tensor is a bias, whose -inf hides as a mask does. With
-    `is_causal` nothing of it is read: ValueError if it has a gradient.
+    Values are read only on the CPU. Elsewhere every float tensor is a bias, whose -inf hides as a mask does. With
+    `is_causal` it is not read, and a ValueError is raised if it requires a gradient.
     """
     if not isinstance(attn_mask, Tensor) or not attn_mask.is_floating_point():
         return False
@@ -134,19 +134,19 @@ def module_bias(
 
     Args:
         bias: broadcastable to `sizes`; or an `OffsetBias`, whose rows in self-attention are the last T keys.
-        attn_mask: `[T, S]` or `[B * H, T, S]`, to be added where it is no mask.
-        query: the bias has to be on its device.
-        sizes: (batch dimensions, H, T, S), the keys of a cache counted in S.
-        self_attention: rows and keys are of one sequence.
-        kept_heads: of a pruned layer, the numbers that its heads had before.
+        attn_mask: `[T, S]` or `[B * H, T, S]`, if it is a bias.
+        query: the bias must be on its device.
+        sizes: (batch dimensions, H, T, S); S includes cached keys.
+        self_attention: whether rows and keys belong to one sequence.
+        kept_heads: the original numbers of the heads of a pruned layer.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument is invalid, by name.
     """
     if attn_mask is not None:
         if bias is not None:
-            instead = "add them, or pass the part that hides as a bool mask, True = hidden"
-            refuse("attn_mask", "is a float tensor beside bias", instead)
+            instead = "pass their sum as bias, or a bool attn_mask, True = hidden"
+            refuse("attn_mask", "is a float tensor, and bias is given too", instead)
         return _of_mask(attn_mask, query, sizes)
     if bias is None:
         return None
@@ -157,7 +157,7 @@ def module_bias(
             return bias
         if bias.start:
             was = f"starts at row {bias.start}, but with this cache rows start at {S - T}"
-            refuse("bias", was, "pass it as it was before starting_at")
+            refuse("bias", was, "pass the bias without starting_at")
         return bias.starting_at(S - T)
     check_companion("bias", bias, query)
     _check_heads(bias.shape[-3] if bias.dim() > 2 else 1, H, kept_heads)
@@ -178,7 +178,7 @@ def _of_mask(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...]) -> Tensor
 def _check_heads(heads: int, H: int, kept_heads: Tensor | None) -> None:
     if heads in (1, H):
         return
-    instead = f"pass {H}, as the layer has, or 1"
+    instead = f"pass {H} heads, as the layer has, or 1"
     if kept_heads is not None:
-        instead += f"; of the heads before pruning it has {kept_heads.tolist()}"
+        instead += f"; the pruned layer kept the original heads {kept_heads.tolist()}"
     refuse("bias", f"has {heads} heads", instead)

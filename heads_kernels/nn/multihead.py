@@ -1,4 +1,4 @@
-"""What attention modules share: projections around one call of an operator, masks, cache, gates, dropout."""
+"""The base class of attention modules: projections around one operator call, masks, cache, gates, dropout."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from heads_kernels.ops.attention_statistics import AttentionStatistics
 
 
 class _OwnForward:
-    """Stands where `nn.TransformerEncoder` looks for packed weights before it takes its fused path.
+    """Placeholder for the packed weights that `nn.TransformerEncoder` passes to its fused path.
 
-    That path computes ordinary attention from the weights and never calls the module. PyTorch leaves it for an
+    That path computes ordinary attention from the weights and never calls the module. PyTorch does not take it for an
     argument with a `__torch_function__`.
     """
 
@@ -45,18 +45,17 @@ class _OwnForward:
 class Multihead(nn.Module, ABC):
     """An attention module: four projections, one operator call.
 
-    A kind of attention says which operator it calls, what it keeps of keys and values, and what it hands to the
-    operator. Everything else is here.
+    Subclasses define `operator`, `source` and `operands`.
 
     Attributes:
-        q_proj, k_proj, v_proj, out_proj: `nn.Linear`; heads come one after the other in the rows of `v_proj`
-            and the columns of `out_proj`.
+        q_proj, k_proj, v_proj, out_proj: `nn.Linear`; the heads are contiguous rows of `v_proj` and columns of
+            `out_proj`.
         gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
         head_gate: a `HeadGate`, or None.
-        observer: is called with every call of the operator, before it; `hk.analysis.observe` sets it.
-        num_heads, value_dim, scale, dropout: what a call reads; pruning changes `num_heads` with the weights.
-        computes_padded_rows: whether `key_padding_mask` leaves the rows of self-attention alone, as in
-            `torch.nn.MultiheadAttention`. By default it hides its rows as well as its keys.
+        observer: called with an `AttentionCall` before every operator call; `hk.analysis.observe` sets it.
+        num_heads, value_dim, scale, dropout: read in every call; pruning changes `num_heads` and the weights.
+        computes_padded_rows: whether `key_padding_mask` hides only keys in self-attention, as in
+            `torch.nn.MultiheadAttention`. By default it hides rows as well.
     """
 
     operator: ClassVar[Callable[..., Tensor]]
@@ -120,15 +119,15 @@ class Multihead(nn.Module, ABC):
     # ------------------------------------------------------------------ the kind of attention
     @abstractmethod
     def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """What the operator reads of keys and values, projected, each `[B, S, ...]`: what a cache holds."""
+        """The projected keys and values, each `[B, S, ...]`, as a cache holds them."""
 
     @abstractmethod
     def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-        """The tensor arguments of the operator, from the query's input and what `source` gave."""
+        """The tensor arguments of the operator, from the query's input and the result of `source`."""
 
     @property
     def closed_grad(self) -> bool:
-        """The operator's argument: False where zeros stay zeros, and their backward pass is left out."""
+        """The operator's argument `closed_grad`."""
         return self.head_gate is None or self.head_gate.closed_grad
 
     # ------------------------------------------------------------------ a call
@@ -149,51 +148,49 @@ class Multihead(nn.Module, ABC):
         cache: KeyValueCache | None = None,
         need_statistics: bool = False,
     ) -> tuple[Tensor, AttentionStatistics | None]:
-        """Attention of `query` to `key` and `value`, in the order of arguments of `torch.nn.MultiheadAttention`.
+        """Attention of `query` to `key` and `value`, with the argument order of `torch.nn.MultiheadAttention`.
 
-        Without `key`, or where `key` is the same tensor as `query`, this is self-attention: rows and keys are one
-        sequence, and `key_padding_mask` hides its rows as well as its keys (but see `computes_padded_rows`).
+        Without `key`, or if `key` is the same tensor as `query`, this is self-attention: rows and keys are one
+        sequence, and `key_padding_mask` hides rows as well as keys (but see `computes_padded_rows`).
 
         Args:
-            query: `[..., T, embed_dim]`, any number of batch dimensions, at least one; behind `B` stands their product.
-                With `batch_first=False` all inputs and the output are `[T, B, embed_dim]`.
+            query: `[..., T, embed_dim]` with at least one batch dimension; B is their product. With
+                `batch_first=False` all inputs and the output are `[T, B, embed_dim]`.
             key: `[..., S, kdim]`; default `query`.
             value: `[..., S, vdim]`; default `key`.
-            key_padding_mask: `[..., S]` (keys of the cache included), bool with True = hidden, or floating with 0 =
+            key_padding_mask: `[..., S]` (including cached keys), bool with True = hidden, or floating with 0 =
                 visible and -inf = hidden.
-            need_weights: only False: no `[T, S]` matrix is ever in memory.
-            attn_mask: `[T, S]` or `[B * H, T, S]`: bool with True = hidden, or floating, to be added to the scores as
-                a bias is; one that hides and adds nothing is better said as `mask`. With `is_causal` it is not read,
-                as the flag already says it.
-            average_attn_weights: of no effect, there being no weights.
-            is_causal: no row sees a key behind its own position. With a cache the last row stands beside the last key.
+            need_weights: must be False: the `[T, S]` weights are never stored.
+            attn_mask: `[T, S]` or `[B * H, T, S]`: bool with True = hidden, or floating, added to the scores as a
+                bias. Prefer `mask` to hide keys. Not read with `is_causal`, as in `torch.nn.MultiheadAttention`.
+            average_attn_weights: no effect.
+            is_causal: no row sees a later key. With a cache the last row is aligned with the last key.
             query_padding_mask: `[..., T]`, as `key_padding_mask`; for encoder-decoder attention.
-            mask: a native mask, True = visible; it is shared by the layers of a model at no cost.
+            mask: a native mask, True = visible, which the layers of a model can share.
             bias: added to the scaled scores: a float tensor broadcastable to `[..., H, T, S]`, with the batch
-                dimensions of the inputs, H the heads that pruning has left and S the keys of the cache included; or
-                an `OffsetBias`. -inf hides. It gets a gradient, summed over what it was broadcast along, and is not
-                expanded in memory. In self-attention the last row of an `OffsetBias` stands beside the last key; with
-                a cache of encoder-decoder attention pass `bias.starting_at(row)`.
+                dimensions of the inputs, H the remaining heads of a pruned layer and S including cached keys; or an
+                `OffsetBias`. -inf hides. Its gradient is summed over broadcast dimensions; it is not expanded in
+                memory. In self-attention the last row of an `OffsetBias` is aligned with the last key; with a cache
+                of encoder-decoder attention pass `bias.starting_at(row)`.
             cache: keys and values of earlier calls; see `KeyValueCache`.
             need_statistics: whether to return `hk.attention_statistics` of this call (before dropout).
 
         Returns:
-            The output `[..., T, embed_dim]`, and the statistics, `[..., H, T]` each, or None. Rows that see nothing,
-            and layers without heads, give the bias of `out_proj`. With both gates a head is multiplied by its head
-            gate in the operator, where closed heads cost nothing, and by the sigmoid of its output gate behind it.
+            The output `[..., T, embed_dim]`, and the statistics, `[..., H, T]` each, or None. Rows that see no key,
+            and layers without heads, give the bias of `out_proj`.
 
         Raises:
-            TypeError, ValueError: an argument that does not fit, named with its value and what would do.
+            TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
         """
         if need_weights:
             instead = "pass need_statistics=True for lse, confidence, argmax and entropy of each"
             instead += " row, or call hk.attention_statistics"
-            refuse("need_weights", "is True, but the weights are never in memory", instead)
+            refuse("need_weights", "is True, but the weights are never stored", instead)
         check_flag("is_causal", is_causal)
         alone = key is None or key is query
         if key is None:
             if value is not None:
-                refuse("value", "comes without key", "pass key too")
+                refuse("value", "is given without key", "pass key too")
             key = query
         value = key if value is None else value
         self._check(query, key, value)
@@ -239,7 +236,7 @@ class Multihead(nn.Module, ABC):
                 self_attention=alone,
             )
             self.observer(call)
-        # The operator gets the batch dimensions of the call: flattened, a bias that has them would be expanded.
+        # The operator gets the unflattened batch dimensions, so that a bias that broadcasts is not expanded.
         arguments: dict[str, Any] = {
             name: each if each is None or name == "mixing" else unflatten(each, batch)
             for name, each in operands.items()
@@ -256,7 +253,7 @@ class Multihead(nn.Module, ABC):
     def _source(
         self, key: Tensor, value: Tensor, cache: KeyValueCache | None, alone: bool
     ) -> tuple[Tensor, ...]:
-        """`source`, what a cache holds of it included."""
+        """`source`, including cached keys and values."""
         if cache is None:
             return self.source(key, value)
         if alone:
@@ -268,7 +265,7 @@ class Multihead(nn.Module, ABC):
         return source
 
     def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch) -> Tensor:
-        """The operator, its heads gated: `[B, H, T, Dv]`; its arguments have the dimensions `batch` for B."""
+        """Call the operator with the gates; returns `[B, H, T, Dv]`. `arguments` have batch dimensions `batch`."""
         gate, activation = None, "identity"
         if self.head_gate is not None:
             self._check_noise()
@@ -291,11 +288,11 @@ class Multihead(nn.Module, ABC):
         return heads
 
     def _in_order(self, inputs: Tensor) -> Tensor:
-        """`[B, L, width]`, one batch dimension first."""
+        """`inputs` as `[B, L, width]`."""
         return inputs.flatten(0, -3) if self.batch_first else inputs.transpose(0, 1)
 
     def _check_noise(self) -> None:
-        """Under tensor parallelism every process has heads of its own, whose gates want noise of their own."""
+        """Under tensor parallelism every process has different heads, whose gates need different noise."""
         gate = self.head_gate
         draws = isinstance(gate, HardConcrete) and gate.training and gate.generator is None
         if draws and is_sharded(getattr(self.out_proj, "weight", None)):
@@ -324,7 +321,7 @@ class Multihead(nn.Module, ABC):
                 refuse(name, "is nested", instead)
             fits = tensor.dim() == 3 or (tensor.dim() > 3 and self.batch_first)
             if not fits or tensor.shape[-1] != width:
-                order = "batch first" if self.batch_first else "as batch_first=False says"
+                order = "batch first" if self.batch_first else "since batch_first is False"
                 refuse(name, f"has shape {list(tensor.shape)}", f"pass {layout}, {order}")
         found, wanted = (self._batch(each) for each in (key, query))
         if found != wanted:
@@ -334,7 +331,7 @@ class Multihead(nn.Module, ABC):
             refuse("value", was, "make batch and length equal")
 
     def _batch(self, inputs: Tensor) -> int | list[int]:
-        """The batch dimensions; of a single one its size."""
+        """The batch dimensions, or the size of a single one."""
         if inputs.dim() > 3:
             return list(inputs.shape[:-2])
         return inputs.shape[0 if self.batch_first else 1]

@@ -1,4 +1,4 @@
-"""Modules put in the place of others, wherever a model holds them: PyTorch's own attention as the package's."""
+"""Replacement of modules in a model: PyTorch's attention by that of this package."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ def replace_attention_(model: Model) -> Model:
         encoder = hk.nn.replace_attention_(nn.TransformerEncoder(layer, 6))
         hk.heads.gate(encoder, hk.nn.HardConcrete)
 
-    `hk.heads`, `hk.convert` and gates of heads then work on models of `torch.nn.MultiheadAttention`,
-    `nn.TransformerEncoder`, `nn.TransformerDecoder` and `nn.Transformer`. Outputs and gradients stay what they were, so
-    do `batch_first`, dropout, dtype, device, training mode and `requires_grad`. The packed projections are copied
-    into separate ones: make the optimiser anew. State dicts of the stock model load.
+    `hk.heads`, `hk.convert` and head gates then work on models such as `nn.TransformerEncoder`,
+    `nn.TransformerDecoder` and `nn.Transformer`. Outputs, gradients, `batch_first`, dropout, dtype, device, training
+    mode and `requires_grad` do not change. The packed projections are copied into separate ones, so create the
+    optimiser afterwards. State dicts of the stock model load.
 
     Three things differ. A row that sees no key gives the bias of the output projection, not NaN. Attention weights are
-    never returned: `need_weights` is False by default. And the layers of `torch.nn` call the module in place of their
-    fused inference path, an encoder without nested tensors. Padded rows of self-attention are computed, as stock does;
-    set `computes_padded_rows = False` on modules whose padded rows nothing reads.
+    never returned: `need_weights` is False by default. The layers of `torch.nn` call the module instead of their
+    fused inference path, and an encoder makes no nested tensors. Padded rows of self-attention are computed, as in the
+    stock module; set `computes_padded_rows = False` on modules whose padded rows are not used.
 
     Args:
-        model: holds at least one `torch.nn.MultiheadAttention`; a module that stands in several places counts once.
+        model: contains at least one `torch.nn.MultiheadAttention`; one that is used in several places stays shared.
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError: it is no `nn.Module`, or it is a `torch.nn.MultiheadAttention` itself.
-        ValueError: there is none in it, or one that can not be replaced, by name: with `add_bias_kv`, `add_zero_attn`,
-            forward hooks, an adapter, parametrised, quantised or sharded weights, a forward of its own, or weights that
-            other modules hold too. Nothing is changed then.
+        TypeError: `model` is not a `nn.Module`, or is a `torch.nn.MultiheadAttention` itself.
+        ValueError: `model` contains none, or one that cannot be replaced, by name: with `add_bias_kv`,
+            `add_zero_attn`, forward hooks, an adapter, parametrised, quantised or sharded weights, an overridden
+            forward, or weights shared with other modules. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
@@ -74,10 +74,10 @@ def replace_attention_(model: Model) -> Model:
 
 
 def put(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others (`{old: new}`), under every name that the model has for them.
+    """Replace modules (`{old: new}`) under every name that they have in the model.
 
-    A `torch.nn.TransformerEncoder` looks at its first layer alone before it makes nested tensors of padded inputs,
-    which no other attention than PyTorch's takes: one with a new module in it makes none from then on.
+    A `torch.nn.TransformerEncoder` checks only its first layer before it makes nested tensors of padded inputs, which
+    only PyTorch's own attention takes; this is disabled in an encoder with a new module.
     """
     for part in list(model.modules()):
         for name, child in list(part._modules.items()):
@@ -90,13 +90,13 @@ def put(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _check_plain(name: str, module: nn.MultiheadAttention, holders: Mapping[int, int]) -> None:
-    """Refuse attention that is more than its class and its weights; `holders` counts the modules of each parameter."""
+    """Refuse modified attention, which a replacement would lose; `holders` counts the modules of each parameter."""
 
     def no(was: str, instead: str) -> NoReturn:
         refuse(f"module {name!r}", was, instead)
 
     if type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module):
-        no(f"is a {type(module).__name__} with a forward of its own", "replace it by hand")
+        no(f"is a {type(module).__name__} with an overridden forward", "replace it by hand")
     if module.bias_k is not None:
         no("has add_bias_kv", "make it without, or append that key and value to the source")
     if module.add_zero_attn:

@@ -1,4 +1,4 @@
-"""The projections of a converted layer, in modules that know heads with queries and keys of their own alone."""
+"""The projections of a converted layer of transformers, whose module expects queries and keys per head."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from heads_kernels.checks import refuse
 
 
 class SharedProjection(nn.Module):
-    """The query or the key that all heads share, for a module that reads heads of `head_dim` features.
+    """The query or key that all heads share, for a module that expects heads of `head_dim` features.
 
-    Such a module makes `[..., n, head_dim]` of what it gets. So zeros follow the `Ds` features, up to a multiple of
-    `head_dim`; in a key the content biases of the heads stand before them. The attention function undoes it
-    (`split_shared`). What a cache keeps of a token is this one key for all heads.
+    The module reshapes the output to `[..., n, head_dim]`, so the output is `Ds` features, in a key followed by the
+    content biases of the heads, and padded with zeros to a multiple of `head_dim`. The attention function separates
+    them (`split_shared`). A cache keeps this one key per token for all heads.
 
-    It is no `nn.Linear`, so that what wraps or quantises those leaves it alone: it gives more features than its weight
-    has rows.
+    It is not a `nn.Linear`, so that tools that wrap or quantise those skip it: it has more outputs than its weight has
+    rows.
 
     Attributes:
         weight: `[Ds, D_in]`; there is no bias.
-        content: an `nn.Linear` with weight `[H, D_in]` from the keys' inputs to the content biases; None in a query.
-            Its weight is read: an adapter in its place is refused.
+        content: a `nn.Linear` with weight `[H, D_in]` from the key's input to the content biases; None in a query.
+            Only its weight is used, so an adapter in its place is refused.
         head_dim: of the module.
     """
 
@@ -76,11 +76,11 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Projections of the same inputs as one product: what each of them gives, one after the other.
+    """Projections of the same inputs as one product; their outputs are concatenated.
 
     Args:
-        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order; each becomes the submodule of
-            its name.
+        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order; each becomes a submodule with
+            this name.
     """
 
     def __init__(self, parts: Mapping[str, nn.Linear | SharedProjection]) -> None:
@@ -90,7 +90,7 @@ class FusedProjection(nn.Module):
 
     @property
     def sizes(self) -> list[int]:
-        """Features of each part, by which a module splits them."""
+        """Output features of each part, by which a module splits the output."""
         return [len(rows) for rows, _ in self._parts]
 
     @property
@@ -116,7 +116,7 @@ class FusedProjection(nn.Module):
 
 
 def _plain(name: str, linear: nn.Module) -> nn.Linear:
-    """A part whose weight is read while it is not run: what is put around it would be ignored."""
+    """Check that a part is a plain `nn.Linear`: only its weight is used, so a wrapper around it would be ignored."""
     if not isinstance(linear, nn.Linear) or type(linear) is not nn.Linear:
         was = f"of a converted layer is a {type(linear).__module__}.{type(linear).__name__}"
         instead = f"only its weight is read: leave {name!r} out of target_modules, or merge it"
@@ -125,7 +125,7 @@ def _plain(name: str, linear: nn.Module) -> nn.Linear:
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a module made of `SharedProjection`s: the operands of `hk.collaborative_attention`.
+    """Split the outputs of `SharedProjection`s into operands of `hk.collaborative_attention`.
 
     Args:
         query: `[B, n, T, D]`.

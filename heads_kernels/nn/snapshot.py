@@ -1,4 +1,4 @@
-"""A model put back as it was, whatever was begun with it."""
+"""Undo structural changes of a model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _ABSENT: Final = object()
 
 
 class Snapshot:
-    """What the modules of a model consist of: their classes, attributes, submodules, parameters, buffers and hooks.
+    """The structure of a model: classes, attributes, submodules, parameters, buffers and hooks of its modules.
 
-    Values are not copied. Whoever puts new parameters in the place of old ones can be undone; who writes into them
-    can not.
+    Values are not copied: replacing parameters can be undone, writing into them cannot.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is not a `nn.Module`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +33,7 @@ class Snapshot:
         }
 
     def restore(self) -> None:
-        """Make the model again what it was. Registries stay the same objects, which handles of hooks refer to."""
+        """Restore the model. Registries stay the same objects, which handles of hooks refer to."""
         for module, (kind, attributes, registries) in self._modules.items():
             module.__class__ = kind
             vars(module).clear()
@@ -45,7 +44,7 @@ class Snapshot:
                 registry.update(items)
 
     def undo(self, later: Snapshot) -> None:
-        """Take back what had changed when `later` was taken. What changed after that stays."""
+        """Undo the changes between this snapshot and `later`, but not those after `later`."""
         for module, (kind, attributes, registries) in self._modules.items():
             if module not in later._modules:
                 continue
@@ -59,7 +58,7 @@ class Snapshot:
 
 @contextmanager
 def kept_on_error(model: nn.Module) -> Iterator[None]:
-    """A block that changes the model wholly or not at all: on an error or Ctrl-C it is what it was."""
+    """Restore the model if the block raises, also on Ctrl-C."""
     before = Snapshot(model)
     try:
         yield
@@ -70,9 +69,9 @@ def kept_on_error(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undone(model: nn.Module, change: Callable[[], Made]) -> Iterator[Made]:
-    """A block that gets what `change()` gives, which changes the model; after it that is taken back.
+    """Change the model by `change()`, yield its result, and undo the change after the block.
 
-    What the model's own forward did to it in the block stays; on an error all is what it was.
+    Other changes in the block, by the model's own forward, are kept, unless the block raises.
     """
     before = Snapshot(model)
     try:
@@ -94,7 +93,7 @@ def _registries(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 
 def _undo(now: dict[Any, Any], before: dict[Any, Any], after: dict[Any, Any]) -> None:
-    """Give the entries that differ between `before` and `after` the value that they had before."""
+    """Restore the entries of `now` that differ between `before` and `after`."""
     for name in before.keys() | after.keys():
         was = before.get(name, _ABSENT)
         if was is after.get(name, _ABSENT):

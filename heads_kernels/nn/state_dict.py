@@ -1,4 +1,4 @@
-"""The weights of `torch.nn.MultiheadAttention` under the names of this package's modules."""
+"""Load weights of `torch.nn.MultiheadAttention` into modules of this package."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:
     """Rename the packed or separate projections of a `torch.nn.MultiheadAttention` in `state`, in place.
 
     `in_proj_weight` `[3 * E, E]`, or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, and `in_proj_bias`
-    `[3 * E]` become `q_proj.weight`, `q_proj.bias` and so on, copies of the parts. Other names stay.
+    `[3 * E]` become `q_proj.weight`, `q_proj.bias` and so on, copies of the parts. Other names do not change.
 
     Raises:
-        ValueError: `bias_k` or `bias_v` is there: keys and values that no input gives are not served.
+        ValueError: `state` has `bias_k` or `bias_v` (`add_bias_kv`), which is not supported.
     """
     for name in ("bias_k", "bias_v"):
         if state.get(prefix + name) is not None:

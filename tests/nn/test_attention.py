@@ -320,7 +320,7 @@ BAD_CALLS = [
     ({"key": Y[..., :8]}, ValueError, r"key has shape \[2, 7, 8\]; pass \[B, S, 24\]"),
     ({"key": Y[:1]}, ValueError, "key has batch 1, but query has batch 2"),
     ({"value": Y[:, :3]}, ValueError, r"value has shape \[2, 3, 24\], but key has \[2, 7, 24\]"),
-    ({"key": None, "value": Y}, ValueError, "value comes without key"),
+    ({"key": None, "value": Y}, ValueError, "value is given without key"),
     ({"need_weights": True}, ValueError, "need_weights is True.*need_statistics.*attention_stat"),
     ({"key_padding_mask": hk.Mask()}, TypeError, "key_padding_mask is a Mask; .* mask="),
     ({"key_padding_mask": PADDED[0]}, ValueError, r"key_padding_mask has shape \[7\]"),

@@ -239,7 +239,9 @@ def test_a_bias_is_of_the_heads_that_are_left() -> None:
     hk.heads.prune(model, hk.heads.closed(model))
     assert_alike(layer(x, bias=bias[[0, 2, 3]])[0], expected)
     for each in (bias, hk.OffsetBias(random(H, 3))):
-        with pytest.raises(ValueError, match=r"bias has 4 heads; pass 3.*it has \[0, 2, 3\]"):
+        with pytest.raises(
+            ValueError, match=r"bias has 4 heads; pass 3.*original heads \[0, 2, 3\]"
+        ):
             layer(x, bias=each)
     hk.heads.prune(model, {0: [0, 1, 2]})
     alone = layer(x, bias=random(1, S, S).requires_grad_())[0]
@@ -338,7 +340,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"bias": torch.zeros(S, S), "attn_mask": torch.ones(S, S)},
         ValueError,
-        "attn_mask is a float tensor beside bias; add them",
+        "attn_mask is a float tensor, and bias is given too; pass their sum",
     ),
     ({"attn_mask": torch.ones(T, S)}, ValueError, r"attn_mask has shape \[5, 7\]"),
     ({"attn_mask": torch.ones(S)}, ValueError, r"attn_mask has shape \[7\]"),

@@ -274,7 +274,7 @@ def test_state_dict_that_does_not_fit() -> None:
         with pytest.raises(ValueError, match=match):
             nn.ModuleDict({"a": layer}).load_state_dict(state)
     grouped = hk.nn.GatedMultiheadAttention(E, H, num_key_heads=2).state_dict()
-    with pytest.raises(ValueError, match=r"k_proj\.weight has 12 rows.*grouped keys do not load"):
+    with pytest.raises(ValueError, match=r"k_proj\.weight has 12 rows.*repeat grouped keys"):
         layer_of(shared_dim=E).load_state_dict(grouped)
     with pytest.raises(RuntimeError, match=r"size mismatch for v_proj\.weight"):
         layer_of(shared_dim=E, value_dim=2).load_state_dict(torch_attention().state_dict())

@@ -211,7 +211,7 @@ def second(**options: Any) -> nn.Module:
     [
         (second(add_bias_kv=True), "module '1' has add_bias_kv"),
         (second(add_zero_attn=True), "module '1' has add_zero_attn"),
-        (nn.Sequential(Own(E, H)), "module '0' is a Own with a forward of its own"),
+        (nn.Sequential(Own(E, H)), "module '0' is a Own with an overridden forward"),
         (tied(), "module '1' shares its out_proj.weight with another module"),
         (with_hook(), r"module '1' has forward hooks, .*handle\.remove"),
         (parametrised(), "module '1' has parametrised weights"),

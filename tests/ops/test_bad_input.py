@@ -118,7 +118,7 @@ SHAPES: dict[str, tuple[str, Bad, str]] = {
     "content_bias without mixing": (
         "attention_statistics",
         {"content_bias": f32(B, H, S)},
-        "content_bias comes without mixing; pass mixing [H, Ds] too, or leave it out.",
+        "content_bias is given without mixing; pass mixing [H, Ds] too, or leave it out.",
     ),
     "statistics width": (
         "attention_statistics",
@@ -213,7 +213,7 @@ SHARED: dict[str, tuple[Bad, type[Exception], str]] = {
     "sparse": (
         {"query": torch.zeros(B, H, T, D).to_sparse()},
         ValueError,
-        "query has layout sparse_coo; pass a dense tensor; packed sequences go with hk.Mask.",
+        "query has layout sparse_coo; pass a dense tensor; for packed sequences use hk.Mask.",
     ),
     "sparse gate": (
         {"gate": torch.ones(H).to_sparse()},

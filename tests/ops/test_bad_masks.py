@@ -59,8 +59,8 @@ MASKS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: torch.ones(B, S, dtype=torch.bool),
         ValueError,
         (
-            "attn_mask has shape [2, 7], but [B, H, T, S] is [2, 4, 5, 7]; 2-D is [T, S]; a"
-            " padding mask [B, S] goes as hk.Mask(key_mask=...)."
+            "attn_mask has shape [2, 7], but [B, H, T, S] is [2, 4, 5, 7]; 2-D is [T, S];"
+            " pass a padding mask [B, S] as hk.Mask(key_mask=...)."
         ),
     ),
     "five dimensions": (

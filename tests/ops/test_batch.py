@@ -153,7 +153,7 @@ def test_operands_are_views_where_one_stride_serves() -> None:
 REFUSED: dict[str, tuple[dict[str, Tensor], str]] = {
     "gate without its batch": (
         {"gate": torch.ones(1, H)},
-        "gate has 2 dimensions, and the call 2 batch dimensions; pass [H], [..., H], [..., H, T] or",
+        "gate has 2 dimensions, but the call has 2 batch dimensions; pass [H], [..., H], [..., H, T] or",
     ),
     "gate of another batch": (
         {"gate": torch.ones(3, 2, H)},

@@ -205,12 +205,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two biases": (
         {"bias": torch.zeros(T, S), "attn_mask": torch.zeros(T, S)},
         ValueError,
-        "attn_mask is a float tensor beside bias",
+        "attn_mask is a float tensor, and bias is given too",
     ),
     "offsets of other heads": (
         {"bias": hk.OffsetBias(torch.zeros(3, 5))},
         ValueError,
-        "bias has 3 heads; pass H = 4 of them, or 1",
+        "bias has 3 heads; pass a table of H = 4 heads, or 1",
     ),
     "sinks of other heads": ({"sinks": torch.zeros(3)}, ValueError, "sinks has shape [3]"),
     "sinks as a number": ({"sinks": 1.0}, TypeError, "sinks is a float"),
