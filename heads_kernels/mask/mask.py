@@ -328,7 +328,7 @@ def _unflatten(leaves: Iterable[Any], context: Any) -> Mask:
 
 
 def _from_json(context: Any) -> Any:
-    """Tuples that JSON made lists, made tuples again."""
+    """Turn the lists of JSON back into tuples."""
     return tuple(map(_from_json, context)) if isinstance(context, list) else context
 
 
