@@ -1,4 +1,4 @@
-"""Reading the heads of a model: observing calls, statistics, importance, relevance, roles, distances and maps."""
+"""Analysis of a model's heads: observed calls, statistics, importance, relevance, roles, distances and maps."""
 
 from heads_kernels.analysis.distance import HeadDistance, distance
 from heads_kernels.analysis.head_scores import HeadScores

@@ -1,4 +1,4 @@
-"""A pass of a model over data: evaluation mode, batches, a progress bar, and keys that are left out."""
+"""A pass of a model over data: evaluation mode, batches, a progress bar, and excluded keys."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ExcludeKeys: TypeAlias = Collection[int] | Callable[[Any], Tensor | Mapping[str,
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """In this block the model is in evaluation mode and its weights ask for no gradient; after it all is as before.
+    """Evaluation mode with `requires_grad=False` for all weights; both are restored after the block.
 
-    Weights made under `torch.inference_mode()` stay as they are: they never take part in a gradient.
+    Weights created under `torch.inference_mode()` are not changed, since they never have a gradient.
     """
     training = {module: module.training for module in model.modules()}
     asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
@@ -42,11 +42,11 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 def each_batch(
     data: Iterable[Any], title: str, progress: bool, argument: str = "data"
 ) -> Iterator[Any]:
-    """The batches of `data`, with a `bar` of that title if `progress`; errors call it `argument`.
+    """The batches of `data`, with a progress `bar` if `progress`; errors name `argument`.
 
     Raises:
-        TypeError: `data` is no iterable of batches.
-        ValueError: there is none in it.
+        TypeError: `data` is not an iterable of batches.
+        ValueError: `data` is empty.
     """
     checked = batches(data, argument)
     empty = True
@@ -56,14 +56,16 @@ def each_batch(
             yield batch
             advance()
     if empty:
-        refuse(argument, "has no batches", "pass [batch] for a single one; a generator serves once")
+        refuse(
+            argument, "has no batches", "pass [batch] for a single one; a generator works only once"
+        )
 
 
 def batches(data: Iterable[Any], argument: str = "data") -> Iterable[Any]:
-    """`data`, if it is an iterable of batches for `run`.
+    """`data`, checked to be an iterable of batches for `run`.
 
     Raises:
-        TypeError: a single batch, a string, or nothing that can be gone through.
+        TypeError: `data` is a single batch, a string, or not iterable.
     """
     if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
         was = f"is a {type(data).__name__}"
@@ -75,18 +77,18 @@ def run(model: nn.Module, batch: Any) -> Any:
     """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument.
 
     Raises:
-        TypeError: a batch of text, or that holds nothing but text.
+        TypeError: the batch is text, or contains only text.
     """
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
     if parts and all(isinstance(part, (str, bytes)) for part in parts):
-        refuse("batch", "is text", "pass what the tokenizer makes of it", TypeError)
+        refuse("batch", "is text", "pass the output of the tokenizer", TypeError)
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def length(data: Any) -> int | None:
-    """How many there are; None where `data` doesn't know, such as a loader of an iterable data set."""
+    """Number of batches; None if unknown, such as for a loader of an iterable data set."""
     try:
         return len(data)
     except TypeError:
@@ -95,11 +97,11 @@ def length(data: Any) -> int | None:
 
 @contextmanager
 def bar(text: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
-    """Gives what to call after each step; it shows a bar where rich is installed and someone looks.
+    """Yields a function to call after each step; shows a bar on a terminal if rich is installed.
 
     Args:
-        text: what is done.
-        total: how many steps there are; None where it is not known.
+        text: title of the bar.
+        total: number of steps; None if unknown.
         shown: False shows nothing.
     """
     try:
@@ -117,25 +119,25 @@ def bar(text: str, total: int | None, shown: bool) -> Iterator[Callable[[], None
     yield lambda: None
 
 
-# ---------------------------------------------------------------------- keys that are left out
+# ---------------------------------------------------------------------- excluded keys
 def excluded_keys(
     exclude_keys: ExcludeKeys | None,
     batch: Any,
     layers: Iterable[AttentionLayer],
     argument: str = "exclude_keys",
 ) -> dict[str, Tensor]:
-    """The keys of a batch to leave out, `{kind of layer: bool [B, S]}`; of kinds that it lacks, none.
+    """The excluded keys of a batch, `{kind of layer: bool [B, S]}`; kinds that are absent exclude none.
 
     Args:
-        exclude_keys: token ids, looked up in the batch's `input_ids`, of an encoder-decoder model in its
-            `decoder_input_ids` for the keys of the decoder's self-attention; or a function of the batch that gives a
-            bool tensor `[B, S]` for all layers, or one for each kind, "encoder", "decoder" or "cross".
-        batch: as the model gets it; a mapping where there are token ids.
+        exclude_keys: token ids, looked up in the batch's `input_ids` (for the decoder's self-attention in an
+            encoder-decoder model, in `decoder_input_ids`); or a function of the batch that returns a bool tensor
+            `[B, S]` for all layers, or `{kind: [B, S]}` with kinds "encoder", "decoder" and "cross".
+        batch: as passed to the model; a mapping if `exclude_keys` are token ids.
         layers: those of the model.
-        argument: what errors call `exclude_keys`.
+        argument: the name of `exclude_keys` in errors.
 
     Raises:
-        TypeError, ValueError: something else, or a batch without the ids.
+        TypeError, ValueError: `exclude_keys` is something else, or a batch does not contain the ids.
     """
     kinds = {layer.kind for layer in layers}
     if exclude_keys is None:
@@ -165,7 +167,7 @@ def excluded_keys(
 
 
 def _check_given(found: Mapping[Any, Any], argument: str) -> None:
-    """What a function of a batch gave is of kinds that there are, a tensor each."""
+    """Check the result of a function of a batch: existing kinds, with a tensor each."""
     instead = "give a bool tensor [B, S], or {kind: [B, S]} of 'encoder', 'decoder' or 'cross'"
     for kind, keys in found.items():
         if kind not in KINDS:

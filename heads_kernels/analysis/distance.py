@@ -1,4 +1,4 @@
-"""How alike the heads of a model attend: the Jensen-Shannon divergence between all pairs of them."""
+"""Distances between the heads of a model: the Jensen-Shannon divergence of their attention, for all pairs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
-#: Of probabilities that are compared with those of other heads at a time, half a MiB of float32 for all heads: sums and
-#: logarithms stay in a cache of the second level. Heuristic.
+#: Probabilities of all heads that are compared at a time, half a MiB of float32, so that sums and logarithms stay in
+#: the second-level cache. Heuristic.
 _PAIRS: Final = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
 class HeadDistance:
-    """How differently the heads of a model attend, of the layers of one kind.
+    """Distances between the heads of all layers of one kind.
 
     Attributes:
         kind: of the layers.
-        layers: their names in the order in which they ran; a layer that runs several times in a pass (ALBERT) is there
-            as often.
-        heads: (place in `layers`, head) of each row and column of `matrix`, layer after layer.
-        matrix: float64 `[N, N]`, symmetric, of all pairs of N heads: Jensen-Shannon divergence in nats, 0 to ln 2, the
+        layers: their names in the order in which they ran; a layer that runs several times in a pass (ALBERT) appears
+            several times.
+        heads: (index in `layers`, head) of each row and column of `matrix`, layer after layer.
+        matrix: float64 `[N, N]`, symmetric: Jensen-Shannon divergence of each pair of the N heads in nats, 0 to ln 2,
             mean over rows.
-        rows: how many real query rows it is the mean of.
+        rows: number of real query rows.
     """
 
     kind: str
@@ -47,21 +47,20 @@ class HeadDistance:
         return torch.stack([_to_others(self.block(i)).mean() for i in range(len(self.layers))])
 
     def odd(self) -> list[int | None]:
-        """The head of each layer that is farthest from the others of it; None where there are fewer than two."""
+        """The head of each layer with the largest mean distance to the others; None if it has fewer than two."""
         means = [_to_others(self.block(i)) for i in range(len(self.layers))]
         return [int(each.argmax()) if len(each) > 1 else None for each in means]
 
     def block(self, layer: int) -> Tensor:
-        """`[H, H]` of the heads of the layer at this place in `layers`."""
+        """`[H, H]`: distances within the layer at this index in `layers`."""
         own = [row for row, (place, _) in enumerate(self.heads) if place == layer]
         return self.matrix[own][:, own]
 
     def embedding(self, dims: int = 2) -> Tensor:
-        """Points `[N, dims]` whose distances come closest to those of the heads: classical multidimensional scaling.
+        """Points `[N, dims]` that approximate the distances of the heads: classical multidimensional scaling.
 
-        The square root of the Jensen-Shannon divergence is a distance in a Euclidean space (Fuglede, Topsoe 2004), and
-        so is that of its mean over rows: the points are its principal coordinates, and each column's largest number
-        is positive.
+        The square root of the Jensen-Shannon divergence is a Euclidean distance (Fuglede, Topsoe 2004), and so is that
+        of its mean over rows. The points are its principal coordinates; the largest entry of each column is positive.
         """
         centred = self.matrix - self.matrix.mean(0) - self.matrix.mean(1, keepdim=True)
         centred = centred + self.matrix.mean()
@@ -73,7 +72,7 @@ class HeadDistance:
         return signed
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """The attributes as JSON types."""
         within = [None if mean != mean else mean for mean in self.within().tolist()]
         return {
             "kind": self.kind,
@@ -104,20 +103,19 @@ def distance(
     .. math:: JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2
               = \ln 2 + \tfrac12 \sum_j \left(p_j \ln p_j + q_j \ln q_j - (p_j + q_j) \ln (p_j + q_j)\right)
 
-    is of the probabilities of two heads in one row; the distance is its mean over all real rows of the data. The code
-    of Clark et al. 2019 gives the sum, of every row, and mixes `0.001 / S` into the probabilities first.
+    compares the probabilities of two heads in one row; the distance is its mean over all real rows of the data. The
+    code of Clark et al. 2019 sums over all rows and mixes `0.001 / S` into the probabilities first.
 
-    Queries and keys of the layers are held for one batch. Their probabilities are then there by blocks of rows, 1 MiB
-    for all heads together (or 8 rows); padding, and keys after causal rows, is not compared.
+    Queries and keys of the layers are held for one batch. Probabilities are computed by blocks of rows, 1 MiB for all
+    heads together (or 8 rows); padding and keys hidden by causality are skipped.
 
     Args:
         model, data, progress: as in `statistics`.
-        kind: "encoder", "decoder" or "cross": of which layers; default the kind of all, if it is one.
+        kind: "encoder", "decoder" or "cross": the layers to compare; default the only kind of the model.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; layers of that kind whose T or S differ; data without
-            batches or real rows; layers without heads; a transformers model whose attention function is not the
-            package's.
+        TypeError, ValueError: an argument is invalid; T or S differ between layers of that kind; data has no batches or
+            real rows; layers have no heads; the attention function of a transformers model is not this package's.
     """
     layers = _of_kind(attention_layers(model), kind)
     kind, chosen = layers[0].kind, {layer.index for layer in layers}
@@ -159,7 +157,7 @@ def _of_kind(layers: list[AttentionLayer], kind: str | None) -> list[AttentionLa
 
 
 class _Sums:
-    """Over all real rows: what every head's `p` and `p ln p` add up to, and `(p + q) ln (p + q)` of every pair."""
+    """Sums over all real rows: `p` and `p ln p` of every head, and `(p + q) ln (p + q)` of every pair."""
 
     def __init__(self, layers: list[AttentionLayer], device: torch.device) -> None:
         self.layers = layers
@@ -178,7 +176,7 @@ class _Sums:
         for layer, call in zip(layers, calls, strict=True):
             if (call.T, call.S) != (first.T, first.S):
                 was = f"has T {call.T} and S {call.S} in {layer}, but others in {layers[0]}"
-                refuse("model", was, "heads that see other tokens can not be compared")
+                refuse("model", was, "heads that see different tokens cannot be compared")
         real, spans = first.real_queries, _spans(first.real_keys)
         self.rows += int(real.sum())
         causal = all(call.is_causal for call in calls)
@@ -192,8 +190,8 @@ class _Sums:
             self._compare(torch.cat(parts, 1))
 
     def _compare(self, p: Tensor) -> None:
-        """Add probabilities `[N, pairs of tokens]`, which are written over."""
-        p += torch.finfo(p.dtype).tiny  # x ln x of it is nothing beside a row's
+        """Add probabilities `[N, pairs of tokens]`, which are overwritten."""
+        p += torch.finfo(p.dtype).tiny  # its x ln x is negligible
         for part in torch.split(p, max(1, _PAIRS // len(p)), 1):
             self.mass += part.sum(1)
             self.own += _x_ln_x(part)

@@ -1,4 +1,4 @@
-"""Figures of matplotlib as files: their paths checked before anything is drawn, written whole."""
+"""Write matplotlib figures to files: paths are checked before drawing, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_figure_path(path: str | os.PathLike[str] | None) -> Path | None:
     """`path` as a Path, if a figure can be written there.
 
     Raises:
-        ValueError: its folder doesn't exist, or its ending is another than PNG, SVG or PDF.
+        ValueError: its folder does not exist, or it does not end with .png, .svg or .pdf.
     """
     if path is None:
         return None
@@ -31,7 +31,7 @@ def check_figure_path(path: str | os.PathLike[str] | None) -> Path | None:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Beside its place first."""
+    """Write to a temporary file, then rename it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         figure.savefig(beside, dpi=150)

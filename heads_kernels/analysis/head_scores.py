@@ -1,4 +1,4 @@
-"""A score for each head of a model: which are the least, and how two ways of scoring agree."""
+"""`HeadScores`: a score for each head of a model, rankings and correlations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from heads_kernels.heads.layers import AttentionLayer
 
 Item = TypeVar("Item")
 
-#: What a grid shows at most: rows and columns that fit on a screen, and characters of a name.
+#: Limits of a grid: rows and columns that fit on a screen, and characters of a name.
 ROWS: Final = 24
 _COLUMNS: Final = 16
 _NAME: Final = 40
@@ -22,7 +22,7 @@ _NAME: Final = 40
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadScores:
-    """One number for each head of each attention layer of a model: of two heads the higher matters more.
+    """One score for each head of each attention layer of a model; a higher score means that the head matters more.
 
     `print` shows a grid, a row for each layer and a column for each head.
 
@@ -32,11 +32,11 @@ class HeadScores:
     Attributes:
         layers: names of the layers, in the order of `attention_layers`.
         kinds: "encoder", "decoder" or "cross" of each.
-        scores: float64 `[H]` of each, on the CPU, heads as they are numbered now; `[0]` where none is left.
-        method: what the numbers are.
+        scores: float64 `[H]` of each, on the CPU, by current head number; `[0]` if no head is left.
+        method: how the scores were computed.
 
     Raises:
-        ValueError: attributes of different lengths, or a score that is NaN.
+        ValueError: attributes have different lengths, or a score is NaN.
     """
 
     layers: tuple[str, ...]
@@ -58,7 +58,7 @@ class HeadScores:
         return f"HeadScores: {self.method}\n{grid(self)}"
 
     def ranked(self) -> list[tuple[str, int]]:
-        """All heads as (layer name, head), the least first; among equals the earlier layer and head."""
+        """All heads as (layer name, head), the lowest first; ties by layer and head."""
         flat = [
             (float(score), index, head)
             for index, scores in enumerate(self.scores)
@@ -67,17 +67,17 @@ class HeadScores:
         return [(self.layers[index], head) for _, index, head in sorted(flat)]
 
     def lowest(self, count: int, *, keep_at_least: int = 0) -> dict[str, list[int]]:
-        """The heads of lowest scores, over all layers: what `prune` and `close` take.
+        """The heads with the lowest scores of all layers, for `prune` and `close`.
 
         Args:
-            count: how many heads.
-            keep_at_least: so many heads are left out in each layer, or all if there are fewer: the highest of it.
+            count: number of heads.
+            keep_at_least: number of heads to keep in each layer, those with the highest scores.
 
         Returns:
-            `{layer name: [heads]}` of the layers that have some of them.
+            `{layer name: [heads]}`, without layers that have none of them.
 
         Raises:
-            TypeError, ValueError: more heads than there are, or than `keep_at_least` lets go.
+            TypeError, ValueError: `count` is larger than the number of heads, or than `keep_at_least` allows.
         """
         check_size("keep_at_least", keep_at_least, 0)
         left = {
@@ -96,12 +96,12 @@ class HeadScores:
         return {name: sorted(chosen[name]) for name in self.layers if name in chosen}
 
     def spearman(self, other: HeadScores) -> float:
-        """Spearman's rank correlation with other scores of the same heads, equals at their mean rank.
+        """Spearman's rank correlation with other scores of the same heads; ties have their mean rank.
 
-        NaN where either has the same score for all heads.
+        NaN if either has the same score for all heads.
 
         Raises:
-            ValueError: `other` is of other layers, or of layers with another number of heads.
+            ValueError: `other` has other layers or numbers of heads.
         """
         if self._sizes() != other._sizes():
             was = f"is of {other._sizes()}"
@@ -112,15 +112,15 @@ class HeadScores:
         return float((centred[0] @ centred[1]) / norm)
 
     def normalised(self) -> HeadScores:
-        """The scores of each layer over their l2 norm, as Michel et al. 2019 do (section 4.1).
+        """The scores of each layer divided by their l2 norm, as in Michel et al. 2019 (section 4.1).
 
-        It makes the layers alike, and so hides that whole layers matter less. A layer of zeros stays one.
+        This hides differences between layers. A layer of zeros stays zero.
         """
         scores = (each / norm if (norm := each.norm()) > 0 else each for each in self.scores)
         return replace(self, scores=tuple(scores), method=f"{self.method}, l2 per layer")
 
     def table(self) -> Tensor:
-        """`[L, H]`, a row for each layer; NaN behind the heads of layers that have fewer."""
+        """`[L, H]`, a row per layer; layers with fewer heads are padded with NaN."""
         width = max(map(len, self.scores), default=0)
         table = torch.full((len(self.scores), width), torch.nan, dtype=torch.float64)
         for row, scores in zip(table, self.scores, strict=True):
@@ -128,7 +128,7 @@ class HeadScores:
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: the method, and name, kind and scores of each layer."""
+        """As JSON types: the method, and name, kind and scores of each layer."""
         rows = zip(self.layers, self.kinds, self.scores, strict=True)
         layers = [
             {"name": name, "kind": kind, "scores": each.tolist()} for name, kind, each in rows
@@ -140,7 +140,7 @@ class HeadScores:
 
 
 def grid(scores: HeadScores) -> str:
-    """Rows are layers, columns heads; of more than `ROWS` or `_COLUMNS` those in the middle are left out."""
+    """Rows are layers, columns heads; beyond `ROWS` or `_COLUMNS`, those in the middle are omitted."""
     numbers = [[f"{score:.3g}" for score in each.tolist()] for each in scores.scores]
     width = max(map(len, numbers), default=0)
     header = ["layer", "kind", *(str(head) if head else "head 0" for head in range(width))]
@@ -176,12 +176,12 @@ def _middle_out(items: list[Item], most: int, mark: Item) -> list[Item]:
 
 
 def short_name(name: str) -> str:
-    """The end of a long name, which says more than its start."""
+    """The end of a long name, its most specific part."""
     return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Rank of each value, counted from 1; equal values have the mean of theirs."""
+    """Rank of each value, from 1; equal values have their mean rank."""
     below = values[:, None] > values
     equal = values[:, None] == values
     return below.sum(1) + (equal.sum(1) + 1).double() / 2

@@ -1,4 +1,4 @@
-"""Which heads a model needs: scores by gradients of their gates, by leaving heads out, by how sharply they look."""
+"""Importance of heads: by gradients of their gates, by leaving heads out, by confidence."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def importance(
     exclude_keys: ExcludeKeys | None = None,
     progress: bool = False,
 ) -> HeadScores:
-    r"""How much a model needs each of its heads, from one pass over data; rows that are padding are left out.
+    r"""How much each head of a model matters, from a pass over data; padded rows do not count.
 
-    Let L be the loss, g_h a factor of 1 before head h, and a_{h,x,t} the derivative of L by that factor for example x
-    and row t alone: the operator's own backward gives it, of all layers at once and without a map `[T, S]`.
+    Let L be the loss, g_h a factor of 1 on head h, and a_{h,x,t} the derivative of L by that factor for example x
+    and row t only. The backward pass of the operator computes it for all layers at once, without a map `[T, S]`.
 
     ==================  ==========================================  =============================================
     method              score of a head                             source
@@ -65,41 +65,41 @@ def importance(
                         largest output, mean over examples
     ==================  ==========================================  =============================================
 
-    Examples enter by their sums, so how data are cut into batches changes nothing but in reduce="batch". The sources
-    of "token" and "batch" divide by tokens instead of examples: in an encoder or a decoder alone that is one factor
-    for all heads. Michel et al. normalise by layer, which hides that some layers matter less.
+    Scores are means over examples, so they do not depend on the division into batches, except with reduce="batch".
+    The sources of "token" and "batch" divide by tokens instead of examples; in an encoder or a decoder alone this is
+    one factor for all heads. Michel et al. normalise per layer, which hides that some layers matter less.
 
-    Without labels `loss` gives outputs e of the model, `[B, ...]`, such as embeddings of sentences. Gradient methods
-    then take `L_x = sum(z_x * e_x)` with random signs z, the same in every call ("fisher": its mean is
+    Without labels, `loss` returns outputs e of the model, `[B, ...]`, such as sentence embeddings. Gradient methods
+    then use `L_x = sum(z_x * e_x)` with random signs z, the same in every call ("fisher": its mean is
     `|de_x/dg_h|^2`), and "leave_one_out" the squared change `|e_x without the head - e_x|^2`.
 
-    Gates that heads have already stay and count: a closed head scores 0 by every method but "confidence". Heads are
-    numbered as they are now. A layer that runs several times in a pass (ALBERT) has one score for each head, for which
-    its runs are rows of one longer run: its derivatives are summed, and it is left out of all of them. A layer that no
-    pass reaches scores 0. The model is in evaluation mode meanwhile and its weights ask for no gradient; mode, gates
-    and gradients are put back at the end.
+    Existing gates stay in effect: a closed head scores 0 by every method except "confidence". Heads have their current
+    numbers. For a layer that runs several times in a pass (ALBERT), derivatives are summed over its runs, and a head is
+    left out of all of them. A layer that no pass reaches scores 0. The model runs in evaluation mode with frozen
+    weights; mode, gates and `requires_grad` are restored at the end.
 
     Args:
-        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
-        data: an iterable of batches; without `loss` a batch is what the model takes: keyword arguments in a mapping,
-            arguments in a tuple or list, or one argument.
-        loss: `loss(model, batch)` gives a scalar, the SUM over the examples of the batch (a mean times B), losses of
-            examples `[B]`, or outputs `[B, ...]`. "confidence" needs none; where there is one, it runs the model. "lrp"
-            takes it for the `output` of `relevance`, which by default is the model's own.
-        method: of the table.
+        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
+            `hk.integrations.transformers.use(model)`.
+        data: an iterable of batches. Without `loss`, a batch is a mapping of keyword arguments, a tuple or list of
+            arguments, or one argument of the model.
+        loss: `loss(model, batch)` returns a scalar, the SUM over the examples of the batch (a mean times B), the losses
+            of the examples `[B]`, or outputs `[B, ...]`. Optional for "confidence", for which it runs the model, and
+            for "lrp", where it is the `output` of `relevance`.
+        method: see the table.
         reduce: where "gradient" takes the absolute value.
         normalise: "l2" divides the scores of each layer by their norm (`HeadScores.normalised`).
-        exclude_keys: of "confidence": keys that may not be the maximum, such as EOS; nothing is renormalised, and rows
-            of these tokens count. Token ids, or a function of a batch; see `excluded_keys`.
-        progress: whether to show a bar of batches on a terminal, where rich is installed.
+        exclude_keys: for "confidence": keys that may not be the maximum, such as EOS. Nothing is renormalised, and rows
+            of these tokens count. Token ids, or a function of a batch, as in `statistics`.
+        progress: whether to show a progress bar on a terminal, if rich is installed.
 
     Returns:
-        `HeadScores`. "leave_one_out" takes a pass for every open head and batch, the others one a batch.
+        `HeadScores`. "leave_one_out" takes a pass for every open head and batch, the others one per batch.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; a model without heads; data without batches; a loss that
-            is no floating tensor of these shapes, is not finite, has a gradient that is not, or does not depend on the
-            heads; a transformers model whose attention function is not the package's.
+        TypeError, ValueError: an argument is invalid; the model has no heads; data has no batches; the loss is not a
+            floating tensor of these shapes, is not finite, has a gradient that is not finite, or does not depend on the
+            heads; the attention function of a transformers model is not this package's.
     """
     _check(loss, method, reduce, normalise, exclude_keys)
     layers = attention_layers(model)
@@ -124,7 +124,7 @@ def importance(
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """What `importance` was asked for, checked."""
+    """The validated arguments of `importance`."""
 
     model: nn.Module
     layers: list[AttentionLayer]
@@ -142,7 +142,7 @@ class _Task:
 
 
 # ---------------------------------------------------------------------- by gradients
-#: What examples add to the score of a head, from their derivatives `[B, H, T]`.
+#: The contribution of examples to the score of a head, from their derivatives `[B, H, T]`.
 _ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "token": lambda terms: terms.abs().sum((0, 2)),
     "example": lambda terms: terms.sum(2).abs().sum(0),
@@ -208,7 +208,7 @@ def _by_leaving_out(task: _Task) -> list[Tensor]:
 def _changes(
     task: _Task, heads: list[tuple[AttentionLayer, int]], examples: list[int]
 ) -> Iterator[_Change]:
-    """For every batch, which adds its B to `examples`, and head: the change of the loss without the head."""
+    """For every batch and head, the change of the loss without the head; adds B of each batch to `examples`."""
     for batch in each_batch(task.data, "importance", False):
         seen: list[int] = []  # B of every run of a layer
         with observe(task.model, lambda layer, call, seen=seen: seen.append(call.B)):  # type: ignore[misc]
@@ -220,7 +220,7 @@ def _changes(
             yield layer, head, (change.square() if whole.dim() > 1 else change).sum().cpu()
 
 
-# ---------------------------------------------------------------------- by what heads look at
+# ---------------------------------------------------------------------- by confidence and relevance
 def _by_confidence(task: _Task) -> list[Tensor]:
     sums, rows = task.zeros(), [0] * len(task.layers)
     excluded: dict[str, Tensor] = {}
@@ -245,7 +245,7 @@ def _by_relevance(task: _Task) -> list[Tensor]:
     return list(found.scores)
 
 
-#: What gives the score of every head of each layer. The names are those of the argument `method`.
+#: The function for each `method`.
 _METHODS: Final[dict[str, Callable[[_Task], list[Tensor]]]] = {
     "gradient": _by_gradients,
     "fisher": _by_gradients,
@@ -253,12 +253,12 @@ _METHODS: Final[dict[str, Callable[[_Task], list[Tensor]]]] = {
     "confidence": _by_confidence,
     "lrp": _by_relevance,
 }
-#: Those that need no loss.
+#: Methods that need no loss.
 _WITHOUT_LOSS: Final = ("confidence", "lrp")
 
 
 # ---------------------------------------------------------------------- what is refused
-_FROM_MODEL: Final = "compute it from what the model gives, without detach or torch.no_grad"
+_FROM_MODEL: Final = "compute it from the model's output, without detach or torch.no_grad"
 _SHAPES: Final = "return a scalar that is the sum over examples, losses [B], or outputs [B, ...]"
 
 
@@ -286,7 +286,7 @@ def _check(
 
 
 def _check_value(value: Any, batches: list[int]) -> int:
-    """B, where `value` is a loss of a pass whose layers ran on batches of these sizes."""
+    """Check `value`, the loss of a pass whose layers ran on batches of these sizes; returns B."""
     if not isinstance(value, Tensor):
         refuse("loss", f"gave a {type(value).__name__}", _SHAPES, TypeError)
     if not value.is_floating_point():

@@ -1,4 +1,4 @@
-"""Attention maps of one sentence, for a look at chosen heads: as tensors, as a picture, for BertViz."""
+"""Attention maps of one example: as tensors, as a figure, for BertViz."""
 
 from __future__ import annotations
 
@@ -45,20 +45,21 @@ class HeadMaps:
 def maps(
     model: nn.Module, batch: Any, heads: HeadsByLayer | None = None, *, example: int = 0
 ) -> list[HeadMaps]:
-    """The attention maps of one example of a batch, without its padding: the one reading that does hold maps.
+    """The attention maps of one example of a batch, without its padding.
 
     Args:
-        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
-        batch: as the model takes it: keyword arguments in a mapping, arguments in a tuple or list, or one argument.
-        heads: `{layer: [heads]}`, layers by index or name, heads as they are numbered now; default all.
-        example: which one of the batch.
+        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
+            `hk.integrations.transformers.use(model)`.
+        batch: a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model.
+        heads: `{layer: [heads]}`, layers by index or name, heads by their current number; default all.
+        example: its index in the batch.
 
     Returns:
-        One `HeadMaps` for each run of a layer that has some of the heads, in the order in which the layers ran.
+        One `HeadMaps` for each run of a layer with some of the heads, in the order in which the layers ran.
 
     Raises:
-        TypeError, ValueError: a layer, a head or an example that doesn't exist, an example of padding alone; a
-            transformers model whose attention function is not the package's.
+        TypeError, ValueError: a layer, head or example does not exist; the example is only padding; the attention
+            function of a transformers model is not this package's.
     """
     layers = attention_layers(model)
     every = {layer.index: range(layer.num_heads) for layer in layers}
@@ -85,23 +86,23 @@ def maps(
 def bertviz(
     found: Sequence[HeadMaps], tokens: Sequence[str], decoder_tokens: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What BertViz's `head_view` and `model_view` take as keyword arguments (Vig 2019).
+    """The keyword arguments of BertViz's `head_view` and `model_view` (Vig 2019).
 
         head_view(**hk.analysis.bertviz(hk.analysis.maps(model, batch), tokens))
 
     Args:
-        found: what `maps` gave.
-        tokens: the words of the sentence, padding left out; of the encoder where there is a decoder beside it.
-        decoder_tokens: of the decoder of a model that has both.
+        found: the result of `maps`.
+        tokens: the tokens of the example without padding; of the encoder in an encoder-decoder model.
+        decoder_tokens: of the decoder in an encoder-decoder model.
 
     Returns:
-        A list of `[1, H, T, S]`, one for each layer, under "attention" beside "tokens"; of a model of several kinds
-        under "encoder_attention", "decoder_attention" and "cross_attention", beside "encoder_tokens" and
-        "decoder_tokens". BertViz wants as many heads in each layer: maps of zeros stand behind those of a layer that
-        has fewer. Layers without heads are left out.
+        "attention", a list with `[1, H, T, S]` per layer, and "tokens"; for a model with several kinds of layers,
+        "encoder_attention", "decoder_attention" and "cross_attention" with "encoder_tokens" and "decoder_tokens".
+        BertViz needs equal numbers of heads: layers with fewer heads are padded with maps of zeros. Layers without
+        heads are left out.
 
     Raises:
-        ValueError: no maps, or not as many tokens as their rows and keys.
+        ValueError: there are no maps, or the numbers of tokens do not match their rows and keys.
     """
     if not found:
         refuse("found", "has no maps", "pass what hk.analysis.maps gave")
@@ -142,21 +143,21 @@ def plot_maps(
     key_tokens: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw maps, a line for each layer and a panel for each head: a row of a panel is what one token looks at.
+    """Draw maps, one line per layer and one panel per head; a row of a panel shows where one token attends.
 
     Args:
-        found: what `maps` gave.
-        tokens: words for the rows, padding left out; without them none are written.
-        key_tokens: words for the keys; default those of the rows.
-        path: of a file to write as well, PNG, SVG or PDF by its ending.
+        found: the result of `maps`.
+        tokens: labels of the rows, without padding; None draws no labels.
+        key_tokens: labels of the keys; default those of the rows.
+        path: also write a PNG, SVG or PDF file, by its ending.
 
     Returns:
-        The figure; notebooks show it.
+        The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no maps, or not as many tokens as their rows and keys; a `path` of another ending, or in a folder
-            that doesn't exist.
+        ValueError: there are no maps, or the numbers of tokens do not match their rows and keys; `path` has another
+            ending or its folder does not exist.
     """
     if not found:
         refuse("found", "has no maps", "pass what hk.analysis.maps gave")

@@ -1,4 +1,4 @@
-"""A model's attention, looked at while it runs: every call of an operator goes by an observer first."""
+"""Observe the attention calls of a model while it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Observer = Callable[[AttentionLayer, AttentionCall], None]
 def observe(
     model: nn.Module, observer: Observer, layers: Iterable[int | str] | None = None
 ) -> Iterator[list[AttentionLayer]]:
-    """In this block `observer(layer, call)` is called at every attention of the model, before its operator runs.
+    """In this block, `observer(layer, call)` is called for every attention of the model, before its operator runs.
 
         def look(layer, call):
             print(layer.name, call.statistics().entropy.mean((0, 2)))
@@ -29,21 +29,22 @@ def observe(
         with hk.analysis.observe(model, look):
             model(ids)
 
-    What the observer keeps of a call stays in memory; the maps `[T, S]` never are in it. Calls come in the order in
-    which layers run, those of a layer that runs several times (ALBERT) several times. The rows of encoder-decoder
-    attention are real where those of the decoder's last self-attention of that size were, whether or not that is among
-    `layers`; where none of it has heads, those that see a key are.
+    A call holds its operands, but no maps `[T, S]`. Calls come in the order in which layers run; a layer that runs
+    several times (ALBERT) is observed each time. The real rows of encoder-decoder attention are those of the decoder's
+    last self-attention of that size, whether or not it is among `layers`; if that has no heads, the rows that see a
+    key.
 
     Args:
-        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
+        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
+            `hk.integrations.transformers.use(model)`.
         observer: takes the `AttentionLayer` and its `AttentionCall`.
         layers: a list of indices or names of layers; default all that have heads.
 
-    Modules of your own are observed if their forward hands an `AttentionCall` to `self.observer`, unless that is None.
+    Your own modules are observed if their forward passes an `AttentionCall` to `self.observer`, unless that is None.
 
     Raises:
-        ValueError: a layer that doesn't exist or is observed already, a transformers model whose attention function
-            is another; in the forward pass a layer that ran without calling its observer.
+        ValueError: a layer does not exist or is observed already; the attention function of a transformers model is not
+            this package's; in the forward pass, a layer ran without calling its observer.
     """
     there = attention_layers(model)
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
@@ -109,5 +110,5 @@ class _See:
         """A forward hook of the layer: refuse a module whose forward calls no observer."""
         if not self._was_called:
             was = f"is a {type(module).__name__}, which does not call its observer"
-            instead = "its forward has to hand a hk.analysis.AttentionCall to self.observer"
+            instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
             refuse(str(self._layer), was, instead)

@@ -1,4 +1,4 @@
-"""Keys by their place beside a query row: what a row attends to within a band of them, without a map."""
+"""Keys by their offset from the query row: attention within a band of keys, without a map."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LEAST_ROWS: Final = 8
 
 
 def own_keys(call: AttentionCall) -> Tensor:
-    """The key that stands at the place of each row, int64 `[B or 1, T]`; it may be outside of [0, S).
+    """The key at the position of each row, int64 `[B or 1, T]`; it may be outside of [0, S).
 
-    In self-attention it is the row itself, the last row being the last key. In encoder-decoder attention places are
-    counted from the first real row and the first real key, so that the side of the padding does not matter.
+    In self-attention it is the row itself, where the last row is the last key. In encoder-decoder attention positions
+    are counted from the first real row and key, so that the side of the padding does not matter.
     """
     rows = torch.arange(call.T, device=call.query.device)[None]
     if call.self_attention:
@@ -43,12 +43,12 @@ def first_real(real: Tensor) -> Tensor:
 
 
 def offset_counts(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
-    """How often a head has chosen a key at each offset from the row, int64 `[H, 2 N + 1]` for offsets -N to N.
+    """How often the chosen key of a head is at each offset from the row, int64 `[H, 2 N + 1]` for offsets -N to N.
 
     Args:
-        call: of N = max(T, S).
-        keys: `[B, H, T]`, the key that each row has chosen, -1 for none.
-        rows: bool `[B, T]`, those that count.
+        call: with N = max(T, S).
+        keys: `[B, H, T]`, the chosen key of each row, -1 for none.
+        rows: bool `[B, T]`, the rows to count.
     """
     N = max(call.T, call.S)
     offsets = (keys - own_keys(call)[:, None]).clamp(-N, N) + N
@@ -86,13 +86,13 @@ class _Within(Term):
 
 
 def attended(call: AttentionCall, lse: Tensor, bands: list[Band]) -> list[Tensor]:
-    r"""What each row attends to within bands of keys, `[B, H, T, F]` for each band.
+    r"""Mean features of the keys that each row attends to within bands, `[B, H, T, F]` for each band.
 
     .. math:: \sum_{lo_i \le j < hi_i} p_{ij} f_j
 
-    The operator of the call computes it, with the features of keys as values: within a band its output is the mean of
-    features by the probabilities of the band, which add up to exp(lse of the band - lse). Calls that no fused operator
-    serves go by `blocks` of rows.
+    The operator of the call computes it with the features of keys as values: within a band its output is the mean of
+    features weighted by the probabilities of the band, which add up to exp(lse of the band - lse). Calls that no fused
+    backend can serve are computed by `blocks` of rows.
 
     Args:
         call: of sizes B, H, T, S.

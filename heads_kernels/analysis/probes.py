@@ -1,4 +1,4 @@
-"""Factors of 1 on the heads of a model, whose derivatives are what each head and row does to a loss."""
+"""Factors of 1 on the heads of a model, whose derivatives measure the effect of each head and row on a loss."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def probed(model: nn.Module) -> Iterator[dict[int, Probe]]:
 
 @contextmanager
 def without(layer: AttentionLayer, head: int) -> Iterator[None]:
-    """In this block this head is closed, beside the gate that the layer has, whatever that depends on."""
+    """In this block the head is closed, in addition to the gate of the layer."""
     gate = FixedGate(open_gates(layer)) if layer.gate is None else layer.gate
     closed = torch.tensor([head], device=layer.output.linear.weight.device)
 
@@ -86,7 +86,7 @@ def gated(layer: AttentionLayer, gate: HeadGate) -> Iterator[None]:
 
 
 def open_gates(layer: AttentionLayer) -> Tensor:
-    """The gates of a layer at inference, `[H]`, to be changed at will; 1 where it has none."""
+    """A copy of the gates of a layer at inference, `[H]`; ones without a gate."""
     if layer.gate is not None:
         return layer.gate.export()
     weight = layer.output.linear.weight

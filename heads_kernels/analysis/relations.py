@@ -28,11 +28,11 @@ class Relation:
     Attributes:
         name: of the relation, for example "nsubj".
         direction: "to head": rows are dependents and should look at their head; "to dependent": the other way.
-        pairs: how many there were.
+        pairs: number of pairs.
         offset, baseline: the most frequent offset from the row to its partner, in tokens, and the share of the pairs
-            that have it: what a head would reach that looked at this offset always.
-        accuracy: share of the pairs whose row has its partner as most probable key; of a layer that runs several times
-            in a pass (ALBERT) the mean over its runs.
+            that have it, which is the accuracy of a head that always looks at this offset.
+        accuracy: share of the pairs in which the partner is the most probable key of the row; for a layer that runs
+            several times in a pass (ALBERT) the mean over its runs.
     """
 
     name: str
@@ -163,13 +163,13 @@ Counts: TypeAlias = Mapping[int, int] | Tensor
 
 @dataclass(frozen=True, eq=False)
 class RareWords:
-    """How often heads look at the rarest tokens (Voita et al. 2019, section 5.3), in sentences that have a rare one.
+    """How often heads look at the rarest tokens (Voita et al. 2019, section 5.3), in sentences with a rare token.
 
     Attributes:
-        rarest: share of the rows whose most probable key is of the least count in the sentence.
-        two_rarest: the same for the two least counts.
-        chance: both shares of a head that chose among the words of the sentence at random.
-        sentences: how many had a rare token.
+        rarest: share of the rows whose most probable key has the lowest count in the sentence.
+        two_rarest: the same for the two lowest counts.
+        chance: both shares for a head that chooses among the words of the sentence at random.
+        sentences: number of sentences with a rare token.
     """
 
     rarest: HeadScores
@@ -183,10 +183,10 @@ class RareWordCounts:
 
     Args:
         counts: of a corpus; tokens that are not in it have 0.
-        common: only sentences count whose rarest token is not among so many most frequent ones.
+        common: sentences whose rarest token is among the `common` most frequent ones do not count.
 
     Raises:
-        TypeError, ValueError: counts of another form; a batch without `input_ids`.
+        TypeError, ValueError: `counts` is invalid; a batch has no `input_ids`.
     """
 
     def __init__(self, counts: Counts, common: int, layers: Iterable[AttentionLayer]) -> None:

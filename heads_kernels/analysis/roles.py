@@ -1,4 +1,4 @@
-"""What heads do: look at one offset, along a syntactic relation, at the rarest token of a sentence."""
+"""Roles of heads: positional, syntactic, and rare words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from heads_kernels.nn.attention_call import AttentionCall
 
 @dataclass(frozen=True)
 class Role:
-    """A head with a role: `share` of its rows do `what`; `baseline` is what a head without the role would reach."""
+    """A head with a role: `share` of its rows do `what`; `baseline` is the share for a head without the role."""
 
     layer: str
     head: int
@@ -40,13 +40,13 @@ class Role:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadRoles:
-    """What `roles` found, from which `positional`, `syntactic` and `rare_word` name heads; `print` shows them.
+    """The result of `roles`; `positional`, `syntactic` and `rare_word` list heads, and `print` shows them.
 
     Attributes:
-        offset: int64 `[H]` of each layer: the offset from the row at which its most probable key is most often.
-        offset_share: the share of the rows for which that is so.
+        offset: int64 `[H]` of each layer: the most frequent offset of the most probable key from its row.
+        offset_share: the share of the rows with that offset.
         relations: accuracy along each relation and direction.
-        rare_words: None where no counts were given, or no sentence had a rare token.
+        rare_words: None if no counts were given or no sentence has a rare token.
     """
 
     offset: tuple[Tensor, ...]
@@ -68,7 +68,7 @@ class HeadRoles:
         ]
 
     def syntactic(self, margin: float = 0.1) -> list[Role]:
-        """Heads whose accuracy along a relation is above its baseline by 10 points of percent (ibid., section 5.2)."""
+        """Heads whose accuracy along a relation is 10 percentage points above its baseline (ibid., section 5.2)."""
         return [
             Role(name, head, "syntactic", f"{of.name} {of.direction}", share, of.baseline)
             for of in self.relations
@@ -79,8 +79,7 @@ class HeadRoles:
     def rare_word(self, at_least: float = 0.5) -> list[Role]:
         """Heads that look at the rarest token in half of the rows (ibid., section 5.3; there in the first layer).
 
-        Where sentences are short, chance alone comes near: heads have the role too only if their share of the rows is
-        at least midway between chance and all.
+        Since chance is high in short sentences, the share must also be at least midway between chance and 1.
         """
         if self.rare_words is None:
             return []
@@ -114,7 +113,7 @@ class HeadRoles:
         return f"{title}\n{text_table([header, *rows], left=3, most=ROWS)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: all shares, and the heads that have a role by the usual thresholds."""
+        """As JSON types: all shares, and the heads that have a role by the default thresholds."""
         rare = self.rare_words
         return {
             "offset": [offset.tolist() for offset in self.offset],
@@ -156,25 +155,25 @@ def roles(
     common: int = 500,
     progress: bool = False,
 ) -> HeadRoles:
-    """Find out what heads do, from the most probable key of each row, which `hk.attention_statistics` gives.
+    """Find roles of heads from the most probable key of each row (`hk.attention_statistics`).
 
-    Every layer is looked at for positional heads. Relations and counts are of the sentences that the model reads: of
-    the self-attention of its encoder, or of its decoder where there is no encoder. Padding never counts, on whichever
-    side it is. Heads are numbered as they are now. The model is in evaluation mode meanwhile.
+    All layers are searched for positional heads. Relations and counts apply to the self-attention of the encoder, or of
+    the decoder if there is no encoder. Padding on either side does not count. Heads have their current numbers. The
+    model runs in evaluation mode.
 
     Args:
         model, data, progress: as in `statistics`.
-        special: tokens that are no words, such as [CLS], [SEP] or EOS: neither a row nor the most probable key of one.
-            Token ids, looked up in the batch's `input_ids`, or a function of the batch that gives bool `[B, S]`.
-        relations: a mapping `{relation: [(head, dependent), ...]}` for each example of the data, in its order, from any
-            parser. Tokens are counted from the first that is no padding, [CLS] among them.
-        counts: how often each token id occurs in a corpus, for rare words; batches then hold `input_ids`.
-        common: sentences count for rare words whose rarest token is not among so many most frequent ones.
+        special: special tokens, such as [CLS], [SEP] or EOS, which count neither as rows nor as the most probable key.
+            Token ids, looked up in the batch's `input_ids`, or a function of the batch that returns bool `[B, S]`.
+        relations: a mapping `{relation: [(head, dependent), ...]}` for each example of the data, in order, from any
+            parser. Token positions start at the first token that is not padding, such as [CLS].
+        counts: how often each token id occurs in a corpus, for rare words; batches must then have `input_ids`.
+        common: for rare words, sentences whose rarest token is among the `common` most frequent ones do not count.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, relations that name tokens that are not there, or are not
-            as many as the examples; data without batches, or whose rows reach a layer nowhere; a transformers model
-            whose attention function is not the package's.
+        TypeError, ValueError: an argument is invalid; relations name tokens that do not exist, or do not match the
+            number of examples; data has no batches, or no token that reaches a layer; the attention function of a
+            transformers model is not this package's.
     """
     layers = attention_layers(model)
     reader = _Reader(layers, relations, counts, check_size("common", common, 0))

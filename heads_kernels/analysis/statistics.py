@@ -1,4 +1,4 @@
-"""What each head attends to on the whole: how sharply, how far, to itself, to neighbours, to chosen tokens."""
+"""Statistics of each head: how sharply and how far it attends, to itself, to neighbours and to given tokens."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
-#: What is measured of each head, in this order, before the token sets.
+#: The measures of each head, in this order, before the token sets.
 MEASURES = ("confidence", "entropy", "distance", "to_self", "to_previous", "to_next")
 
 
-#: The units of those that are no probabilities.
+#: The units of measures that are not probabilities.
 _UNITS: Final = {"entropy": "nats", "distance": "tokens"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadStatistics:
-    """Means over the real query rows that a model met, of each head of each attention layer.
+    """Means over real query rows, for each head of each attention layer.
 
-    `print` shows a grid for each mean, a row for each layer and a column for each head.
+    `print` shows a grid for each mean, a row per layer and a column per head.
 
     Attributes:
         confidence: the largest probability of a row (Voita et al. 2019, section 4).
         entropy: of the probabilities of a row, in nats.
-        distance: `sum_j p_ij |j - i|`, how many tokens away a row looks.
-        to_self, to_previous, to_next: probability of the row's own token, of the one before it and the one behind it.
+        distance: `sum_j p_ij |j - i|`, in tokens.
+        to_self, to_previous, to_next: probability of the row's own token, the previous and the next one.
         to_tokens: probability of a set of tokens, by the name of the set.
-        offsets: int64 `[H, 2 N + 1]` of each layer: in how many rows the most probable key is -N, ..., N tokens from
-            the row; rows all of whose keys are excluded have none.
-        rows: how many rows each layer's means are of, and 0 for layers without heads.
+        offsets: int64 `[H, 2 N + 1]` of each layer: number of rows whose most probable key is -N, ..., N tokens from
+            the row; rows with only excluded keys do not count.
+        rows: number of rows of each layer, 0 for layers without heads.
     """
 
     confidence: HeadScores
@@ -54,7 +54,7 @@ class HeadStatistics:
 
     @property
     def measures(self) -> dict[str, HeadScores]:
-        """All means, by name; those of token sets are called `to_<name of the set>`."""
+        """All means by name; those of token sets are named `to_<name of the set>`."""
         sets = {f"to_{name}": scores for name, scores in self.to_tokens.items()}
         return {**{name: getattr(self, name) for name in MEASURES}, **sets}
 
@@ -68,7 +68,7 @@ class HeadStatistics:
         return "\n\n".join([f"HeadStatistics: means over {of} query rows of a layer", *grids])
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: name, kind, rows and every mean of each layer."""
+        """As JSON types: name, kind, rows and every mean of each layer."""
         layers = []
         for index, name in enumerate(self.confidence.layers):
             means = {key: value.scores[index].tolist() for key, value in self.measures.items()}
@@ -85,32 +85,33 @@ def statistics(
     token_sets: Mapping[str, ExcludeKeys] | None = None,
     progress: bool = False,
 ) -> HeadStatistics:
-    """Read what the heads of a model attend to, layer by layer while it runs; no map `[T, S]` is ever in memory.
+    """Statistics of what the heads of a model attend to, computed while it runs without storing maps `[T, S]`.
 
     Confidence, entropy and the most probable key come from `hk.attention_statistics`. The rest are sums
-    `sum_j p_ij f_j` within bands of keys: the operator itself computes them, with features of the keys (1, their
-    place, their sets) as values. Memory beyond the model's own is a few numbers for each head and row.
+    `sum_j p_ij f_j` within bands of keys, which the operator computes with features of the keys (1, position, token
+    sets) as values. Memory beyond the model's own is a few numbers per head and row.
 
-    Padding counts neither as a row nor in any distance: padding on the left, on the right and none give the same. In
-    encoder-decoder attention places are counted from the first real row and the first real key, so that "self" is the
-    key as many tokens from the start. Padding in the middle of a sequence counts as places. A layer that runs several
-    times in a pass (ALBERT) has the mean over its runs. Heads are numbered as they are now. The model is in evaluation
-    mode meanwhile.
+    Padding counts neither as a row nor in distances: results do not depend on the side of the padding. In
+    encoder-decoder attention, positions are counted from the first real row and the first real key, so that "self" is
+    the key at the same position. Padding in the middle of a sequence counts as positions. For a layer that runs several
+    times in a pass (ALBERT) the mean is over its runs. Heads have their current numbers. The model runs in evaluation
+    mode.
 
     Args:
-        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
-        data: an iterable of batches as the model takes them: keyword arguments in a mapping, arguments in a tuple or
-            list, or one argument.
+        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
+            `hk.integrations.transformers.use(model)`.
+        data: an iterable of batches, each a mapping of keyword arguments, a tuple or list of arguments, or one argument
+            of the model.
         exclude_keys: tokens that may not be the most probable key, for `confidence` and `offsets`: [CLS], [SEP], EOS.
-            Nothing is renormalised, and their rows count. Token ids, looked up in the batch's
-            `input_ids` (in `decoder_input_ids` for the keys of a decoder), or a function of the batch that gives bool
-            `[B, S]`, or one for each kind of layer, `{"encoder" | "decoder" | "cross": [B, S]}`.
-        token_sets: for `to_tokens`, `{name: tokens}`, each named as in `exclude_keys`.
-        progress: whether to show a bar of batches on a terminal, where rich is installed.
+            Nothing is renormalised, and their rows count. Token ids, looked up in the batch's `input_ids`
+            (`decoder_input_ids` for the keys of a decoder), or a function of the batch that returns bool `[B, S]`, or
+            one per kind of layer, `{"encoder" | "decoder" | "cross": [B, S]}`.
+        token_sets: for `to_tokens`, `{name: tokens}`, with tokens as in `exclude_keys`.
+        progress: whether to show a progress bar on a terminal, if rich is installed.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; data without batches or without a token that reaches each
-            layer; a transformers model whose attention function is not the package's.
+        TypeError, ValueError: an argument is invalid; data has no batches, or no token that reaches a layer; the
+            attention function of a transformers model is not this package's.
     """
     layers = attention_layers(model)
     sets = _checked(token_sets)
@@ -151,7 +152,7 @@ def _members(
 
 
 class _Sums:
-    """What the rows of a layer add up to: `[measures, H]`, the counts of offsets, and how many rows."""
+    """Sums over the rows of a layer: `[measures, H]`, the counts of offsets, and the number of rows."""
 
     def __init__(self, layer: AttentionLayer, sets: int) -> None:
         self.layer = layer
@@ -160,7 +161,7 @@ class _Sums:
         self.rows = torch.zeros((), dtype=torch.int64)
 
     def add(self, measures: list[Tensor], offsets: Tensor, rows: Tensor) -> None:
-        """`measures` `[B, H, T]` each, of which `rows` `[B, T]` count."""
+        """Add `measures`, `[B, H, T]` each, in the rows that are True in `rows` `[B, T]`."""
         kept = rows[:, None]
         added = [torch.where(kept, x, 0).sum((0, 2), dtype=torch.float64) for x in measures]
         self.total = self.total.to(rows.device) + torch.stack(added)
@@ -191,7 +192,7 @@ def _observer(
 
 
 def _set(name: str, member: Tensor | None, call: AttentionCall) -> Tensor:
-    """A token set among the keys of a call; kinds of layers that it does not name have none of it."""
+    """A token set among the keys of a call; empty for kinds of layers that it does not name."""
     sizes = (call.B, call.S)
     if member is None:
         return call.real_keys.new_zeros(sizes)
@@ -207,7 +208,7 @@ def _shares(call: AttentionCall, lse: Tensor, sets: list[Tensor]) -> list[Tensor
     place = torch.arange(call.S, device=own.device)
     one = torch.ones_like(place)
     features = torch.stack([x.expand(call.B, -1).double() for x in (one, place, *sets)], -1)
-    # Of three keys in a row each has a remainder of its own.
+    # Three consecutive keys have different remainders modulo 3.
     remainder = torch.nn.functional.one_hot(place % 3, 3)[None]
     start, end = torch.zeros_like(own), torch.full_like(own, call.S)
     behind, ahead, near = attended(

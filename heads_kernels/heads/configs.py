@@ -1,4 +1,4 @@
-"""Configs of transformers, as far as heads are concerned: which attention function a module calls, and copies of them.
+"""Configs of transformers: the attention function that a module calls, and copies of configs.
 
 Nothing here imports transformers: its configs are recognised by their attributes.
 """
@@ -33,7 +33,7 @@ def with_attention_function(config: Any, name: str) -> Any:
 
 
 def own_configs(model: nn.Module) -> None:
-    """Give a transformers model configs of its own: models that are made from one config object share it otherwise.
+    """Give a transformers model its own copies of its configs, which models created from one config share.
 
     Parts of the model that share a config share the copy.
     """

@@ -1,4 +1,4 @@
-"""What surgery can read and cut: dense projections, with plain LoRA or without, and nothing else around them."""
+"""Projections that surgery can read and cut: dense ones, with or without plain LoRA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from heads_kernels.checks import is_sharded, refuse
 from heads_kernels.heads.layers import AttentionLayer, is_transposed
 from heads_kernels.nn.shared import SharedProjection
 
-#: What `_unlike_dense` gives: what a projection is, and what to do about it.
+#: The result of `_unlike_dense`: what is wrong with a projection, and what to do about it.
 _Reason = tuple[str, str]
 
 _MERGE: Final = "merge the adapter first: model = model.merge_and_unload()"
@@ -25,12 +25,12 @@ def check_projections(layer: AttentionLayer, verb: str, *, adapters: bool) -> No
 
     Args:
         layer: all its projections are checked.
-        verb: what is to be done to the model, for the message: "prune" or "convert".
+        verb: "prune" or "convert", for the message.
         adapters: whether queries and keys may have LoRA adapters; values and outputs may.
 
     Raises:
-        ValueError: a projection that is no `nn.Linear`, `Conv1D` or LoRA of one; one that is quantised, parametrised,
-            sharded or offloaded, or has forward hooks. The message names it and says what to do.
+        ValueError: a projection is not an `nn.Linear`, `Conv1D` or LoRA of one, is quantised, parametrised, sharded or
+            offloaded, or has forward hooks. The message names it and says what to do.
     """
     roles = {"query": layer.query, "key": layer.key, "value": layer.value, "output": layer.output}
     beside = {f"gate or bias {number}": each for number, each in enumerate(layer.beside)}
@@ -43,10 +43,10 @@ def check_projections(layer: AttentionLayer, verb: str, *, adapters: bool) -> No
 
 
 def check_unpacked(layer: AttentionLayer) -> None:
-    """Refuse a layer whose output weights are packed, as those of `torch.ao`'s quantised modules: no device is known.
+    """Refuse a layer with packed output weights, as in `torch.ao`'s quantised modules, whose device is unknown.
 
     Raises:
-        ValueError: it names the layer, and says what to do.
+        ValueError: the output weights are packed; the message names the layer and says what to do.
     """
     linear = layer.output.linear
     if not isinstance(getattr(linear, "weight", None), torch.Tensor):
@@ -62,7 +62,7 @@ def is_lora(linear: Any) -> bool:
 
 
 def dense_parts(linear: Any) -> list[tuple[nn.Module, tuple[int, ...]]]:
-    """The dense projections in a projection, and what each has of it: its inputs (0), its outputs (1) or both."""
+    """The dense projections in a projection; each with the sides that it shares: inputs (0), outputs (1) or both."""
     if not is_lora(linear):
         return [(linear, (0, 1))]
     first = [(part, (0,)) for part in linear.lora_A.values()]
@@ -70,7 +70,7 @@ def dense_parts(linear: Any) -> list[tuple[nn.Module, tuple[int, ...]]]:
     return [(linear.base_layer, (0, 1)), *first, *second]
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refusals
 def _unlike_dense(linear: Any, adapters: bool) -> _Reason | None:
     if hasattr(linear, "base_layer"):
         more = _beside_lora(linear) if is_lora(linear) else []
@@ -82,14 +82,14 @@ def _unlike_dense(linear: Any, adapters: bool) -> _Reason | None:
 
 
 def _beside_lora(linear: Any) -> list[str]:
-    """What makes an adapter more than LoRA, such as DoRA's magnitudes."""
+    """What an adapter has beyond plain LoRA, such as DoRA's magnitudes."""
     owners = {name.split(".")[0] for name, _ in linear.named_parameters()}
     variants = {type(each).__name__ for each in getattr(linear, "lora_variant", {}).values()}
     return sorted(owners.difference(_LORA) | variants)
 
 
 def _reasons(linear: Any) -> Iterator[_Reason]:
-    """Why a module is not the product with its weight and its bias alone, the first that explains the others first."""
+    """Why a module is more than a product with its weight and a bias, in order of how much a reason explains."""
     if nn.utils.parametrize.is_parametrized(linear):
         instead = "make it permanent: torch.nn.utils.parametrize.remove_parametrizations"
         yield "is parametrised", instead
@@ -113,7 +113,7 @@ def _reasons(linear: Any) -> Iterator[_Reason]:
     if getattr(vars(linear).get("_hf_hook"), "offload", False):
         yield "is offloaded", "load the model whole, without offloading"
     if "forward" in vars(linear) and "_hf_hook" not in vars(linear):
-        yield "has a forward that was put on it", "take it off, or {verb} the model before"
+        yield "has a replaced forward", "restore its forward, or {verb} the model before"
     if linear._forward_hooks or linear._forward_pre_hooks:
         yield "has forward hooks", "remove them first: handle.remove()"
 

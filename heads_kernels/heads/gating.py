@@ -1,4 +1,4 @@
-"""Gates on the heads of a model: attached to be trained, or heads closed for a while."""
+"""Gates on the heads of a model: learned gates, and temporarily closed heads."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ def gate(
 ) -> None:
     """Attach gates to the heads of a model: `module.head_gate = make(num_heads)` in every attention layer.
 
-    The gates are submodules, so that their parameters are among those of the model (make the optimiser afterwards) and
-    their state is in its state dict. Layers without heads get none.
+    The gates are submodules: their parameters are parameters of the model (create the optimiser afterwards) and their
+    state is in its state dict. Layers without heads get none.
 
-    Voita et al. 2019 gate a model that is trained already and train it on, which ends better than gates from the start;
-    with gates on the encoder alone (`layers`) they freeze the decoder, so that what heads do does not move over to it.
+    Voita et al. 2019 add gates to a trained model and train it further, which gave better results than gates from the
+    start. With gates only on the encoder (`layers`) they freeze the decoder, so that it cannot take over the functions
+    of closed heads.
 
     Args:
-        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
-        make: makes the gate of a layer from its number of heads, for example `hk.nn.HardConcrete`.
+        model: with attention layers (`attention_layers`); a transformers model after
+            `hk.integrations.transformers.use(model)`.
+        make: creates the gate of a layer from its number of heads, for example `hk.nn.HardConcrete`.
         layers: a list of indices or names of layers; default all.
 
     Raises:
-        TypeError, ValueError: a layer that doesn't exist or has a gate already, a transformers model whose attention
-            function ignores gates, a quantised layer whose weights are packed, a sharded one, or a `make` that gives
-            something else than a gate of that many heads, new each time.
+        TypeError, ValueError: a layer does not exist, has a gate already, is sharded or has packed quantised weights;
+            the attention function of a transformers model ignores gates; `make` does not return a new `HeadGate` of
+            that many heads each time.
     """
     if isinstance(layers, str) or not isinstance(layers, (Iterable, type(None))):
         refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
     if isinstance(make, nn.Module) or not callable(make):
         was = f"is a {type(make).__name__}"
-        instead = "pass what makes a gate from a number of heads: hk.nn.HardConcrete, or a function"
+        instead = "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate"
         refuse("make", was, instead, TypeError)
     there = attention_layers(model)
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
@@ -58,7 +60,7 @@ def gate(
         check_runs_operators(layer)
         check_unpacked(layer)
         if is_sharded(layer.output.linear.weight):
-            was = "is sharded over processes, which would not keep its gates in step"
+            was = "is sharded over processes, whose gates would differ"
             refuse(str(layer), was, "attach gates before fully_shard, without tensor parallelism")
         if layer.gate is not None:
             was = f"has a {type(layer.gate).__name__} already"
@@ -69,7 +71,7 @@ def gate(
 
 
 def ungate(model: nn.Module) -> None:
-    """Take all gates off, whatever they are: heads are as open as without gates. `prune` would fold them in instead."""
+    """Remove all gates: all heads are open. `prune` folds gates into the weights instead."""
     gated = (layer for layer in attention_layers(model) if layer.gate is not None)
     _attach(model, {layer.module: None for layer in gated})
 
@@ -78,16 +80,16 @@ def ungate(model: nn.Module) -> None:
 def close(model: nn.Module, heads: HeadsByLayer) -> None:
     """Close heads: they output zeros and cost no attention work, until `reopen(model)`.
 
-    A layer gets a `FixedGate`, or more heads of the one that it has are closed. Nothing of it is saved with the model.
+    Each layer gets a `FixedGate`; if it already has one, more of its heads are closed. Not saved with the model.
 
     Args:
         model: as in `gate`.
-        heads: `{layer: [heads]}`, layers by index or name, heads as they are numbered now.
+        heads: `{layer: [heads]}`, layers by index or name, heads by their current number.
 
     Raises:
-        TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do; a transformers model
-            whose attention function ignores gates; a quantised layer whose weights are packed; a layer whose gates are
-            learned, or fixed at other values than 0 and 1, which `reopen` could not give back.
+        TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); the attention
+            function of a transformers model ignores gates; a layer has packed quantised weights, or gates that are
+            learned or fixed at values other than 0 and 1, which `reopen` could not restore.
     """
     asked = heads_of_layers(attention_layers(model), heads)
     for layer, _ in asked:
@@ -95,8 +97,8 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
         check_unpacked(layer)
         head_gate = layer.gate
         if head_gate is not None and not _only_closes(head_gate):
-            was = f"has a {type(head_gate).__name__} with gates of its own"
-            refuse(str(layer), was, "close heads of layers without one: hk.heads.ungate(model)")
+            was = f"has a {type(head_gate).__name__} that close would overwrite"
+            refuse(str(layer), was, "remove the gates first: hk.heads.ungate(model)")
     made: dict[nn.Module, HeadGate] = {}
     for layer, chosen in asked:
         if chosen:
@@ -109,15 +111,15 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
 
 
 def reopen(model: nn.Module) -> None:
-    """Open the heads that `close` closed: gates that are fixed at 0 and 1 are taken off, others stay."""
+    """Open the heads that `close` closed: removes gates that are fixed at 0 and 1, and no others."""
     closing = (layer for layer in attention_layers(model) if _only_closes(layer.gate))
     _attach(model, {layer.module: None for layer in closing})
 
 
 def closed(model: nn.Module) -> dict[str, list[int]]:
-    """The heads whose gate at inference is exactly 0: `{layer name: [heads]}` of all layers that have gates.
+    """The heads whose gate at inference is exactly 0: `{layer name: [heads]}` for all layers that have gates.
 
-    `prune(model, closed(model))` takes them out and folds the gates of the others into the weights.
+    `prune(model, closed(model))` removes them and folds the gates of the others into the weights.
     """
     return {
         layer.name: (head_gate.export() == 0).nonzero().flatten().tolist()
@@ -127,14 +129,14 @@ def closed(model: nn.Module) -> dict[str, list[int]]:
 
 
 def _attach(model: nn.Module, gates: Mapping[nn.Module, HeadGate | None]) -> None:
-    """Give these modules of a model these gates, or none: all of them, or on an error or Ctrl-C no one."""
+    """Set the gates of these modules, None to remove one; on an error or Ctrl-C none is changed."""
     with kept_on_error(model):
         for module, head_gate in gates.items():
             module.head_gate = head_gate  # type: ignore[assignment]
 
 
 def _only_closes(head_gate: HeadGate | None) -> bool:
-    """Whether it is a gate that `close` made, or one like it."""
+    """Whether it is a gate as `close` makes it."""
     return isinstance(head_gate, FixedGate) and bool(
         ((head_gate.gates == 0) | (head_gate.gates == 1)).all()
     )
@@ -147,14 +149,14 @@ def _made(
 ) -> HeadGate:
     head_gate = make(layer.num_heads)
     if not isinstance(head_gate, HeadGate):
-        was = f"gave a {type(head_gate).__name__}"
-        refuse("make", was, "pass a function that makes a hk.nn.HeadGate", TypeError)
+        was = f"returned a {type(head_gate).__name__}"
+        refuse("make", was, "pass a function that returns a hk.nn.HeadGate", TypeError)
     if head_gate.num_heads != layer.num_heads:
-        was = f"gave {head_gate.num_heads} gates for {layer}"
-        refuse("make", was, f"make one for each of its {layer.num_heads} heads")
+        was = f"returned {head_gate.num_heads} gates for {layer}"
+        refuse("make", was, f"return one for each of its {layer.num_heads} heads")
     if head_gate in others:
-        was = f"gave the same gate for {layer} as for {others[head_gate]}"
-        refuse("make", was, "make a new one each time")
+        was = f"returned the same gate for {layer} as for {others[head_gate]}"
+        refuse("make", was, "return a new one each time")
     return head_gate.to(layer.output.linear.weight.device).train(layer.module.training)
 
 
@@ -162,5 +164,5 @@ def check_runs_operators(layer: AttentionLayer) -> None:
     """Refuse a module of transformers whose attention function is not the package's."""
     if not layer.runs_operators:
         runs = attention_function(layer.module)
-        was = f"runs the attention function {runs!r} in {layer}, which does not know heads"
+        was = f"runs the attention function {runs!r} in {layer}, which ignores gates and pruning"
         refuse("model", was, "call hk.integrations.transformers.use(model) first")

@@ -29,17 +29,17 @@ HeadsByLayer: TypeAlias = Mapping[int, Iterable[int]] | Mapping[str, Iterable[in
 
 @dataclass(frozen=True)
 class Projection:
-    """The features of a projection that belong to heads: head `h` has `[start + h * width, start + (h + 1) * width)`.
+    """The features of a projection by head: head `h` has features `[start + h * width, start + (h + 1) * width)`.
 
-    They are output features of `linear` (rows of the weight of an `nn.Linear`, columns of transformers' `Conv1D`), and
-    input features for the projection of the layer's output.
+    They are output features of `linear` (rows of the weight of an `nn.Linear`, columns of transformers' `Conv1D`), or,
+    in the output projection, input features.
 
     Attributes:
         linear: an `nn.Linear`, or transformers' `Conv1D`, whose weight is transposed.
-        heads: how many heads are in it: H, Hk, or 1 where all heads share it.
-        width: features of a head. Where logits of an output gate follow the query of each head, the query is the first
-            `head_dim` of them.
-        start: the first feature of head 0; not 0 in a fused projection only.
+        heads: number of heads in it: H, Hk, or 1 if all heads share it.
+        width: features per head. If logits of an output gate follow the query of each head, the query is the first
+            `head_dim` features.
+        start: the first feature of head 0; nonzero only in a fused projection.
     """
 
     linear: Any
@@ -66,21 +66,21 @@ class Projection:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer of a model, whatever the model's library calls its parts.
+    """One attention layer of a model, with uniform names for its parts.
 
     Attributes:
-        index: its place among the attention layers of the model.
+        index: its index among the attention layers of the model.
         name: dotted name of `module` in the model.
-        kind: "encoder" (self-attention that sees both sides), "decoder" (causal self-attention) or "cross". Modules of
-            transformers know it; others are "cross" if "cross" is in their name or it is `multihead_attn`, as in
-            PyTorch's own decoder layers, and "decoder" if "decoder" is in the path to them.
+        kind: "encoder" (bidirectional self-attention), "decoder" (causal self-attention) or "cross". transformers'
+            modules have attributes for it; others are "cross" if their name contains "cross" or is `multihead_attn`, as
+            in PyTorch's decoder layers, and "decoder" if "decoder" is in their path.
         module: the `nn.Module` whose forward calls the operator; it carries `head_gate`.
         query, key, value, output: its projections; the heads of `output` are in its input features.
-        num_heads, num_key_heads: H and Hk; Hk is 1 where `shared`.
-        head_dim, value_dim: D (Ds where `shared`) and Dv.
-        layout: the entry of the table that describes the layer, as it is since heads came to share query and key.
-        scale: the factor of its scores; None where nothing is at the path of the layout.
-        beside: projections with rows for every query head besides those four: output gates, content biases.
+        num_heads, num_key_heads: H and Hk; Hk is 1 if `shared`.
+        head_dim, value_dim: D (Ds if `shared`) and Dv.
+        layout: its `HeadLayout`; that of a converted layer describes it after conversion.
+        scale: the factor of its scores; None if the layout's path does not exist.
+        beside: other projections with rows for every query head: output gates, content biases.
     """
 
     index: int
@@ -101,12 +101,12 @@ class AttentionLayer:
 
     @property
     def gate(self) -> HeadGate | None:
-        """The gate of the heads that the module carries."""
+        """The head gate of the module, or None."""
         return getattr(self.module, "head_gate", None)
 
     @property
     def runs_operators(self) -> bool:
-        """Whether its module calls the operators: those of transformers do where their config says so."""
+        """Whether its module calls the operators; transformers' modules do if their config says so."""
         return attention_function(self.module) == NAME
 
     def __str__(self) -> str:
@@ -114,18 +114,18 @@ class AttentionLayer:
 
 
 def register_layout(class_name: str, layout: HeadLayout, example: nn.Module | None = None) -> None:
-    """Let `attention_layers` find modules of the class of this name, and of its subclasses, as `layout` says.
+    """Let `attention_layers` find modules of the class `class_name` and its subclasses, with this layout.
 
-    Before a layout is used, and at once where there is an example, a head that is closed is compared with the same head
-    pruned, on random input and small random weights on the CPU. It happens once for each class and shape.
+    The layout is verified once per class and shape, before its first use, or now with an example: a closed head is
+    compared with the same head pruned, on random input and small random weights on the CPU.
 
     Args:
-        class_name: of modules that call the attention operators, or ask transformers for an attention function.
+        class_name: name of a class whose modules call the attention operators or transformers' attention function.
         layout: of the class.
-        example: a module of the class, which is left as it is.
+        example: a module of the class, which is not changed.
 
     Raises:
-        ValueError: the layout doesn't fit the example, in words; nothing is registered then.
+        ValueError: the layout does not fit the example; it is then not registered.
     """
     if example is not None:
         if class_name not in (base.__name__ for base in type(example).__mro__):
@@ -136,25 +136,25 @@ def register_layout(class_name: str, layout: HeadLayout, example: nn.Module | No
 
 
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """The attention layers of a model, in the order of `model.named_modules()`; a module that is shared counts once.
+    """The attention layers of a model, in the order of `model.named_modules()`; a shared module counts once.
 
-    Found are modules of the classes in the table `LAYOUTS` (heads/layouts.py), to which `register_layout` adds, and
-    those of transformers whose projections have the names of one of its `FORMS`. Classes of which a pruned head is not
-    a closed head are refused where they are in the table, and left out where they have a form alone.
+    Finds modules of the classes in `LAYOUTS` (heads/layouts.py), to which `register_layout` adds, and transformers'
+    modules whose projections have the names of one of `FORMS`. If a pruned head of a class does not compute the same as
+    a closed head, a class in `LAYOUTS` raises an error and one found by `FORMS` is skipped.
 
     Args:
-        model: any model with such modules in it.
+        model: any model that contains such modules.
 
     Raises:
-        ValueError: the model has no attention layer that is known (what looks like attention is named, with what is
-            wrong with it), a class has the name of one without having its parts, or a layout doesn't fit its class.
+        ValueError: the model has no known attention layer (the message names what looks like attention, and why it is
+            not supported), a class has a known name but not its parts, or a layout does not fit its class.
     """
     if not isinstance(model, nn.Module):
         refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
     layers = find_layers(model)
     if not layers and any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
         instead = "call hk.nn.replace_attention_(model) first"
-        was = "has no attention layer of the table, but torch.nn.MultiheadAttention"
+        was = "has no known attention layer, but torch.nn.MultiheadAttention"
         refuse("model", was, instead)
     if not layers:
         seen = "; ".join(sorted(set(filter(None, map(_seen, model.modules())))))
@@ -165,7 +165,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def _seen(module: nn.Module) -> str:
-    """A module that looks like attention, and why it is none that is known; "" for others."""
+    """A module that looks like attention, and why it is not supported; "" for others."""
     name = type(module).__name__
     if (form := form_of(module)) is not None:
         return f"{name}, which {_misfit(module, form)}"
@@ -173,7 +173,7 @@ def _seen(module: nn.Module) -> str:
 
 
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
-    """As `attention_layers`, but an empty list where there is none."""
+    """As `attention_layers`, but returns an empty list if there is none."""
     found = [
         (name, module, layout)
         for name, module in model.named_modules()
@@ -183,7 +183,7 @@ def find_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def _layout(name: str, module: nn.Module) -> HeadLayout | None:
-    """The layout of a module as it is, which fits it; None where it is no attention that the package knows."""
+    """The verified layout of a module in its current state; None if it is not known attention."""
     if (layout := layout_of(module)) is not None:
         converted = _as_converted(module, layout)
         if converted is not layout:
@@ -211,10 +211,10 @@ def _misfit(module: nn.Module, layout: HeadLayout) -> str | None:
 def heads_of_layers(
     layers: list[AttentionLayer], heads: HeadsByLayer
 ) -> list[tuple[AttentionLayer, list[int]]]:
-    """What `{layer: heads}` asks for: layers and sorted lists of heads, checked.
+    """Resolve `{layer: heads}` to layers and sorted lists of heads.
 
     Raises:
-        TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do.
+        TypeError, ValueError: a layer or head does not exist; the message lists the existing ones.
     """
     if not isinstance(heads, Mapping):
         was = f"is a {type(heads).__name__}"
@@ -227,7 +227,7 @@ def heads_of_layers(
 
 
 class Named(Protocol):
-    """What has a place and a name among layers."""
+    """Anything with an index and a name among layers."""
 
     @property
     def index(self) -> int: ...
@@ -242,7 +242,7 @@ def find_layer(layers: Sequence[Layer], key: int | str, argument: str) -> Layer:
     """The layer of this index or name.
 
     Raises:
-        ValueError: there is none; the message lists the layers that there are.
+        ValueError: there is none; the message lists the existing layers.
     """
     by_key: dict[int | str, Layer] = {layer.index: layer for layer in layers}
     by_key |= {layer.name: layer for layer in layers}
@@ -267,7 +267,7 @@ def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
     return [operator.index(head) for head in heads]
 
 
-# ---------------------------------------------------------------------- one layer, as its layout says
+# ---------------------------------------------------------------------- one layer from its layout
 def layer_of(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> AttentionLayer:
     """The layer of this index and name, whose parts are where `layout` says."""
     module = at_path(holder, layout.inner) if layout.inner else holder
@@ -300,7 +300,7 @@ def layer_of(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> At
 
 
 def _as_converted(holder: nn.Module, layout: HeadLayout) -> HeadLayout:
-    """The layout of a module whose heads came to share query and key in its own class, which has `mixing` then."""
+    """The layout of a module that was converted within its class, which then has `mixing`."""
     inner = at_path(holder, layout.inner) if layout.inner else holder
     if layout.shared or getattr(inner, "mixing", None) is None:
         return layout
@@ -330,7 +330,7 @@ def _check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
             refuse(name, was, instead)
         if path in layout.projections and not is_projection(found):
             was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"
-            refuse(name, was, "find its heads before it is wrapped")
+            refuse(name, was, "call this before the projection is wrapped")
 
 
 def _roles(
@@ -354,7 +354,7 @@ def _roles(
 
 
 def _kind(module: Any, name: str) -> str:
-    """By what modules of transformers know of themselves, others by their names in the model."""
+    """The kind by attributes of transformers' modules, for others by their names in the model."""
     last = name.rpartition(".")[2].lower()
     if hasattr(module, "is_causal"):
         is_causal = module.is_causal

@@ -1,4 +1,4 @@
-"""Whether a layout fits the class of a module: a closed head has to compute what the pruned head computes."""
+"""Whether a layout fits the class of a module: a closed head must compute the same as the pruned head."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _TOKENS: Final = 4
 #: different heads to differ, and few enough for the check of a wide layer to take milliseconds.
 _FEATURES: Final = 8
 
-#: What was found of each kind of module that was compared: None, or why its layout does not fit.
+#: Results by structure of the module: None, or why its layout does not fit.
 _FOUND: dict[Any, str | None] = {}
 
 
 def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
-    """Why `layout` does not describe a module, as a phrase that follows its name; None where it does.
+    """Why `layout` does not describe a module, as a phrase that follows its name; None if it does.
 
     A copy of the module with small random weights runs on random input on the CPU, in float32: once with a head closed
     (its columns of W_O are 0; and once its gate is 0, where the module calls the operators), and once with that head
-    pruned. The outputs have to be equal up to rounding.
+    pruned. The outputs must be equal up to rounding.
 
-    The module itself is read for its structure alone: weights may be on any device, the meta device too, of any dtype,
-    sharded or quantised, and no hook of it runs. It happens once for each class and shape; what was found is kept.
-    A layer that was pruned is not compared: it was before.
+    Only the structure of the module itself is read: its weights may be on any device, including meta, of any dtype,
+    sharded or quantised, and its hooks do not run. Results are cached per class and shape. Layers that are already
+    pruned are not compared, since they were before.
 
     Args:
         holder: the module that the layout describes.
-        layout: whose paths all exist in it; of its class, not of a layer that was converted.
+        layout: all its paths exist in `holder`; that of the class, not of a converted layer.
     """
     inner = at_path(holder, layout.inner) if layout.inner else holder
     if hasattr(inner, "kept_heads"):
@@ -59,7 +59,7 @@ def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
 
 
 def _structure(holder: nn.Module) -> Iterator[Any]:
-    """What a forward pass depends on beside the values of weights: classes, sizes, switches."""
+    """What a forward pass depends on besides the values of weights: classes, sizes, switches."""
     for name, part in holder.named_modules():
         if "head_gate" not in name.split("."):
             settings = {
@@ -73,7 +73,7 @@ def _structure(holder: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """In this block tensors are made in float32 on the CPU, from random numbers that nobody else draws."""
+    """In this block tensors are created in float32 on the CPU, without changing the state of random generators."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -102,7 +102,7 @@ def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None
                 if isinstance(whole, Tensor):
                     return _difference(trial, layer, inputs, whole, gated=function == NAME)
                 failed.append(whole)
-    return f"can not be run on random input ({failed[0]}); give the layout `inputs`"
+    return f"cannot be run on random input ({failed[0]}); give the layout `inputs`"
 
 
 def _difference(
@@ -117,7 +117,7 @@ def _difference(
     H = layer.num_heads
     head = min(1, H - 1)
     left = [each for each in range(H) if each != head]
-    # Two passes that sum in another order differ by a rounding for each term of their sums at most.
+    # Two passes with different orders of summation differ by at most one rounding per term.
     terms = layer.output.inputs + layer.head_dim + _TOKENS + _FEATURES
     tolerance = torch.finfo(torch.float32).eps * terms * whole.abs().max()
 
@@ -138,11 +138,11 @@ def _difference(
     if not differs(closed, whole):
         return "computes the same with a head closed"
     if isinstance(pruned, str):
-        return f"can not run with a head pruned ({pruned})"
+        return f"cannot run with a head pruned ({pruned})"
     if differs(pruned, closed):
         return "computes something else with a head pruned than with that head closed"
     if isinstance(closed_by_gate, str):
-        return f"can not run with a gate on its heads ({closed_by_gate})"
+        return f"cannot run with a gate on its heads ({closed_by_gate})"
     if closed_by_gate is not None and differs(closed_by_gate, closed):
         return "does not close the head whose gate is 0"
     return None
@@ -160,8 +160,8 @@ def _run(trial: nn.Module, inputs: Mapping[str, Any]) -> Tensor | str:
 
 # ---------------------------------------------------------------------- the copy
 class _Narrow(nn.Linear):
-    """A random projection of the sizes of another that reads the first features of its input alone, or writes the first
-    of its output: `reads` and `writes` of them."""
+    """A random projection of the sizes of another that uses only the first `reads` input features and the first
+    `writes` output features."""
 
     def __init__(self, like: Projection, reads: int, writes: int) -> None:
         nn.Module.__init__(self)
@@ -176,10 +176,9 @@ class _Narrow(nn.Linear):
 
 
 def _random_copy(holder: nn.Module, layout: HeadLayout, function: str) -> Any:
-    """A copy with random parameters in float32 on the CPU, in evaluation mode, without hooks and gates of heads.
+    """A copy with random parameters in float32 on the CPU, in evaluation mode, without hooks and head gates.
 
-    Roles with paths of their own have projections of their own, even if they share one in the module: those are refused
-    when they are pruned.
+    Roles with different paths get different projections, even if the module shares one; pruning refuses such modules.
     """
     layer = layer_of(0, "", holder, layout)
     projections = {layout.output: layer.output}
@@ -225,7 +224,7 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
 
 
 def _values(buffer: Tensor) -> Tensor:
-    """A copy of a buffer; ones where it has no values."""
+    """A copy of a buffer; ones if it has no values."""
     dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
     if buffer.is_meta:
         return torch.ones(buffer.shape, dtype=dtype)
@@ -233,14 +232,14 @@ def _values(buffer: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- its input
-#: Arguments that are what keys and values are made of.
+#: Names of arguments from which keys and values are computed.
 _SOURCES: Final = (
     "key", "value", "keys", "values", "key_value_states", "encoder_hidden_states", "cross_attention_states",
 )  # fmt: skip
 
 
 def _inputs(trial: Any, layer: AttentionLayer) -> Iterator[Mapping[str, Any]]:
-    """Arguments of a forward pass, as the names of its parameters suggest; the first that run count."""
+    """Candidate arguments of a forward pass, from the names of its parameters; the first that run are used."""
     if layer.layout.inputs is not None:
         yield layer.layout.inputs(trial)
         return
@@ -268,7 +267,7 @@ def _inputs(trial: Any, layer: AttentionLayer) -> Iterator[Mapping[str, Any]]:
 
 
 def _positions(trial: Any, D: int) -> Iterator[Any]:
-    """Rotary positions as models hand them on: cosine and sine of some features of a head, complex numbers, or none."""
+    """Rotary positions as models pass them: cosine and sine of some features of a head, complex numbers, or none."""
     T = _TOKENS
     widths = dict.fromkeys((D, getattr(trial, "rotary_ndims", D), D // 2, D // 4, D * 3 // 4))
     for shape in ((1, T), (T,)):

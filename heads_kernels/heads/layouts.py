@@ -1,4 +1,4 @@
-"""Where attention modules keep their projections: classes that the package knows by name, and forms that many share."""
+"""Where attention modules keep their projections: known classes by name, and forms that many classes share."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import nn
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where a class of attention modules keeps what its heads consist of; paths are relative to the module.
+    """Where a class of attention modules keeps its heads; paths are relative to the module.
 
     Attributes:
-        name: of the layout, for people.
-        query, key, value, output: paths of the projections, each an `nn.Linear` or transformers' `Conv1D`. Of two paths
-            with a bar between them the first that exists counts. Roles with the same path are in one fused projection,
-            in the order query, key, value.
-        inner: path of the module whose forward calls the attention operator, where that is not the module itself.
+        name: of the layout, for messages.
+        query, key, value, output: paths of the projections, each an `nn.Linear` or transformers' `Conv1D`. Of
+            `first|second`, the first path that exists is used. Roles with the same path are in one fused projection, in
+            the order query, key, value.
+        inner: path of the module whose forward calls the attention operator, if it is not the module itself.
         head_dim, value_dim: paths of the widths of a head's key and value; "" for a value as wide as the key.
-        beside: paths of projections with rows for every query head besides those four: logits of an output gate,
-            content biases. A path that doesn't exist, or is None, is left out.
-        rows: names of parameters of the module that have one row for each query head.
-        shared: all heads share query and key (collaborative attention): those two belong to no head.
-        keeps_count: names of head counts that stay as they are when heads are pruned.
+        beside: paths of other projections with rows for every query head: logits of an output gate, content biases.
+            Paths that do not exist, or are None, are skipped.
+        rows: names of parameters of the module that have one row per query head.
+        shared: whether all heads share query and key (collaborative attention).
+        keeps_count: names of head counts that pruning does not change.
         scale: path of the factor of the scores.
-        between: what stands between the projections of queries and keys and their products, so that no product of
-            weights gives the scores: rotary positions, norms. Such layers have no collaborative form.
-        inputs: gives the keyword arguments of a forward pass of a module, on the CPU in float32, for the check that the
-            layout fits (heads/layout_check.py). None: made from the names of the arguments of its forward.
+        between: what comes between the projections of queries and keys and their products, such as rotary positions
+            or norms. The scores are then not products of weights, and the layer cannot be converted.
+        inputs: returns keyword arguments of a forward pass of a module, on the CPU in float32, to verify the layout
+            (heads/layout_check.py). None: derived from the names of the arguments of its forward.
     """
 
     name: str
@@ -72,7 +72,7 @@ _BERT = HeadLayout(
 _T5 = HeadLayout("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",))
 _BART = HeadLayout("BART", output="out_proj")
 
-#: By the name of the class; subclasses are served too.
+#: By the name of the class; also used for subclasses.
 LAYOUTS: dict[str, HeadLayout] = {
     "GatedMultiheadAttention": HeadLayout(
         "hk.nn.GatedMultiheadAttention",
@@ -136,8 +136,8 @@ LAYOUTS: dict[str, HeadLayout] = {
     ),
 }
 
-#: Of other modules whose forward asks transformers for an attention function: the names that hundreds of classes share.
-#: The first whose parts are all there counts, and only if it fits (heads/layout_check.py).
+#: Layouts of other modules that call transformers' attention function; hundreds of classes share these names. The first
+#: whose parts all exist is used, if it fits (heads/layout_check.py).
 FORMS: Final = (
     HeadLayout("q_proj", output="o_proj|out_proj|dense|proj|projection_layer|Wo"),
     HeadLayout(
@@ -167,15 +167,15 @@ FORMS: Final = (
 
 
 def layout_of(module: nn.Module) -> HeadLayout | None:
-    """The layout of the module's class, or of the nearest of its base classes that is in the table."""
+    """The layout of the module's class, or of its nearest base class in `LAYOUTS`."""
     names = (base.__name__ for base in type(module).__mro__)
     return next((LAYOUTS[name] for name in names if name in LAYOUTS), None)
 
 
 def form_of(module: nn.Module) -> HeadLayout | None:
-    """The form of a module of transformers, by the names of its parts; whether it fits, `misfit` finds out.
+    """The form of a transformers module, by the names of its parts; `misfit` checks whether it fits.
 
-    Classes of a form are not converted: what stands between their projections and their scores is not known.
+    Classes of a form cannot be converted, since what comes between their projections and scores is unknown.
     """
     for form in FORMS:
         inner = at_path(module, form.inner) if form.inner else module
@@ -194,7 +194,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Whether a module asks transformers for an attention function, or calls the operator in the place of its own."""
+    """Whether a module calls transformers' attention function, or the operator instead of its own code."""
     kind: Any = type(module)
     if getattr(kind, "calls_operator", False):
         return True
@@ -213,7 +213,7 @@ def is_projection(module: Any) -> bool:
 
 
 def at_path(module: Any, path: str) -> Any:
-    """What is at a dotted path; of alternatives `first|second` the first that exists; None where nothing does."""
+    """The attribute at a dotted path, of `first|second` the first that exists; None if none does."""
     for alternative in path.split("|"):
         found = reduce(lambda at, part: getattr(at, part, None), alternative.split("."), module)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Heads taken out of a model for good: smaller projections, the same output as with those heads closed."""
+"""Pruning: removes heads from the weights, with the same output as with those heads closed."""
 
 from __future__ import annotations
 
@@ -26,42 +26,41 @@ from heads_kernels.nn.snapshot import kept_on_error
 @torch.inference_mode(False)
 @torch.no_grad()
 def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict[str, list[int]]:
-    """Take heads out of a model, in place; it then computes what it computed with these heads closed.
+    """Remove heads from a model, in place; outputs are then the same as with these heads closed.
 
-    A head goes with its rows of W_Q, W_K and W_V, its columns of W_O and its rows of output gates, mixing and content
-    bias (Michel et al. 2019; Voita et al. 2019). Gates of the layers named in `heads`, learned ones too, are folded
-    into W_O as they are at inference and taken off: `prune(model, hk.heads.closed(model))` ends the training of gates.
+    Removes the head's rows of W_Q, W_K and W_V, its columns of W_O and its rows of output gates, mixing and content
+    bias (Michel et al. 2019; Voita et al. 2019). The gates of the layers in `heads`, also learned ones, are removed and
+    their values at inference folded into W_O: after training gates, call `prune(model, hk.heads.closed(model))`.
 
-    Heads that are left are numbered anew from 0: pruning twice adds up. A layer without heads gives the bias of W_O. A
-    causal layer of transformers keeps one key head then, because its cache counts the tokens by the keys.
+    The remaining heads are renumbered from 0, and pruning can be repeated. A layer without heads gives the bias of W_O;
+    a causal layer of transformers then keeps one key head, because its cache counts tokens by the keys.
 
-    Grouped-query heads: a key head goes when no query head reads it. Where the groups that are left have sizes n_1,
-    n_2, ... with greatest common divisor g, key head i becomes n_i / g key heads with the same weights, each of which
-    serves g query heads. The output stays exact; equal groups keep their key heads.
+    With grouped-query heads, a key head is removed once no query head uses it. If the remaining groups have sizes n_1,
+    n_2, ... with greatest common divisor g, key head i becomes n_i / g key heads with the same weights, each for g
+    query heads. The output stays exact; equal groups keep their key heads.
 
-    LoRA adapters of peft are pruned together with their projections. Other adapters have to be merged first. On an
-    error or Ctrl-C the model is what it was.
+    LoRA adapters of peft are pruned together with their projections; other adapters must be merged first. An error or
+    Ctrl-C leaves the model unchanged.
 
-    The parameters are new ones on the same modules, with dtype, device and `requires_grad` of the old: make the
-    optimiser anew, it holds the old ones. Layers of T5 get their position bias from a layer that computes it for all
-    heads; an attention function has to take the heads `module.kept_heads` of it, as "heads_kernels" does and
-    transformers' own do not. What is left of each layer goes into the `config.heads_kernels` of transformers models;
-    prune the whole model, not a part of it, for it to be saved.
+    The parameters are new, with the dtype, device and `requires_grad` of the old ones: create the optimiser afterwards.
+    Layers of T5 receive the position bias of all heads; an attention function must select `module.kept_heads` of it, as
+    "heads_kernels" does and transformers' own do not. The remaining heads are recorded in `config.heads_kernels` of
+    transformers models; prune the whole model, not a part of it, so that they are saved.
 
     Args:
-        model: with attention layers of the table.
-        heads: `{layer: [heads]}`, layers by index or name, heads as they are numbered now.
-        keep_at_least: so many heads stay in each of the layers, or all if there are fewer: of those in `heads` the ones
-            of highest `HeadGate.rank()`, the first among equals. A gate of 0 is folded as 1 there: the head is kept
-            because it is wanted.
+        model: with attention layers (`attention_layers`).
+        heads: `{layer: [heads]}`, layers by index or name, heads by their current number.
+        keep_at_least: number of heads that remain in each of the layers (or all, if it has fewer): of those in `heads`
+            the ones with the highest `HeadGate.rank()`, the first among equals. If such a head is closed, its gate is
+            folded as 1.
 
     Returns:
-        The heads that were taken out, `{layer name: [heads]}`.
+        The removed heads, `{layer name: [heads]}`.
 
     Raises:
-        TypeError, ValueError: a layer or a head that doesn't exist, named beside those that do; a projection that is no
-            `nn.Linear`, `Conv1D` or LoRA of one, that is quantised, parametrised, sharded or offloaded, or has forward
-            hooks; one that layers or roles share without being one module.
+        TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); a projection is not
+            an `nn.Linear`, `Conv1D` or LoRA of one, is quantised, parametrised, sharded or offloaded, has forward
+            hooks, or is shared between different layers or roles.
     """
     check_size("keep_at_least", keep_at_least, 0)
     layers = attention_layers(model)
@@ -83,11 +82,11 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     return taken
 
 
-# ---------------------------------------------------------------------- which heads
+# ---------------------------------------------------------------------- choice of heads
 def _gone_and_spared(
     layer: AttentionLayer, chosen: list[int], keep_at_least: int
 ) -> tuple[list[int], list[int]]:
-    """Those of `chosen` that go, and the strongest of them, as many as must stay."""
+    """The heads of `chosen` to remove, and those to spare for `keep_at_least`."""
     must_stay = max(0, min(keep_at_least, layer.num_heads) - (layer.num_heads - len(chosen)))
     rank = [1.0] * layer.num_heads if layer.gate is None else layer.gate.rank().tolist()
     strongest = sorted(chosen, key=lambda head: -rank[head])
@@ -95,7 +94,7 @@ def _gone_and_spared(
 
 
 def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
-    """The key heads that `left` read, repeated where that makes groups of equal size."""
+    """The key heads that the query heads `left` use, repeated to make groups of equal size."""
     if layer.layout.shared:
         return [0]
     if not left:
@@ -109,7 +108,7 @@ def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
 
 # ---------------------------------------------------------------------- weights
 def _weights(layer: AttentionLayer) -> list[tuple[int, int]]:
-    """What the projections of a layer consist of, and where they start in it."""
+    """The parameters of the projections of a layer, each with the offset where a projection starts."""
     projections = (layer.query, layer.key, layer.value, layer.output, *layer.beside)
     return [
         (id(parameter), projection.start)
@@ -122,12 +121,12 @@ def _weights(layer: AttentionLayer) -> list[tuple[int, int]]:
 
 def _check_untied(layer: AttentionLayer, users: Mapping[tuple[int, int], int]) -> None:
     if any(users[weight] > 1 for weight in _weights(layer)):
-        instead = "give each a copy of its own; layers that are one module are pruned as one"
-        refuse(str(layer), "has projections that other roles or layers hold too", instead)
+        instead = "give each its own copy; layers that are one module are pruned as one"
+        refuse(str(layer), "shares projections with other roles or layers", instead)
 
 
 def _fold_gate(layer: AttentionLayer, spared: list[int]) -> None:
-    """Multiply the columns of W_O by the gates of their heads, and take the gate off; `spared` heads are not 0."""
+    """Multiply the columns of W_O by the gates of their heads and remove the gate; 0 becomes 1 for `spared` heads."""
     if layer.gate is None:
         return
     gates = layer.gate.export()

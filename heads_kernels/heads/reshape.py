@@ -1,4 +1,4 @@
-"""Layers of another shape: with fewer heads, or with one query and one key for all heads."""
+"""Change the shape of layers: fewer heads, or one query and one key for all heads."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from heads_kernels.nn.shared import FusedProjection, SharedProjection
 def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
     """Keep these heads and key heads of a layer, in this order; key heads may repeat.
 
-    The module then has `kept_heads`, an int64 buffer with the numbers that its heads had before it was ever shrunk, and
-    `heads_before`, how many there were.
+    The module then has `kept_heads`, an int64 buffer with the original numbers of its heads, and `heads_before`, their
+    original number.
     """
     if layer.layout.shared:
         projections = [(layer.value, heads)]
@@ -52,7 +52,7 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
 
 
 def replace(module: Any, name: str, value: Tensor) -> None:
-    """A new parameter in the place of the old one, which asks for a gradient where that did."""
+    """Replace a parameter by a new one with the same `requires_grad`."""
     old = getattr(module, name)
     setattr(module, name, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
 
@@ -76,7 +76,7 @@ def _select(linear: Any, features: Tensor, of: int) -> None:
 
 
 def _run_without_inputs(layer: AttentionLayer) -> None:
-    """Put an `nn.Linear` in the place of an output projection that is a `Conv1D`, which needs input features to run."""
+    """Replace a `Conv1D` output projection by an `nn.Linear`: a `Conv1D` cannot run without input features."""
     linear = layer.output.linear
     if is_lora(linear) and is_transposed(linear.base_layer):
         linear.base_layer = _as_linear(linear.base_layer)
@@ -95,7 +95,7 @@ def _as_linear(linear: Any) -> nn.Linear:
 
 
 def count_heads(layer: AttentionLayer, H: int, Hk: int) -> None:
-    """Bring the module's own head counts and sizes in step; Hk are the heads of the values."""
+    """Update the module's head counts and sizes; Hk is the number of value heads."""
     module = layer.module
     query = [] if layer.query.linear is not layer.key.linear else [H * layer.head_dim]
     sizes = [*query, Hk * layer.head_dim, Hk * layer.value_dim]
@@ -118,11 +118,11 @@ def count_heads(layer: AttentionLayer, H: int, Hk: int) -> None:
 
 # ---------------------------------------------------------------------- one query and one key
 def check_has_products(layer: AttentionLayer) -> None:
-    """Refuse a layer whose scores are no products of its weights.
+    """Refuse a layer whose scores are not products of its weights.
 
     Raises:
-        ValueError: rotary positions or norms stand between, the layer is collaborative already, has no heads left,
-            keeps logits of an output gate among the rows of its queries, or has weights that are packed.
+        ValueError: the layer has rotary positions or norms, is collaborative already, has no heads left, has logits of
+            an output gate among the rows of its queries, or packed weights.
     """
     if layer.layout.shared:
         refuse(str(layer), "is collaborative already", "leave it out")
@@ -141,11 +141,11 @@ def check_has_products(layer: AttentionLayer) -> None:
 
 
 def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
-    """Refuse a layer that can not compute with one query and one key for all heads.
+    """Refuse a layer that cannot be converted to one query and one key for all heads.
 
     Raises:
-        TypeError, ValueError: what `check_has_products` refuses; a module that calls another attention, or none that is
-            known, that splits a fused projection in equal parts, or that nothing holds.
+        TypeError, ValueError: what `check_has_products` refuses; a module that calls another attention function, splits
+            a fused projection into equal parts, or is the model itself.
     """
     check_has_products(layer)
     module = layer.module
@@ -173,11 +173,11 @@ def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
 def check_runs_shared(
     module: Any, inputs: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
 ) -> None:
-    """Runs before every forward of a converted module of transformers, whose queries and keys only the package reads.
+    """Hook before the forward of a converted transformers module, whose queries and keys need this package.
 
     Raises:
         ValueError: the config names another attention function; weights under tensor parallelism; a static cache, which
-            takes keys of as many heads and of the same width as values only.
+            requires keys of as many heads and the same width as values.
     """
     runs = attention_function(module)
     if runs != NAME:
@@ -196,15 +196,15 @@ def check_runs_shared(
 
 
 def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) -> dict[str, Tensor]:
-    """Give a layer the shape of a collaborative one. What its new parameters hold is not set.
+    """Make a layer collaborative; its new parameters are uninitialised.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. Other
-    modules keep their forward and get a `SharedProjection` for the query and one for the key, `mixing` and `ragged`.
-    Values that several heads share are repeated. Everything else stays, the same parameters where that can be.
+    modules keep their forward and get a `SharedProjection` for query and for key, `mixing` and `ragged`. Values that
+    several heads share are repeated. Everything else is kept.
 
     Args:
-        model: that holds the layer.
-        layer: one of `attention_layers(model)` that `check_can_share` lets pass; it is out of date then.
+        model: contains the layer.
+        layer: one of `attention_layers(model)` that passes `check_can_share`; invalid afterwards.
         dim: Ds.
         ragged: whether entries of mixing that are 0 stay 0 in training.
 
@@ -272,10 +272,7 @@ def _collaborative(
 def _put_projections(
     model: nn.Module, layer: AttentionLayer, dim: int
 ) -> tuple[SharedProjection, SharedProjection]:
-    """Put a shared query and key where those of the heads were; of a fused projection the value is a part of its own.
-
-    Paths of the layout start from the module that it describes.
-    """
+    """Replace the projections of query and key by shared ones; a fused projection becomes a `FusedProjection`."""
     holder = model.get_submodule(layer.name.removesuffix(layer.layout.inner).rstrip("."))
     paths = {
         role: existing(holder, getattr(layer.layout, role)) for role in ("query", "key", "value")
@@ -300,7 +297,7 @@ def _put_projections(
 
 
 def _as_empty(made: nn.Module, like: Projection) -> None:
-    """Take a module from the meta device: parameters as those of a projection, but empty."""
+    """Move a module from the meta device to the device and dtype of a projection, with empty parameters."""
     weight = like.linear.weight
     made.to_empty(device=weight.device).to(weight.dtype).requires_grad_(weight.requires_grad)
 
@@ -311,7 +308,7 @@ def _mixing(layer: AttentionLayer, dim: int) -> nn.Parameter:
 
 
 def _value_features(layer: AttentionLayer) -> Tensor:
-    """The features of the value of each head, of those that share one the same."""
+    """The value features of each query head; heads of one group have the same ones."""
     group = layer.num_heads // layer.num_key_heads
     return layer.value.features([head // group for head in range(layer.num_heads)])
 

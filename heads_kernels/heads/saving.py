@@ -1,4 +1,4 @@
-"""Models whose heads were pruned or converted: the record of their shape, and files with it."""
+"""Save and load models with pruned or converted heads, with a record of their shape."""
 
 from __future__ import annotations
 
@@ -22,53 +22,53 @@ from heads_kernels.nn.snapshot import kept_on_error
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Save the weights of a model, and what became of its heads, as one safetensors file.
+    """Save the weights of a model and the shape of its attention layers as one safetensors file.
 
-    The metadata of the file holds the shape as JSON: what is left of the heads,
-    `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}}`, and which layers are collaborative,
-    `{"converted": {layer name: {dim, ragged}}}`. Gates that are learned are weights of the model; heads that `close`
-    closed are not saved. The file is written beside its place and then renamed: what was there stays whole if saving is
-    interrupted.
+    The metadata of the file holds the shape as JSON: the remaining heads,
+    `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}}`, and the collaborative layers,
+    `{"converted": {layer name: {dim, ragged}}}`. Learned gates are weights of the model; heads closed by `close` are
+    saved as open. The file is written to a temporary name and renamed, so an interrupted call keeps the old file.
 
     Args:
-        model: with attention layers of the table.
-        path: of the file; its folder exists.
+        model: with attention layers (`attention_layers`).
+        path: of the file, in an existing folder.
 
     Raises:
-        ValueError: no attention layer of the table is in the model, or there is no such folder.
+        ValueError: the model has no known attention layer, or the folder does not exist.
     """
     from safetensors.torch import save_model
 
     path = Path(path)
     if not path.parent.is_dir():
-        refuse("path", f"is {str(path)!r}", "its folder does not exist: make it first")
+        refuse(
+            "path", f"is {str(path)!r}, but its folder does not exist", "create the folder first"
+        )
     layers = attention_layers(model)
     found = {**record(layers), "pruned": {layer.name: shape(layer) for layer in layers}}
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         beside = Path(folder) / path.name
         save_model(model, str(beside), metadata={RECORD: json.dumps(found)})
-        beside.chmod(0o644)  # safetensors gives it to its owner alone
+        beside.chmod(0o644)  # safetensors makes it readable only by its owner
         beside.replace(path)
 
 
 @torch.inference_mode(False)
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load what `save` saved: the model is brought to the shape of the file, then the weights are copied.
+    """Load a file of `save`: converts and prunes the model to the shape of the file, then copies the weights.
 
-    Layers that are collaborative in the file become so, and the heads that it lacks are taken out. Everything is
-    checked before anything is changed. On Ctrl-C the model has its own shape again; if weights were being copied then,
-    some of them are the file's: load once more.
+    Everything is checked before anything is changed. On Ctrl-C the model gets its old shape back; if the weights were
+    being copied, some of them are then those of the file: load again.
 
     Args:
-        model: of the shape that the saved model once had, before or after it was pruned and converted, on any device
-            and of any dtype; a transformers model whose file has converted layers is in use
-            (`hk.integrations.transformers.use`). Gates that were attached when it was saved have to be attached again
-            (`hk.heads.gate`, in the same layers): a file holds their state, not their settings.
+        model: with the original shape of the saved model, or the one it was saved with, on any device and of any dtype.
+            If the file has converted layers, call `hk.integrations.transformers.use` on a transformers model first.
+            Learned gates must be attached again, to the same layers (`hk.heads.gate`): the file has their state, but
+            not their settings.
         path: of the file.
 
     Raises:
-        TypeError, ValueError: a layer of the file that doesn't exist in the model or doesn't fit it, named with what
-            the file and what the model has; weights or gates that only one of them has, or of other sizes in the two.
+        TypeError, ValueError: a layer of the file does not exist in the model or does not fit; weights or gates exist
+            only in the file or only in the model, or differ in size. The message names them.
     """
     from safetensors import safe_open
     from safetensors.torch import load_model
@@ -95,7 +95,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy with its parameters on the meta device, those that parts share shared."""
+    """A copy with its parameters on the meta device; shared parameters stay shared."""
     memo = {
         id(old): nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad)
         for old in model.parameters()
@@ -106,31 +106,33 @@ def _without_weights(model: nn.Module) -> nn.Module:
 def _check_weights(
     model: nn.Module, sizes: Mapping[str, list[int]], path: str | os.PathLike[str]
 ) -> None:
-    """The file has the weights of the model in their sizes, those that parts share under one name, and no others."""
+    """Check that the file has exactly the weights of the model, with equal sizes; shared ones under one name."""
     weights = model.state_dict(keep_vars=True)
     there = {id(weights[name]) for name in sizes if name in weights}
     lacking = sorted(name for name, weight in weights.items() if id(weight) not in there)
     if unknown := sorted(sizes.keys() - weights.keys()):
         was = f"is {str(path)!r}, which has {', '.join(unknown)}; the model has not"
-        refuse("path", was, "attach gates with hk.heads.gate(model, ...) where the file has them")
+        refuse(
+            "path", was, "attach gates with hk.heads.gate(model, ...) to the layers that had them"
+        )
     if lacking:
         was = f"is {str(path)!r}, which lacks {', '.join(lacking)}"
-        refuse("path", was, "take off gates that it lacks with hk.heads.ungate(model)")
+        refuse("path", was, "remove gates that it lacks with hk.heads.ungate(model)")
     for name, size in sizes.items():
         if (own := list(weights[name].shape)) != size:
             was = f"is {str(path)!r}, which has {name} of shape {size}; in the model it has {own}"
             refuse("path", was, "load it into a model of the same sizes")
 
 
-#: The key of a file's metadata, and the name of the attribute of transformers' configs: what `record` gives.
+#: The key of `record` in a file's metadata, and its name in transformers' configs.
 RECORD: Final = "heads_kernels"
 _WORDS: Final = ("pruned", "converted")
 
 
 def record(layers: Iterable[AttentionLayer]) -> dict[str, Any]:
-    """`{"pruned": {layer name: shape}, "converted": {layer name: {"dim": Ds, "ragged": bool}}}`, in types of JSON.
+    """`{"pruned": {layer name: shape}, "converted": {layer name: {"dim": Ds, "ragged": bool}}}`, for JSON.
 
-    Layers that were never pruned or have heads of their own are left out.
+    Only pruned and converted layers appear.
     """
     layers = list(layers)
     pruned = {layer.name: shape(layer) for layer in layers if hasattr(layer.module, "kept_heads")}
@@ -143,10 +145,10 @@ def record(layers: Iterable[AttentionLayer]) -> dict[str, Any]:
 
 
 def shape(layer: AttentionLayer) -> dict[str, Any]:
-    """What is left of a layer, in types of JSON.
+    """The shape of a pruned layer, for JSON.
 
-    `heads`: the heads that are left, numbered as in the model that was never pruned; `key_heads`: how many; `head_dim`
-    and `value_dim`: their widths.
+    `heads`: original numbers of the remaining heads; `key_heads`: number of key heads; `head_dim` and `value_dim`:
+    their widths.
     """
     return {
         "heads": kept_heads(layer),
@@ -157,17 +159,17 @@ def shape(layer: AttentionLayer) -> dict[str, Any]:
 
 
 def kept_heads(layer: AttentionLayer) -> list[int]:
-    """The heads of the layer, numbered as before it was ever pruned."""
+    """The original numbers of the heads of the layer."""
     kept = getattr(layer.module, "kept_heads", None)
     return list(range(layer.num_heads)) if kept is None else kept.tolist()
 
 
 # ---------------------------------------------------------------------- configs of transformers
 def record_in_config(model: nn.Module) -> None:
-    """Put what is left of the heads, and what was converted, into the configs of transformers models.
+    """Write `record` into the configs of transformers models.
 
-    Layers are named as in the base model, so that models with a task head and without find the same names. Parts of a
-    model that share its config leave it to the whole.
+    Layers are named as in the base model, so that the names agree with and without a task head. Submodels that share
+    the config of the model are skipped.
     """
     if not record(find_layers(model)):
         return
@@ -183,7 +185,7 @@ def record_in_config(model: nn.Module) -> None:
 
 
 def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Write the numbers of the heads that are left: buffers of a model made on the meta device have no values."""
+    """Set `kept_heads` from the record: buffers of a model created on the meta device have no values."""
     pruned = record.get("pruned", {})
     for layer in find_layers(model):
         if layer.name in pruned:
@@ -191,14 +193,14 @@ def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
             layer.module.kept_heads = heads.to(layer.output.linear.weight.device)
 
 
-# ---------------------------------------------------------------------- back to the recorded shape
+# ---------------------------------------------------------------------- restoring a recorded shape
 def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Bring a model to the recorded shape: heads share queries and keys where they did, and those that are missing go.
+    """Convert and prune a model to the recorded shape; new parameters are uninitialised.
 
-    Layers that only one of them has are left alone. New parameters are empty.
+    Layers that exist only in the record or only in the model are skipped.
 
     Raises:
-        TypeError, ValueError: a layer that doesn't fit, named with what the record and what the model has.
+        TypeError, ValueError: a layer does not fit; the message names it and both shapes.
     """
     pruned, converted = (record.get(word, {}) for word in _WORDS)
     for layer in find_layers(model):
@@ -219,7 +221,7 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
 def _kept(
     layer: AttentionLayer, left: Mapping[str, Any], shared: bool
 ) -> tuple[list[int], list[int]]:
-    """The heads and key heads of the layer that a record says are left, numbered as they are in the layer."""
+    """The heads and key heads of the layer that the record keeps, by their current numbers."""
     own = kept_heads(layer)
     widths = layer.head_dim, layer.value_dim
     fits = layer.layout.shared == shared and (left["head_dim"], left["value_dim"]) == widths
@@ -227,15 +229,13 @@ def _kept(
     key_heads = _sources(layer, heads, left["key_heads"])
     if not fits or len(heads) < len(left["heads"]) or key_heads is None:
         was = f"was saved with {_words(left)}; the model has {_words(shape(layer))}"
-        instead = (
-            "load it into a model of the shape that it had before heads were pruned or converted"
-        )
+        instead = "load it into a model of the original shape, before pruning and conversion"
         refuse(f"layer {layer.name!r}", was, instead)
     return heads, key_heads
 
 
 def _sources(layer: AttentionLayer, heads: list[int], count: int) -> list[int] | None:
-    """The key heads of the layer that `count` key heads of the record come from; None where they don't fit."""
+    """The key heads of the layer from which the `count` key heads of the record come; None if they do not fit."""
     if layer.layout.shared or not heads:
         return [0] * count
     if not count or len(heads) % count:

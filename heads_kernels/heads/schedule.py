@@ -1,4 +1,4 @@
-"""Training that ends with an asked number of open heads."""
+"""`GateSchedule`: training that ends with a given number of open heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heads_kernels.nn.hard_concrete import HardConcrete
 
 
 class GateSchedule:
-    r"""Drives the `HardConcrete` gates of a model to exactly k open heads, in place of a fixed lambda.
+    r"""Trains the `HardConcrete` gates of a model to exactly k open heads, instead of with a fixed lambda.
 
     With n the expected number of open heads (`hk.nn.expected_open`), the penalty is the augmented Lagrangian of Wang,
     Wohlwend and Lei 2020 ("Structured Pruning of Large Language Models"), counted in heads:
@@ -23,10 +23,10 @@ class GateSchedule:
     .. math:: \lambda_1 (n - target) + \lambda_2 (n - target)^2
 
     `target` falls linearly from all heads to k over the warm-up. The multipliers start at 0 and after every step grow
-    by `rate * (n - target) / heads` and `rate * ((n - target) / heads)^2`, so that lambda_1 finds the weight of an L0
-    penalty that leaves k heads. An expectation is no count: `finish` opens the k heads of largest `log_alpha` fully and
-    closes the others, as Li, Cotterell and Sachan 2021 (differentiable subset pruning) end with a hard count. From then
-    on gates are 0 or 1, in training and by both rules of evaluation, and are trained no more.
+    by `rate * (n - target) / heads` and `rate * ((n - target) / heads)^2`, so that lambda_1 approaches the weight of an
+    L0 penalty that leaves k heads. Since n is only an expectation, `finish` opens the k heads with the largest
+    `log_alpha` fully and closes the others, similar to the hard count of Li, Cotterell and Sachan 2021 (differentiable
+    subset pruning). Then gates are 0 or 1, in training and by both rules of evaluation, and no longer trained.
 
         schedule = hk.heads.GateSchedule(model, open_heads=12, steps=2000)
         for batch in batches:  # 2000 of them
@@ -37,25 +37,25 @@ class GateSchedule:
         schedule.finish()
         hk.heads.prune(model, hk.heads.closed(model))
 
-    Gates want a learning rate of their own, about 0.05 with Adam for some hundred steps, and no weight decay: from open
-    to closed `log_alpha` goes a way of 4 and more. Nothing here waits for a GPU but `finish`.
+    Use a separate learning rate for the gates, about 0.05 with Adam for a few hundred steps, and no weight decay:
+    between open and closed, `log_alpha` changes by 4 or more. Only `finish` waits for a GPU.
 
     Args:
-        model: has `HardConcrete` gates (`hk.heads.gate`) and is on its device already.
-        open_heads: k, for the whole model; or k by kind of attention, such as `{"encoder": 8, "cross": 10}`, with
-            multipliers for each. Kinds that are left out are left alone.
-        steps: optimiser steps until `finish`, at least 1; more or fewer do no harm.
+        model: has `HardConcrete` gates (`hk.heads.gate`) and is on its final device.
+        open_heads: k for the whole model, or k per kind of attention, such as `{"encoder": 8, "cross": 10}`, with
+            separate multipliers. Kinds that are not given are not changed.
+        steps: planned optimiser steps until `finish`, at least 1; the actual number may differ.
         warmup: share of the steps in which the target falls, in [0, 1].
-        rate: learning rate of the multipliers, above 0, in units of the loss: a loss ten times as large wants ten times
-            the rate. In some hundred steps 4 / steps and a warm-up of 0.7 leave the gates time to follow.
+        rate: learning rate of the multipliers, above 0, proportional to the scale of the loss. For a few hundred steps,
+            4 / steps and a warm-up of 0.7 leave the gates time to follow.
         keep_at_least: heads that `finish` keeps in each gated layer, whatever their rank.
 
     Attributes:
-        lambda_1, lambda_2: the multipliers, a float32 tensor with one entry for each count.
-        steps_done: how often `step` was called.
+        lambda_1, lambda_2: the multipliers, a float32 tensor with one entry per count.
+        steps_done: number of calls of `step`.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, named with its value and what would do.
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
     def __init__(
@@ -104,28 +104,28 @@ class GateSchedule:
 
     @property
     def target(self) -> Tensor:
-        """The expected number of open heads asked for in this step, one entry for each count."""
+        """The target of the expected number of open heads in this step, one entry per count."""
         ramp = self.warmup * self.steps
         done = min(1.0, self.steps_done / ramp) if ramp else 1.0
         return self._heads - done * self._surplus
 
     def penalty(self) -> Tensor:
-        """What to add to the loss: a scalar, with gradient for the gates."""
+        """The term to add to the loss: a scalar, with gradient for the gates."""
         excess = self._excess()
         return (self.lambda_1 * excess + self.lambda_2 * excess.square()).sum()
 
     @torch.no_grad()
     def step(self) -> None:
-        """After every step of the optimiser: the multipliers rise by what is still missing, the target falls."""
+        """Update multipliers and target; call it after every step of the optimiser."""
         share = self._excess() / self._heads
         self.lambda_1 += self.rate * share
         self.lambda_2 += self.rate * share.square()
         self.steps_done += 1
 
     def finish(self) -> None:
-        """Open exactly k heads fully, those of largest `log_alpha`, and close all others for good.
+        """Open exactly the k heads with the largest `log_alpha` fully and close all others permanently.
 
-        `keep_at_least` heads of every layer come first. Among equals the earlier layer and head does.
+        The best `keep_at_least` heads of every layer come first. Ties go to the earlier layer and head.
         """
         for gates, k in self._counts:
             rank = [gate.log_alpha.detach().double().cpu() for gate in gates]
@@ -141,7 +141,7 @@ class GateSchedule:
                 gate.settle(mine)
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs besides the model: steps done and the multipliers."""
+        """The state besides the model, for resuming: steps done and the multipliers."""
         return {
             "steps_done": self.steps_done,
             "lambda_1": self.lambda_1.clone(),
@@ -149,10 +149,10 @@ class GateSchedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()` of a schedule with as many counts.
+        """Resume from the `state_dict()` of a schedule with as many counts.
 
         Raises:
-            ValueError: `state` is of something else.
+            ValueError: `state` has other keys or shapes.
         """
         if set(state) != set(self.state_dict()):
             refuse("state", f"has the keys {sorted(state)}", "pass what state_dict() returned")
@@ -176,7 +176,7 @@ class GateSchedule:
 def _counts(
     model: nn.Module, open_heads: int | Mapping[str, int]
 ) -> list[tuple[list[HardConcrete], int]]:
-    """The gates that are counted together, and how many of their heads are to stay open."""
+    """The gates that are counted together, and the number of their heads to keep open."""
     if not isinstance(open_heads, Mapping):
         gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
         if not gates:

@@ -297,8 +297,8 @@ def _parse_documents(document_ids: object) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------- a pytree, so that torch.export takes one
-# Leaves are its tensors. The rest is a tuple of strings and tuples, which survives JSON: per term its name and fields,
-# None in the place of each tensor.
+# Its tensors are the leaves. The context can be written as JSON: per term its name and fields, with None in place of
+# each tensor.
 def _constant(value: object) -> bool:
     return isinstance(value, (str, tuple))
 

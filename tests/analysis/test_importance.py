@@ -367,7 +367,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "of others": (
         {"loss": lambda m, b: torch.ones(1, requires_grad=True).sum() + m(**b)[0].sum().detach()},
-        r"loss does not depend on the heads of the model; compute it from what the model gives",
+        r"loss does not depend on the heads of the model; compute it from the model's output",
     ),
     "sizes": (
         {"loss": lambda m, b: losses(m, b).sum() + m(b["input_ids"][:1])[0].sum()},

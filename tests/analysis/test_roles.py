@@ -103,7 +103,7 @@ def test_what_is_no_batch_or_token_is_refused() -> None:
         hk.analysis.roles(
             Planted(), [{"input_ids": torch.ones(1, 6, dtype=torch.long)}], special="[CLS]"
         )
-    with pytest.raises(TypeError, match=r"batch is text; pass what the tokenizer makes of it"):
+    with pytest.raises(TypeError, match=r"batch is text; pass the output of the tokenizer"):
         hk.analysis.roles(Planted(), ["a sentence"])
 
 

@@ -196,7 +196,7 @@ REFUSED = {
     Packed: r"has a Parameter of dtype torch.uint8 as its weight; {} the model before it is quantised",
     Slow: r"is a .*Slow; {} a model of nn\.Linear or Conv1D, before it is quantised or wrapped",
     hooked: r"has forward hooks; remove them first",
-    patched: r"has a forward that was put on it; take it off",
+    patched: r"has a replaced forward; restore its forward",
     offloaded: r"is offloaded; load the model whole",
     masked: r"has weight_mask beside its weight; fold them into the weight",
     nn.utils.parametrizations.spectral_norm: r"is parametrised; .*remove_parametrizations",
@@ -288,7 +288,7 @@ def test_replaced_modules_may_not_have_hooks() -> None:
 # ---------------------------------------------------------------------- gates
 @pytest.mark.parametrize("make", [hk.nn.HardConcrete(4), 4, None])
 def test_gates_are_made_layer_by_layer(make: Any) -> None:
-    with pytest.raises(TypeError, match=r"make is a \w+; pass what makes a gate .*HardConcrete"):
+    with pytest.raises(TypeError, match=r"make is a \w+; pass hk.nn.HardConcrete"):
         hk.heads.gate(adapted(parts=()), make)
 
 

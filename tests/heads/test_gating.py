@@ -160,12 +160,14 @@ def test_heads_and_layers_that_do_not_exist() -> None:
 def test_gates_of_their_own_are_not_closed_over() -> None:
     model, _ = encoder()
     hk.heads.gate(model, hk.nn.HardConcrete, layers=[1])
-    with pytest.raises(ValueError, match=r"layer 1 .*has a HardConcrete with gates of its own"):
+    with pytest.raises(
+        ValueError, match=r"layer 1 .*has a HardConcrete that close would overwrite"
+    ):
         hk.heads.close(model, {0: [0], 1: [0]})
     with pytest.raises(ValueError, match=r"layer 1 .*has a HardConcrete already.*ungate"):
         hk.heads.gate(model, hk.nn.HardConcrete)
     hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.full((H,), 0.5)), layers=[0])
-    with pytest.raises(ValueError, match=r"layer 0 .*has a FixedGate with gates of its own"):
+    with pytest.raises(ValueError, match=r"layer 0 .*has a FixedGate that close would overwrite"):
         hk.heads.close(model, {0: [0]})
     hk.heads.reopen(model)  # takes off what `close` made, nothing else
     assert set(hk.heads.closed(model)) == {"layers.0", "layers.1"}
@@ -173,12 +175,14 @@ def test_gates_of_their_own_are_not_closed_over() -> None:
 
 def test_makes_that_give_no_gates() -> None:
     model, _ = encoder()
-    with pytest.raises(TypeError, match="make gave a Linear"):
+    with pytest.raises(TypeError, match="make returned a Linear"):
         hk.heads.gate(model, lambda H: nn.Linear(H, H))  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match="make gave 3 gates for layer 0"):
+    with pytest.raises(ValueError, match="make returned 3 gates for layer 0"):
         hk.heads.gate(model, lambda H: hk.nn.HardConcrete(H - 1))
     one = hk.nn.HardConcrete(4)
-    with pytest.raises(ValueError, match=r"make gave the same gate for layer 1 .* as for layer 0"):
+    with pytest.raises(
+        ValueError, match=r"make returned the same gate for layer 1 .* as for layer 0"
+    ):
         hk.heads.gate(model, lambda H: one)
     assert hk.heads.closed(model) == {}
 

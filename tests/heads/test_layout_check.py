@@ -112,7 +112,7 @@ def test_families_that_do_not_fit(family: str, layout: HeadLayout) -> None:
 
 
 def test_why_a_form_does_not_fit_is_said() -> None:
-    with pytest.raises(ValueError, match="Olmo2Attention, which can not run with a head pruned"):
+    with pytest.raises(ValueError, match="Olmo2Attention, which cannot run with a head pruned"):
         hk.heads.attention_layers(made("Olmo2"))
 
 
@@ -126,7 +126,7 @@ def test_inputs_of_a_forward_with_arguments_of_its_own() -> None:
         def forward(self, x: Tensor, times: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(x * times.exp())
 
-    with pytest.raises(ValueError, match=r"can not be run on random input \(Attrib.*`inputs`"):
+    with pytest.raises(ValueError, match=r"cannot be run on random input \(Attrib.*`inputs`"):
         hk.heads.register_layout("Manor", HOUSE, Manor())
 
     def inputs(module: Manor) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ def test_a_norm_of_another_size_is_another_shape() -> None:
             return super().split(self.norm(x))
 
     hk.heads.register_layout("Normed", HOUSE, Normed(8))
-    with pytest.raises(ValueError, match="it can not run with a head pruned"):
+    with pytest.raises(ValueError, match="it cannot run with a head pruned"):
         hk.heads.attention_layers(nn.Sequential(Normed(32)))
 
 

@@ -431,6 +431,8 @@ def test_tied_projections_are_refused(tie: Callable[[Any], None]) -> None:
     layers = hk.heads.attention_layers(model)
     assert [(layer.num_heads, layer.num_key_heads) for layer in layers] == [(4, 4)] * 2
     before = parameters(model)
-    with pytest.raises(ValueError, match=r"layer 1 .*has projections that other roles or layers"):
+    with pytest.raises(
+        ValueError, match=r"layer 1 .*shares projections with other roles or layers"
+    ):
         hk.heads.prune(model, {1: [0]})
     assert parameters(model) == before
