@@ -1,10 +1,10 @@
-"""Ordinary attention as collaborative attention: heads share one query and one key, or keep what they need.
+"""Conversion of ordinary attention to collaborative attention.
 
-A model of the table (`hk.heads.attention_layers`):
+A model with known attention layers (`hk.heads.attention_layers`):
 
     conversion = hk.convert.collaborate(model, 192, calibration=batches)
 
-Weights of anything else, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, with inputs `x` `[B, T, D_in]`:
+Any other weights, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, with inputs `x` `[B, T, D_in]`:
 
     heads = hk.convert.Heads(
         W_Q.view(H, D, D_in), W_K.view(H, D, D_in), scale=D**-0.5, query_bias=b_Q.view(H, D)
@@ -18,7 +18,7 @@ Weights of anything else, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, w
             "mixing": factors.mixing,
             "content_proj.weight": factors.content,
         },
-        strict=False,  # values and output are the layer's own
+        strict=False,  # values and output are not converted
     )
 """
 

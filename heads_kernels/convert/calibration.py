@@ -1,4 +1,4 @@
-"""The moments of what the layers of a model take in, gathered while it runs on data."""
+"""Moments of the inputs of a model's attention layers, gathered while it runs on data."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def calibrate(
     *,
     progress: bool = True,
 ) -> dict[str, Moments]:
-    """The moments of the inputs of queries and keys, layer by layer, over all batches of `data`.
+    """Moments of the inputs of queries and keys of each layer, over all batches of `data`.
 
-    The model runs in evaluation mode and is afterwards what it was, but for what its own forward keeps. Padding does
-    not count, whatever side it is on, and in a causal layer the keys of a row are those up to its own place; windows
-    and documents are not looked at. Memory is that of one batch and of `[D_in, D_in]` sums in float64 for each layer; a
-    layer that runs several times (ALBERT) has the sum of its runs. Tokens should be several times `D_in`, whose
-    covariance is what counts: on MiniLM (384) 2,400 tokens, 100 sentences, serve as well as 10,000.
+    The model runs in evaluation mode and is restored afterwards, except for state that its own forward changes. Padding
+    on either side does not count. In a causal layer, the keys of a row are those up to its own position; windows and
+    documents are ignored. Memory is that of one batch and of float64 sums `[D_in, D_in]` per layer; for a layer that
+    runs several times (ALBERT) the runs are summed. Use several times `D_in` tokens, since moments are covariances: on
+    MiniLM (384), 2,400 tokens (100 sentences) are as good as 10,000.
 
     Args:
         model: as in `collaborate`.
@@ -46,9 +46,9 @@ def calibrate(
         `{layer name: Moments}`, which `collaborate` takes as its `calibration`, any number of times.
 
     Raises:
-        TypeError: `data` that is no iterable of batches.
-        ValueError: no batches; a layer that no token reached, or whose keys never vary; inputs that are NaN or
-            infinite; keys of a cache, whose inputs are not there. The layer is named, and the batch.
+        TypeError: `data` is not an iterable of batches.
+        ValueError: `data` is empty; no token reaches a layer, or its keys never vary; inputs are NaN or infinite; keys
+            come from a cache, so that their inputs are missing. The message names the layer and the batch.
     """
     with undone(model, lambda: prepare(model, layers)) as chosen:
         return _gathered(model, chosen, data, progress)
@@ -60,10 +60,10 @@ def moments_of(
     calibration: Iterable[Any] | Mapping[str, Moments] | None,
     progress: bool,
 ) -> list[Moments] | None:
-    """Of each of these layers of a model that is prepared: out of what `calibrate` gave, or from batches; None of None.
+    """Moments of these layers: those that `calibrate` returned, or computed from batches; Nones without calibration.
 
     Raises:
-        TypeError, ValueError: as `calibrate`; a layer that moments are missing of, or are of inputs of other widths.
+        TypeError, ValueError: as `calibrate`; moments of a layer are missing, or have other input widths.
     """
     if calibration is None:
         return None
@@ -176,5 +176,5 @@ def _fitting(layer: AttentionLayer, moments: Mapping[str, Moments]) -> Moments:
     if found.widths != (layer.query.inputs, layer.key.inputs):
         was = f"has moments of inputs of widths {found.widths} for {layer}"
         expected = (layer.query.inputs, layer.key.inputs)
-        refuse("calibration", was, f"those of the layer are {expected}: calibrate this model")
+        refuse("calibration", was, f"the layer has widths {expected}: calibrate this model")
     return found

@@ -1,4 +1,4 @@
-"""A pretrained model as a collaborative one, in place and without training."""
+"""Convert a pretrained model to collaborative attention, in place and without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from heads_kernels.heads.saving import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error
 
 _METHODS: Final = ("cp", "ragged")
-#: The stack level of who calls `collaborate`, seen from what it calls: two decorators stand between.
+#: The stack level of the caller of `collaborate`, from a function that it calls through two decorators.
 _CALLER: Final = 5
 
 
@@ -51,51 +51,49 @@ def collaborate(
         conversion = hk.convert.collaborate(model, 192, calibration=batches)
         print(conversion)
 
-    A layer's scores are replaced by those of `Ds` features, which are found from its weights (`cp`, `ragged`), in
-    float64. Its scale stays what it was, the bias of the keys, which no softmax sees, goes, and that of the queries
-    becomes a content bias for each head and key. With `calibration` the error of the scores on those inputs is as small
-    as `Ds` features allow, in place of that of the weights, which says little: on MiniLM that takes nine tenths off
-    what conversion does to the output. From the rank of all heads on, at most `H D`, the result is exact.
+    The scores of each layer are approximated with `Ds` features, computed from its weights (`cp`, `ragged`) in float64.
+    The scale does not change. The key bias, which does not affect the softmax, is dropped, and the query bias becomes a
+    content bias per head and key. With `calibration`, the features minimise the error of the scores on those inputs
+    instead of that of the weights; on MiniLM this reduces the error of the output by nine tenths. From the rank of all
+    heads on, at most `H D`, the result is exact.
 
-    Layers of transformers models keep their forward, and the model is put in use
-    (`hk.integrations.transformers.use`); a `GatedMultiheadAttention` is replaced by a
-    `CollaborativeMultiheadAttention` (`torch.nn.MultiheadAttention` after `hk.nn.replace_attention_(model)`). Gates,
-    values, outputs and dropout stay; attributes that were put on a module that is replaced go with it. Keys and values
-    that heads share (grouped keys) are repeated for each head, so that such a model can grow. The parameters of queries
-    and keys are new ones: make the optimiser anew. Convert the whole model, not a part of it, for it to be saved by
-    `save_pretrained`. Dense mixing (`cp`) pays off in parameters, in the cache and for short inputs only: each report
-    says below which length it has fewer FLOPs.
+    Layers of transformers models keep their forward, and the model is prepared with `hk.integrations.transformers.use`.
+    A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` (for `torch.nn.MultiheadAttention`,
+    call `hk.nn.replace_attention_(model)` first). Gates, values, outputs, dropout and attributes set on a module are
+    kept. Keys and values of grouped-query heads are repeated for each query head, so such a model can grow. The
+    parameters of queries and keys are new: create the optimiser afterwards. Convert the whole model, not a part of it,
+    so that `save_pretrained` can save it. Dense mixing (`cp`) pays off only in parameters, in the cache and for short
+    inputs: each report has the length below which it takes fewer FLOPs.
 
-    Everything is read and computed before anything is changed, and on an error or Ctrl-C the model is what it was.
+    Everything is checked and computed before anything is changed; an error or Ctrl-C leaves the model unchanged.
 
     Args:
-        model: a model with layers of the table (`hk.heads.attention_layers`).
-        dim: features of a layer on average, which layers get as they need them, above 8 in multiples of 8
-            (`solve_budget`, with as many parameters); a list with one number for each layer, such as `[192] * L`; or
-            `{layer: number}`, layers by index or name, which converts these alone.
-        energy: in place of `dim`, the share of the mean square of the scores that each layer keeps at least: the
-            fewest features with `error_curve <= sqrt(1 - energy)`.
-        params: in place of `dim`, query and key parameters of all converted layers together, at most.
-        error: in place of `dim`, the relative error of the scores of all layers together, at most.
-        method: "cp", every head mixes all features; or "ragged", every head has some of its own, which needs no
-            iteration and has a larger error. Its scores run over whole chunks of 16 features: over `Ds` and what is
-            left over of chunks, which can be more than before where `Ds` is near `H D` (`Report.executed_features`).
-            For `dim` and `params` a head gets features in groups of 4, so that a layer may have up to 3 fewer than it
-            could.
-        calibration: batches, as in `calibrate`, or what `calibrate` gave; None weighs all weights alike.
+        model: a model with attention layers (`hk.heads.attention_layers`).
+        dim: average number of features per layer, distributed by `solve_budget` with as many parameters, above 8 in
+            multiples of 8; a list with one number per layer, such as `[192] * L`; or `{layer: number}`, layers by index
+            or name, which converts only these.
+        energy: instead of `dim`, the minimum share of the mean square of the scores that each layer keeps: the fewest
+            features with `error_curve <= sqrt(1 - energy)`.
+        params: instead of `dim`, the maximum number of query and key parameters of all converted layers together.
+        error: instead of `dim`, the maximum relative error of the scores of all layers together.
+        method: "cp", every head mixes all features; or "ragged", every head has separate features, which needs no
+            iteration and has a larger error. Its scores use whole chunks of 16 features, which can be more than before
+            if `Ds` is near `H D` (`Report.executed_features`). For `dim` and `params` a head gets features in groups
+            of 4, so that a layer may have up to 3 fewer than possible.
+        calibration: batches, as in `calibrate`, or its result; None weights all weights equally.
         layers: indices or names; default all that have heads.
-        iterations: of `cp`, at most.
-        length: of the sentence that reports count FLOPs for. A warning says where they rise at it.
-        progress: whether to show bars on a terminal, where rich is installed.
+        iterations: maximum number of iterations of `cp`.
+        length: input length for which reports count FLOPs. A warning names the layers whose FLOPs rise at this length.
+        progress: whether to show progress bars on a terminal, if rich is installed.
 
     Returns:
         A `Conversion`: errors, parameters and FLOPs of each layer, and of all together.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, named with its value and what would do; a layer that is
-            collaborative already, that has rotary positions or norms before its scores, an adapter on its queries or
-            keys (merge it first), quantised or sharded projections or forward hooks on them, or weights that are not
-            finite; calibration without tokens, of another width, or with NaN.
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work. Also if a
+            layer is collaborative already, has rotary positions or norms before its scores, an adapter on its queries
+            or keys (merge it first), quantised or sharded projections, forward hooks on them, or weights that are not
+            finite; or calibration data has no tokens, another width, or NaN.
     """
     wanted = Wanted(dim, energy, params, error)
     if method not in _METHODS:
@@ -144,8 +142,8 @@ def collaborate(
 def _warn_of_rank(
     wanted: Wanted, layers: list[AttentionLayer], ranks: list[int], factors: list[Factors]
 ) -> None:
-    """Where more features were asked for than a layer has: it is exact with those that it has."""
-    if isinstance(wanted.dim, int):  # an average, of which the layers get what they have
+    """Warn if `dim` exceeds the rank of a layer, with which it is already exact."""
+    if isinstance(wanted.dim, int):  # an average
         full = all(made.dim == rank for made, rank in zip(factors, ranks, strict=True))
         asked = [wanted.dim if full else 0] * len(layers)
     else:
@@ -158,27 +156,27 @@ def _warn_of_rank(
     ]
     if over:
         warnings.warn(
-            f"dim is {wanted.dim}, more than the rank of the scores: {_first(over)}. With as many "
-            "features as its rank a layer is exact, and it gets no more.",
+            f"dim is {wanted.dim}, more than the rank of the scores: {_first(over)}. A layer is "
+            "exact with as many features as its rank, and gets no more.",
             stacklevel=_CALLER,
         )
 
 
 def _warn_of_flops(reports: list[Report], method: str) -> None:
-    """Where attention costs more than it did, at the length that the reports are for."""
+    """Warn if attention takes more FLOPs than before, at the length of the reports."""
     rising = [report for report in reports if report.flops > report.flops_before]
     if not rising:
         return
     before = sum(report.flops_before for report in reports) / 1e6
     after = sum(report.flops for report in reports) / 1e6
-    instead = "a smaller dim, or method='ragged', whose heads read features of their own alone"
+    instead = "a smaller dim, or method='ragged', whose heads have separate features"
     if method == "ragged":
         instead = "a smaller dim"
     borders = [f"{report.break_even:.0f}" for report in rising]
     warnings.warn(
         f"At T = {reports[0].length} {len(rising)} of {len(reports)} converted layers have more "
         f"FLOPs than before (all layers: {before:.3g} -> {after:.3g} MFLOPs); they have fewer below "
-        f"about T = {_first(borders)}. For longer inputs take {instead}. Yours go to length=.",
+        f"about T = {_first(borders)}. For longer inputs use {instead}; pass length= for yours.",
         stacklevel=_CALLER,
     )
 

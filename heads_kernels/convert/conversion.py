@@ -1,4 +1,4 @@
-"""What a conversion did to each layer and to the model: errors, parameters, FLOPs, and a picture of them."""
+"""Reports of a conversion: errors, parameters and FLOPs of each layer and the model, and their plot."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ class Report:
 
     Attributes:
         dim: Ds.
-        features: how many of them each head uses.
-        executed_features: that the scores of all heads run over, in whole chunks; before it was `H D`.
-        weight_error, score_error: as the functions of these names say; `score_error` is None without moments.
-        parameters_before, parameters: of queries and keys, as `count_parameters` says. Values that were shared, which
-            are repeated, are not in it.
-        length: of the sentence that FLOPs are counted for.
-        flops_before, flops: of its self-attention, as `count_flops` says, with values as wide as keys.
-        break_even: the length below which there are fewer FLOPs than before, as `break_even` says.
+        features: number of features that each head uses.
+        executed_features: features that the scores of all heads use, in whole chunks; `H D` before conversion.
+        weight_error, score_error: of the functions with these names; `score_error` is None without moments.
+        parameters_before, parameters: of queries and keys (`count_parameters`), without repeated values.
+        length: input length for which FLOPs are counted.
+        flops_before, flops: of its self-attention (`count_flops`), with values as wide as keys.
+        break_even: the length below which it takes fewer FLOPs than before (`break_even`).
     """
 
     dim: int
@@ -59,7 +58,7 @@ class Report:
         Hk: int | None = None,
         length: int = 128,
     ) -> Report:
-        """Of `factors` that were made from `heads`, their errors under `moments`; of Hk key heads, None means H."""
+        """The report of `factors` of `heads`, with errors under `moments`; Hk key heads, None means H."""
         D_in, D_k, H, D_in_k = heads.D_in, heads.D_k, heads.H, heads.D_in_k
         Ds, used = factors.dim, factors.executed_features
         bias = heads.query_bias is not None
@@ -87,13 +86,13 @@ _ROUNDING: Final = 1e-9
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Conversion:
-    """A converted model, before and after; `str` of it is a table, `hk.convert.plot` draws it.
+    """The result of a conversion; `print` shows a table, `hk.convert.plot` draws it.
 
     Attributes:
         method: "cp" or "ragged".
         layers: names of the converted layers.
-        reports: one for each.
-        curves: what other dims would have given.
+        reports: one per layer.
+        curves: errors at other dims.
         parameters_before, parameters: of the whole model.
     """
 
@@ -111,12 +110,12 @@ class Conversion:
 
     @property
     def exact(self) -> tuple[bool, ...]:
-        """Of each layer, whether it computes what it did: its weights differ by rounding alone."""
+        """Whether each layer computes the same as before, up to rounding of its weights."""
         return tuple(report.weight_error < _ROUNDING for report in self.reports)
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Relative error of the scores of each layer; of the weights, without calibration."""
+        """Relative error of the scores of each layer, or of the weights without calibration."""
         return tuple(
             report.weight_error if report.score_error is None else report.score_error
             for report in self.reports
@@ -124,14 +123,14 @@ class Conversion:
 
     @property
     def error(self) -> float:
-        """That of all layers together."""
+        """Relative error of all layers together."""
         squares = self.curves.squares
         cut = sum(map(operator.mul, squares, (error**2 for error in self.errors)))
         return math.sqrt(cut / sum(squares)) if any(squares) else 0.0
 
     @property
     def flops_before(self) -> int:
-        """Of all layers, for one sentence of the length that the reports name."""
+        """Of all layers, for one input of the length of the reports."""
         return sum(report.flops_before for report in self.reports)
 
     @property
@@ -139,7 +138,7 @@ class Conversion:
         return sum(report.flops for report in self.reports)
 
     def to_dict(self) -> dict[str, Any]:
-        """In types of JSON; a break-even length that is infinite is None."""
+        """As JSON types; an infinite break-even length is None."""
         reports = [
             asdict(report)
             | {
@@ -185,7 +184,7 @@ class Conversion:
 
 
 def _row(name: str, report: Report, exact: bool, error: float) -> tuple[str, ...]:
-    """Of the table. A head uses the same number of features as all others, or from the fewest to the most."""
+    """A row of the table, with the number of features per head, or its range."""
     fewest, most = min(report.features), max(report.features)
     return (
         name,
@@ -200,27 +199,27 @@ def _row(name: str, report: Report, exact: bool, error: float) -> tuple[str, ...
 
 
 def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None) -> Figure:
-    """Draw what each number of features keeps, layer by layer from dark to light, and what a conversion chose.
+    """Plot errors over the number of features, for layers from dark to light, and the choice of a conversion.
 
-    The first panel has the relative errors (`Curves.errors`), with a dot for each converted layer: below
-    its curve where features are shared (`cp`). The second has the captured energy of `W_Q^T W_K` over its dimensions
-    (Cordonnier et al. 2020, figure 1): of all heads together, and of single heads, the mean. The third, of a
-    conversion, has the features of every layer before those with which it would be exact.
+    The first panel shows the relative errors (`Curves.errors`), with a dot for each converted layer, below
+    its curve if features are shared (`cp`). The second shows the captured energy of `W_Q^T W_K` over its dimensions
+    (Cordonnier et al. 2020, figure 1), of all heads together and the mean of single heads. The third, for a
+    conversion, shows the features of every layer next to the number with which it would be exact.
 
     Args:
-        shown: what `curves` or `collaborate` gave.
-        path: of a file to write as well, PNG, SVG or PDF by its ending.
+        shown: the result of `curves` or `collaborate`.
+        path: also write a PNG, SVG or PDF file, by its ending.
 
     Returns:
-        The figure; notebooks show it.
+        The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: `shown` is something else.
-        ValueError: a `path` of another ending, or in a folder that doesn't exist.
+        ValueError: `path` has another ending or its folder does not exist.
     """
     if not isinstance(shown, (Curves, Conversion)):
-        instead = "pass what hk.convert.curves or hk.convert.collaborate gave"
+        instead = "pass the result of hk.convert.curves or hk.convert.collaborate"
         refuse("shown", f"is a {type(shown).__name__}", instead, TypeError)
     path = check_figure_path(path)
     try:

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of ordinary and of collaborative attention, as closed formulas of plain numbers.
+"""Parameters and FLOPs of ordinary and collaborative attention, as closed formulas.
 
 `D_in` is the width of the inputs, `D_k` the concatenated key width of all `H` heads, `Ds` the shared width. FLOPs are
 2 per multiply-add. (Cordonnier et al. 2020, table 1, with the biases.)
@@ -32,13 +32,13 @@ def count_parameters(
     Args:
         D_in, D_k, H, Ds: the sizes of the layer.
         D_in_k: width of the keys' inputs; None means `D_in`.
-        Hk: key heads of ordinary attention, which several heads share where they are fewer; None means H.
-        bias: whether the projections have biases; a converted layer keeps content weights without, for the mean of its
-            calibration inputs.
-        trained: the form of a layer that was not converted.
+        Hk: key heads of ordinary attention; None means H.
+        bias: whether the projections have biases; a converted layer has content weights in either case, for the mean of
+            its calibration inputs.
+        trained: count a layer that was trained as collaborative, not converted.
 
     Raises:
-        TypeError, ValueError: a size that is no int, or below 1.
+        TypeError, ValueError: a size is not an int >= 1.
     """
     D_in_k = D_in if D_in_k is None else D_in_k
     _check_sizes(D_in=D_in, D_k=D_k, H=H, Ds=Ds, D_in_k=D_in_k, Hk=Hk)
@@ -49,7 +49,7 @@ def count_parameters(
 
 
 class Flops(NamedTuple):
-    """FLOPs of the forward pass of one attention layer, by what they are spent on."""
+    """FLOPs of the forward pass of one attention layer, by part."""
 
     query: int
     key: int
@@ -91,7 +91,7 @@ def count_flops(
     | `content` | 0 | `2 S D_in_k H + P H` |
     | `values`, `value`, `output` | `2 P D_v`, `2 S D_in_k D_v`, `2 T D_v D_out` | the same |
 
-    Of ordinary attention with fewer key heads, `key` and `value` are `Hk / H` of that.
+    With `Hk < H` key heads in ordinary attention, `key` and `value` are multiplied by `Hk / H`.
 
     Args:
         T, S: query rows and keys, padding left out; summed over a batch.
@@ -99,13 +99,13 @@ def count_flops(
         D_v, D_in_k, D_out: concatenated width of the values, widths of the keys' inputs and of the output; None means
             `D_k`, `D_in`, `D_in`.
         Hk: key heads of ordinary attention; None means H.
-        pairs: P, pairs of a row and a key that it sees: `T S` where it is None, about half of it in causal attention,
-            the sum over a batch.
-        executed_features: F, features that the scores of the open heads run over (`Factors.executed_features`).
-        open_heads: of H; a closed one costs its share of projections alone.
+        pairs: P, visible (row, key) pairs, summed over a batch: about half of `T S` in causal attention; None means
+            `T S`.
+        executed_features: F, features that the scores of the open heads use (`Factors.executed_features`).
+        open_heads: number of open heads; a closed one costs only its share of the projections.
 
     Raises:
-        TypeError, ValueError: a size that is no int, or below 1; more open heads than heads.
+        TypeError, ValueError: a size is not an int >= 1, or `open_heads` is above H.
     """
     D_v, D_out = D_k if D_v is None else D_v, D_in if D_out is None else D_out
     D_in_k = D_in if D_in_k is None else D_in_k
@@ -142,22 +142,22 @@ def break_even(
     Hk: int | None = None,
     executed_features: int | None = None,
 ) -> float:
-    """Below this T collaborative self-attention has fewer FLOPs than ordinary attention.
+    """The T below which collaborative self-attention takes fewer FLOPs than ordinary attention.
 
-    It saves projections, `4 T D_in (D_k - Ds)`, and pays scores, `2 T^2 (F - D_k)`; mixing and content, which are
-    small, are left out. With dense mixing `F = H Ds`. Of fewer key heads it saves `4 T D_in (D_k Hk / H - Ds)`, values
-    that are as wide as keys and are repeated counted in.
+    It saves projections, `4 T D_in (D_k - Ds)`, and adds scores, `2 T^2 (F - D_k)`; mixing and content, which are
+    small, are left out. With dense mixing `F = H Ds`. With fewer key heads it saves `4 T D_in (D_k Hk / H - Ds)`,
+    including the cost of repeated values, as wide as keys.
 
     Args:
         D_in, D_k, Ds, H: the sizes of the layer.
         Hk: its key heads; None means H.
-        executed_features: F where mixing has zeros (`Factors.executed_features`).
+        executed_features: F if mixing has zeros (`Factors.executed_features`).
 
     Returns:
-        A whole number, rounded; `math.inf` where scores cost no more than they did; 0 where nothing is saved.
+        A rounded whole number; `math.inf` if scores cost no more than before; 0 if nothing is saved.
 
     Raises:
-        TypeError, ValueError: a size that is no int, or below 1.
+        TypeError, ValueError: a size is not an int >= 1.
     """
     _check_sizes(D_in=D_in, D_k=D_k, Ds=Ds, H=H, Hk=Hk)
     saved = _of_key_heads(D_k, H, Hk) - Ds

@@ -15,10 +15,10 @@ from heads_kernels.convert.moments import Moments, whiten
 from heads_kernels.convert.ragged import chunked, own_features, ragged
 from heads_kernels.convert.spectrum import Spectrum
 
-#: Noise that the start gets, relative to it: it parts features that are alike (two rotated copies of one head would
-#: keep each other's place for ever). On the layers of MiniLM the error ended as low as without it or up to 2 % lower.
+#: Relative noise of the start, which separates equal features (two rotated copies of one head would otherwise stay
+#: equal). On the layers of MiniLM the error ended as low as without it or up to 2 % lower.
 _NOISE = 0.5
-#: Share of a Gram matrix's own diagonal that is added to it: above its rounding, below every error that is looked at.
+#: Ridge relative to the diagonal of a Gram matrix: above its rounding, below every error of interest.
 _RIDGE = 1e-12
 
 
@@ -32,32 +32,32 @@ def cp(
     callback: Callable[[int, float], None] | None = None,
     spectrum: Spectrum | None = None,
 ) -> Factors:
-    r"""`dim` features that all heads share, each head mixing them with a vector of its own.
+    r"""`dim` features that all heads share, each head with its own mixing vector.
 
     .. math:: W_Q^{hT} W_K^h \approx \sum_r mixing_{hr} \, query_r \, key_r^T
 
-    (Cordonnier et al. 2020, section 4.) Alternating least squares in turn for query, key and mixing, from the
-    features of `ragged`. Every feature is a sum of the heads' own weights, so all work is on Gram matrices of `[H D,
-    H D]`, and the tensor of all products is never built. Steps go on in the direction of the last one and are taken
-    back where the error would grow. The error is that of the weights, or with moments that of the scores.
+    (Cordonnier et al. 2020, section 4.) Alternating least squares for query, key and mixing, starting from the
+    features of `ragged`. Every feature is a linear combination of the heads' weights, so all work is on Gram matrices
+    `[H D, H D]`, and the tensor of all products is never formed. Steps have momentum and are undone if the error would
+    grow. The error is that of the weights, or with moments that of the scores.
 
     Args:
         heads: the layer's projections.
-        dim: Ds, at least 1. From the rank of all heads on, at most `H * D`, the factors are exact and are those of
+        dim: Ds, at least 1. From the rank of all heads on, at most `H * D`, the factors are exact and equal those of
             `ragged`.
-        moments: of the inputs of queries and keys; None weighs all weights alike.
-        iterations: at most so many.
-        tolerance: stop when a step without momentum takes less than this share off the error.
-        callback: is called after each iteration with its number from 1 and the relative error, content left out; the
+        moments: of the inputs of queries and keys; None weights all weights equally.
+        iterations: maximum number of iterations.
+        tolerance: stop when a step without momentum reduces the error by less than this share.
+        callback: called after each iteration with its number, from 1, and the relative error without content; the
             error never grows.
-        spectrum: `Spectrum.of(heads, moments)`, where it is there already.
+        spectrum: `Spectrum.of(heads, moments)`, if already computed.
 
     Returns:
         Factors whose error is at most that of `ragged` at this `dim`. The same call gives the same numbers.
 
     Raises:
-        TypeError, ValueError: `dim` or `iterations` that is no int or below 1, a negative tolerance; moments
-            that do not fit the heads.
+        TypeError, ValueError: `dim` or `iterations` is not an int >= 1, `tolerance` is negative, or moments do not fit
+            the heads.
     """
     check_size("dim", dim)
     check_size("iterations", iterations)
@@ -70,7 +70,7 @@ def cp(
     fit = before = _start(products, spectrum, dim)
     momentum = 0
     for iteration in range(1, iterations + 1):
-        # the weights of Nesterov's method, from 0 anew after a step that brought little or is taken back
+        # Nesterov's weights, restarted after a step that gained little or is undone
         ahead = momentum / (momentum + 3)
         found = products.sweep(
             *(now + ahead * (now - then) for now, then in zip(fit.open, before.open, strict=True))
@@ -107,7 +107,7 @@ class _Fit:
 
     @property
     def open(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the next sweep starts from."""
+        """The start of the next sweep."""
         return self.key, self.scored, self.mixing
 
 

@@ -1,4 +1,4 @@
-"""What each number of features would cost and keep, layer by layer: what a dim is chosen by."""
+"""Errors and energy of each layer by number of features, to choose `dim`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from heads_kernels.nn.snapshot import undone
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """Of the layers of a model before they are converted.
+    """Error curves of the layers of a model before conversion.
 
     Attributes:
         layers: their names.
-        errors: `[R + 1]` of each, as `error_curve` gives it: the relative error of the scores with 0 to R features, of
-            the weights where there was no calibration.
-        squares: of each, what that error is relative to: the mean square of the scores of all heads, scale included.
-        energy: of each, what the first dimensions of the weights hold.
+        errors: `[R + 1]` per layer (`error_curve`): the relative error of the scores with 0 to R features, or of the
+            weights without calibration.
+        squares: per layer, the mean square of the scores of all heads, scale included, that the error is relative to.
+        energy: per layer, the captured energy of the weights.
     """
 
     layers: tuple[str, ...]
@@ -58,7 +58,7 @@ def curves(
     *,
     progress: bool = True,
 ) -> Curves:
-    """What each `dim` would cost the layers of a model, which stays as it is; `plot` draws it.
+    """The error of each layer of a model for every `dim`, without changing the model; `plot` draws it.
 
     Args:
         model, calibration, layers, progress: as in `collaborate`.

@@ -1,4 +1,4 @@
-"""How many features each layer gets: what a conversion is asked for, error curves, and a budget shared among layers."""
+"""The number of features of each layer: the requested target, error curves, and a budget shared among layers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Dim: TypeAlias = int | Sequence[int] | Mapping[int, int] | Mapping[str, int]
 #: scores run over (below those of ordinary attention at Ds 256 too) and at most 0.003 off the cosine of sentences;
 #: groups of 8 take 25 to 35 % and up to 0.008, groups of 16 cost up to 0.02.
 _GROUP: Final = 4
-#: Where features are allotted, layers get a multiple of so many: rows of 16 bytes in half precision.
+#: Features are allotted in multiples of this: rows of 16 bytes in half precision.
 _ROW: Final = 8
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for; see `collaborate`.
+    """The requested size of a conversion; see `collaborate`.
 
     Raises:
-        TypeError, ValueError: none or several of the four, or one that is no such number.
+        TypeError, ValueError: none or several of the four are given, or one is invalid.
     """
 
     dim: Dim | None
@@ -76,11 +76,11 @@ class Wanted:
 
     @property
     def multiple(self) -> int:
-        """Ragged features that a head gets at once: one by one where an error was asked for, so that it is held."""
+        """Group size of ragged features: 1 for `energy` and `error`, so that they are met."""
         return _GROUP if self.energy is None and self.error is None else 1
 
     def dims(self, heads: Sequence[Heads], spectra: Sequence[Spectrum]) -> list[int]:
-        """For each layer; those above a layer's rank mean its rank."""
+        """Ds of each layer; values above its rank mean its rank."""
         if self.energy is not None:
             bound = (1 - self.energy) ** 0.5
             return [max(1, int((spectrum.errors() > bound).sum())) for spectrum in spectra]
@@ -139,25 +139,24 @@ def solve_budget(
     params: int | None = None,
     error: float | None = None,
 ) -> list[int]:
-    """The `dim` of each layer with which all of them together keep most of their scores.
+    """The `dim` of each layer that keeps most of the scores of all layers together.
 
-    The singular values of all layers compete, each by the mean square that it adds to the scores, scale included, for
-    each parameter that it costs. A layer whose scores vary little gets few features: its attention is near uniform.
+    Singular values of all layers are chosen by the mean square that they add to the scores, scale included, per
+    parameter. A layer whose scores vary little gets few features: its attention is nearly uniform.
 
     Args:
         layers: the projections of each layer.
-        moments: of each layer's inputs; None weighs all weights alike.
-        params: query and key parameters of all converted layers together, as `count_parameters` counts them; at most
-            so many.
-        error: relative error of the scores of all layers together (of the weights, without moments); at most so
-            large, with the fewest parameters.
+        moments: of each layer's inputs; None weights all weights equally.
+        params: maximum number of query and key parameters of all converted layers together (`count_parameters`).
+        error: maximum relative error of the scores of all layers together (of the weights, without moments), reached
+            with the fewest parameters.
 
     Returns:
-        One number of at least 1 for each layer.
+        One number >= 1 for each layer.
 
     Raises:
-        ValueError: neither or both of `params` and `error`; fewer `params` than one feature a layer needs; an `error`
-            that is negative; another number of `moments` than of layers; moments that do not fit their layer.
+        ValueError: neither or both of `params` and `error` are given; `params` is too small for one feature per layer;
+            `error` is negative; the number of `moments` is not that of layers, or moments do not fit their layer.
     """
     if (params is None) == (error is None):
         refuse("params", f"is {params} and error is {error}", "pass one of the two")
@@ -173,7 +172,7 @@ def solve_budget(
 def allot(
     layers: Sequence[Heads], spectra: Sequence[Spectrum], params: int | None, error: float | None
 ) -> list[int]:
-    """As `solve_budget`, of these spectra."""
+    """`solve_budget` for given spectra."""
     offers = [_offers(heads, spectrum) for heads, spectrum in zip(layers, spectra, strict=True)]
     first = sum(count_parameters(x.D_in, x.D_k, x.H, 1, D_in_k=x.D_in_k) for x in layers)
     owner = torch.tensor(
@@ -194,7 +193,7 @@ def allot(
 
 
 def _offers(heads: Heads, spectrum: Spectrum) -> tuple[Tensor, int]:
-    """What each feature of a layer adds to the mean square of its scores, descending, and what one costs."""
+    """The contribution of each feature to the mean square of the scores, descending, and its cost in parameters."""
     squares = spectrum.values.flatten().sort(descending=True).values.square()
     cost = heads.D_in + heads.D_in_k + heads.H
     return heads.scale**2 * squares[: max(spectrum.rank, 1)], cost

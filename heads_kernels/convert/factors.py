@@ -1,4 +1,4 @@
-"""Weights of a collaborative layer, and how far they are from the heads they stand for."""
+"""Weights of a collaborative layer, and their error relative to the original heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Factors:
         key: `[Ds, D_in_k]`, without bias.
         mixing: `[H, Ds]`; the largest entry of a feature is 1, and its rows of `query` and `key` have equal norms.
         content: `[H, D_in_k]`: `content_bias` of the operator is `content` times the keys' inputs.
-        scale: that of the layer that was converted.
+        scale: that of the original layer.
     """
 
     query: Tensor
@@ -40,13 +40,13 @@ class Factors:
 
     @property
     def features(self) -> list[int]:
-        """How many of the shared features each head uses."""
+        """Number of features that each head uses."""
         used: list[int] = self.mixing.count_nonzero(1).tolist()
         return used
 
     @property
     def executed_features(self) -> int:
-        """Features that the scores of all heads run over: those of every chunk that a head does not skip."""
+        """Features that the scores of all heads use, in whole chunks."""
         return int(active_widths(self.mixing).sum())
 
 

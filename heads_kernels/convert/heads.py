@@ -1,4 +1,4 @@
-"""What conversion reads of a layer: the query and key projections of its heads."""
+"""The query and key projections of a layer's heads, the input of a conversion."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from heads_kernels.checks import refuse
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    r"""The heads of one attention layer, as far as its scores go; held in float64.
+    r"""The query and key weights of the heads of one attention layer, in float64.
 
     .. math:: score_h(x, y) = scale \cdot (W_Q^h x + b_Q^h) \cdot (W_K^h y)
 
-    A bias of keys adds the same number to every score of a query, which the softmax does not see, so there is none
-    here. Keys that several heads share are repeated for each of them.
+    A key bias adds the same number to every score of a query, which does not change the softmax, so it is left out.
+    Keys that several heads share are repeated for each of them.
 
     Attributes:
         query: `[H, D, D_in]`, the rows of the query weights by head (`weight.view(H, D, D_in)` of an `nn.Linear`).
@@ -27,8 +27,8 @@ class Heads:
         query_bias: `[H, D]`, or None.
 
     Raises:
-        TypeError, ValueError: a tensor that is not floating, does not fit the others or is not finite; a scale that
-            is not a finite number other than 0.
+        TypeError, ValueError: a tensor is not floating, does not fit the others or is not finite; `scale` is not a
+            finite number other than 0.
     """
 
     query: Tensor

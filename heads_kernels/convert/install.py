@@ -1,4 +1,4 @@
-"""Layers chosen for conversion, the heads that conversion reads of them, and layers that compute with factors."""
+"""Choose layers for conversion, read their heads, and install factors."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ from heads_kernels.nn.snapshot import kept_on_error
 def prepare(
     model: nn.Module, layers: Iterable[int | str] | None, argument: str = "layers"
 ) -> list[AttentionLayer]:
-    """The layers to convert, in the order in which they are named, of a model that runs on the operators from now on.
-
-    Models of transformers with chosen layers are put in use. Attention that is not chosen stays what it was.
+    """The layers to convert, in the given order. transformers models that contain them run on the operators afterwards.
 
     Args:
-        model: what holds the layers, not a layer itself.
+        model: contains the layers, and is not a layer itself.
         layers: indices or names of `attention_layers(model)`; None means all that have heads.
-        argument: what errors call `layers`.
+        argument: the name of `layers` in errors.
 
     Raises:
-        TypeError, ValueError: a layer that doesn't exist, is named twice or can not be converted; no layer at all.
+        TypeError, ValueError: a layer does not exist, is named twice or cannot be converted; there is no layer.
     """
     named = _chosen(attention_layers(model), layers, argument)
     _use(model, named)
@@ -88,13 +86,12 @@ def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
 def read_heads(layer: AttentionLayer) -> Heads:
     """The query and key projections of a layer, float64, on the device of its weights.
 
-    Whatever holds them: `nn.Linear`, transformers' `Conv1D`, one fused projection. Keys that several heads share are
-    repeated; the scale is that of the layer.
+    Projections may be `nn.Linear`, transformers' `Conv1D`, or fused. Keys that several heads share are repeated.
 
     Raises:
-        ValueError: a layer whose scores are no products of its weights (rotary positions), that is collaborative
-            already, has no heads left, or keeps logits of an output gate among the rows of its queries; weights that
-            are packed, or not finite.
+        ValueError: the scores are not products of weights (rotary positions); the layer is collaborative already, has
+            no heads left, or has logits of an output gate among the rows of its queries; weights are packed or not
+            finite.
     """
     check_has_products(layer)
     assert layer.scale is not None
@@ -123,28 +120,27 @@ def _rows(projection: Projection) -> Tensor:
 @torch.inference_mode(False)
 @torch.no_grad()
 def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged: bool) -> None:
-    """Let a layer compute with these factors from now on, in place.
+    """Make a layer compute with these factors, in place.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
     of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
-    attention function takes them. Its cache then keeps one key and H content biases of a token instead of H keys; it
-    can not be a static one. Values, output, gates, scale and dropout stay as they are, but values that heads share
-    are repeated for each, and hooks and other attributes of a module that is replaced go with it.
+    attention function uses them. Its cache then keeps one key and H content biases per token instead of H keys, and
+    cannot be static. Values, output, gates, scale, dropout and other attributes are kept; values that heads share are
+    repeated for each.
 
-    The new parameters have dtype, device and `requires_grad` of the old projections: make the optimiser anew. What
-    was converted is written into the `config.heads_kernels` of transformers models: pass the whole model, not a part of
-    it, for it to be saved.
+    The new parameters have the dtype, device and `requires_grad` of the old projections: create the optimiser
+    afterwards. The conversion is recorded in `config.heads_kernels` of transformers models: pass the whole model, not a
+    part of it, so that it is saved.
 
     Args:
-        model: that holds the layer; a transformers model after `hk.integrations.transformers.use(model)`.
-        layer: one of `hk.heads.attention_layers(model)`, as it is now.
-        factors: made from `read_heads(layer)`.
+        model: contains the layer; a transformers model after `hk.integrations.transformers.use(model)`.
+        layer: one of the current `hk.heads.attention_layers(model)`.
+        factors: computed from `read_heads(layer)`.
         ragged: whether entries of mixing that are 0 stay 0 in training, and cost nothing.
 
     Raises:
-        TypeError, ValueError: a layer that is not of this model, or that `read_heads` refuses; a module that calls
-            another attention function, or none that is known; factors of another layer, or not finite. Nothing is
-            changed then.
+        TypeError, ValueError: the layer is not in this model, `read_heads` refuses it, or its module calls another
+            attention function; the factors are of another layer or not finite. The model is then unchanged.
     """
     check_flag("ragged", ragged)
     if not isinstance(factors, Factors):

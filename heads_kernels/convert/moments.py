@@ -1,4 +1,4 @@
-"""What a layer's queries and keys are made of: moments of their inputs, gathered batch by batch."""
+"""Moments of the inputs of a layer's queries and keys, gathered batch by batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from heads_kernels.checks import refuse
 from heads_kernels.convert.heads import Heads
 
-#: Eigenvalues of a covariance are at least this share of the largest, so that a direction that calibration did not show
-#: keeps a little weight, and all features together stay exact in it (heuristic).
+#: Minimum eigenvalue of a covariance relative to the largest, so that directions absent from calibration keep a small
+#: weight, and all features together are exact in them (heuristic).
 _FLOOR = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Sums over query rows, in float64; `+` joins those of two batches.
+    """Sums over query rows, in float64; `+` adds those of two batches.
 
-    Scores that differ by one number a row give the same attention. So what counts of the keys' inputs is how they vary
-    among the keys that a row sees; what counts of the queries' inputs is their covariance, because the content bias
-    takes up the effect of their mean.
+    Scores that differ by one number per row give the same attention. So the keys' inputs matter only by their variation
+    among the keys that a row sees, and the queries' inputs by their covariance, because the content bias absorbs the
+    effect of their mean.
 
     Attributes:
         count: query rows, a scalar.
@@ -51,12 +51,12 @@ class Moments:
         Args:
             query_inputs: floating `[..., T, D_in]`, one sentence in each `[T, D_in]`.
             key_inputs: floating `[..., S, D_in_k]`; None for self-attention, where they are the queries'.
-            query_mask: bool `[..., T]`, True for real tokens; what stands at others is not read, NaN included.
-            key_mask: bool `[..., S]`; None means `query_mask` in self-attention, else that all are real.
-            is_causal: a row sees the keys up to its own place; self-attention only.
+            query_mask: bool `[..., T]`, True for real tokens; other positions may be NaN.
+            key_mask: bool `[..., S]`; None means `query_mask` in self-attention, otherwise all True.
+            is_causal: a row sees the keys up to its own position; self-attention only.
 
         Raises:
-            TypeError, ValueError: a tensor of another dtype or shape; `is_causal` with `key_inputs`.
+            TypeError, ValueError: a tensor has another dtype or shape; `is_causal` with `key_inputs`.
         """
         query, query_real = _real("query", query_inputs, query_mask)
         if key_inputs is None:
@@ -109,16 +109,16 @@ class Moments:
 def whiten(
     heads: Heads, moments: Moments | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows over the inputs as rows over uncorrelated inputs of variance 1, for which a product's squared norm is the
-    mean square of its scores; without moments they are what they were.
+    """Transform weight rows to uncorrelated inputs of variance 1, for which a product's squared norm is the mean square
+    of its scores; without moments the rows do not change.
 
     Args:
-        heads: whose widths the moments must have.
+        heads: the moments must have their widths.
         query: `[..., D_in]`, rows that multiply the queries' inputs.
         key: `[..., D_in_k]`.
 
     Raises:
-        ValueError: moments of no tokens, of other widths or that are not finite.
+        ValueError: the moments have no tokens, other widths or are not finite.
     """
     if moments is None:
         return query, key
@@ -133,9 +133,9 @@ def whiten(
 
 
 def content_weights(heads: Heads, moments: Moments | None) -> Tensor:
-    """`[H, D_in_k]`: what a mean query scores, `W_K^hT (b_Q^h + W_Q^h mean)`; without moments the mean is 0.
+    """`[H, D_in_k]`: scores of the mean query, `W_K^hT (b_Q^h + W_Q^h mean)`; without moments the mean is 0.
 
-    (Cordonnier et al. 2020, eq. 12, and the mean.)
+    Cordonnier et al. 2020, eq. 12, extended by the mean.
     """
     mean_query = heads.query.new_zeros(heads.query.shape[:2])
     if heads.query_bias is not None:

@@ -1,4 +1,4 @@
-"""Ragged heads: every head keeps the features of its own that are worth most, in a share of its own."""
+"""Ragged heads: every head keeps its own most important features."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def ragged(
 ) -> Factors:
     """The best `dim` features that no two heads share.
 
-    The singular values of all heads compete for the `dim` places, so that a head keeps as many features as it is worth;
-    mixing is 1 for a head's own features and 0 elsewhere. No other choice of disjoint features has a smaller error:
-    that of the weights, or with moments that of the scores (Eckart and Young, head by head). Scores cost what the
-    features of a head cost, in whole chunks; features are ordered so that a head touches as few chunks as they allow.
+    The `dim` largest singular values of all heads are kept, so heads may have different numbers of features; mixing is
+    1 for a head's own features and 0 elsewhere. No other choice of disjoint features has a smaller error of the
+    weights, or with moments of the scores (Eckart and Young, head by head). Scores use whole chunks of features, which
+    are ordered so that each head uses as few chunks as possible.
 
     Args:
         heads: the layer's projections.
-        dim: Ds, at least 1. From the rank of all heads on, at most `H * D`, the factors are exact and have that many
-            features, no more.
-        moments: of the inputs of queries and keys; None weighs all weights alike.
-        multiple: features that a head gets or loses at once, at most `dim`. With 1 the error is the smallest for its
-            `dim`; with `MIXING_CHUNK` no head shares a chunk, scores run over `dim` features and not one more, and
-            that error is the smallest for its FLOPs.
-        spectrum: `Spectrum.of(heads, moments)`, where it is there already.
+        dim: Ds, at least 1. From the rank of all heads on, at most `H * D`, the factors are exact and have only that
+            many features.
+        moments: of the inputs of queries and keys; None weights all weights equally.
+        multiple: heads get features in groups of this size, at most `dim`. With 1 the error is the smallest for its
+            `dim`; with `MIXING_CHUNK` heads share no chunk, scores use exactly `dim` features, and the error is the
+            smallest for its FLOPs.
+        spectrum: `Spectrum.of(heads, moments)`, if already computed.
 
     Raises:
-        TypeError, ValueError: `dim` that is no int or below 1, `multiple` below 1 or above `dim`; moments that do
-            not fit the heads.
+        TypeError, ValueError: `dim` is not an int >= 1, `multiple` is below 1 or above `dim`, or moments do not fit the
+            heads.
     """
     check_size("dim", dim)
     if not 1 <= multiple <= dim:
@@ -72,10 +72,10 @@ def own_features(spectrum: Spectrum, owner: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
-    """Which head each feature belongs to, so that heads touch few chunks.
+    """The head of each feature, ordered so that heads use few chunks.
 
-    Whole chunks come first. What is left of a head goes whole into the first chunk where it fits, the largest first;
-    what fits nowhere is split over the space that is left.
+    Whole chunks come first. The remainders of heads, the largest first, go into the first chunk where they fit whole,
+    or else are split over the remaining space.
     """
     order = [head for head, count in enumerate(counts) for _ in range(count - count % chunk)]
     left = sum(counts) - len(order)

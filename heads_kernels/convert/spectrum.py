@@ -1,4 +1,4 @@
-"""Singular values of heads: the spectrum that features are chosen from, and the energy that the first ones hold."""
+"""Singular values of heads, from which features are chosen, and the captured energy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from heads_kernels.convert.moments import Moments, content_weights, whiten
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs where there are moments.
+    """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs if there are moments.
 
     With moments, a squared value is the mean square of what that feature adds to the head's scores before the scale.
 
@@ -48,20 +48,20 @@ class Spectrum:
 
     @cached_property
     def ranks(self) -> Tensor:
-        """`[H]`: features with which a head's scores are exact, those of values that are more than rounding."""
+        """`[H]`: number of features with which a head's scores are exact: singular values above rounding."""
         width = max(self.query.shape[2], self.values.shape[1])
         floor = self.values.max() * width * torch.finfo(self.values.dtype).eps
         return (self.values > floor).sum(1)
 
     @property
     def rank(self) -> int:
-        """Features with which the scores of all heads are exact."""
+        """Number of features with which the scores of all heads are exact."""
         return int(self.ranks.sum())
 
     def largest(self, dim: int, multiple: int = 1) -> list[int]:
-        """How many features each head keeps of the `dim` that are worth most, in groups of `multiple`.
+        """How many of the `dim` most important features each head has, in groups of `multiple`.
 
-        The last group of a head has what is left of its rank. At least one feature is kept in all.
+        The last group of a head may be smaller. At least one feature is kept in total.
         """
         places = torch.arange(self.values.shape[1], device=self.values.device)
         squares = self.values.square() * (places < self.ranks[:, None])
@@ -75,11 +75,11 @@ class Spectrum:
         return counts if any(counts) else [1, *counts[1:]]
 
     def cut(self, dim: int) -> float:
-        """Squared error of the products with the `dim` features that are worth most."""
+        """Squared error of the products with the `dim` most important features."""
         return float(self._cuts()[min(dim, self.values.numel())])
 
     def errors(self) -> Tensor:
-        """`[H R + 1]`: relative error of the scores with the 0, 1, ... features that are worth most."""
+        """`[H R + 1]`: relative error of the scores with the 0, 1, ... most important features."""
         cuts = self._cuts()
         whole = (cuts[0] + self.content).clamp(min=torch.finfo(cuts.dtype).tiny)
         return (cuts / whole).sqrt()

@@ -1,6 +1,6 @@
-"""The package inside other libraries; each is imported when it is asked for.
+"""Integrations with other libraries, imported on first use.
 
-transformers knows `attn_implementation="heads_kernels"` once both packages are imported, in either order.
+`attn_implementation="heads_kernels"` is registered once both packages are imported, in either order.
 """
 
 from __future__ import annotations

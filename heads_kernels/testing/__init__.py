@@ -1,4 +1,4 @@
-"""What tests, benchmarks and new kernels share: named cases, the accuracy rule, timers."""
+"""Named cases, the accuracy rule and timers, for tests, benchmarks and new kernels."""
 
 from heads_kernels.testing.accuracy import (
     Report,

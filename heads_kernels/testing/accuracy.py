@@ -5,9 +5,9 @@ every gradient, the largest and the root-mean-square error of a kernel may be
 
     2 * (error of the eager backend in that dtype) + (rounding floor, see `rounding`) * chance
 
-where `chance` is 1 but for fewer than 25 numbers, whose errors may happen to be larger than roundings are on average.
-and NaN and infinities must stand exactly where the oracle has them. In float64 eager is the oracle:
-its own error can not be seen and is taken to be the floor.
+where `chance` is 1, except for fewer than 25 numbers, whose errors may by chance be larger than roundings are on
+average. NaN and infinities must be exactly where the oracle has them. In float64 eager is the oracle: its own error
+cannot be measured and is taken to be the floor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.rounding import floors
 
-#: Times the error of eager in the same dtype: the factor of FlashAttention's tests.
+#: Factor of the error of eager in the same dtype, as in FlashAttention's tests.
 FACTOR = 2.0
 
 #: Standard deviations that a normal variable exceeds once in a million.
@@ -37,7 +37,7 @@ _OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATI
 
 @dataclass(frozen=True)
 class Quantity:
-    """Errors of one output or gradient against the oracle; `wrong` says what no bound allows."""
+    """Errors of one output or gradient against the oracle; `wrong` describes a wrong shape, dtype, NaN or infinity."""
 
     name: str
     max_error: float
@@ -48,7 +48,7 @@ class Quantity:
 
     @property
     def ratio(self) -> float:
-        """The larger error as a part of its bound; up to 1 is accurate."""
+        """The larger error divided by its bound; at most 1 is accurate."""
         if self.wrong:
             return float("inf")
         return max(_ratio(self.max_error, self.max_bound), _ratio(self.rms_error, self.rms_bound))
@@ -67,7 +67,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found; print it to read it."""
+    """The result of `check`; printable."""
 
     name: str
     operator: str
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def ratio(self) -> float:
-        """The largest error as a part of its bound."""
+        """The largest error divided by its bound."""
         return max((quantity.ratio for quantity in self.quantities), default=0.0)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What a kernel is held to on given inputs: the oracle, eager in the same dtype, the floors."""
+    """The references for given inputs: the oracle, eager in the same dtype, the floors."""
 
     inputs: Inputs
     oracle: dict[str, Tensor]
@@ -111,12 +111,12 @@ def check(
     seed: int = 0,
     backward: bool = True,
 ) -> Report:
-    """Hold `backend` to the rule on a named case: forward, and backward unless `backward` is False."""
+    """Check `backend` on a named case: forward, and backward unless `backward` is False."""
     return compare(_case_reference(case, dtype, str(device), seed, backward), backend, case.name)
 
 
 def compare(reference: Reference, backend: str | None, name: str = "inputs") -> Report:
-    """Hold `backend` to the rule on inputs of any origin; see `reference`."""
+    """Check `backend` on any inputs; see `reference`."""
     inputs = reference.inputs
     measured = run(inputs, backend, backward="dquery" in reference.oracle)
     quantities = tuple(
@@ -146,9 +146,9 @@ def _case_reference(
 
 
 def run(inputs: Inputs, backend: str | None, backward: bool = True) -> dict[str, Tensor]:
-    """What there is to judge, by name: out, lse, and with `backward` dquery, dkey, ...
+    """The results by name: out, lse, and with `backward` dquery, dkey, ...
 
-    lse of a head that is closed is 0 here: forward does not compute it.
+    lse of a closed head is 0 here, since the forward pass does not compute it.
     """
     if backward:
         out, grads = inputs.backward(backend)

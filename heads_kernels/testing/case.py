@@ -1,4 +1,4 @@
-"""What a named case is: the sizes and options of one call, and how its tensors are drawn."""
+"""Named cases: the sizes and options of one call, and how its tensors are drawn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Mixing = Literal["dense", "blocks", "ragged", "unaligned", "chunks", "zero_head"
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """What a call of either operator has.
+    """A call of either operator.
 
     gate       sizes of the gate, one letter per dimension, "1" broadcasts: "H", "BH", "B1T", "BHTD"
                (here D is the width Dv)
@@ -227,7 +227,7 @@ class _Draw:
         return drawn.to(self.device, self.dtype)
 
     def companion(self, tensor: Tensor) -> Tensor:
-        """A tensor beside query, key and value: float32, or float64 as they are."""
+        """A tensor besides query, key and value: float32, or float64 if they are."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return tensor.to(self.device, wide)
 

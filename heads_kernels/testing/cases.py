@@ -1,6 +1,6 @@
-"""Named cases: one call each, from tiny and nasty to the shapes of real models.
+"""The table of named cases: one call each, from tiny and nasty to the shapes of real models.
 
-Tests, benchmarks and kernels read `GATED` and `COLLABORATIVE`; a new row there is tested on every
+Tests and benchmarks read `GATED` and `COLLABORATIVE`; a new row there is tested on every
 backend and dtype. Tags: "tiny" and "nasty" run in every test run; "model" are shapes of real
 models, for benchmarks and slow tests; "long" is too long for an oracle that builds the `[T, S]`
 matrix.
@@ -281,7 +281,7 @@ CASES: Final[tuple[Case, ...]] = (*GATED, *COLLABORATIVE)
 
 
 def find(operator: str, name: str) -> Case:
-    """The case of this operator and name; raises `KeyError` naming what there is."""
+    """The case of this operator and name; raises `KeyError` with the existing names."""
     table = {case.name: case for case in CASES if case.operator == operator}
     if name not in table:
         raise KeyError(f"{operator} has no case {name!r}; it has {', '.join(table)}")

@@ -45,7 +45,7 @@ class Inputs:
         return function(**self.arguments(**options), backend=backend)
 
     def arguments(self, **options: Any) -> dict[str, Any]:
-        """The arguments by name: of an `offset_table` an `OffsetBias` is made."""
+        """The arguments by name; an `offset_table` becomes an `OffsetBias`."""
         arguments = {**self.tensors, **self.options, **options}
         if "offset_table" in arguments:
             arguments["bias"] = OffsetBias(arguments.pop("offset_table"))
@@ -56,7 +56,7 @@ class Inputs:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The output, and by argument name the gradients of the tensors that require one.
 
-        Where none requires a gradient, all get one.
+        If none requires a gradient, all get one.
         """
         inputs = self
         if not any(tensor.requires_grad for tensor in self.tensors.values()):
@@ -76,7 +76,7 @@ class Inputs:
         return replace(self, tensors=tensors, dout=self.dout.to(dtype))
 
     def requires_grad(self, *names: str) -> Inputs:
-        """The same memory as leaves that ask for gradients: those named, or all."""
+        """The same memory as leaves; those named, or all, require a gradient."""
         tensors = {
             name: t.detach().requires_grad_(not names or name in names)
             for name, t in self.tensors.items()

@@ -12,7 +12,7 @@ from heads_kernels.mask import Mask
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call, in the words of the documentation."""
+    """Sizes of a call."""
 
     B: int
     H: int
@@ -37,7 +37,7 @@ def lower_right(sizes: Sizes, device: torch.device) -> Mask:
 
 
 def padded(*lengths: int, queries: bool = True, causal: bool = False) -> MaskBuilder:
-    """Right padding of the keys, and of the query rows where `queries` (self-attention)."""
+    """Right padding of the keys, and of the query rows if `queries` (self-attention)."""
     return lambda sizes, device: Mask(
         causal=causal,
         key_lengths=torch.tensor(lengths, device=device),
@@ -68,13 +68,13 @@ def holes(sizes: Sizes, device: torch.device) -> Mask:
 
 
 def window_over_holes(sizes: Sizes, device: torch.device) -> Mask:
-    """Each row sees its own key, unless it is one of a run that is hidden: whole tiles of rows see nothing."""
+    """Each row sees only its own key, and a run of keys is hidden: whole tiles of rows see no key."""
     j = torch.arange(sizes.S, device=device)[None]
     return Mask(window=(0, 0), key_mask=(j < 9) | (j > 66))
 
 
 def packed(*documents: int, causal: bool = False) -> MaskBuilder:
-    """Documents of these lengths one behind the other; what is left over is padding."""
+    """Packed documents of these lengths; the rest is padding."""
     borders = [sum(documents[:n]) for n in range(len(documents) + 1)]
 
     def build(sizes: Sizes, device: torch.device) -> Mask:
@@ -85,27 +85,27 @@ def packed(*documents: int, causal: bool = False) -> MaskBuilder:
 
 
 def prefix(*lengths: int) -> MaskBuilder:
-    """A causal mask whose first `lengths[b]` keys everybody sees."""
+    """A causal mask whose first `lengths[b]` keys all rows see."""
     return lambda sizes, device: Mask(
         causal=True, prefix_lengths=torch.tensor(lengths, device=device)
     )
 
 
 def key_padding_tensor(sizes: Sizes, device: torch.device) -> Tensor:
-    """A bool tensor `[B, 1, 1, S]`, as transformers libraries pass it."""
+    """A bool tensor `[B, 1, 1, S]`, as transformers models pass it."""
     lengths = sizes.S - 5 * torch.arange(sizes.B, device=device)[:, None] - 1
     return (torch.arange(sizes.S, device=device) < lengths)[:, None, None]
 
 
 def dense_rows(sizes: Sizes, device: torch.device) -> Tensor:
-    """A dense bool tensor `[T, S]`; row 1 sees nothing."""
+    """A dense bool tensor `[T, S]`; row 1 sees no key."""
     i = torch.arange(sizes.T, device=device)[:, None]
     j = torch.arange(sizes.S, device=device)
     return ((i * 7 + j * 5) % 4 != 0) & (i != 1)
 
 
 def dense_blocks(sizes: Sizes, device: torch.device) -> Tensor:
-    """A dense bool tensor `[B, 1, T, S]` of blocks of 50 by 70: hidden whole, visible whole, and mixed."""
+    """A dense bool tensor `[B, 1, T, S]` of blocks of 50 by 70: hidden, visible, and mixed."""
     b, i, j = torch.meshgrid(
         *(torch.arange(size, device=device) for size in (sizes.B, sizes.T, sizes.S)), indexing="ij"
     )
@@ -114,7 +114,7 @@ def dense_blocks(sizes: Sizes, device: torch.device) -> Tensor:
 
 
 def dense_heads(sizes: Sizes, device: torch.device) -> Tensor:
-    """A dense bool tensor `[B, H, T, S]`, another one for every head."""
+    """A dense bool tensor `[B, H, T, S]`, different for every head."""
     b, h, i, j = torch.meshgrid(
         *(torch.arange(size, device=device) for size in sizes), indexing="ij"
     )

@@ -1,7 +1,7 @@
 """Peak memory of a call, beyond what it returns.
 
-On CUDA it is what PyTorch's allocator counts. On the CPU kernels allocate outside of PyTorch too,
-so it is the resident set of this process, by the best means that the machine offers.
+On CUDA it is the count of PyTorch's allocator. On the CPU, where kernels also allocate outside of PyTorch,
+it is the resident set of this process, measured as precisely as the machine allows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _RESET_PEAK = "5"  # proc(5): resets VmHWM to the current resident set
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes: `extra` at the peak beyond what was there before and the result; `result` itself.
+    """Bytes: `extra` at the peak, without the result and memory in use before; `result` itself.
 
-    `how`: "cuda" (the allocator's own count), "peak" (VmHWM: exact to a few pages) or "sampled"
-    (a thread that looks every millisecond and misses shorter peaks).
+    `how`: "cuda" (the allocator's count), "peak" (VmHWM: exact to a few pages) or "sampled"
+    (every millisecond by a thread, which misses shorter peaks).
     """
 
     extra: int
@@ -36,10 +36,10 @@ class Peak:
 
 
 def peak_memory(function: Callable[[], object], device: torch.device | str = "cpu") -> Peak:
-    """Call `function` once and say how much memory it took at most, its result left out.
+    """Call `function` once and measure its peak memory, without its result.
 
-    Call it once before, so that code, thread pools and caches are there already. Memory that the
-    C library kept from earlier calls is handed back first, or it would be reused unseen.
+    Call it once before, so that code, thread pools and caches exist already. Memory that the
+    C library keeps from earlier calls is returned first, since its reuse would not be seen.
     """
     device = torch.device(device)
     gc.collect()
@@ -85,14 +85,14 @@ def _resettable() -> bool:
 
 
 def _trim() -> None:
-    """Hand free pages back to the system; only glibc can."""
+    """Return free pages to the system; glibc only."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _status(field: str) -> int:
-    """A line of /proc/self/status in bytes; 0 where there is none (a system without procfs)."""
+    """A field of /proc/self/status in bytes; 0 on a system without procfs."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

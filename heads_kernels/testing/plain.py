@@ -1,7 +1,6 @@
-"""Both operators once more, in ten lines of PyTorch and its own autograd.
+"""Both operators in ten lines of PyTorch and its autograd, independent of the backends, to test the oracle.
 
-Independent of the backends, it holds the oracle itself to account. The `[T, S]` matrix is in
-memory and nothing is skipped; a value that a mask hides must be finite.
+The `[T, S]` matrix is stored and nothing is skipped; hidden values must be finite.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from heads_kernels.problem import Problem
 
 
 class Plain(NamedTuple):
-    """What `plain` gives: out `[B, H, T, Dv]`, lse `[B, H, T]`, probabilities `[B, H, T, S]`."""
+    """The result of `plain`: out `[B, H, T, Dv]`, lse `[B, H, T]`, probabilities `[B, H, T, S]`."""
 
     out: Tensor
     lse: Tensor
@@ -27,7 +26,7 @@ class Plain(NamedTuple):
 
 
 def plain(problem: Problem, seed: Tensor | None = None) -> Plain:
-    """The formula of a parsed call, differentiable; `seed` is that of dropout."""
+    """The formula of a parsed call, differentiable; `seed` is for dropout."""
     p = problem
     if p.mixing is None:
         group = p.H // max(p.Hk, 1)

@@ -1,4 +1,4 @@
-"""Memory that must not be read: NaN around tensors, in what a mask hides, in what is allocated next."""
+"""Memory that must not be read: NaN around tensors, in hidden elements, and in memory allocated next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GUARD_WIDTH = 17
 
 
 def surrounded(tensor: Tensor, fill: float = float("nan")) -> Tensor:
-    """The same values as a slice inside a larger storage full of `fill`: a read outside shows.
+    """The same values as a slice of a larger storage full of `fill`, which reveals reads outside.
 
     The last dimension keeps stride 1; the tensor is the same in every other respect, and a leaf.
     """
@@ -49,9 +49,9 @@ def dirty_allocator(like: Tensor, largest: int = 1 << 20) -> None:
 
 
 def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
-    """`bad` in every key and value that no row sees and every row that sees no key, dout included.
+    """Write `bad` into every key and value that no row sees and every row that sees no key, including dout.
 
-    Also which elements those are, by argument.
+    Also returns which elements those are, by argument.
     """
     p = inputs.problem()
     masked = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)

@@ -1,7 +1,7 @@
-"""Timers for benchmarks: several callables measured in turn, in one process.
+"""Timers for benchmarks: several callables measured in turn (A B C A B C ...), in one process.
 
-A machine slows down and speeds up while one measures. Taken in turn (A B C A B C ...) every
-candidate meets the same weather, and ratios of medians hold where times alone do not.
+The speed of a machine varies while one measures. In turn, every candidate sees the same conditions, and ratios of
+medians are reliable where single times are not.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Bytes written before a sample of a cold cache: 36 times the 60 MB of L2 of an H200, and half a
-#: millisecond of work behind which the launches of what is timed are hidden.
+#: Bytes written before a sample with a cold cache: 36 times the 60 MB of L2 of an H200, and half a
+#: millisecond of work that hides the launches of the timed call.
 FLUSH_BYTES = 1 << 31
 
 #: Shortest sample in seconds: 200 times the resolution of the clock and the cost of reading it
@@ -55,15 +55,13 @@ def time_in_turn(
     """Time every callable, taking turns, and give a `Timing` by name.
 
     Args:
-        callables: what to time, by name; the order is the order of turns.
-        device: of the tensors. On CUDA time is taken between two events on the current stream, so
-            that the launch is covered by work and the clock is the GPU's.
-        budget_s: seconds for all of them together, warm-up left out. Rounds stop when it is spent,
-            but not before `least` samples of each.
-        warmup: calls of each before the clock starts: compilation, caches, thread pools.
+        callables: what to time, by name, in the order of turns.
+        device: of the tensors. On CUDA, time is measured between two events on the current stream.
+        budget_s: seconds for all callables together, without warm-up. Rounds stop when it is spent, but not
+            before `least` samples of each.
+        warmup: calls of each before timing: compilation, caches, thread pools.
         least, most: bounds on the number of samples.
-        cold: on CUDA, push everything out of the GPU's L2 cache before every sample, which is then a
-            single call.
+        cold: on CUDA, flush the GPU's L2 cache before every sample, which is then a single call.
     """
     device = torch.device(device)
     flush = None

@@ -33,7 +33,7 @@ def test_more_flops_at_the_length() -> None:
     quiet(model(), [20, 20], length=border // 2)
     message = (
         rf"At T = {2 * border} 2 of 2 converted layers have more FLOPs than before .* "
-        r"fewer below about T = 16, 16\. For longer inputs take .*method='ragged'"
+        r"fewer below about T = 16, 16\. For longer inputs use .*method='ragged'"
     )
     with pytest.warns(UserWarning, match=message) as reported:
         collaborate(model(), [20, 20], length=2 * border, progress=False)
@@ -49,7 +49,7 @@ def test_ragged_is_not_sent_to_ragged() -> None:
 @pytest.mark.parametrize("dim", [33, [33, 32], {1: 40}, {"0": 1000}])
 def test_more_features_than_the_rank(dim: Any) -> None:
     with pytest.warns(
-        UserWarning, match=r"dim is .*more than the rank .*: layer \d .* has 32\. With"
+        UserWarning, match=r"dim is .*more than the rank .*: layer \d .* has 32\. A layer"
     ):
         found = collaborate(model(), dim, method="ragged", length=1, progress=False)
     assert max(found.dims) == 32

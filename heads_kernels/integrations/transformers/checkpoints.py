@@ -21,15 +21,14 @@ _PLACE = (
 def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(path, **kwargs)` for checkpoints whose heads may have been pruned or converted.
 
-    `hk.heads.prune` and `hk.convert` write what became of the heads into `model.config.heads_kernels`, and
-    `model.save_pretrained` saves it with the config. The model is made in that shape before its weights are loaded, so
-    that dtypes, devices, shards and task heads are as in transformers. By itself transformers refuses most such
-    checkpoints for their sizes, but one whose layers were converted with Ds = H D has the sizes of the stock model: it
-    then loads, with a warning of weights that are new, and computes something else. A model with converted layers has
-    `attn_implementation="heads_kernels"`.
+    `hk.heads.prune` and `hk.convert` record the remaining and converted heads in `model.config.heads_kernels`, which
+    `model.save_pretrained` saves. The model is created in that shape before its weights are loaded, so dtypes, devices,
+    shards and task heads work as in transformers. transformers' own `from_pretrained` refuses most such checkpoints for
+    their sizes; one converted with Ds = H D loads there with a warning about new weights, but computes wrong results. A
+    model with converted layers has `attn_implementation="heads_kernels"`.
 
     Args:
-        path: folder or name of a checkpoint, pruned and converted or not.
+        path: folder or name of any checkpoint, pruned, converted or neither.
         cls: a model class, or one of transformers' `AutoModel...`; default `AutoModel`.
         **kwargs: those of `cls.from_pretrained`, such as `dtype` and `attn_implementation`.
 
@@ -37,9 +36,9 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
         The model; with `output_loading_info` what transformers returns.
 
     Raises:
-        ValueError: the recorded shape doesn't fit the model; another `attn_implementation` for converted layers; or the
-            checkpoint has learned gates: `hk.heads.save` and `load` keep those, and `hk.heads.prune` folds them into
-            the weights.
+        ValueError: the recorded shape does not fit the model; another `attn_implementation` is given for converted
+            layers; the checkpoint has learned gates (save them with `hk.heads.save`, or fold them into the weights
+            with `hk.heads.prune`).
     """
     from transformers import AutoModel
 

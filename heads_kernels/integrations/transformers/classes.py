@@ -74,10 +74,10 @@ _PATTERNS: Final = {name: f"^{name}$" for name in WAYS}
 
 
 def register_patches() -> None:
-    """Let models that are made from now on by `from_pretrained` and `from_config` have fused layers.
+    """Give models created later by `from_pretrained` and `from_config` fused layers, by transformers' patch mapping.
 
-    It goes through transformers' own patch mapping. The layers run fused where the model's attention implementation is
-    "heads_kernels", and as stock layers elsewhere. Models that are there already are not touched: `use` is for them.
+    The layers run fused if the model's attention implementation is "heads_kernels", otherwise as stock layers. Existing
+    models are not changed: call `use` for them.
 
     Raises:
         ValueError: the patches are registered already.
@@ -90,7 +90,7 @@ def register_patches() -> None:
 
 
 def unregister_patches() -> None:
-    """Undo `register_patches`; models that were made in between keep their classes.
+    """Undo `register_patches`; models created in between keep their classes.
 
     Raises:
         ValueError: the patches are not registered.

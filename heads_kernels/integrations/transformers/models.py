@@ -1,4 +1,4 @@
-"""A transformers model put on the operators with one line, and taken off again."""
+"""`use` and `release`: run a transformers model on the operators, and undo it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ _BEFORE: Final = "_attn_implementations_before"
 
 
 def use(model: Model) -> Model:
-    """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` takes it back.
+    """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` undoes it.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
     one op (`TESTED`). `model(..., head_mask=...)` works again, and `decoder_head_mask=` and `cross_attn_head_mask=`:
-    `[H]`, or `[L, H]` with a row for each layer of the stack, 0 where a head is closed. The model gets configs of its
-    own, copies of those that it was made from. Parts of it that are in use already become parts of the whole.
+    `[H]`, or `[L, H]` with a row per layer of the stack, 0 to close a head. The model gets its own copies of its
+    configs. Submodels that are in use already become parts of the whole.
 
     Args:
-        model: a `PreTrainedModel`, in train or eval mode. Of what holds one (`PeftModel`, `SentenceTransformer`, a
-            pipeline, `torch.compile(model)`, `DistributedDataParallel`) pass the model that it holds.
+        model: a `PreTrainedModel`, in train or eval mode. If it is wrapped (`PeftModel`, `SentenceTransformer`, a
+            pipeline, `torch.compile(model)`, `DistributedDataParallel`), pass the inner model.
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError: it is no `PreTrainedModel`; the message names those that it holds.
-        ValueError: it is in use already, it has no attention, or transformers does not let other functions compute its
-            attention.
+        TypeError: `model` is not a `PreTrainedModel`; the message names those that it contains.
+        ValueError: the model is in use already, has no attention, or computes attention in its own code.
     """
     if not isinstance(model, PreTrainedModel):
         refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
@@ -68,18 +67,18 @@ def use(model: Model) -> Model:
 
 
 def release(model: Model) -> Model:
-    """Take back everything that `use` did to a model or to a part of one, which is stock then.
+    """Undo `use` for a model or a part of one, which is then a stock model.
 
-    Layers that came fused by `register_patches` are stock layers then too. A head mask for a part that is released of a
-    model in use is refused, for no layer reads it.
+    Layers fused by `register_patches` become stock layers too. A head mask for a released part of a model in use raises
+    an error, since no layer reads it.
 
     Args:
-        model: in use, by itself or as a part or a copy of what is.
+        model: a model in use, or a part or copy of one.
 
     Raises:
-        ValueError: the model is not in use; heads of it have gates, which stock attention would ignore; layers were
-            converted, whose shared queries and keys stock attention can not read; or heads of a family with position
-            biases were pruned, which stock attention would add for all heads.
+        ValueError: the model is not in use; heads have gates, which stock attention would ignore; layers are converted,
+            whose shared queries and keys stock attention cannot read; or heads were pruned in a family with position
+            biases, which stock attention would add for all heads.
     """
     if _BEFORE not in vars(model):
         refuse("model", f"({type(model).__name__}) is not in use", "call use(model) first")

@@ -1,4 +1,4 @@
-"""What stands before a stock class of transformers and runs in its place."""
+"""The base class of replacements for stock classes of transformers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 
 class Replacing(type):
-    """Stock modules are instances of the class that replaces theirs too: transformers' recorders of outputs, once they
-    are patched, name that class for both."""
+    """Makes stock modules instances of the class that replaces theirs: transformers' patched output recorders use that
+    class for both."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         stock = cls.__dict__.get("stock")
@@ -17,12 +17,12 @@ class Replacing(type):
 
 
 class Replacement(nn.Module, metaclass=Replacing):
-    """A forward of the package's. A class made of it (`classes.replacement`) has it before its stock class as a base.
+    """A replaced forward. `classes.replacement` derives a class from it and, as second base, the stock class.
 
     Attributes:
-        prefix: what its classes are called, before the name of the stock class.
-        stock: the stock class, in classes that are made of it.
-        calls_operator: whether it calls the operator where its stock class computes attention itself.
+        prefix: prefix of the names of derived classes, before the name of the stock class.
+        stock: the stock class, in derived classes.
+        calls_operator: whether it calls the operator and its stock class computes attention itself.
     """
 
     prefix = "Fused"

@@ -1,4 +1,4 @@
-"""The families of transformers models that are tested, and what holds for each: data, and the table made of it."""
+"""The tested families of transformers models, and the table generated from them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _SEQ2SEQ: Final = ("head_mask", "decoder_head_mask", "cross_attn_head_mask")
 
 @dataclass(frozen=True)
 class Tested:
-    """What `use` gives a family of models.
+    """What `use` supports for a family of models.
 
     Attributes:
-        model: the class that the tests make a tiny random model of.
-        scores: what the family's scores have beside products of queries and keys; "" where nothing.
-        output_gate: how the family gates the output of attention; "" where it does not.
+        model: the class of the tiny random model in the tests.
+        scores: score terms besides products of queries and keys, or "".
+        output_gate: how the family gates the output of attention, or "".
         fused: whether that gate and attention run as one op.
-        head_masks: arguments of `model(...)` that are honoured.
-        statistics: whether `output_attentions=True` gives `hk.AttentionStatistics`.
-        heads: whether `hk.heads` finds its layers: a head that is pruned computes what it computes closed.
-        note: what else is to be known.
+        head_masks: supported arguments of `model(...)`.
+        statistics: whether `output_attentions=True` returns `hk.AttentionStatistics`.
+        heads: whether `hk.heads` finds its layers: a pruned head gives the same outputs as a closed one.
+        note: anything else.
     """
 
     model: str
