@@ -1,4 +1,4 @@
-"""Which heads an output rests on: layer-wise relevance propagation from the output down to every layer's heads."""
+"""Layer-wise relevance propagation from the output of a model to the heads of every layer."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def relevance(
     attention: Literal["constant", "full"] = "constant",
     progress: bool = False,
 ) -> HeadScores:
-    r"""The share that each head has in what a model says, by layer-wise relevance propagation (Voita et al. 2019).
+    r"""The share of each head in a model's output, by layer-wise relevance propagation (Voita et al. 2019).
 
-    Relevance starts at an output, by default with 1 at its largest score (the top-1 logit), and is handed down function
-    by function by the rules of `rules`: linear maps, layer norms by their full Jacobian, sums of tensors by
-    their signs; activations and factors let it through. A head's relevance is the sum over its output, rows and
-    features, after its gate: a closed head has exactly 0. It is divided by that of all heads of the layer, and averaged
-    over examples, or over examples and positions where the output has positions: each position is a pass of its own, as
-    the generation steps of the paper are.
+    Relevance starts at an output, by default with 1 at its largest score (the top-1 logit), and is propagated function
+    by function with the rules of `rules`: linear maps, layer norms by their full Jacobian, sums of tensors by their
+    signs; activations and factors pass it on unchanged. A head's relevance is the sum over rows and features of its
+    output, after its gate: a closed head has exactly 0. It is divided by that of all heads of the layer and averaged
+    over examples, or over examples and positions if the output has positions: each position is a separate pass, like
+    the generation steps of the paper.
 
-    No Jacobian and no map `[T, S]` is in memory: what a batch takes is its activations and tiles of fixed size. Cost is
-    that of m * n multiplications, a tile at a time, for every token and linear map from n to m features. Relevance of
-    rows that are padding is 0, and they cost nothing.
+    No Jacobian and no map `[T, S]` is stored: a batch needs memory for its activations and for tiles of fixed size. The
+    cost is m * n multiplications for every token and linear map from n to m features. Padded rows have relevance 0 and
+    cost nothing.
 
     Args:
         model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
@@ -57,13 +57,12 @@ def relevance(
         progress: whether to show a bar of batches on a terminal, where rich is installed.
 
     Returns:
-        `HeadScores`, of which those of a layer sum to 1, or to less where examples have no relevance for its heads: a
-        layer whose heads are all closed, or one that no output rests on.
+        `HeadScores`; those of a layer sum to 1, or to less if for some examples no relevance reaches its heads.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit; data without batches, or in which nothing counts; an
-            output that rests on no head; a function between heads and output that there is no rule for, by name; a
-            transformers model whose attention function is not the package's.
+        TypeError, ValueError: an argument is invalid; data has no batches, or nothing in it counts; the output depends
+            on no head; there is no rule for a function between heads and output, which is named; the attention function
+            of a transformers model is not this package's.
     """
     if attention not in ("constant", "full"):
         refuse("attention", f"is {attention!r}", "use 'constant' or 'full'")
