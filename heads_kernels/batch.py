@@ -58,11 +58,8 @@ def flatten_companion(argument: str, tensor: Tensor, batch: tuple[int, ...], lay
         got not in (1, size) for got, size in zip(lead, batch, strict=True)
     ):
         was = f"has shape {list(tensor.shape)}, but the batch dimensions of the call are {list(batch)}"
-        refuse(
-            argument,
-            was,
-            f"pass [{''.join(f'{size}, ' for size in batch)}{layout}], or 1 where it broadcasts",
-        )
+        sizes = "".join(f"{size}, " for size in batch)
+        refuse(argument, was, f"pass [{sizes}{layout}], or 1 where it broadcasts")
     rest = tensor.shape[len(lead) :]
     if all(size == 1 for size in lead):
         return tensor.reshape(1, *rest)

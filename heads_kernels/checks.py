@@ -82,33 +82,14 @@ def check_tensors(**tensors: Tensor) -> None:
     check_one_process(**tensors)
     query = tensors["query"]
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
-        check_dense(
-            name,
-            tensor,
-            "pass a dense tensor; for packed sequences use hk.Mask.from_cu_seqlens",
-        )
-        if tensor.dtype not in DTYPES:
-            refuse(
-                name,
-                f"has dtype {tensor.dtype}",
-                "pass float32, bfloat16, float16 or float64",
-                TypeError,
-            )
+        instead = "pass a dense tensor; for packed sequences use hk.Mask.from_cu_seqlens"
+        _check_dense_floating(name, tensor, instead)
         if tensor.dtype != query.dtype:
-            refuse(
-                name,
-                f"has dtype {tensor.dtype}, but query has {query.dtype}",
-                "cast them to one dtype",
-                TypeError,
-            )
+            was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
+            refuse(name, was, "cast them to one dtype", TypeError)
         if tensor.device != query.device:
-            refuse(
-                name,
-                f"is on {tensor.device}, but query is on {query.device}",
-                "move them to one device",
-            )
+            was = f"is on {tensor.device}, but query is on {query.device}"
+            refuse(name, was, "move them to one device")
 
 
 def check_grouped_heads(
@@ -120,11 +101,8 @@ def check_grouped_heads(
     if width != D:
         refuse("key", f"has width {width}, but query has width {D}", "make D equal")
     if (H == 0) != (Hk == 0) or (Hk and H % Hk):
-        refuse(
-            "key",
-            f"has {Hk} heads, but query has {H}",
-            "H must be a multiple of Hk (grouped-query heads)",
-        )
+        instead = "H must be a multiple of Hk (grouped-query heads)"
+        refuse("key", f"has {Hk} heads, but query has {H}", instead)
     if not enable_gqa and Hk not in (1, H):
         was = f"is False, but query has {H} heads and key has {Hk}"
         refuse("enable_gqa", was, "pass True, or as many heads of key and value as of query (or 1)")
@@ -165,17 +143,17 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
 
 def check_floating(name: str, tensor: Tensor) -> None:
     """A dense tensor of any floating dtype."""
+    check_one_process(**{name: tensor})
+    _check_dense_floating(name, tensor, "pass a dense tensor")
+
+
+def _check_dense_floating(name: str, tensor: Tensor, dense: str) -> None:
     if not isinstance(tensor, Tensor):
         refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
-    check_dense(name, tensor)
-    check_one_process(**{name: tensor})
+    check_dense(name, tensor, dense)
     if tensor.dtype not in DTYPES:
-        refuse(
-            name,
-            f"has dtype {tensor.dtype}",
-            "pass float32, bfloat16, float16 or float64",
-            TypeError,
-        )
+        instead = "pass float32, bfloat16, float16 or float64"
+        refuse(name, f"has dtype {tensor.dtype}", instead, TypeError)
 
 
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
@@ -197,24 +175,19 @@ def check_gate(
     check_activation(activation)
     if gate is None:
         if activation != "identity":
-            refuse(
-                "gate_activation", f"is {activation!r}, but gate is None", "pass the logits as gate"
-            )
+            was = f"is {activation!r}, but gate is None"
+            refuse("gate_activation", was, "pass the logits as gate")
         return
     check_companion("gate", gate, query)
     rank = gate.dim()
     if not 1 <= rank <= 4:
-        refuse(
-            "gate", f"has {rank} dimensions", "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]"
-        )
+        instead = "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]"
+        refuse("gate", f"has {rank} dimensions", instead)
     expected = full[1:2] if rank == 1 else full[:rank]
     if any(got not in (1, want) for got, want in zip(gate.shape, expected, strict=True)):
-        names = ("H",) if rank == 1 else ("B", "H", "T", "Dv")[:rank]
-        refuse(
-            "gate",
-            f"has shape {shape_of(gate)}",
-            f"a gate of {rank} dimensions is [{', '.join(names)}] = {list(expected)}, or 1 where it broadcasts",
-        )
+        names = "H" if rank == 1 else ", ".join(("B", "H", "T", "Dv")[:rank])
+        sizes = f"[{names}] = {list(expected)}, or 1 where it broadcasts"
+        refuse("gate", f"has shape {shape_of(gate)}", f"a gate of {rank} dimensions is {sizes}")
 
 
 def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
@@ -277,11 +250,8 @@ def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, in
             sizes[0] * sizes[1] in (1, B) or (1 in sizes[:2] and B % (sizes[0] * sizes[1]) == 0)
         )
     ):
-        refuse(
-            "bias",
-            f"has shape {shape_of(bias)}",
-            f"pass [B1, B2, H, T, S], B1 * B2 = {B}, {[H, T, S]}, or 1",
-        )
+        instead = f"pass [B1, B2, H, T, S], B1 * B2 = {B}, {[H, T, S]}, or 1"
+        refuse("bias", f"has shape {shape_of(bias)}", instead)
 
 
 def check_offset_table(table: Tensor | None, query: Tensor, full: tuple[int, int, int]) -> None:
@@ -291,11 +261,8 @@ def check_offset_table(table: Tensor | None, query: Tensor, full: tuple[int, int
     check_companion("offset_bias", table, query)
     H, T, S = full
     if table.dim() != 2 or table.shape[0] not in (1, H) or table.shape[1] != max(T + S - 1, 1):
-        refuse(
-            "offset_bias",
-            f"has shape {shape_of(table)}",
-            f"pass [H or 1, T + S - 1] = {[H, T + S - 1]}",
-        )
+        instead = f"pass [H or 1, T + S - 1] = {[H, T + S - 1]}"
+        refuse("offset_bias", f"has shape {shape_of(table)}", instead)
 
 
 def check_flag(name: str, flag: bool) -> None:

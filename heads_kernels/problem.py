@@ -103,11 +103,9 @@ class Problem(NamedTuple):
         B, H, T, S, D = check_grouped_heads(query, key, enable_gqa)
         check_sizes(B, H, T, S)
         if value.shape[1:3] != key.shape[1:3]:
-            refuse(
-                "value",
-                f"has shape {shape_of(value)}, but key is {shape_of(key)}",
-                "make heads and S of value equal to those of key: [..., Hk, S, Dv]",
-            )
+            was = f"has shape {shape_of(value)}, but key is {shape_of(key)}"
+            instead = "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
+            refuse("value", was, instead)
         dropout_p = check_dropout(dropout_p)
         check_flag("closed_grad", closed_grad)
         gate = _flatten_gate(gate, batch)
@@ -162,11 +160,8 @@ class Problem(NamedTuple):
         B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
         check_sizes(B, H, T, S)
         if value.shape[1:3] != (H, S):
-            refuse(
-                "value",
-                f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}",
-                "pass [..., H, S, Dv]",
-            )
+            was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
+            refuse("value", was, "pass [..., H, S, Dv]")
         dropout_p = check_dropout(dropout_p)
         check_flag("closed_grad", closed_grad)
         gate = _flatten_gate(gate, batch)
@@ -214,11 +209,8 @@ class Problem(NamedTuple):
         check_tensors(query=query, key=key)
         if mixing is None:
             if content_bias is not None:
-                refuse(
-                    "content_bias",
-                    "is given without mixing",
-                    "pass mixing [H, Ds] too, or leave it out",
-                )
+                instead = "pass mixing [H, Ds] too, or leave it out"
+                refuse("content_bias", "is given without mixing", instead)
             batch, (query, key) = flatten_operands(GROUPED, query, key)
             B, H, T, S, D = check_grouped_heads(query, key)
             width = float(D)
@@ -230,6 +222,7 @@ class Problem(NamedTuple):
         check_sizes(B, H, T, S)
         attn_mask, dense, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
         check_sinks(sinks, query, H)
+        excluded = _flatten("exclude_keys", exclude_keys, batch, "S")
         return cls(
             operator="attention_statistics",
             query=query,
@@ -244,9 +237,7 @@ class Problem(NamedTuple):
             intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
             softcap=check_softcap(softcap),
             scale=check_scale(scale, width, query.dtype),
-            exclude_keys=check_excluded(
-                _flatten("exclude_keys", exclude_keys, batch, "S"), query, (B, S)
-            ),
+            exclude_keys=check_excluded(excluded, query, (B, S)),
             batch=batch,
         )
 
@@ -320,30 +311,20 @@ class Problem(NamedTuple):
         if backward and self.value is None:
             raise ValueError(f"backward is True, but {self.operator} has no backward pass.")
         if dense:
-            return (backward_flops if backward else forward_flops)(
-                self.B * self.H * self.T * self.S, self.D, self.Dv
-            )
+            count = backward_flops if backward else forward_flops
+            return count(self.B * self.H * self.T * self.S, self.D, self.Dv)
         is_open = self.open_heads()
         pairs = self.visible_pairs().to(is_open.device)
-        open_pairs: list[int] = (pairs * is_open).sum(0).tolist()
-        closed_pairs: list[int] = (pairs * ~is_open).sum(0).tolist()
-        widths: list[int] = self.score_widths().tolist()
+        widths = self.score_widths().tolist()
+        open_pairs = list(zip((pairs * is_open).sum(0).tolist(), widths, strict=True))
+        closed_pairs = zip((pairs * ~is_open).sum(0).tolist(), widths, strict=True)
         if not backward:
-            return sum(
-                forward_flops(n, D, self.Dv) for n, D in zip(open_pairs, widths, strict=True)
-            )
-        wide = (
-            self.D
-            if self.closed_grad and self.mixing is not None and self.mixing.requires_grad
-            else None
-        )
-        total = sum(
-            backward_flops(n, D, self.Dv, wide) for n, D in zip(open_pairs, widths, strict=True)
-        )
+            return sum(forward_flops(n, D, self.Dv) for n, D in open_pairs)
+        all_features = self.closed_grad and self.mixing is not None and self.mixing.requires_grad
+        wide = self.D if all_features else None
+        total = sum(backward_flops(n, D, self.Dv, wide) for n, D in open_pairs)
         if self.closed_grad and self.gate is not None and self.gate.requires_grad:
-            total += sum(
-                forward_flops(n, D, self.Dv) for n, D in zip(closed_pairs, widths, strict=True)
-            )
+            total += sum(forward_flops(n, D, self.Dv) for n, D in closed_pairs)
         return total
 
 

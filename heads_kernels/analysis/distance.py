@@ -131,9 +131,8 @@ def distance(
             with observe(model, keep):
                 run(model, batch)
             if not seen:
-                refuse(
-                    "data", f"reaches no layer of kind {kind!r}", "pass all that the model takes"
-                )
+                was = f"reaches no layer of kind {kind!r}"
+                refuse("data", was, "pass all that the model takes")
             ran = [layer for layer, _ in seen]
             sums = _Sums(ran, seen[0][1].query.device) if sums is None else sums
             sums.add(ran, [call for _, call in seen])
@@ -169,9 +168,8 @@ class _Sums:
 
     def add(self, layers: list[AttentionLayer], calls: list[AttentionCall]) -> None:
         if layers != self.layers:
-            refuse(
-                "data", "makes other layers run in one batch than in another", "pass batches alike"
-            )
+            was = "makes other layers run in one batch than in another"
+            refuse("data", was, "pass batches alike")
         first = calls[0]
         for layer, call in zip(layers, calls, strict=True):
             if (call.T, call.S) != (first.T, first.S):

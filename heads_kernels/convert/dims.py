@@ -50,9 +50,8 @@ class Wanted:
         if self.dim is not None:
             self._check_dim()
         if self.energy is not None and not (is_real(self.energy) and 0 < self.energy <= 1):
-            refuse(
-                "energy", f"is {self.energy!r}", "pass a share of the scores, above 0 and up to 1"
-            )
+            instead = "pass a share of the scores, above 0 and up to 1"
+            refuse("energy", f"is {self.energy!r}", instead)
         if self.params is not None:
             check_size("params", self.params)
         if self.error is not None and not (is_real(self.error) and self.error >= 0):

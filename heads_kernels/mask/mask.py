@@ -270,11 +270,8 @@ def _parse_lengths(argument: str, lengths: object) -> Tensor | tuple[int, ...]:
         refuse(argument, f"is {lengths!r}", instead, TypeError)
     for length in lengths:
         if is_int(length) and abs(length) > MAX_LENGTH:
-            refuse(
-                argument,
-                f"has {shown(length)}",
-                f"lengths go from 0 to T or S, at most {MAX_LENGTH}",
-            )
+            instead = f"lengths go from 0 to T or S, at most {MAX_LENGTH}"
+            refuse(argument, f"has {shown(length)}", instead)
     return tuple(lengths)
 
 

@@ -110,11 +110,8 @@ def is_bias(attn_mask: object, is_causal: bool) -> bool:
         return False
     if is_causal:
         if attn_mask.requires_grad:
-            refuse(
-                "attn_mask",
-                "requires a gradient, but is not read with is_causal",
-                "pass it as bias",
-            )
+            was = "requires a gradient, but is not read with is_causal"
+            refuse("attn_mask", was, "pass it as bias")
         return False
     if attn_mask.requires_grad or not readable(attn_mask):
         return True

@@ -52,7 +52,7 @@ def splits_of(heads: int, programs: int, like: Tensor) -> int:
 
     Every one of them gets `cdiv(heads, splits)` heads, the last what is left, and none is without.
     """
-    wanted = max(1, min(heads, -(-_processors(like) // max(programs, 1))))
+    wanted = max(1, min(heads, -(-_processors(like.device) // max(programs, 1))))
     return max(1, -(-heads // -(-heads // wanted))) if heads else 1
 
 
@@ -72,12 +72,10 @@ def sum_parts(parts: Tensor, grad: Tensor, splits: int) -> None:
         grad.copy_(parts.view(splits, *grad.shape).sum(0))
 
 
-def _processors(like: Tensor) -> int:
-    """Multiprocessors of the GPU that holds `like`; a few where kernels run on the CPU, so that splits happen."""
-    return _count(like.device.index) if like.is_cuda else 4
-
-
 @functools.cache
-def _count(index: int) -> int:
-    count: int = torch.cuda.get_device_properties(index).multi_processor_count
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; a few where kernels run on the CPU, so that splits happen."""
+    if device.type != "cuda":
+        return 4
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
