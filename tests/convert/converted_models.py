@@ -11,7 +11,7 @@ import heads_kernels as hk
 from heads_kernels.convert import Factors, install, ragged, read_heads
 from heads_kernels.heads import AttentionLayer, Projection, attention_layers
 from heads_kernels.heads.layouts import LAYOUTS
-from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build
+from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build, with_gradients
 
 #: Families of transformers whose scores are products of the weights.
 CONVERTIBLE = [
@@ -77,3 +77,34 @@ def _write_head(projection: Projection, head: int, rows: Tensor, bias: Tensor) -
     weight[own[: len(rows)]] = rows.to(weight.dtype)
     if linear.bias is not None:
         linear.bias[own] = bias.to(weight.dtype)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Outputs and gradients that a layer has whatever its queries and keys are."""
+    found = with_gradients(model)
+    layers = attention_layers(model)
+    own = {
+        id(parameter)
+        for layer in layers
+        for projection in (layer.query, layer.key)
+        for parameter in projection.linear.parameters()
+    }
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in own}
+    same = {n: g for n, g in found.items() if n not in names and "mixing" not in n}
+    for layer in layers:
+        linear, H = layer.value.linear, layer.value.heads
+        parts = [n for n in same if n.startswith(f"{layer.name}.c_attn.")]  # fused, and its value
+        for name in parts:
+            del same[name]
+        rows = layer.value.features(range(H))
+        same[f"{layer.name}: value"] = as_linear(linear, linear.weight.grad)[rows]
+    return same
+
+
+def row_gradients(layer: Any, head: int) -> tuple[Tensor, Tensor]:
+    """Of the weights of one head's query and key, `[D, D_in]` each."""
+    query, key = (
+        as_linear(projection.linear, projection.linear.weight.grad)[projection.features([head])]
+        for projection in (layer.query, layer.key)
+    )
+    return query, key

@@ -17,14 +17,15 @@ from heads_kernels.nn.shared import SharedProjection
 from tests.convert.converted_models import (
     CONVERTIBLE,
     convert,
+    gradients,
     in_use,
     random_factors,
+    row_gradients,
     write,
 )
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Gates
 from tests.support.tiny_models import (
-    as_linear,
     batch,
     build,
     outputs,
@@ -34,37 +35,6 @@ from tests.support.tiny_models import (
 
 #: Stock eager attention has a softmax in float32; stock SDPA makes NaN of rows that see nothing.
 STOCK = {torch.float32: "eager", torch.float64: "sdpa"}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Outputs and gradients that a layer has whatever its queries and keys are."""
-    found = with_gradients(model)
-    layers = attention_layers(model)
-    own = {
-        id(parameter)
-        for layer in layers
-        for projection in (layer.query, layer.key)
-        for parameter in projection.linear.parameters()
-    }
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in own}
-    same = {n: g for n, g in found.items() if n not in names and "mixing" not in n}
-    for layer in layers:
-        linear, H = layer.value.linear, layer.value.heads
-        parts = [n for n in same if n.startswith(f"{layer.name}.c_attn.")]  # fused, and its value
-        for name in parts:
-            del same[name]
-        rows = layer.value.features(range(H))
-        same[f"{layer.name}: value"] = as_linear(linear, linear.weight.grad)[rows]
-    return same
-
-
-def row_gradients(layer: Any, head: int) -> tuple[Tensor, Tensor]:
-    """Of the weights of one head's query and key, `[D, D_in]` each."""
-    query, key = (
-        as_linear(projection.linear, projection.linear.weight.grad)[projection.features([head])]
-        for projection in (layer.query, layer.key)
-    )
-    return query, key
 
 
 # ---------------------------------------------------------------------- what is computed
