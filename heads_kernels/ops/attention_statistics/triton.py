@@ -12,7 +12,7 @@ from torch import Tensor
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
-from heads_kernels.ops.triton.load import load_columns, load_tile, load_whole_tile
+from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     bytes_of,
     content_bias_of,
@@ -61,7 +61,7 @@ def _gated_kernel(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for place in range(full_start, full_end):
         first = full_tile(visible, b, h, own, place) * BLOCK_N
-        k = load_whole_tile(key, b, hk, first, D, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        k = load_tile(key, b, hk, first, None, D, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
         keys = first + tl.arange(0, BLOCK_N)
         bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
         scores, _ = finish(product(q, tl.trans(k), zeros), bias, terms, scale)
@@ -113,7 +113,9 @@ def _step(
         key, b, first_key, keys < S, column, DS, BLOCK_N, BLOCK_D
     )  # [BLOCK_N, BLOCK_D]
     scores = product(
-        mixed(q, mixing, h, column, DS, BLOCK_D), tl.trans(k), scores
+        mixed(q, mixing, h, column + tl.arange(0, BLOCK_D), column + tl.arange(0, BLOCK_D) < DS),
+        tl.trans(k),
+        scores,
     )  # [BLOCK_M, BLOCK_N]
     if place == count - 1:
         if content_bias is not None:

@@ -71,7 +71,19 @@ def _rows_tile(
         q = load_columns(
             query, b, first_row, rows < T, column, DS, BLOCK_M, BLOCK_D
         )  # [BLOCK_M, BLOCK_D]
-        raw = product(k, tl.trans(mixed(q, mixing, h, column, DS, BLOCK_D)), raw)
+        raw = product(
+            k,
+            tl.trans(
+                mixed(
+                    q,
+                    mixing,
+                    h,
+                    column + tl.arange(0, BLOCK_D),
+                    column + tl.arange(0, BLOCK_D) < DS,
+                )
+            ),
+            raw,
+        )
     row_lse, row_delta, g, finite = load_row_terms(
         lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
@@ -104,7 +116,15 @@ def _rows_tile(
                 query, b, first_row, finite, slice_column, DS, BLOCK_M, SLICE
             )  # [BLOCK_M, SLICE]
             dkey = product(
-                dscores.to(do.dtype), mixed(q_slice, mixing, h, slice_column, DS, SLICE), dkey
+                dscores.to(do.dtype),
+                mixed(
+                    q_slice,
+                    mixing,
+                    h,
+                    slice_column + tl.arange(0, SLICE),
+                    slice_column + tl.arange(0, SLICE) < DS,
+                ),
+                dkey,
             )
     return dkey, dvalue, dcontent
 
@@ -141,7 +161,9 @@ def _keys_kernel(
         count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
         if visible.lists is not None:
             start, full_start, full_end, end = listed_tiles(visible, b, h, own, T)
-        slice_mixing = load_mixing(mixing, h, column, DS, SLICE)  # [SLICE]
+        slice_mixing = load_mixing(
+            mixing, h, column + tl.arange(0, SLICE), column + tl.arange(0, SLICE) < DS
+        )  # [SLICE]
         content = tl.zeros((BLOCK_N,), tl.float32)
         if content_bias is not None:
             content = load_content_bias(content_bias, b, h, keys, S)

@@ -70,7 +70,13 @@ def _keys_tile(
         k = load_columns(
             key, b, first_key, there, column, DS, BLOCK_N, BLOCK_D
         )  # [BLOCK_N, BLOCK_D]
-        raw = product(mixed(q, mixing, h, column, DS, BLOCK_D), tl.trans(k), raw)
+        raw = product(
+            mixed(
+                q, mixing, h, column + tl.arange(0, BLOCK_D), column + tl.arange(0, BLOCK_D) < DS
+            ),
+            tl.trans(k),
+            raw,
+        )
     v = load_tile(value, b, h, first_key, there, DV, BLOCK_N, do.shape[1])  # [BLOCK_N, BLOCK_DV]
     k_slice = load_columns(
         key, b, first_key, there, slice_column, DS, BLOCK_N, SLICE
@@ -123,7 +129,9 @@ def _queries_kernel(
         count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
         if visible.lists is not None:
             start, full_start, full_end, end = listed_tiles(visible, b, h, tile_of_rows, T)
-        slice_mixing = load_mixing(mixing, h, column, DS, SLICE)  # [SLICE]
+        slice_mixing = load_mixing(
+            mixing, h, column + tl.arange(0, SLICE), column + tl.arange(0, SLICE) < DS
+        )  # [SLICE]
         used = tl.where(SKIPS == 0, 1, tl.max((slice_mixing != 0.0).to(tl.int32)))
         taking_part = tl.minimum(open_rows(gate, b, h, T, KIND, ACTIVATION), used)
         do = load_tile(

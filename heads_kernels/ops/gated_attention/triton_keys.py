@@ -15,7 +15,7 @@ from torch import Tensor
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
+from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_kind,
@@ -58,8 +58,8 @@ def _rows_tile(
             dout, b, h, first_row, finite, DV, BLOCK_M, v.shape[1]
         )  # [BLOCK_M, BLOCK_DV]
     else:
-        q = load_whole_tile(query, b, h, first_row, D, BLOCK_M, k.shape[1])
-        do = load_whole_tile(dout, b, h, first_row, DV, BLOCK_M, v.shape[1])
+        q = load_tile(query, b, h, first_row, None, D, BLOCK_M, k.shape[1])
+        do = load_tile(dout, b, h, first_row, None, DV, BLOCK_M, v.shape[1])
     keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
     bias = load_bias(terms, b, h, rows[None, :], keys, T, S)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.load import load_tile, load_whole_tile, store_tile
+from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
     gate_kind,
@@ -46,8 +46,8 @@ def _keys_tile(
             value, b, hk, first, keys < S, DV, BLOCK_N, do.shape[1]
         )  # [BLOCK_N, BLOCK_DV]
     else:
-        k = load_whole_tile(key, b, hk, first, D, BLOCK_N, q.shape[1])
-        v = load_whole_tile(value, b, hk, first, DV, BLOCK_N, do.shape[1])
+        k = load_tile(key, b, hk, first, None, D, BLOCK_N, q.shape[1])
+        v = load_tile(value, b, hk, first, None, DV, BLOCK_N, do.shape[1])
     bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     raw = product(q, tl.trans(k), zeros)

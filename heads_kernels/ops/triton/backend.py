@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from heads_kernels.ops.buffers import contiguous_rows
-from heads_kernels.ops.collaborative_attention import triton_forward as collaborative_forward
 from heads_kernels.ops.collaborative_attention import triton_keys as collaborative_keys
 from heads_kernels.ops.collaborative_attention import triton_queries as collaborative_queries
-from heads_kernels.ops.gated_attention import triton_forward as gated_forward
 from heads_kernels.ops.gated_attention import triton_keys as gated_keys
 from heads_kernels.ops.gated_attention import triton_queries as gated_queries
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
+from heads_kernels.ops.triton.forward import closed_pass, forward_pass
 from heads_kernels.ops.triton.rows import first_pass
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`; empty ones are not kept."""
-    _kernels(call).forward_pass(call, results)
+    forward_pass(call, results)
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
@@ -26,7 +23,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
     g, dout = gradients, contiguous_rows(saved.dout)
     first = first_pass(call, saved, dout, g.dgate, g.dsinks)
     if g.dgate.numel() and closed_grad:
-        _kernels(call).closed_pass(call, dout, g.dgate)
+        closed_pass(call, dout, g.dgate)
     if call.mixing is None:
         gated_keys.keys_pass(call, first, g.dkey, g.dvalue)
         gated_queries.queries_pass(call, first, g.dquery)
@@ -35,8 +32,3 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
         collaborative_queries.queries_pass(call, first, closed_grad, g.dquery, g.dmixing)
     bias_pass(call, first, g.dbias)
     offsets_pass(call, first, g.doffset_bias)
-
-
-def _kernels(call: Call) -> ModuleType:
-    """The kernels over query rows of the operator."""
-    return gated_forward if call.mixing is None else collaborative_forward

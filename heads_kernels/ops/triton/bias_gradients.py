@@ -63,7 +63,17 @@ def _add_dscores(
                 column = chunk_at(numbers, place) * BLOCK_D
                 q = load_columns(query, b, first_row, rows < T, column, D, BLOCK, BLOCK_D)
                 k = load_columns(key, b, first_key, keys < S, column, D, BLOCK, BLOCK_D)
-                raw = product(mixed(q, mixing, h, column, D, BLOCK_D), tl.trans(k), raw)
+                raw = product(
+                    mixed(
+                        q,
+                        mixing,
+                        h,
+                        column + tl.arange(0, BLOCK_D),
+                        column + tl.arange(0, BLOCK_D) < D,
+                    ),
+                    tl.trans(k),
+                    raw,
+                )
         if content_bias is not None:
             raw += load_content_bias(content_bias, b, h, keys, S)[None, :]
         row_lse, row_delta, g, _ = load_row_terms(

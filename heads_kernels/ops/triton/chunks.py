@@ -1,8 +1,9 @@
 """Mixing vectors by chunks of BLOCK_D features: those of a head that are not all zero, and the steps over them.
 
-Heads that use few features take few steps over a tile; how many is decided on the device. The forward stream counts the
-steps of all tiles together (`step // count` is the tile, `step % count` the place of the chunk), so that the next
-chunks are on their way during the softmax; the backward, short of registers, has a loop of chunks in its loop of tiles.
+Heads that use few features take few steps over a tile; how many is decided on the device. The forward pass gathers few
+chunks into one tile; the others have a loop of chunks in their loop of tiles. Statistics count the steps of all tiles
+together (`step // count` is the tile, `step % count` the place of the chunk), so that the next chunks are on their way
+during the softmax.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ MOST_CHUNKS = 16
 
 
 @triton.jit
-def load_mixing(mixing, h, column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """float32 `[BLOCK_D]`: features `column` and on of a head's mixing vector, 0 from WIDTH."""
-    d = column + tl.arange(0, BLOCK_D)
-    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
-    return tl.load(at, mask=d < WIDTH, other=0.0).to(tl.float32)
+def load_mixing(mixing, h, columns, used):
+    """float32 `[W]`: the features `columns` of a head's mixing vector, 0 where they are not `used`; [W] both."""
+    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + columns.to(tl.int64) * mixing.stride_d
+    return tl.load(at, mask=used, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -45,11 +45,17 @@ def chunk_at(numbers, place):
 
 
 @triton.jit
-def mixed(tile, mixing, h, column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`tile` [M, BLOCK_D] of a shared query or key times the head's mixing, rounded to the dtype of the tile."""
-    return (tile.to(tl.float32) * load_mixing(mixing, h, column, WIDTH, BLOCK_D)[None, :]).to(
-        tile.dtype
-    )
+def active_features(numbers, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """The features of the chunks of a list, one chunk behind the other, and which of them there are: [COLUMNS] both."""
+    place = tl.arange(0, COLUMNS) // BLOCK_D
+    columns = chunk_at(numbers, place) * BLOCK_D + tl.arange(0, COLUMNS) % BLOCK_D
+    return columns, (place < count) & (columns < WIDTH)
+
+
+@triton.jit
+def mixed(tile, mixing, h, columns, used):
+    """`tile` [M, W] of features of a shared query or key times the head's mixing, rounded to the dtype of the tile."""
+    return (tile.to(tl.float32) * load_mixing(mixing, h, columns, used)[None, :]).to(tile.dtype)
 
 
 @triton.jit

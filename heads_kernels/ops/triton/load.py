@@ -33,23 +33,36 @@ def tile_addresses(rows, b, h, first, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 def load_tile(
     rows, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """`[BLOCK, COLUMNS]` of rows `first` and on; 0 in rows that are not `there` [BLOCK] and in columns from WIDTH."""
+    """`[BLOCK, COLUMNS]` of rows `first` and on; 0 in rows that are not `there` [BLOCK] and in columns from WIDTH.
+
+    `there` is None where all rows are.
+    """
     at = tile_addresses(rows, b, h, first, BLOCK, COLUMNS)
-    read = there[:, None]
-    if WIDTH != COLUMNS:
-        read = read & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    return tl.load(at, mask=read, other=0.0)
+    inside = (tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    if there is not None:
+        read = there[:, None]
+        if WIDTH != COLUMNS:
+            read = read & inside
+        tile = tl.load(at, mask=read, other=0.0)
+    elif WIDTH != COLUMNS:
+        tile = tl.load(at, mask=inside, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
 
 
 @triton.jit
-def load_whole_tile(
-    rows, b, h, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The same where all rows are there."""
-    at = tile_addresses(rows, b, h, first, BLOCK, COLUMNS)
-    if WIDTH != COLUMNS:
-        return tl.load(at, mask=(tl.arange(0, COLUMNS) < WIDTH)[None, :], other=0.0)
-    return tl.load(at)
+def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
+    """`[BLOCK, W]`: the features `columns` of rows shared by the heads, where they are `used`; [W] both.
+
+    `there` is as of `load_tile`.
+    """
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l
+    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
+    read = used[None, :]
+    if there is not None:
+        read = read & there[:, None]
+    return tl.load(at, mask=read, other=0.0)
 
 
 @triton.jit

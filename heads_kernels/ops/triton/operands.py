@@ -125,6 +125,32 @@ class Dropout(NamedTuple):
     scale: float
 
 
+class Operands(NamedTuple):
+    """What scores are made of, what hides and drops them, and the values that they weigh."""
+
+    query: Rows
+    key: Rows
+    value: Rows
+    mixing: Mixing | None
+    content_bias: ContentBias | None
+    terms: Terms
+    visible: Visible
+    dropout: Dropout | None
+
+
+def operands_of(call: Call, visible: Visible) -> Operands:
+    return Operands(
+        rows_of(call.query),
+        rows_of(call.key),
+        rows_of(call.value),
+        None if call.mixing is None else mixing_of(call.mixing),
+        content_bias_of(call.content_bias),
+        terms_of(call),
+        visible,
+        dropout_of(call.seed, call.dropout_p),
+    )
+
+
 def rows_of(tensor: Tensor) -> Rows:
     if tensor.dim() == 3:
         return Rows(tensor, tensor.stride(0), 0, tensor.stride(1))

@@ -37,7 +37,8 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a kernel's tiles: query rows, keys, features of a step, features of a slice; 0 where it has none.
+    """Sizes of a kernel's tiles: query rows, keys, features of a step, features of a slice (in the forward pass of
+    collaborative attention the most features of a mixed query that stay on chip); 0 where it has none.
 
     `num_stages` is that of loops over full tiles, `partial_stages` that of loops over partial ones, whose mask takes
     registers that loads in flight need too. `maxnreg` is how many registers a thread may take at most, so that several
@@ -170,7 +171,10 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
             128: (128, 64, 0, 0, 8, 2),
             256: (128, 32, 0, 0, 8, 2),
         },
-        "collaborative_attention.forward": {256: (128, 64, 64, 0, 8, 3)},
+        "collaborative_attention.forward": {
+            64: (128, 64, 64, 256, 8, 2),
+            256: (128, 32, 64, 256, 8, 2),
+        },
         "collaborative_attention.keys": {
             64: (32, 128, 64, 128, 8, 2),
             256: (32, 128, 64, 64, 8, 2),
@@ -193,7 +197,7 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
             256: (32, 64, 0, 0, 8, 1),
         },
         "gated_attention.queries": {128: (64, 64, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 1)},
-        "collaborative_attention.forward": {256: (128, 64, 64, 0, 8, 2)},
+        "collaborative_attention.forward": {256: (64, 32, 64, 256, 8, 2)},
         "collaborative_attention.keys": {256: (32, 64, 64, 128, 8, 2)},
         "collaborative_attention.queries": {256: (64, 32, 64, 128, 8, 2)},
         "gated_attention.forward, terms": {64: (128, 32, 0, 0, 8, 3)},
@@ -211,7 +215,7 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         },
         "gated_attention.keys": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "gated_attention.queries": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
-        "collaborative_attention.forward": {256: (64, 32, 32, 0, 4, 1)},
+        "collaborative_attention.forward": {256: (64, 32, 32, 128, 4, 1)},
         "collaborative_attention.keys": {256: (32, 32, 32, 64, 4, 1)},
         "collaborative_attention.queries": {256: (32, 32, 32, 64, 4, 1)},
         "gated_attention.biases": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
@@ -230,7 +234,7 @@ _FLOAT: Final[dict[str, dict[int, Numbers]]] = {
         128: (32, 16, 0, 0, 8, 1),
         256: (16, 16, 0, 0, 8, 1),
     },
-    "collaborative_attention.forward": {256: (32, 32, 32, 0, 8, 1)},
+    "collaborative_attention.forward": {256: (32, 32, 32, 64, 8, 1)},
     "collaborative_attention.keys": {256: (32, 32, 32, 64, 8, 1)},
     "collaborative_attention.queries": {256: (32, 32, 32, 64, 8, 1)},
     "gated_attention.biases": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},

@@ -1,0 +1,169 @@
+"""A tile of query rows of a head against every key that it sees: the online softmax of both operators.
+
+They differ in the query alone. That of gated attention is a tile of the head's own. Collaborative attention mixes the
+query that its heads share: of a head that uses few features (`chunks`) those are gathered, mixed once and stay on chip
+like a query of the head's own, and so are the same features of every tile of keys. Where a head uses more than RESIDENT
+features, the mixed query is formed chunk by chunk, beside the chunk of keys that it meets.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.triton.chunks import (
+    active_chunks,
+    active_features,
+    chunk_at,
+    load_content_bias,
+    mixed,
+)
+from heads_kernels.ops.triton.load import load_columns, load_features, load_tile
+from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import (
+    SMALLEST,
+    finite_part,
+    kept,
+    log_sum_exp,
+    online_softmax,
+    poison,
+    product,
+)
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    pairs_visible,
+    partial_tile,
+    ranges,
+    tiles_seen,
+)
+
+
+@triton.jit
+def attend(
+    of, b, h, first_row, T, S, GROUP, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+):  # fmt: skip
+    """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
+
+    Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse is
+    -inf. `scale` is not negative. The query tile, scores, probabilities and the accumulator stay on chip.
+    """
+    rows = first_row + tl.arange(0, BLOCK_M)
+    if of.mixing is None:
+        q = load_tile(
+            of.query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D
+        )  # [BLOCK_M, BLOCK_D]
+        attended, lse, sees = _stream(
+            of, q, None, None, 1, 0, b, h, first_row, T, S, GROUP, scale,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
+        )  # fmt: skip
+    else:
+        count, numbers = active_chunks(of.mixing, h, D, BLOCK_D, CHUNKS)
+        attended = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        lse = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        sees = rows < 0
+        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
+            if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
+                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
+                    columns, used = active_features(numbers, count, D, BLOCK_D, BLOCK_D << doubling)
+                    q = load_features(of.query, b, first_row, rows < T, columns, used, BLOCK_M)
+                    q = mixed(q, of.mixing, h, columns, used)  # [BLOCK_M, BLOCK_D << doubling]
+                    attended, lse, sees = _stream(
+                        of, q, columns, used, count, numbers, b, h, first_row, T, S, GROUP, scale,
+                        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
+                    )  # fmt: skip
+        if CHUNKS * BLOCK_D > RESIDENT:  # noqa: SIM102
+            if count * BLOCK_D > RESIDENT:
+                attended, lse, sees = _stream(
+                    of, None, None, None, count, numbers, b, h, first_row, T, S, GROUP, scale,
+                    D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
+                )  # fmt: skip
+    return attended, lse, sees
+
+
+@triton.jit
+def _stream(
+    of, q, columns, used, count, numbers, b, h, first_row, T, S, GROUP, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+):  # fmt: skip
+    """What `attend` returns, of a query tile `q` with its `columns`, or None for one that is mixed chunk by chunk."""
+    rows = first_row + tl.arange(0, BLOCK_M)
+    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
+    own = first_row // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(of.visible, b, h, own, lo, hi, rows, T, BLOCK_N)
+    scale_log2 = tl.maximum(scale_log2_of(scale, of.terms), SMALLEST)
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for place in range(full_start, full_end):
+        tile = full_tile(of.visible, b, h, own, place)
+        acc, row_max, row_sum = _attend_tile(
+            of, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, tile, b, h, first_row, T, S, GROUP,
+            scale, scale_log2, False, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    for index in tl.range(0, full_start - start + end - full_end, num_stages=PARTIAL_STAGES):
+        tile = partial_tile(of.visible, b, h, own, index, start, full_start, full_end)
+        acc, row_max, row_sum = _attend_tile(
+            of, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, tile, b, h, first_row, T, S, GROUP,
+            scale, scale_log2, True, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+    if of.dropout is not None:
+        share = share * of.dropout.scale
+    lse, sees = log_sum_exp(row_max, row_sum, scale_log2), row_sum != 0.0
+    if of.terms.sinks is not None:
+        lse, of_keys = add_sink(lse, of.terms, h)
+        share = share * of_keys
+        lse = tl.where(rows < T, lse, float("-inf"))
+    return acc * share[:, None], lse, sees
+
+
+@triton.jit
+def _attend_tile(
+    of, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, tile, b, h, first_row, T, S, GROUP, scale,
+    scale_log2,
+    PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: `acc`, `row_max` and `row_sum` after it. In a PARTIAL tile pairs are masked one by one."""
+    first = tile * BLOCK_N
+    hk = h // GROUP
+    rows = first_row + tl.arange(0, BLOCK_M)
+    keys = first + tl.arange(0, BLOCK_N)
+    there = None
+    if PARTIAL:
+        there = keys < S
+    bias = load_bias(of.terms, b, h, rows[:, None], keys[None, :], T, S)
+    if of.content_bias is not None:
+        content = load_content_bias(of.content_bias, b, h, keys, S)
+    raw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if q is None:
+        for place in range(count):
+            column = chunk_at(numbers, place) * BLOCK_D
+            features = column + tl.arange(0, BLOCK_D)
+            chunk = load_columns(of.query, b, first_row, rows < T, column, D, BLOCK_M, BLOCK_D)
+            k = load_columns(of.key, b, first, keys < S, column, D, BLOCK_N, BLOCK_D)
+            chunk = mixed(chunk, of.mixing, h, features, features < D)  # [BLOCK_M, BLOCK_D]
+            raw = product(chunk, tl.trans(k), raw)
+    elif columns is not None:
+        k = load_features(of.key, b, first, there, columns, used, BLOCK_N)
+        raw = product(q, tl.trans(k), raw)
+    else:
+        k = load_tile(of.key, b, hk, first, there, D, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        raw = product(q, tl.trans(k), raw)
+    v = load_tile(of.value, b, hk, first, there, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    if of.content_bias is not None:
+        raw += content[None, :]
+    scores, _ = finish(raw, bias, of.terms, scale)  # [BLOCK_M, BLOCK_N]
+    if PARTIAL:
+        seen = pairs_visible(
+            of.visible, of.terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        )  # fmt: skip
+        scores = tl.where(seen, scores + poison(v)[None, :], float("-inf"))
+        v = finite_part(v)
+    p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2)
+    if of.dropout is not None:
+        p = tl.where(kept(of.dropout, b, h, rows, first, BLOCK_N), p, 0.0)
+    return product(p.to(v.dtype), v, acc * alpha[:, None]), row_max, row_sum
