@@ -280,7 +280,7 @@ def test_growing_the_padding_changes_no_valid_bit(
 
     Eager multiplies whole matrices, whose blocking follows their size: close, not equal.
     """
-    monkeypatch.setattr(buffers, "_processors", lambda device: 1)
+    monkeypatch.setattr(buffers, "_programs_wanted", lambda device: 1)
     B, H, T, S, more = 2, 2, 40, 45, 70
     tensors = draw(operator, B, H, T, S, dtype, D=32)
     tensors["gate"] = torch.rand(B, H, T)

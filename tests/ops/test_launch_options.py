@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
+from heads_kernels.ops import buffers
 from heads_kernels.ops.triton.tiles import Tiles, launch
 
 
@@ -37,3 +38,12 @@ def test_registers_are_limited_where_tiles_say_so() -> None:
     """AMD's compiler refuses the option: it is left out without a limit."""
     assert "maxnreg" not in options_of(Tiles(32, 32, 0, 0, 4, 1))
     assert options_of(Tiles(32, 32, 0, 0, 4, 1, maxnreg=128))["maxnreg"] == 128
+
+
+def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many programs as multiprocessors leave most of them idle while a second wave of a few runs."""
+    monkeypatch.setattr(buffers, "_programs_wanted", lambda device: 3 * 132)
+    like = torch.empty(0)
+    assert buffers.splits_of(32, 150, like) == 3  # 450 programs, not 150
+    assert buffers.splits_of(32, 400, like) == 1
+    assert buffers.splits_of(2, 10, like) == 2

@@ -22,7 +22,7 @@ from heads_kernels.ops.triton.chunks import (
     load_mixing,
     mixed,
 )
-from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.load import load_columns, load_tile, store_columns, store_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -51,7 +51,8 @@ from heads_kernels.ops.triton.visible import (
 
 @triton.jit
 def _rows_tile(
-    query, key, v, dout, mixing, content, gate, lse, delta, terms, visible, dropout, dkey, dvalue, dcontent, tile,
+    query, key, v, dout, mixing, content, gate, of_head, lse, delta, terms, visible, dropout, dkey, dvalue, dcontent,
+    tile,
     count, numbers, slice_column, b, h, H, T, S, first_key, scale,
     PARTIAL: tl.constexpr, NEEDS_KEY: tl.constexpr, NEEDS_SCORES: tl.constexpr,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
@@ -85,7 +86,7 @@ def _rows_tile(
             raw,
         )
     row_lse, row_delta, g, finite = load_row_terms(
-        lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
+        lse, delta, gate, of_head, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
     if not PARTIAL:  # all rows are there, and what they hold reaches every key
         finite = rows < T
@@ -170,6 +171,7 @@ def _keys_kernel(
         v = load_tile(
             value, b, h, first_key, keys < S, DV, BLOCK_N, BLOCK_DV
         )  # [BLOCK_N, BLOCK_DV]
+        of_head = head_gate(gate, b, h, KIND, ACTIVATION)
         # A closed head has no steps; nor has one that does not use this slice, unless it is the first.
         used = tl.max((slice_mixing != 0.0).to(tl.int32))
         taking_part = tl.minimum(
@@ -180,7 +182,8 @@ def _keys_kernel(
         for place in range(full_start, full_start + (full_end - full_start) * taking_part):
             tile = full_tile(visible, b, h, own, place)
             dkey, dvalue, dcontent = _rows_tile(
-                query, key, v, dout, mixing, content, gate, lse, delta, terms, visible, dropout, dkey, dvalue, dcontent,
+                query, key, v, dout, mixing, content, gate, of_head, lse, delta, terms, visible, dropout, dkey,
+                dvalue, dcontent,
                 tile, count, numbers, column, b, h, H, T, S, first_key, scale,
                 False, dkey_out is not None, dkey_out is not None or dcontent_out is not None, KIND, ACTIVATION, DS, DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
@@ -188,7 +191,8 @@ def _keys_kernel(
         for place in range((full_start - start + end - full_end) * taking_part):
             tile = partial_tile(visible, b, h, own, place, start, full_start, full_end)
             dkey, dvalue, dcontent = _rows_tile(
-                query, key, v, dout, mixing, content, gate, lse, delta, terms, visible, dropout, dkey, dvalue, dcontent,
+                query, key, v, dout, mixing, content, gate, of_head, lse, delta, terms, visible, dropout, dkey,
+                dvalue, dcontent,
                 tile, count, numbers, column, b, h, H, T, S, first_key, scale,
                 True, dkey_out is not None, dkey_out is not None or dcontent_out is not None, KIND, ACTIVATION, DS, DV,
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,

@@ -22,7 +22,7 @@ from heads_kernels.ops.triton.chunks import (
     load_mixing,
     mixed,
 )
-from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -138,7 +138,17 @@ def _queries_kernel(
             dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV
         )  # [BLOCK_M, BLOCK_DV]
         row_lse, row_delta, g, _ = load_row_terms(
-            lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
+            lse,
+            delta,
+            gate,
+            head_gate(gate, b, h, KIND, ACTIVATION),
+            b,
+            h,
+            b * H + h,
+            rows,
+            T,
+            KIND,
+            ACTIVATION,
         )
         dmixed = tl.zeros((BLOCK_M, SLICE), tl.float32)
         for place in range(full_start, full_start + (full_end - full_start) * taking_part):

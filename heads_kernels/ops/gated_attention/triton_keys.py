@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
@@ -41,7 +41,8 @@ from heads_kernels.ops.triton.visible import (
 
 @triton.jit
 def _rows_tile(
-    k, v, query, dout, gate, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S, first_key, scale,
+    k, v, query, dout, gate, of_head, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S,
+    first_key, scale,
     PARTIAL: tl.constexpr, NEEDS_KEY: tl.constexpr, NEEDS_VALUE: tl.constexpr,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -50,7 +51,7 @@ def _rows_tile(
     first_row = tile * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     row_lse, row_delta, g, finite = load_row_terms(
-        lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
+        lse, delta, gate, of_head, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
     if PARTIAL:
         q = load_tile(query, b, h, first_row, finite, D, BLOCK_M, k.shape[1])  # [BLOCK_M, BLOCK_D]
@@ -120,19 +121,22 @@ def _keys_kernel(
         h = hk * GROUP + split * heads + index
         if visible.lists is not None:
             start, full_start, full_end, end = listed_tiles(visible, b, h, own, T)
+        of_head = head_gate(gate, b, h, KIND, ACTIVATION)
         # A closed head has no tiles.
         taking_part = tl.minimum(open_rows(gate, b, h, T, KIND, ACTIVATION), 1)
         for place in range(full_start, full_start + (full_end - full_start) * taking_part):
             tile = full_tile(visible, b, h, own, place)
             dkey, dvalue = _rows_tile(
-                k, v, query, dout, gate, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S,
+                k, v, query, dout, gate, of_head, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H,
+                T, S,
                 first_key, scale, False, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
         for place in tl.range(0, (full_start - start + end - full_end) * taking_part, num_stages=1):
             tile = partial_tile(visible, b, h, own, place, start, full_start, full_end)
             dkey, dvalue = _rows_tile(
-                k, v, query, dout, gate, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S,
+                k, v, query, dout, gate, of_head, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H,
+                T, S,
                 first_key, scale, True, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip

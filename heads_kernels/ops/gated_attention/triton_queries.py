@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
@@ -93,7 +93,17 @@ def _queries_kernel(
         dout, b, h, first_row, rows < taking_part, DV, BLOCK_M, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
     row_lse, row_delta, g, _ = load_row_terms(
-        lse, delta, gate, b, h, pair, rows, T, KIND, ACTIVATION
+        lse,
+        delta,
+        gate,
+        head_gate(gate, b, h, KIND, ACTIVATION),
+        b,
+        h,
+        pair,
+        rows,
+        T,
+        KIND,
+        ACTIVATION,
     )
     dquery = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for place in range(full_start, full_end):

@@ -16,7 +16,7 @@ from heads_kernels.batch import bias_batches
 from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
-from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -77,7 +77,17 @@ def _add_dscores(
         if content_bias is not None:
             raw += load_content_bias(content_bias, b, h, keys, S)[None, :]
         row_lse, row_delta, g, _ = load_row_terms(
-            lse, delta, gate, b, h, b * H + h, rows, T, KIND, ACTIVATION
+            lse,
+            delta,
+            gate,
+            head_gate(gate, b, h, KIND, ACTIVATION),
+            b,
+            h,
+            b * H + h,
+            rows,
+            T,
+            KIND,
+            ACTIVATION,
         )
         scores, _ = finish(raw, bias, terms, scale)
         p = probabilities(scores, row_lse[:, None], scale_log2_of(scale, terms))

@@ -60,6 +60,20 @@ def times_gate(
 
 
 @triton.jit
+def head_gate(gate, b, h, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The gate of all rows of a head, where gates are of heads, else 1.
+
+    0 for one that is not finite: what its rows poison is known by their lse (`rows.load_row_terms`).
+    """
+    g = 1.0
+    if KIND == "heads":
+        at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
+        g = activate(tl.load(at).to(tl.float32), ACTIVATION)
+        g = tl.where(tl.abs(g) < float("inf"), g, 0.0)
+    return g
+
+
+@triton.jit
 def open_rows(gate, b, h, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
     """How many rows of a head take part: T, or 0 where an identity gate of heads is exactly 0."""
     if KIND == "heads" and ACTIVATION == "identity":

@@ -113,9 +113,11 @@ def _rows_kernel(
 
 @triton.jit
 def load_row_terms(
-    lse, delta, gate, b, h, pair, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr
+    lse, delta, gate, of_head, b, h, pair, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr
 ):
     """`lse`, `delta`, the gate and `finite` of query rows, [M] each; lse and delta as the first pass left them.
+
+    `of_head` is what `head_gate` gave for their head: a scalar, so that it takes no register a row and no load a tile.
 
     lse is in base 2. A row that sees no key has lse +inf, so that its `p` is 0. A row that sees a key and has a number
     that is not finite has lse nan, delta 0 and gate 0, and is not `finite`: its query and dout are read as 0, so that
@@ -125,10 +127,10 @@ def load_row_terms(
     row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("inf"))
     row_delta = tl.load(delta + of_pair, mask=rows < T, other=0.0)
     finite = tl.abs(row_lse) < float("inf")
-    if KIND == "none":
-        g = tl.full(rows.shape, 1.0, tl.float32)
-    else:
+    if KIND == "rows":
         g = tl.where(finite, row_gates(gate, b, h, rows, T, ACTIVATION), 0.0)
+    else:
+        g = tl.full(rows.shape, 1.0, tl.float32) * of_head
     return row_lse, row_delta, g, finite
 
 
