@@ -1,8 +1,9 @@
-"""What Triton is asked for when a kernel is launched, beside its arguments."""
+"""What Triton is asked for when a kernel is launched, beside its arguments, and how many programs share its work."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.ops import buffers
-from heads_kernels.ops.triton.tiles import Tiles, launch
+from heads_kernels.ops.triton import tiles
+from heads_kernels.ops.triton.tiles import Tiles, launch, tiles_for
 
 
 class Recorder:
@@ -47,3 +49,18 @@ def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> 
     assert buffers.splits_of(32, 150, like) == 3  # 450 programs, not 150
     assert buffers.splits_of(32, 400, like) == 1
     assert buffers.splits_of(2, 10, like) == 2
+
+
+@pytest.mark.parametrize("kind", ["sm_90", "sm_80", "other"])
+@pytest.mark.parametrize("kernel", ["gated_attention.forward", "collaborative_attention.queries"])
+def test_short_queries_have_short_tiles(kernel: str, kind: str) -> None:
+    with (
+        mock.patch.object(tiles, "TRITON_INTERPRETED", False),
+        mock.patch.object(tiles, "_kind_of_target", return_value=kind),
+    ):
+        rows = {
+            T: tiles_for(kernel, torch.empty(1, 1, T, 64, dtype=torch.bfloat16), 64, 64).block_m
+            for T in (1, 16, 17)
+        }
+    assert rows[1] == rows[16] == 16
+    assert rows[17] > 16

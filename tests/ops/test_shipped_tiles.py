@@ -18,6 +18,8 @@ from heads_kernels.ops.triton import tiles
 CASES: tuple[Case, ...] = (
     GatedCase("grouped", 1, 4, 200, 210, D=64, Dv=64, Hk=2, gate="H", closed=0.5, is_causal=True),
     GatedCase("wide", 1, 1, 140, 150, D=256, Dv=200, gate="BHTD", mask=masks.holes),
+    GatedCase("decoding", 2, 4, 1, 300, D=64, Dv=64, Hk=2, gate="BH", mask=masks.holes),
+    CollaborativeCase("few rows", 1, 2, 16, 140, Ds=256, Dv=64, content_bias=True),
     CollaborativeCase(
         "chunks", 1, 2, 90, 140, Ds=256, Dv=64, content_bias=True, gate="H", mixing="chunks"
     ),

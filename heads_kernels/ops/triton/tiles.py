@@ -34,6 +34,10 @@ from heads_kernels.ops.triton.chunks import MOST_CHUNKS
 #: Fields of `Tiles`: block_m, block_n, block_d, block_slice, num_warps, num_stages, and of the others as many as matter
 Numbers = tuple[int, ...]
 
+#: Queries of at most so many rows (decoding) have tiles of as many, the fewest that tensor cores multiply, where a
+#: program owns rows: larger ones would multiply rows that are not there.
+_SHORT: Final = 16
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -68,7 +72,7 @@ class Tiles:
 
 
 def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False) -> Tiles:
-    """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths in the dtype of `like`.
+    """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths with the rows and dtype of `like`.
 
     D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 where there are none; `terms`
     whether scores have a bias or a cap, the mask is dense or there is dropout: then tiles measured without them may not
@@ -77,7 +81,8 @@ def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False) -
     if TRITON_INTERPRETED:
         return _interpreted(like, D)
     gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
-    return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms)
+    short = like.shape[-2] <= _SHORT and kernel.endswith((".forward", ".queries"))
+    return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short)
 
 
 def launch(
@@ -103,15 +108,17 @@ def chunks_of(Ds: int, block_d: int) -> int:
 
 @functools.cache
 def _chosen(
-    kernel: str, gpu: str, kind: str, dtype: torch.dtype, D: int, Dv: int, terms: bool
+    kernel: str, gpu: str, kind: str, dtype: torch.dtype, D: int, Dv: int, terms: bool, short: bool
 ) -> Tiles:
     name = str(dtype).removeprefix("torch.")
     tuned = _tuned(gpu).get((kernel, name, padded(D), padded(Dv)))
-    if tuned is not None and not terms:
+    if tuned is not None and not (terms or short):  # measured without terms, on long queries
         return tuned
     shared = "collaborative" in kernel
     width = padded(Dv if shared else max(D, Dv))
     tiles = Tiles(*_numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, terms))
+    if short:
+        tiles = replace(tiles, block_m=_SHORT, num_warps=4, maxnreg=0)
     return _within(tiles, D) if shared else tiles
 
 
