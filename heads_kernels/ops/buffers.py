@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Elements between rows of a tensor: 128 rows of a tile times this stay within 32 bits.
-FARTHEST_ROW: Final = 1 << 24
+#: Elements between rows of a tensor: 256 rows, the largest tile that tuning tries, times this stay within 32 bits.
+FARTHEST_ROW: Final = 1 << 23
 #: Programs for every multiprocessor. With one, 133 programs on 132 of them take as long as 264; with three at most a
 #: quarter of the time is lost so, and the parts stay small. Heuristic.
 _WAVES: Final = 3

@@ -164,7 +164,7 @@ def _device_words(index: int) -> str:
 
 
 def _far_rows(problem: Problem) -> list[str]:
-    """The tensors of which a tile of rows spans more elements than 32 bits count."""
+    """The tensors of which a tile of rows spans more elements than 32 bits count; `contiguous_rows` copies dout."""
     tensors = {"query": problem.query, "key": problem.key, "value": problem.value}
     apart = {name: t.stride(-2) for name, t in tensors.items() if t is not None}
     apart["the output"] = problem.H * problem.Dv  # where heads are inside rows
