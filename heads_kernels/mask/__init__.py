@@ -3,6 +3,7 @@
 mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
 terms.py      the terms; each gives its `Intervals`
 intervals.py  `Intervals`, as kernels read them
+kept.py       what is cached between calls
 """
 
 from heads_kernels.mask.intervals import UNBOUNDED, Intervals

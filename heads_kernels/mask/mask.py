@@ -14,6 +14,7 @@ from torch import Tensor
 
 from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, refuse, shown
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
+from heads_kernels.mask.kept import capturing, readable, state_of
 from heads_kernels.mask.terms import (
     Alignment,
     Causal,
@@ -27,8 +28,6 @@ from heads_kernels.mask.terms import (
     Term,
     Window,
     check_broadcast,
-    readable,
-    traced,
 )
 
 
@@ -54,7 +53,10 @@ class Mask:
     `Mask(causal="lower_right") & Mask(window=...)` the window is still upper-left aligned.
 
     Tensors are kept by reference, have no gradient and must be on the device of the query. Lengths may
-    also be a list of ints, which is copied to a GPU in every call.
+    also be a list of ints, which is copied to a GPU once. Calls of the same sizes, such as the layers of a
+    model, share what is computed from the mask, until PyTorch writes to one of its tensors. On a GPU, make
+    a new Mask after a write that PyTorch does not count: through `tensor.data`, in a kernel of your own or
+    in the replay of a CUDA graph. (A call that is captured in a graph always computes it anew.)
 
     Raises TypeError or ValueError that names the argument: at construction for its type and rank, in a call
     if it does not fit B, T and S. Values (lengths in range, ids ascending) are checked only on the CPU and
@@ -148,28 +150,25 @@ class Mask:
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
         """Its `Intervals` for a call of these sizes on `device` (default: the device of its tensors).
 
-        With only `causal` and `window` they have no tensors. Otherwise the last ones on the CPU are cached
-        and reused while the tensors hold the same values, so that the layers of a model share them.
+        With only `causal` and `window` they have no tensors. Otherwise the last ones are cached and reused
+        while the tensors hold the same values (`kept.state_of`), so that the layers of a model share them.
         """
         tensors = [v for term in self.terms for v in vars(term).values() if isinstance(v, Tensor)]
-        if device is None:
-            device = device_of(tensors)
-        if (
-            all(isinstance(term, (Causal, Window)) for term in self.terms)
-            or traced()
-            or torch._C._len_torch_dispatch_stack()
-            or torch.device(device).type != "cpu"
-            or not all(map(readable, tensors))
-        ):
+        device = device_of(tensors) if device is None else torch.device(device)
+        if all(isinstance(term, (Causal, Window)) for term in self.terms):
             return self.work_out(B, H, T, S, device)
-        contents = [(t.dtype, t.shape, t.numpy().tobytes()) for t in dict.fromkeys(tensors)]
+        state = state_of(tensors, device)
+        if state is None:
+            return self.work_out(B, H, T, S, device)
         # A tensor made in inference mode cannot be saved for a backward pass.
-        call = B, H, T, S, device, torch.is_inference_mode_enabled(), contents
+        call = B, H, T, S, device, torch.is_inference_mode_enabled(), state
         last = self._last  # read once: another thread may replace it
-        if last is not None and last[0] == call:
+        if capturing(device):
+            last = _CAPTURED
+        elif last is not None and last[0] == call:
             return last[1]
         intervals = self.work_out(B, H, T, S, device)
-        object.__setattr__(self, "_last", (call, intervals))
+        object.__setattr__(self, "_last", last if last is _CAPTURED else (call, intervals))
         return intervals
 
     def work_out(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
@@ -188,6 +187,11 @@ class Mask:
 
     def __repr__(self) -> str:
         return f"Mask({', '.join(map(str, self.terms))})"
+
+
+#: Replaces the cached intervals once a CUDA graph was captured with the mask: PyTorch does not count what replays
+#: write to its tensors.
+_CAPTURED: Final = (None, Intervals())
 
 
 def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -> Mask:

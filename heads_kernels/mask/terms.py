@@ -15,6 +15,7 @@ from torch import Tensor
 
 from heads_kernels.checks import is_int, refuse
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
+from heads_kernels.mask.kept import lengths_on, readable
 
 Alignment = Literal["upper_left", "lower_right"]
 
@@ -200,16 +201,6 @@ def describe(value: object) -> str:
 
 
 # ---------------------------------------------------------------------- checks against a call
-def traced() -> bool:
-    """Whether this code is being compiled or transformed."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-
-
-def readable(tensor: Tensor) -> bool:
-    """Whether its values may be read: on the CPU, not traced, not fake, not transformed."""
-    return not traced() and type(tensor) is Tensor and tensor.device.type == "cpu"
-
-
 def _check_rows(
     argument: str, tensor: Tensor, B: int, size: int, letter: str, device: Device
 ) -> None:
@@ -259,7 +250,7 @@ def _lengths(
         values = lengths.tolist() if readable(lengths) else ()
     else:
         values = () if torch.compiler.is_compiling() else lengths
-        lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+        lengths = lengths_on(torch.device(device), lengths)
     if not values:
         lengths = lengths.to(torch.int64).clamp(0, limit)
     elif not 0 <= min(values) <= max(values) <= limit:

@@ -10,7 +10,8 @@ from torch import Tensor
 from heads_kernels.batch import check_bias_shape
 from heads_kernels.checks import check_companion, refuse
 from heads_kernels.mask import Mask
-from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term, readable
+from heads_kernels.mask.kept import readable
+from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term
 from heads_kernels.offset_bias import OffsetBias
 
 PAIRS = "[T, S] or [B * H, T, S]"

@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from heads_kernels.mask import Mask, as_mask
+from heads_kernels.mask import Mask, as_mask, kept
+from heads_kernels.mask import mask as mask_module
 from tests.mask.masks import all_real, every_kind, in_a_call, longs
 
 
@@ -104,6 +105,97 @@ def test_kept_intervals_do_not_compile_again() -> None:
             got = compiled(query)
         for a, b in zip(got, _seen(query, mask, 5), strict=True):
             assert torch.equal(a, b)
+
+
+# ---------------------------------------------------------------------- kept where a look would wait
+META = torch.device("meta")
+
+
+def on_meta() -> dict[str, Tensor]:
+    """Tensors whose values nobody can look at, as on a GPU."""
+    return {
+        "key_lengths": torch.zeros(2, dtype=torch.int64, device="meta"),
+        "key_mask": torch.zeros(2, 5, dtype=torch.bool, device="meta"),
+    }
+
+
+def worked_out(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one whenever the intervals of `mask` are worked out."""
+    calls: list[object] = []
+    work_out = Mask.work_out
+
+    def counted(self: Mask, *sizes: object) -> object:
+        calls.append(sizes)
+        return work_out(self, *sizes)
+
+    monkeypatch.setattr(Mask, "work_out", counted)
+    return calls
+
+
+def test_the_layers_of_a_model_share_intervals_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = on_meta()
+    mask = Mask(causal=True, **tensors, query_lengths=[5, 3])
+    calls = worked_out(mask, monkeypatch)
+    first = mask.intervals(2, 1, 5, 5)
+    assert all(mask.intervals(2, 1, 5, 5) is first for _ in range(3))
+    assert len(calls) == 1
+    mask.intervals(2, 4, 5, 5)
+    tensors["key_lengths"].add_(1)
+    mask.intervals(2, 4, 5, 5)
+    tensors["key_mask"][0].zero_()  # a view of it
+    mask.intervals(2, 4, 5, 5)
+    tensors["key_mask"].data = torch.zeros(1, 5, dtype=torch.bool, device="meta")
+    mask.intervals(2, 4, 5, 5)
+    assert len(calls) == 5
+
+
+def test_intervals_of_another_stream_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have to wait for the one that they were worked out on."""
+    mask = Mask(**on_meta())
+    first = mask.intervals(2, 1, 5, 5)
+    monkeypatch.setattr(kept, "_stream", lambda device: 7)
+    assert mask.intervals(2, 1, 5, 5) is not first
+    assert kept.lengths_on(META, (1, 2)) is kept.lengths_on(META, (1, 2))
+    copied = kept.lengths_on(META, (1, 2))
+    monkeypatch.setattr(kept, "_stream", lambda device: 8)
+    assert kept.lengths_on(META, (1, 2)) is not copied
+
+
+def test_tensors_of_inference_mode_count_no_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        mask = Mask(**on_meta())
+        assert mask.intervals(2, 1, 5, 5) is not mask.intervals(2, 1, 5, 5)
+
+
+def test_a_captured_graph_has_its_own_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept before is not used in it, for its replays read tensors anew; what belongs to it is not kept."""
+    mask = Mask(**on_meta(), query_lengths=[5, 3])
+    before = mask.intervals(2, 1, 5, 5)
+    with monkeypatch.context() as patched:
+        for module in (kept, mask_module):
+            patched.setattr(module, "capturing", lambda device: True)
+        captured = [mask.intervals(2, 1, 5, 5) for _ in range(2)]
+    after = [mask.intervals(2, 1, 5, 5) for _ in range(2)]  # replays write, and nobody counts it
+    assert len({before, *captured, *after}) == 5
+
+
+def test_a_list_of_lengths_is_copied_once() -> None:
+    one, same = (kept.lengths_on(META, (3, 4)) for _ in range(2))
+    assert one is same
+    assert kept.lengths_on(META, (3, 5)) is not one
+    with torch.inference_mode():
+        assert not kept.lengths_on(META, (8, 9)).is_inference()
+    with FakeTensorMode():
+        assert kept.lengths_on(META, (3, 4)) is not one
+
+
+def test_a_captured_graph_holds_no_copy_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "capturing", lambda device: True)
+    monkeypatch.setattr(kept, "_copied", None)
+    filled = kept.lengths_on(META, (3, 4))
+    assert (filled.shape, filled.dtype) == ((2,), torch.int64)
+    assert kept._filled((3, 0, 7), torch.device("cpu")).tolist() == [3, 0, 7]
+    assert kept._filled((), torch.device("cpu")).shape == (0,)
 
 
 # ---------------------------------------------------------------------- no waiting for a device

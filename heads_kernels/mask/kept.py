@@ -1,0 +1,91 @@
+"""What masks cache on a device, and how they know that it is still valid. Nothing here synchronises with a GPU.
+
+While a CUDA graph is captured, nothing is cached and nothing cached is used: what is computed then belongs to the graph,
+and a graph that reads something cached would read the same in every replay. Results of one stream are not used on
+another, which would have to wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+#: Most lists of lengths that stay on a GPU. Heuristic.
+_LISTS: Final = 64
+
+
+def traced() -> bool:
+    """Whether this code is being compiled or transformed."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether its values may be read: on the CPU, not traced, not fake, not transformed."""
+    return not traced() and type(tensor) is Tensor and tensor.device.type == "cpu"
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what runs on `device` now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
+    """Equal in two calls only if `tensors` hold the same values; None if that cannot be known.
+
+    On the CPU these are the bytes of the tensors. On a GPU, where reading them would synchronise: their addresses, and
+    PyTorch's counts of writes to them.
+    """
+    if traced() or torch._C._len_torch_dispatch_stack():
+        return None
+    tensors = dict.fromkeys(tensors)
+    if device.type == "cpu":
+        if not all(map(readable, tensors)):
+            return None
+        return [(t.dtype, t.shape, t.numpy().tobytes()) for t in tensors]
+    if not _keeps(device) or not all(
+        type(t) is Tensor and t.device.type == device.type for t in tensors
+    ):
+        return None
+    if any(t.is_inference() for t in tensors):  # they count no writes
+        return None
+    written = [(t.dtype, t.shape, t.stride(), t.data_ptr(), t._version) for t in tensors]
+    return _stream(device), written
+
+
+def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
+    """`lengths` as int64 on `device`; equal lists are copied to a GPU once."""
+    if traced() or torch._C._len_torch_dispatch_stack() or not _keeps(device):
+        return torch.tensor(lengths, dtype=torch.int64, device=device)
+    if capturing(device):
+        return _filled(lengths, device)
+    return _copied(lengths, device, _stream(device))
+
+
+@functools.lru_cache(maxsize=_LISTS)
+def _copied(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    with torch.inference_mode(False):  # a later call may not be in it
+        return torch.tensor(lengths, dtype=torch.int64, device=device)
+
+
+def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Without a copy from the host, which no graph can hold: a kernel for each length."""
+    filled = torch.empty(len(lengths), dtype=torch.int64, device=device)
+    for place, length in zip(filled.unbind(), lengths, strict=True):
+        place.fill_(length)
+    return filled
+
+
+def _keeps(device: torch.device) -> bool:
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.is_initialized())
+
+
+def _stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
