@@ -1,4 +1,7 @@
-"""The table of backends, in order of preference, and the choice of one."""
+"""The table of backends, in order of preference, and the choice of one.
+
+The order is that of the table, or what `python -m heads_kernels doctor --save` found on this machine.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from heads_kernels import doctor_record
 from heads_kernels.problem import Problem
 
 #: The names in the tables of backends.
@@ -34,19 +38,21 @@ class Choice:
     """What `explain` returns: the backend that would run, and why the others would not.
 
     `backend` is None if no backend, or not the requested one, can serve the call. `refusals` maps each backend that was
-    not chosen to its reasons.
+    not chosen to its reasons. `order` says where the order of the backends comes from; with a requested one, how it
+    failed in `python -m heads_kernels doctor --save`, if it did.
     """
 
     operator: str
     backend: BackendName | None
     refusals: dict[str, list[str]]
+    order: str = ""
 
     def __str__(self) -> str:
         head = f"{self.operator}: " + (
             f"runs on {self.backend!r}" if self.backend else "no backend can serve this call"
         )
         lines = [f"  not {name!r}: {'; '.join(reasons)}" for name, reasons in self.refusals.items()]
-        return "\n".join([head, *lines])
+        return "\n".join([head, *lines, *([f"  {self.order}"] if self.order else [])])
 
 
 def choose(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> Choice:
@@ -54,23 +60,32 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
 
     Raises `ValueError` if `backend` is not in the table.
     """
+    found = doctor_record.found(problem.operator, problem.query.device)
+    failed = dict(found.failed)
     if backend is not None:
-        rows = [row for row in table if row.name == backend]
+        rows: Sequence[Backend] = [row for row in table if row.name == backend]
         if not rows:
             known = ", ".join(repr(row.name) for row in table)
             raise ValueError(
                 f"backend is {backend!r}; use one of {known}, or None to let the package choose."
             )
-        table = rows
+        order = f"{backend!r} {failed[backend]}: {found.source}" if backend in failed else ""
+    else:
+        rows = _asked(table, problem)
+        order = f"order: {found.source}"
     refusals: dict[str, list[str]] = {}
     chosen: BackendName | None = None
-    for row in table:
+    for row in rows:
         reasons = row.unsupported(problem)
         if not reasons and chosen is None:
             chosen = row.name
         else:
             refusals[row.name] = reasons or [f"could serve it too, but {chosen!r} comes first"]
-    return Choice(problem.operator, chosen, refusals)
+    if backend is None:
+        for row in table:
+            if row.name in failed:
+                refusals[row.name] = [failed[row.name], *row.unsupported(problem)]
+    return Choice(problem.operator, chosen, refusals, order)
 
 
 def select(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> str:
@@ -79,7 +94,7 @@ def select(table: Sequence[Backend], problem: Problem, backend: str | None = Non
     Warns once if only `eager` can, which holds `[B, H, T, S]` in memory.
     """
     if backend is None:
-        for row in table:
+        for row in _asked(table, problem):
             if not row.unsupported(problem):
                 wide = problem.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
                 if row.name == "eager" and not wide and not torch.compiler.is_compiling():
@@ -89,6 +104,16 @@ def select(table: Sequence[Backend], problem: Problem, backend: str | None = Non
     if choice.backend is None:
         raise ValueError(str(choice))
     return choice.backend
+
+
+def _asked(table: Sequence[Backend], problem: Problem) -> Sequence[Backend]:
+    """The rows in the order in which they are tried, without those that failed on this machine."""
+    found = doctor_record.found(problem.operator, problem.query.device)
+    if not (found.verified or found.failed):
+        return table
+    first = [row for name in found.verified for row in table if row.name == name]
+    left_out = (*found.verified, *(name for name, _ in found.failed))
+    return first + [row for row in table if row.name not in left_out]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "heads_kernels"
 #: A part imports itself and the parts above it in this list, never those beside or below it.
 LAYERS = (
     {"checks", "flops", "build_info", "after_import"},
+    {"doctor_record"},
     {"mask"},
     {"batch", "offset_bias"},
     {"problem"},
@@ -28,7 +29,8 @@ LAYERS = (
     {"analysis"},
     {"integrations"},
     {"convert"},
-    {"report", "testing"},
+    {"testing"},
+    {"report", "doctor"},
 )
 LAYER = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 TOP = len(LAYERS) - 1

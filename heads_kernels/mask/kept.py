@@ -1,8 +1,8 @@
 """What masks cache on a device, and how they know that it is still valid. Nothing here synchronises with a GPU.
 
-While a CUDA graph is captured, nothing is cached and nothing cached is used: what is computed then belongs to the graph,
-and a graph that reads something cached would read the same in every replay. Results of one stream are not used on
-another, which would have to wait for it.
+While a CUDA graph is captured, nothing is cached and nothing cached is used: what is computed then belongs to the
+graph, and a graph that reads something cached would read the same in every replay. Results of one stream are not used
+on another, which would have to wait for it.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from heads_kernels.dispatch import select
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.testing.case import Case
@@ -160,9 +161,7 @@ def run(inputs: Inputs, backend: str | None, backward: bool = True) -> dict[str,
 
 def _lse(inputs: Inputs, backend: str | None) -> Tensor:
     p, operator = inputs.problem(), _OPERATORS[inputs.operator]
-    if backend is None:
-        backend = next(row.name for row in operator.backends if not row.unsupported(p))
-    lse = operator.with_lse(p, backend, _seed(inputs)).lse
+    lse = operator.with_lse(p, select(operator.backends, p, backend), _seed(inputs)).lse
     return lse.masked_fill(~p.open_heads()[:, :, None], 0.0)
 
 
