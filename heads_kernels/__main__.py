@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import torch
-
 import heads_kernels as hk
+from heads_kernels.doctor import command as doctor
+from heads_kernels.doctor.machine import installed
 from heads_kernels.report import command
 
 _SCRIPT: Final = "heads-kernels"
@@ -23,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=_SCRIPT if Path(sys.argv[0]).name == _SCRIPT else "python -m heads_kernels",
         description=(hk.__doc__ or "").partition("\n")[0],
-        epilog=installed(),
+        epilog="\n".join(f"{name:14} {value}" for name, value in installed().items()),
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"heads_kernels {hk.__version__}")
@@ -35,27 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=raw,
     )
     command.add_options(report)
+    doctor_parser = commands.add_parser(
+        "doctor",
+        help="checks every backend on this machine, and times it against PyTorch's SDPA",
+        description=doctor.DESCRIPTION,
+        formatter_class=raw,
+    )
+    doctor.add_options(doctor_parser)
     chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
         return 0
-    return command.run(chosen, report)
-
-
-def installed() -> str:
-    """Versions and the targets of the kernels."""
-    built = hk.build_info()
-    cpu = ", ".join(built.get("cpu", {}).get("levels", [])) or "none built"
-    cuda = built.get("cuda", {})
-    lines = {
-        "heads_kernels": f"{hk.__version__} {(built.get('commit') or '')[:12]}".strip(),
-        "PyTorch": torch.__version__,
-        "Python": platform.python_version(),
-        "CPU kernels": cpu,
-        "CUDA kernels": ", ".join(cuda.get("architectures", []))
-        or cuda.get("missing", "none built"),
-    }
-    return "\n".join(f"{name:14} {value}" for name, value in lines.items())
+    return doctor.run(chosen) if chosen.command == "doctor" else command.run(chosen, report)
 
 
 if __name__ == "__main__":

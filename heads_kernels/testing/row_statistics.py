@@ -1,0 +1,101 @@
+"""`attention_statistics` on a backend against `eager` in float64 on the same inputs.
+
+The bound is derived. Let e be the error of a score of the row that rounding alone explains: u_c times the sum of its
+absolute terms, where a mixed query is rounded to the working dtype u_w times the root of the sum of their squares, and
+the roundings of a cap and a bias. Then lse is off by up to e, a probability p by 2 e p, and the entropy by
+2 e (1 + entropy). Errors of single scores scatter: four times that is allowed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.batch import expand_bias
+from heads_kernels.functional import AttentionStatistics, attention_statistics
+from heads_kernels.offset_bias import diagonals
+from heads_kernels.problem import Problem
+from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.plain import plain
+from heads_kernels.testing.rounding import unit
+
+_NAMES: Final = inspect.signature(attention_statistics).parameters
+_FACTOR: Final = 4.0
+
+
+def statistics_arguments(inputs: Inputs) -> dict[str, Any]:
+    """What `attention_statistics` takes of a call."""
+    return {name: value for name, value in inputs.arguments().items() if name in _NAMES}
+
+
+def check_statistics(inputs: Inputs, backend: Any) -> tuple[list[str], float]:
+    """What is wrong, and the largest error as a part of its bound."""
+    given = statistics_arguments(inputs)
+    got = attention_statistics(**given, backend=backend)
+    wide = statistics_arguments(inputs.to(torch.float64))
+    want = attention_statistics(**wide, backend="eager")
+    exact = Problem.statistics(**wide)
+    return _judge(got, want, plain(exact).probabilities, _score_error(exact, inputs.dout.dtype))
+
+
+def _score_error(p: Problem, dtype: torch.dtype) -> Tensor:
+    """`[B, H, T]`: the largest error of a visible score of every row that rounding explains; `p` is in float64."""
+    u, query, key = unit(torch.float32), p.query, p.key
+    if p.mixing is None:
+        key = key.repeat_interleave(p.H // max(p.Hk, 1), 1)
+    else:
+        query, key = query[:, None] * p.mixing[:, None], key[:, None]
+    size = query.abs() @ key.abs().mT  # [B, H, T, S]
+    error = u * size
+    if p.mixing is not None:
+        error = error + unit(dtype) * (query.square() @ key.square().mT).sqrt()
+    if p.content_bias is not None:
+        added = p.content_bias.abs()[:, :, None]
+        size, error = size + added, error + u * added
+    size, error = abs(p.scale) * size, abs(p.scale) * (error + u * size)
+    if p.softcap:
+        size = size.clamp(max=p.softcap)
+        error = error + 3 * u * size  # of division, tanh and product
+    visible = p.intervals.to_dense(p.T, p.S, error.device)
+    bias = None if p.bias is None else expand_bias(p.bias, p.B)
+    if p.offset_bias is not None:
+        bias = diagonals(p.offset_bias, p.T, p.S)
+    if bias is not None:
+        visible = visible & (bias > -torch.inf)
+        error = error + u * (2 * bias.abs() + size)
+    return error.masked_fill(~visible, 0.0).amax(-1)
+
+
+def _judge(
+    got: AttentionStatistics, want: AttentionStatistics, probabilities: Tensor, e: Tensor
+) -> tuple[list[str], float]:
+    u = 4 * unit(torch.float32)  # exponential, logarithm, division, and the sum of the row
+    bounds = {
+        "lse": e + u * (1 + want.lse.nan_to_num(neginf=0.0).abs()),
+        "max_prob": (2 * e + u) * want.max_prob,
+        "entropy": (2 * e + u) * (1 + want.entropy),
+    }
+    wrong, worst = [], 0.0
+    for name, bound in bounds.items():
+        a, b = getattr(got, name).double(), getattr(want, name)
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            wrong.append(f"{name}: not finite in other places")
+            continue
+        part = torch.where(b.isfinite(), (a - b).abs() / (_FACTOR * bound + 1e-30), 0.0)
+        share = float(part.max()) if part.numel() else 0.0
+        worst = max(worst, share)
+        if not share <= 1.0:
+            wrong.append(f"{name}: {share:.2f} of its bound")
+    # Of keys within rounding of each other either may be the maximum.
+    none = want.argmax < 0
+    if not torch.equal(got.argmax < 0, none):
+        wrong.append("argmax: another row sees no key")
+    else:
+        at = probabilities.gather(-1, got.argmax.clamp(min=0)[..., None])[..., 0]
+        short = want.max_prob - at > _FACTOR * (2 * e + u) * want.max_prob
+        if bool((short & ~none).any()):
+            wrong.append(f"argmax: {int((short & ~none).sum())} rows name a smaller probability")
+    return wrong, worst
