@@ -59,7 +59,7 @@ found._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _is_ready(device: torch.device) -> bool:
     """Whether asking for a GPU's name starts nothing: tensors that are there by name only may be first."""
-    return device.type == "cuda" and torch.cuda.is_initialized()
+    return device.type == "cuda" and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------- the machine
@@ -113,7 +113,8 @@ def driver_version() -> str:
         return version[1]
     if torch.version.hip:
         return f"HIP {torch.version.hip}"
-    return f"CUDA {torch._C._cuda_getDriverVersion()}" if torch.cuda.is_available() else "none"
+    serves = getattr(torch._C, "_cuda_getDriverVersion", None)  # in builds with CUDA
+    return f"CUDA {serves()}" if serves and torch.cuda.is_available() else "none"
 
 
 @functools.cache

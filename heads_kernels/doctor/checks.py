@@ -58,7 +58,10 @@ def dtypes(backend: str, device: torch.device) -> tuple[torch.dtype, ...]:
 
 def refusal(operator: str, row: Backend, device: torch.device) -> str:
     """Why a backend can't run on a device; empty where it can."""
-    query, key = torch.zeros(2, 1, 1, 1, 16, device=device)
+    try:
+        query, key = torch.zeros(2, 1, 1, 1, 16, device=device)
+    except RuntimeError as error:  # all memory is in use, or the GPU is another process's alone
+        return f"no tensor can be made on {device}: {str(error).partition(chr(10))[0]}"
     if operator == "attention_statistics":
         problem = Problem.statistics(query, key)
     elif operator == _SHARED:

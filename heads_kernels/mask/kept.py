@@ -80,7 +80,9 @@ def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _keeps(device: torch.device) -> bool:
-    return device.type == "meta" or (device.type == "cuda" and torch.cuda.is_initialized())
+    if device.type == "cuda":  # before it is initialized, tensors there are so by name only
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return device.type == "meta"
 
 
 def _stream(device: torch.device) -> int:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import expand_bias
-from heads_kernels.functional import AttentionStatistics, attention_statistics
+from heads_kernels.functional import attention_statistics
 from heads_kernels.offset_bias import diagonals
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.problem import Problem
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.plain import plain
