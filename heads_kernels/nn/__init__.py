@@ -7,6 +7,7 @@ from heads_kernels.nn.gates import FixedGate, HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete, expected_open, l0_penalty
 from heads_kernels.nn.initialization import ds_init_, mixing_init_
 from heads_kernels.nn.replacing import replace_attention_
+from heads_kernels.nn.unpadding import unpad
 
 __all__ = [
     "CollaborativeMultiheadAttention",
@@ -20,4 +21,5 @@ __all__ = [
     "l0_penalty",
     "mixing_init_",
     "replace_attention_",
+    "unpad",
 ]
