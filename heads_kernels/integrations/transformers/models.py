@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import check_flag, refuse
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.classes import replacement
@@ -18,6 +18,11 @@ from heads_kernels.integrations.transformers.support import (
     configs_of,
 )
 from heads_kernels.integrations.transformers.tested import TESTED
+from heads_kernels.integrations.transformers.unpadding import (
+    pad_layers,
+    unpad_layers,
+    unpaddable_layers,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,7 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _BEFORE: Final = "_attn_implementations_before"
 
 
-def use(model: Model) -> Model:
+def use(model: Model, *, unpad: bool = False) -> Model:
     """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` undoes it.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
@@ -36,19 +41,25 @@ def use(model: Model) -> Model:
     Args:
         model: a `PreTrainedModel`, in train or eval mode. If it is wrapped (`PeftModel`, `SentenceTransformer`, a
             pipeline, `torch.compile(model)`, `DistributedDataParallel`), pass the inner model.
+        unpad: whether layers compute only the real tokens of a batch with a padding mask, packed into one row. Layers
+            then give zeros for padding, and the same as before for real tokens. The first packed call of each layer is
+            compared with a padded one. Under `torch.compile` the graph breaks around each layer.
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`; the message names those that it contains.
-        ValueError: the model is in use already, has no attention, or computes attention in its own code.
+        TypeError: `model` is not a `PreTrainedModel`; the message names those that it contains. `unpad` is not a bool.
+        ValueError: the model is in use already, has no attention, or computes attention in its own code; with `unpad`,
+            its layers get no padding mask. In a forward pass: a layer does not work token by token.
     """
     if not isinstance(model, PreTrainedModel):
         refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
     if _BEFORE in vars(model):
         refuse("model", f"({type(model).__name__}) is in use already", "call release(model) first")
+    check_flag("unpad", unpad)
     check_model(model)
+    layers = unpaddable_layers(model) if unpad else {}
     own_configs(model)
     before = {
         module: [config._attn_implementation_internal for config in configs]
@@ -63,6 +74,8 @@ def use(model: Model) -> Model:
         if (made := replacement(type(module))) is not None:
             module.__class__ = made
     watch(model)
+    pad_layers(model)
+    unpad_layers(layers)
     return model
 
 
@@ -91,6 +104,7 @@ def release(model: Model) -> Model:
         if isinstance(module, Replacement):
             module.__class__ = module.stock  # type: ignore[assignment]
     unwatch(model)
+    pad_layers(model)
     if any(config._attn_implementation == NAME for config in configs_of(model)):
         watch(model)  # it was made with this name
     return model

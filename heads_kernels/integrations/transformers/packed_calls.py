@@ -1,0 +1,359 @@
+"""How a call of a layer is packed: its arguments for the real tokens of a padded batch, in one row, or why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from heads_kernels.integrations.transformers.head_masks import PLACE
+from heads_kernels.integrations.transformers.masks import PreparedMask
+from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.mask import Mask
+from heads_kernels.mask.terms import Causal, KeyMask, Window, traced
+from heads_kernels.nn import FixedGate, HardConcrete
+from heads_kernels.nn.unpadding import Packing
+
+try:
+    from transformers.utils.output_capturing import _active_collector as active_collector
+except ImportError:  # transformers that collect outputs in another way
+    active_collector = None
+
+
+@dataclass(eq=False)
+class UnpaddedLayer:
+    """What is known of a layer whose calls are packed.
+
+    Attributes:
+        name: of the layer in its model.
+        attention: its attention modules.
+        distances: whether its scores have a bias by the distance of tokens.
+        adds_zeros: whether its cross-attention adds zeros of all pairs to the scores.
+        by_batch: whether something in it looks at a batch as a whole, or at its rows, in training.
+        probed: the kinds of calls that were checked against a padded one.
+        handles: of the hooks.
+    """
+
+    name: str
+    attention: list[nn.Module]
+    distances: bool
+    adds_zeros: bool
+    by_batch: bool
+    probed: set[tuple[Any, ...]] = field(default_factory=set)
+    handles: list[Any] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------------- where the real tokens are
+class Padding(NamedTuple):
+    """The real tokens of the rows, or of the keys, of a mask.
+
+    Attributes:
+        packing: where they are.
+        moves: whether packing moves any; of one row that is padded on the right it moves none.
+        has_holes: whether padding is between real tokens of a row.
+    """
+
+    packing: Packing
+    moves: bool
+    has_holes: bool
+
+    @classmethod
+    def of(cls, real: Tensor) -> Padding:
+        packing = Packing.of(real)
+        index, rows = packing.index, packing.rows
+        N = len(index)
+        if packing.is_whole or N == 0:
+            return cls(packing, False, False)
+        holes = ((index.diff() != 1) & (rows.diff() == 0)).any()
+        last, has_holes = torch.stack((index[-1], holes)).tolist()
+        return cls(packing, last != N - 1, bool(has_holes))
+
+
+class PackedMask(PreparedMask):
+    """The mask of a packed row, and what was packed for the layers that share it.
+
+    Args:
+        mask: of the packed row.
+        padding: what was packed.
+        padded: the mask of the rows as they were, of keys that the rows are.
+    """
+
+    def __init__(self, mask: Mask, padding: Padding, padded: PreparedMask) -> None:
+        N = len(padding.packing.index)
+        super().__init__(mask, (1, 1, N, N), padded.device)
+        self.padding = padding
+        self.padded = padded
+        self.packed: dict[int, tuple[Any, Any]] = {}
+
+    def pack(self, packing: Packing, padded: Tensor) -> Tensor:
+        """A tensor packed, once for all layers unless it has a gradient."""
+        if padded.requires_grad:
+            return packing.pack(padded)
+        if id(padded) not in self.packed:
+            self.packed[id(padded)] = padded, packing.pack(padded)
+        return self.packed[id(padded)][1]
+
+    def cross(self, keys: Padding) -> PreparedMask:
+        """The mask of the packed rows and of keys that are packed too."""
+        if id(keys) not in self.packed:
+            rows, ids = self.padding.packing.rows, keys.packing.rows
+            mask = Mask(document_ids=(rows, ids))
+            made = PreparedMask(mask, (1, 1, len(rows), len(ids)), self.device)
+            self.packed[id(keys)] = keys, made
+        return self.packed[id(keys)][1]
+
+
+def _packed_mask(mask: PreparedMask) -> PackedMask | None:
+    """The mask of a self-attention for the packed row; None where `hk.Mask` has no word for it."""
+    if "packed_mask" not in vars(mask):
+        mask.packed_mask = _make_packed_mask(mask)
+    found: PackedMask | None = mask.packed_mask
+    return found
+
+
+def _make_packed_mask(mask: PreparedMask) -> PackedMask | None:
+    if not isinstance(mask.mask, Mask):
+        return None
+    B, _, T, S = mask.sizes
+    terms = mask.mask.terms
+    shape = tuple(each for each in terms if not isinstance(each, KeyMask))
+    is_causal = any(isinstance(each, Causal) for each in shape)
+    if any(not isinstance(each, (Causal, Window)) or each.align != "upper_left" for each in shape):
+        return None  # rows behind what a cache holds, or packed already
+    if T != S and not (is_causal and T < S):  # keys that a static cache has no tokens for yet
+        return None
+    if (real := _real(mask, T)) is None:
+        return None
+    padding = Padding.of(real)
+    padded = PreparedMask(Mask.of(shape) & Mask(key_mask=real), (B, 1, T, T), mask.device)
+    return PackedMask(Mask.of(shape) & Mask(document_ids=padding.packing.rows), padding, padded)
+
+
+def _real(mask: PreparedMask, length: int) -> Tensor | None:
+    """Which of the first keys of a mask are real, `[B, length]`; None where it can't be known."""
+    assert isinstance(mask.mask, Mask)
+    real = [each.real for each in mask.mask.terms if isinstance(each, KeyMask)]
+    if len(real) > 1:
+        return None
+    everything = torch.ones((), dtype=torch.bool, device=mask.device).expand(1, length)
+    found = real[0][:, :length] if real else everything
+    if type(found) is not Tensor or found.device.type == "meta":
+        return None  # there are no values to look at
+    return found.expand(mask.sizes[0], -1)
+
+
+# ---------------------------------------------------------------------- what is packed
+class PackedCache(Cache):
+    """An empty cache before a packed row: it keeps the padded batch, as decoding is to find it."""
+
+    def __init__(self, kept: Cache, packing: Packing) -> None:
+        self.kept = kept
+        self.packing = packing
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        padded = (
+            self.packing.pad_back(each.transpose(1, 2)).transpose(1, 2)
+            for each in (key_states, value_states)
+        )
+        kept = self.kept.update(*padded, *args, **kwargs)
+        T = self.packing.sizes[1]
+        key, value = (
+            self.packing.pack(each[:, :, :T].transpose(1, 2)).transpose(1, 2) for each in kept
+        )
+        return key, value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "kept":
+            raise AttributeError(name)
+        return getattr(self.kept, name)
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """How the arguments of a layer are packed: by its own mask, and the encoder's states by `keys`."""
+
+    mask: PackedMask
+    keys: Padding | None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What a check of one call says something of others by."""
+        terms = tuple(type(term) for term in cast(Mask, self.mask.mask).terms)
+        return terms, self.mask.padding[1:], self.keys and self.keys[1:]
+
+    def argument(self, name: str, value: Any) -> Any:
+        """One argument, packed."""
+        of_keys = _is_of_keys(name)
+        if isinstance(value, PreparedMask):
+            return self.mask.cross(self.keys) if of_keys and self.keys else self.mask
+        rows = self.mask.padding.packing
+        keys = rows if self.keys is None else self.keys.packing
+        if isinstance(value, EncoderDecoderCache):
+            own, cross = value.self_attention_cache, value.cross_attention_cache
+            both = EncoderDecoderCache(PackedCache(own, rows), PackedCache(cross, keys))
+            both.is_updated = value.is_updated
+            return both
+        if isinstance(value, Cache):
+            return PackedCache(value, rows)
+        if name == "hidden_states":
+            return rows.pack(value)
+        if _is_as_it_is(name):
+            return value
+        packing = keys if of_keys else rows
+        return tree_map(
+            lambda each: self.mask.pack(packing, each) if has_tokens(each) else each, value
+        )
+
+    def without_cache(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a check: no cache, which has to stay empty, and no mask of all keys that one has."""
+        return tuple(map(self._without_cache, args)), {
+            name: self._without_cache(value) for name, value in kwargs.items()
+        }
+
+    def _without_cache(self, value: Any) -> Any:
+        if isinstance(value, Cache):
+            return None
+        is_own = isinstance(value, PreparedMask) and vars(value).get("packed_mask") is self.mask
+        return self.mask.padded if is_own else value
+
+    def cross_mask(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The mask of the encoder's states, where the call has none."""
+        if self.keys is None or arguments.get("encoder_attention_mask") is not None:
+            return {}
+        return {"encoder_attention_mask": self.mask.cross(self.keys)}
+
+
+def _is_of_keys(name: str) -> bool:
+    """Whether an argument of a layer is of the encoder's states."""
+    return name.startswith(("encoder_", "cross_"))
+
+
+def _is_as_it_is(name: str) -> bool:
+    """Whether a packed row takes the same argument: head masks, and the positions that a cache is written at."""
+    return name.endswith("head_mask") or name == "cache_position"
+
+
+def has_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
+# ---------------------------------------------------------------------- which calls are packed
+def packed_call(
+    layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
+) -> PackedCall | str | None:
+    """How a call of a layer is packed. None: it runs as it is, there being no padding, or something asked for that is
+    of padded rows. A string: why it runs as it is, though there may be padding."""
+    masks = [
+        value
+        for name, value in arguments.items()
+        if isinstance(value, PreparedMask) and not _is_of_keys(name)
+    ]
+    if not masks and _is_dense(arguments.get("attention_mask")):
+        return "attention_mask is a tensor for pairs of tokens"
+    if len(masks) != 1 or masks[0].sizes[2] == 1 or _is_of_padded_rows(layer, own, arguments):
+        return None
+    mask = _packed_mask(masks[0])
+    states = arguments.get("encoder_hidden_states")
+    keys = None if states is None else _keys(states, arguments.get("encoder_attention_mask"))
+    if mask is None or isinstance(keys, str):
+        return keys if mask is not None else None
+    found = [each.packing for each in (mask.padding, keys) if each is not None]
+    if all(each.is_whole for each in found) or any(len(each.index) == 0 for each in found):
+        return None
+    if why := _why_not(own, mask, keys, arguments):
+        return why
+    return PackedCall(mask, keys)
+
+
+def _is_dense(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] > 1
+
+
+def _keys(states: Tensor, mask: Any) -> Padding | str:
+    """The real tokens of an encoder's states; or why they can't be packed."""
+    B, S = states.shape[:2]
+    if mask is None:
+        return Padding.of(torch.ones((), dtype=torch.bool, device=states.device).expand(B, S))
+    is_padding = isinstance(mask, PreparedMask) and isinstance(mask.mask, Mask)
+    if not is_padding or any(not isinstance(term, KeyMask) for term in mask.mask.terms):
+        return "encoder_attention_mask is no padding mask"
+    if "padding" not in vars(mask):
+        real = _real(mask, S)
+        mask.padding = None if real is None else Padding.of(real)
+    found: Padding | None = mask.padding
+    return found or "encoder_attention_mask is not known"
+
+
+def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> bool:
+    """Whether a call asks for what is of `[B, T]`, or depends on the batch as a whole."""
+    if (layer.training and own.by_batch) or getattr(layer, "chunk_size_feed_forward", 0):
+        return True
+    on_gpu = arguments["hidden_states"].is_cuda
+    if traced() or torch.jit.is_tracing() or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        return True  # what is recorded serves other batches too
+    if any(arguments.get(name) for name in ("output_attentions", "output_router_logits")):
+        return True
+    found = collected() or {}
+    if found.keys() - {"hidden_states", "_hidden_states_layers"}:
+        return True
+    if "hidden_states" in found and not found["hidden_states"]:
+        return True  # transformers takes the embeddings from the arguments of the first layer
+    for module in own.attention:
+        place = getattr(module, PLACE, None)
+        if getattr(module, "observer", None) is not None or (place and place.statistics):
+            return True
+        gate = getattr(module, "head_gate", None)
+        if gate is not None and not (type(gate) is FixedGate or _is_shared(gate)):
+            return True
+    return False
+
+
+def _is_shared(gate: Any) -> bool:
+    """Whether all examples of a batch have the same gates."""
+    return type(gate) is HardConcrete and not gate.per_sample
+
+
+def _why_not(
+    own: UnpaddedLayer, mask: PackedMask, keys: Padding | None, arguments: dict[str, Any]
+) -> str | None:
+    """Why a call can't be packed."""
+    B, T = mask.padding.packing.sizes
+    terms = cast(Mask, mask.mask).terms
+    counts = own.distances or any(isinstance(each, RelativeBias) for each in arguments.values())
+    if mask.padding.has_holes and (counts or any(isinstance(each, Window) for each in terms)):
+        return "it counts positions between tokens, and there is padding between real ones"
+    if own.adds_zeros and keys is not None:
+        return "its cross-attention makes a bias of all pairs of the packed rows"
+    for name, value in arguments.items():
+        lengths = (B, T) if keys is None or not _is_of_keys(name) else keys.packing.sizes
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(each, Tensor) and each.dim() and not _is_as_it_is(name):
+                batch, length = (*each.shape, 0)[:2]
+                if each.dim() > 3 or length != lengths[1] or batch not in (1, B):
+                    return (
+                        f"{name} has shape {list(each.shape)} in a batch of {B} rows of {T} tokens"
+                    )
+            elif not isinstance(each, (*_PLAIN, Tensor)):
+                return f"{name} is a {type(each).__name__}"
+    if arguments["hidden_states"].shape[:2] != (B, T):
+        return f"hidden_states has shape {list(arguments['hidden_states'].shape)}"
+    return None
+
+
+#: What a packed row takes as it is, or what has a packed form; beside tensors.
+_PLAIN: Final = (bool, int, float, str, type(None), PreparedMask, Cache, RelativeBias)
+
+
+def collected() -> dict[str, Any] | None:
+    """What transformers collects of the pass that runs, by name."""
+    assert active_collector is not None
+    found: dict[str, Any] | None = active_collector.get()
+    return found

@@ -1,0 +1,178 @@
+"""Layers of transformers models on the real tokens of a padded batch alone, packed into one row.
+
+A hook before the forward of a layer packs its arguments, one after it pads its output: everything outside of layers
+(embeddings, poolers, heads, losses, `output_hidden_states`) sees `[B, T, ...]`. Where the real tokens are is found
+once for a pass and kept with the mask that its layers share, so that hooks have no state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from heads_kernels.checks import refuse
+from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.integrations.transformers.classes import replacement
+from heads_kernels.integrations.transformers.packed_calls import (
+    PackedMask,
+    UnpaddedLayer,
+    active_collector,
+    collected,
+    has_tokens,
+    packed_call,
+)
+from heads_kernels.integrations.transformers.packed_check import check_packed
+from heads_kernels.integrations.transformers.relative_bias import (
+    OwnRelativePositions,
+    RelativePositions,
+)
+from heads_kernels.integrations.transformers.support import family
+
+#: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
+UNPADDED: Final = "_heads_kernels_unpadded"
+
+
+# ---------------------------------------------------------------------- hooks on and off
+def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The layers of a model that a padding mask reaches, by name.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if active_collector is None:
+        was = f"is True, but transformers {transformers.__version__} collects outputs within layers"
+        refuse("unpad", was, "install a later version")
+    layers = dict(_layers(model))
+    if not layers:
+        was = f"is True for a {family(model)}, none of whose layers takes a mask of padded tokens"
+        refuse("unpad", was, "call use(model) without it")
+    return layers
+
+
+def unpad_layers(layers: dict[str, nn.Module]) -> None:
+    """Let layers run on real tokens alone, by hooks."""
+    for name, layer in layers.items():
+        modules = list(layer.modules())
+        biased = [each for each in modules if isinstance(each, OwnRelativePositions)]
+        own = UnpaddedLayer(
+            name,
+            attention=[each for each in modules if calls_interface(each)],
+            distances=bool(biased),
+            adds_zeros=any(not isinstance(each, RelativePositions) for each in biased),
+            by_batch=any(map(_reads_batch, modules)),
+        )
+        own.handles = [
+            layer.register_forward_pre_hook(_pack, with_kwargs=True),
+            # Before the hooks of transformers, which collect hidden states.
+            layer.register_forward_hook(_pad_back, with_kwargs=True, prepend=True),
+        ]
+        setattr(layer, UNPADDED, own)
+
+
+def pad_layers(model: nn.Module) -> None:
+    """Take back what `unpad_layers` did to the layers of a model."""
+    for module in model.modules():
+        for handle in getattr(vars(module).pop(UNPADDED, None), "handles", ()):
+            handle.remove()
+
+
+def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Modules in lists that take hidden states and have attention: those that transformers checkpoints, or inmost."""
+    found = {
+        f"{name}.{number}": layer
+        for name, modules in model.named_modules()
+        if isinstance(modules, nn.ModuleList)
+        for number, layer in modules.named_children()
+        if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
+        and next(iter(_names(type(layer))), "") == "hidden_states"
+    }
+    parts = {
+        name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
+    }
+    for name, layer in found.items():
+        owner = max((each for each in parts if not each or name.startswith(f"{each}.")), key=len)
+        if "attention_mask" not in inspect.signature(parts[owner].forward).parameters:
+            continue  # images have no padding
+        if any(hasattr(module, "expert_capacity") for module in layer.modules()):
+            continue  # which tokens an expert drops depends on the row
+        outside = [each for each in found if name.startswith(f"{each}.")]
+        inside = [each for each in found if each.startswith(f"{name}.")]
+        if any(isinstance(found[each], GradientCheckpointingLayer) for each in outside):
+            continue
+        if isinstance(layer, GradientCheckpointingLayer) or not inside:
+            yield name, layer
+
+
+@cache
+def _names(layer_class: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the arguments of a layer that can come by position; none where any number can."""
+    function = inspect.unwrap(getattr(layer_class, "stock", layer_class).forward)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return ()
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+
+
+def _reads_batch(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(
+        word in type(module).__name__ for word in ("DropPath", "StochasticDepth")
+    )
+
+
+# ---------------------------------------------------------------------- the hooks
+@torch.compiler.disable
+def _pack(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    names = _names(type(layer))
+    if len(args) > len(names):
+        return None
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    own: UnpaddedLayer = getattr(layer, UNPADDED)
+    call = packed_call(layer, own, arguments)
+    if call is None:
+        return None
+    if isinstance(call, str):
+        warnings.warn(f"{type(layer).__name__} runs with its padding: {call}", stacklevel=2)
+        return None
+    packed = tuple(call.argument(name, value) for name, value in zip(names, args, strict=False))
+    by_name = {name: call.argument(name, value) for name, value in kwargs.items()}
+    cross = call.cross_mask(arguments)
+    if cross and "encoder_attention_mask" in names[: len(packed)]:
+        place = names.index("encoder_attention_mask")
+        packed = (*packed[:place], *cross.values(), *packed[place + 1 :])
+    else:
+        by_name |= cross
+    if call.kind not in own.probed:
+        rows = call.mask.padding.packing
+        both = (call.without_cache(args, kwargs), call.without_cache(packed, by_name))
+        check_packed(layer, own.name, rows, *both)
+        own.probed.add(call.kind)
+    return packed, by_name
+
+
+@torch.compiler.disable
+def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    masks = (each for each in (*args, *kwargs.values()) if isinstance(each, PackedMask))
+    if (mask := next(masks, None)) is None:
+        return output
+    is_packed = partial(_is_packed, N=mask.sizes[3])
+    packing = mask.padding.packing
+    if any(map(is_packed, (collected() or {}).get("hidden_states", ()))):
+        was = f"is asked for, but {type(layer).__name__} gives its own from within, of packed rows"
+        refuse("output_hidden_states", was, "call release(model), then use(model) without unpad")
+    return tree_map(lambda each: packing.pad_back(each) if is_packed(each) else each, output)
+
+
+def _is_packed(value: Any, N: int) -> bool:
+    return has_tokens(value) and value.shape[:2] == (1, N)
