@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from heads_kernels.checks import refuse, shape_of
 from heads_kernels.mask import Mask
 
 
-class Packing(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Packing:
     """Where the N real tokens of a batch of B rows of T tokens are.
 
     Attributes:

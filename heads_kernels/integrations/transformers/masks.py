@@ -39,6 +39,9 @@ class PreparedMask(BlockMask):
         mask: what is visible; a bool tensor `[B, 1, T, S]` where `hk.Mask` has no word for it.
         shape: (B, 1, T, S) of the call.
         device: of the tensors of the call.
+
+    Attributes:
+        derived: what layers work out of it, once for the pass.
     """
 
     dtype = torch.bool
@@ -49,6 +52,7 @@ class PreparedMask(BlockMask):
         self.mask = mask
         self.sizes = shape
         self.device = device
+        self.derived: dict[Any, Any] = {}
 
     @property
     def shape(self) -> Shape:

@@ -19,7 +19,9 @@ from heads_kernels.nn import FixedGate, HardConcrete
 from heads_kernels.nn.unpadding import Packing
 
 try:
-    from transformers.utils.output_capturing import _active_collector as active_collector
+    from transformers.utils.output_capturing import _active_collector
+
+    active_collector: Any = _active_collector
 except ImportError:  # transformers that collect outputs in another way
     active_collector = None
 
@@ -87,31 +89,32 @@ class PackedMask(PreparedMask):
         super().__init__(mask, (1, 1, N, N), padded.device)
         self.padding = padding
         self.padded = padded
-        self.packed: dict[int, tuple[Any, Any]] = {}
 
     def pack(self, packing: Packing, padded: Tensor) -> Tensor:
         """A tensor packed, once for all layers unless it has a gradient."""
         if padded.requires_grad:
             return packing.pack(padded)
-        if id(padded) not in self.packed:
-            self.packed[id(padded)] = padded, packing.pack(padded)
-        return self.packed[id(padded)][1]
+        if id(padded) not in self.derived:
+            self.derived[id(padded)] = padded, packing.pack(padded)
+        packed: Tensor = self.derived[id(padded)][1]
+        return packed
 
     def cross(self, keys: Padding) -> PreparedMask:
         """The mask of the packed rows and of keys that are packed too."""
-        if id(keys) not in self.packed:
+        if id(keys) not in self.derived:
             rows, ids = self.padding.packing.rows, keys.packing.rows
             mask = Mask(document_ids=(rows, ids))
             made = PreparedMask(mask, (1, 1, len(rows), len(ids)), self.device)
-            self.packed[id(keys)] = keys, made
-        return self.packed[id(keys)][1]
+            self.derived[id(keys)] = keys, made
+        cross: PreparedMask = self.derived[id(keys)][1]
+        return cross
 
 
 def _packed_mask(mask: PreparedMask) -> PackedMask | None:
     """The mask of a self-attention for the packed row; None where `hk.Mask` has no word for it."""
-    if "packed_mask" not in vars(mask):
-        mask.packed_mask = _make_packed_mask(mask)
-    found: PackedMask | None = mask.packed_mask
+    if PackedMask not in mask.derived:
+        mask.derived[PackedMask] = _make_packed_mask(mask)
+    found: PackedMask | None = mask.derived[PackedMask]
     return found
 
 
@@ -157,11 +160,11 @@ class PackedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        padded = (
+        key, value = (
             self.packing.pad_back(each.transpose(1, 2)).transpose(1, 2)
             for each in (key_states, value_states)
         )
-        kept = self.kept.update(*padded, *args, **kwargs)
+        kept = self.kept.update(key, value, *args, **kwargs)
         T = self.packing.sizes[1]
         key, value = (
             self.packing.pack(each[:, :, :T].transpose(1, 2)).transpose(1, 2) for each in kept
@@ -221,7 +224,7 @@ class PackedCall:
     def _without_cache(self, value: Any) -> Any:
         if isinstance(value, Cache):
             return None
-        is_own = isinstance(value, PreparedMask) and vars(value).get("packed_mask") is self.mask
+        is_own = isinstance(value, PreparedMask) and value.derived.get(PackedMask) is self.mask
         return self.mask.padded if is_own else value
 
     def cross_mask(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -263,8 +266,10 @@ def packed_call(
     mask = _packed_mask(masks[0])
     states = arguments.get("encoder_hidden_states")
     keys = None if states is None else _keys(states, arguments.get("encoder_attention_mask"))
-    if mask is None or isinstance(keys, str):
-        return keys if mask is not None else None
+    if mask is None:
+        return None
+    if isinstance(keys, str):
+        return keys
     found = [each.packing for each in (mask.padding, keys) if each is not None]
     if all(each.is_whole for each in found) or any(len(each.index) == 0 for each in found):
         return None
@@ -285,10 +290,10 @@ def _keys(states: Tensor, mask: Any) -> Padding | str:
     is_padding = isinstance(mask, PreparedMask) and isinstance(mask.mask, Mask)
     if not is_padding or any(not isinstance(term, KeyMask) for term in mask.mask.terms):
         return "encoder_attention_mask is no padding mask"
-    if "padding" not in vars(mask):
+    if Padding not in mask.derived:
         real = _real(mask, S)
-        mask.padding = None if real is None else Padding.of(real)
-    found: Padding | None = mask.padding
+        mask.derived[Padding] = None if real is None else Padding.of(real)
+    found: Padding | None = mask.derived[Padding]
     return found or "encoder_attention_mask is not known"
 
 
@@ -297,7 +302,11 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
     if (layer.training and own.by_batch) or getattr(layer, "chunk_size_feed_forward", 0):
         return True
     on_gpu = arguments["hidden_states"].is_cuda
-    if traced() or torch.jit.is_tracing() or (on_gpu and torch.cuda.is_current_stream_capturing()):
+    if (
+        traced()
+        or torch._C._get_tracing_state() is not None
+        or (on_gpu and torch.cuda.is_current_stream_capturing())
+    ):
         return True  # what is recorded serves other batches too
     if any(arguments.get(name) for name in ("output_attentions", "output_router_logits")):
         return True
@@ -354,6 +363,5 @@ _PLAIN: Final = (bool, int, float, str, type(None), PreparedMask, Cache, Relativ
 
 def collected() -> dict[str, Any] | None:
     """What transformers collects of the pass that runs, by name."""
-    assert active_collector is not None
     found: dict[str, Any] | None = active_collector.get()
     return found

@@ -94,7 +94,7 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(modules, nn.ModuleList)
         for number, layer in modules.named_children()
         if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
-        and next(iter(_names(type(layer))), "") == "hidden_states"
+        and _names(layer)[:1] == ("hidden_states",)
     }
     parts = {
         name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
@@ -113,9 +113,14 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, layer
 
 
-@cache
-def _names(layer_class: type[nn.Module]) -> tuple[str, ...]:
+def _names(layer: Any) -> tuple[str, ...]:
     """The names of the arguments of a layer that can come by position; none where any number can."""
+    kind: Any = type(layer)
+    return _names_of(kind)
+
+
+@cache
+def _names_of(layer_class: Any) -> tuple[str, ...]:
     function = inspect.unwrap(getattr(layer_class, "stock", layer_class).forward)
     parameters = list(inspect.signature(function).parameters.values())[1:]
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
@@ -130,11 +135,11 @@ def _reads_batch(module: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------- the hooks
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pack(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    names = _names(type(layer))
+    names = _names(layer)
     if len(args) > len(names):
         return None
     arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -161,7 +166,7 @@ def _pack(
     return packed, by_name
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     masks = (each for each in (*args, *kwargs.values()) if isinstance(each, PackedMask))
     if (mask := next(masks, None)) is None:
