@@ -1,8 +1,10 @@
 """`python -m benchmarks.models`: whole transformers models on real text, stock SDPA against ours.
 
-MiniLM with its pretrained weights and BERT-base with random ones read the same padded sentences. A training step is
-forward, backward and AdamW, with the model's own dropout. Half of the heads are every second one of each layer: closed
-by gates, or pruned from the weights. What ours computes is held to the stock model first.
+MiniLM with its pretrained weights and BERT-base with random ones read padded sentences: as they come, next to others of
+their length (of four times as many, those in the middle), and without any padding. A training step is forward,
+backward and AdamW, with the model's own dropout. Half of the heads are every second one of each layer: closed by gates,
+or pruned from the weights. Unpadded layers compute real tokens alone. What ours computes is held to the stock model
+first.
 
 Exit status: 0; 1 where outputs differ; 2 where the models can not be had.
 """
@@ -31,6 +33,9 @@ from heads_kernels.testing import time_in_turn
 #: Of hidden states that LayerNorm holds near 1, after all layers in float32.
 TOLERANCE = 1e-4
 
+#: Candidates with all heads.
+WHOLE = ("stock SDPA", "ours", "ours, unpadded")
+
 Model = Any
 
 
@@ -48,17 +53,34 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
+    name: str
     ids: Tensor  # [B, T]
     real: Tensor  # bool [B, T]
 
     @classmethod
     def of(cls, count: int) -> Batch:
+        """Sentences as they come."""
         ids, lengths = minilm.tokens(count)
-        return cls(ids, torch.arange(ids.shape[1]) < lengths[:, None])
+        return cls("as they come", ids, torch.arange(ids.shape[1]) < lengths[:, None])
+
+    @classmethod
+    def by_length(cls, count: int) -> Batch:
+        """Sentences beside others of their length."""
+        ids, lengths = minilm.tokens(4 * count)
+        start = (len(lengths) - count) // 2
+        chosen = lengths.argsort(stable=True)[start : start + count]
+        ids, lengths = ids[chosen, : lengths[chosen].max()], lengths[chosen]
+        return cls("by length", ids, torch.arange(ids.shape[1]) < lengths[:, None])
+
+    def whole(self) -> Batch:
+        """Its sentences repeated to the length of the longest."""
+        B, T = self.ids.shape
+        places = torch.arange(T) % self.real.sum(1, keepdim=True)
+        return Batch("no padding", self.ids.gather(1, places), torch.ones(B, T, dtype=torch.bool))
 
     def __str__(self) -> str:
         B, T = self.ids.shape
-        return f"B{B} T{T}, {int(self.real.sum())} of {B * T} tokens real"
+        return f"{self.name}: B{B} T{T}, {int(self.real.sum())} of {B * T} tokens real"
 
     def hidden(self, model: Model) -> Tensor:
         """`[B, T, width]`, padded rows 0."""
@@ -85,29 +107,30 @@ def half(model: Model) -> dict[int, list[int]]:
 
 
 def candidates(stock: Model) -> dict[str, Model]:
-    """The same weights, five times."""
+    """The same weights, of all heads and of half of them."""
     use = hk.integrations.transformers.use
     ours = use(copy.deepcopy(stock))
-    closed, pruned = copy.deepcopy(ours), copy.deepcopy(ours)
-    stock_pruned = copy.deepcopy(stock)
+    unpadded = use(copy.deepcopy(stock), unpad=True)
+    closed = copy.deepcopy(ours)
+    pruned = {
+        name: copy.deepcopy(m) for name, m in zip(WHOLE, (stock, ours, unpadded), strict=True)
+    }
     hk.heads.close(closed, half(closed))
-    hk.heads.prune(pruned, half(pruned))
-    hk.heads.prune(stock_pruned, half(stock_pruned))
+    for model in pruned.values():
+        hk.heads.prune(model, half(model))
     return {
-        "stock SDPA": stock,
-        "ours": ours,
+        **dict(zip(WHOLE, (stock, ours, unpadded), strict=True)),
         "ours, half of the heads closed": closed,
-        "ours, half of the heads pruned": pruned,
-        "stock SDPA, half of the heads pruned": stock_pruned,
+        **{f"{name}, half of the heads pruned": model for name, model in pruned.items()},
     }
 
 
 def differences(models: dict[str, Model], batch: Batch) -> Iterator[str]:
-    """What is not as it should be: ours as stock, closed as pruned."""
+    """What is not as it should be: ours as stock, with all heads and with half of them."""
     with torch.no_grad():
         out = {name: batch.hidden(model) for name, model in models.items()}
-    stock, ours, *halves = out
-    for name, like in [(ours, stock), *((name, halves[0]) for name in halves[1:])]:
+    for name in out:
+        like = WHOLE[0] if name in WHOLE else f"{WHOLE[0]}, half of the heads pruned"
         error = float((out[name] - out[like]).abs().max())
         if not error <= TOLERANCE:
             yield f"{name} differs from {like} by {error:.1e}, more than {TOLERANCE:.0e}"
@@ -189,21 +212,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         if not options.smoke:
             jobs.append(("BERT-base", bert_base, 8))
-        batches = [Batch.of(count) for _, _, count in jobs]
+        batches = [
+            [Batch.of(n), Batch.by_length(n), Batch.of(n).whole()][: 1 if options.smoke else 3]
+            for _, _, n in jobs
+        ]
     except minilm.Unavailable as error:
         console.print(f"no model: {error}")
         return 2
     rows: list[Row] = []
-    for (name, load, _), batch in zip(jobs, batches, strict=True):
+    for (name, load, _), read in zip(jobs, batches, strict=True):
         models = candidates(load())
-        failures = list(differences(models, batch))
-        for failure in failures:
-            console.print(f"FAIL {name}: {failure}")
-        if failures:
-            return 1
-        found = measure(name, models, batch, *((0.1, 2) if options.smoke else (60.0, 9)))
-        console.print(table(found))
-        rows += found
+        for batch in read:
+            failures = list(differences(models, batch))
+            for failure in failures:
+                console.print(f"FAIL {name}, {batch}: {failure}")
+            if failures:
+                return 1
+            found = measure(name, models, batch, *((0.1, 2) if options.smoke else (60.0, 9)))
+            console.print(table(found))
+            rows += found
     if options.json:
         numbers = {"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}
         write_whole(options.json, json.dumps(numbers, indent=1) + "\n")

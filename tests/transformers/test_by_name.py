@@ -278,6 +278,20 @@ print(model.config._attn_implementation, any("transformers" in getattr(each, "mo
     assert run.stdout.split() == ["heads_kernels", "False"]
 
 
+@pytest.mark.parametrize("first", ["modeling_layers", "masking_utils", "models.bert.modeling_bert"])
+def test_package_before_a_part_of_transformers(first: str) -> None:
+    """Parts import each other in an order that depends on which comes first."""
+    code = f"""
+import heads_kernels
+import transformers.{first}
+from transformers import AttentionInterface
+assert "heads_kernels" in AttentionInterface._global_mapping
+"""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module that can be imported and has not been."""

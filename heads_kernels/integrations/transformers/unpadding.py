@@ -18,7 +18,6 @@ import transformers
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layouts import calls_interface
@@ -88,6 +87,9 @@ def pad_layers(model: nn.Module) -> None:
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Modules in lists that take hidden states and have attention: those that transformers checkpoints, or inmost."""
+    # Its module imports `PreTrainedModel`, at whose import this module is imported.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     found = {
         f"{name}.{number}": layer
         for name, modules in model.named_modules()
