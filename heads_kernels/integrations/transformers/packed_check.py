@@ -35,11 +35,7 @@ def check_packed(
         ValueError: they differ by more.
     """
     device = rows.index.device
-    with (
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-        _evaluating(layer),
-    ):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _evaluating(layer):
         expected, found = (_outputs(layer, arguments, device) for arguments in (padded, packed))
     K = max((max(p.shape) for p in layer.parameters() if p.dim() > 1), default=0)
     K = max(K, rows.sizes[1])
@@ -49,12 +45,11 @@ def check_packed(
         if one.shape[:2] != rows.sizes or other.shape[:2] != (1, len(rows.index)):
             is_same = False  # not a number for each token
             continue
-        one = rows.pack(one).flatten(2).double()
-        other = other.flatten(2).double()
+        one, other = rows.pack(one).flatten(2), other.flatten(2)
         both_nan = one.isnan() & other.isnan()
         error = (one - other).masked_fill(both_nan, 0).norm(dim=-1)
         scale = one.masked_fill(both_nan, 0).norm(dim=-1)
-        bound = (_ROUNDINGS + K) * torch.finfo(torch.float32).eps * scale
+        bound = (_ROUNDINGS + K) * torch.finfo(one.dtype).eps * scale
         is_same &= bool((error <= bound).all())
         worst = max(worst, float((error / scale).max()))
     if not is_same:
