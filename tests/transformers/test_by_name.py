@@ -278,6 +278,7 @@ print(model.config._attn_implementation, any("transformers" in getattr(each, "mo
     assert run.stdout.split() == ["heads_kernels", "False"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("first", ["modeling_layers", "masking_utils", "models.bert.modeling_bert"])
 def test_package_before_a_part_of_transformers(first: str) -> None:
     """Parts import each other in an order that depends on which comes first."""

@@ -331,6 +331,7 @@ def test_cache_is_continued() -> None:
     assert_alike(rows[1], rows[0])
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compile_does_not_compile_every_batch(name: str) -> None:
     torch._dynamo.reset()
@@ -376,7 +377,7 @@ def test_save_pretrained(tmp_path: Any) -> None:
     assert_alike(outputs(use(loaded, unpad=True)), expected)
 
 
-def test_data_parallel_and_wrappers() -> None:
+def test_model_in_something_else() -> None:
     model = build("bert")
     expected = outputs(model)
     holder = nn.ModuleDict({"base_model": use(model, unpad=True)})
