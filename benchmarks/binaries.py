@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -24,6 +24,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from benchmarks.sass import Loop, loops, parse
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Kernel:
     matrix: tuple[tuple[str, int], ...] = ()  # matrix instructions and how many stand in the code
     narrow_products: bool = False  # whether it multiplies tiles of 16 bits
     serialized: int = 0  # matrix instructions, where ptxas reports that they wait for one another
+    warps: int = 0
+    loops: tuple[Loop, ...] = field(default=(), repr=False)  # on NVIDIA's
 
 
 class _Driver:
@@ -153,13 +157,15 @@ _LOGS: Final[dict[str, str]] = {}
 
 
 def _read(name: str, target: str, options: str, compiled: Any, log: str) -> Kernel:
+    found_loops: list[Loop] = []
     if "amdgcn" in compiled.asm:
         code = compiled.asm["amdgcn"]
         registers = _number(r"\.vgpr_count:\s+(\d+)", code)
         spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", code)
     else:
         log = _LOGS.setdefault(compiled.hash, log)
-        code = _disassembled(compiled.asm["cubin"])
+        code = disassembled(compiled.asm["cubin"])
+        found_loops = loops(parse(code)[compiled.metadata.name])
         registers = _number(r"Used (\d+) registers", log)
         spilled = _number(r"(\d+) bytes spill stores", log)
         spilled += _number(r"(\d+) bytes spill loads", log)
@@ -170,7 +176,7 @@ def _read(name: str, target: str, options: str, compiled: Any, log: str) -> Kern
         registers=registers, spilled=spilled, shared=compiled.metadata.shared,
         matrix=tuple(sorted(found.items())),
         narrow_products=_NARROW_PRODUCT.search(compiled.asm["ttir"]) is not None,
-        serialized=serialized,
+        serialized=serialized, warps=compiled.metadata.num_warps, loops=tuple(found_loops),
     )  # fmt: skip
 
 
@@ -181,9 +187,10 @@ def _number(pattern: str, text: str) -> int:
     return int(match[1])
 
 
-def _disassembled(cubin: bytes) -> str:
+def disassembled(cubin: bytes) -> str:
+    """The machine code, as nvdisasm prints it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, str(path)]
+        command = [knobs.nvidia.nvdisasm.path, "-c", str(path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -44,6 +44,7 @@ class Kernel:
     part: str
     registers: int
     stack: int
+    entry: str = field(default="", compare=False, repr=False)  # its name in the module
 
     def broken(self) -> list[str]:
         """The bound that it breaks, if it does."""
@@ -95,6 +96,7 @@ def parse(text: str) -> Iterator[Kernel]:
                 part,
                 int(match[3]),
                 int(match[4]),
+                entry.string,
             )
 
 

@@ -1,0 +1,227 @@
+"""The static model: loops in machine code, cycles of pipes, and today's kernels against the kept numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from heads_kernels.ops.support import TRITON_INTERPRETED
+
+pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
+if TRITON_INTERPRETED:
+    pytest.skip("kernels are interpreted (TRITON_INTERPRET)", allow_module_level=True)
+
+from benchmarks import cuda_resources, pipes, sass, static_model
+
+
+def sass_of(body: str) -> sass.Code:
+    """A kernel of these lines: labels end in a colon."""
+    lines = [".text.kernel:"]
+    for i, line in enumerate(body.split("\n")):
+        line = line.strip()
+        if line:
+            lines.append(line if line.endswith(":") else f"        /*{16 * i:04x}*/  {line} ;")
+    return sass.parse("\n".join(lines))["kernel"]
+
+
+#: A loop over tiles. Unaligned rows are copied without LDGSTS, partial tiles take more arithmetic, and a block that was
+#: moved behind EXIT belongs to the loop; the copies are a loop of their own, which begins and ends inside.
+TILES = """
+    MOV R0, RZ
+.L_x_0:
+    BSSY B0, `(.L_x_3)
+    @P0 BRA `(.L_x_5)
+.L_x_1:
+    LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]
+    ISETP.GE.AND P1, PT, R3, 0x80, PT
+    @!P1 BRA `(.L_x_1)
+.L_x_2:
+    BSYNC B0
+.L_x_3:
+    HMMA.16816.F32.BF16 R4, R8, R12, R4
+    @!P2 BRA `(.L_x_4)
+    FSEL R4, R4, -INF , P3
+    STL [R1], R4
+.L_x_4:
+    MUFU.EX2 R4, R4
+    ISETP.NE.AND P4, PT, R0, R5, PT
+    @P4 BRA `(.L_x_0)
+    EXIT
+.L_x_5:
+    LDG.E.U16 R6, desc[UR4][R2.64]
+    STS.U16 [R1], R6
+    BRA `(.L_x_2)
+.L_x_6:
+    BRA `(.L_x_6)
+"""
+
+
+def test_the_hot_path_is_a_full_tile_with_aligned_copies() -> None:
+    (loop,) = sass.loops(sass_of(TILES))
+    assert [each.name for each in loop.hot] == [
+        "BSSY", "BRA", "LDGSTS", "ISETP", "BRA", "BSYNC", "HMMA", "BRA", "MUFU", "ISETP", "BRA",
+    ]  # fmt: skip
+    assert loop.instructions == 16
+    assert loop.inner == 1
+    assert loop.spills == 0
+    assert pipes.kinds(loop.hot) == {"control": 6, "alu": 2, "shared": 1, "tensor": 1, "mufu": 1}
+
+
+def test_a_loop_with_products_inside_another_is_its_own() -> None:
+    outer, inner = sass.loops(
+        sass_of("""
+.L_x_0:
+    HMMA.16816.F32.BF16 R4, R8, R12, R4
+.L_x_1:
+    LDSM.16.M88.4 R8, [R1]
+    HMMA.16816.F32.BF16 R4, R8, R12, R4
+    @P0 BRA `(.L_x_1)
+    LDL R4, [R1]
+    @P1 BRA `(.L_x_0)
+    EXIT
+""")
+    )
+    assert [each.name for each in outer.hot] == ["HMMA", "LDL", "BRA"]
+    assert (outer.instructions, outer.inner, outer.spills) == (6, 1, 1)
+    assert [each.name for each in inner.hot] == ["LDSM", "HMMA", "BRA"]
+    assert inner.inner == 0
+
+
+def test_a_branch_on_a_uniform_condition_goes_on() -> None:
+    (loop,) = sass.loops(
+        sass_of("""
+.L_x_0:
+    HMMA.16816.F32.BF16 R4, R8, R12, R4
+    BRA.U UP0, `(.L_x_1)
+    FADD R1, R1, R2
+    BRA `(.L_x_0)
+.L_x_1:
+    FADD R1, R1, R2
+    FADD R1, R1, R2
+    FADD R1, R1, R2
+    BRA `(.L_x_0)
+""")
+    )
+    assert [each.name for each in loop.hot] == ["HMMA", "BRA", "FADD", "BRA"]
+
+
+def test_cycles_of_instructions() -> None:
+    def cycles(line: str, target: str = "sm_90", warps: int = 4) -> dict[str, int]:
+        taken = pipes.cycles(sass_of(line).instructions, pipes.PARTS[target], warps)
+        return {pipe: count for pipe, count in taken.items() if count and pipe != "issue"}
+
+    assert cycles("HMMA.16816.F32.BF16 R4, R8, R12, R4", "sm_80") == {"tensor": 8}
+    assert cycles("HMMA.1688.F32.TF32 R4, R8, R12, R4", "sm_80") == {"tensor": 8}
+    assert cycles("HMMA.16816.F32.BF16 R4, R8, R12, R4") == {"tensor": 7}  # 6.36
+    # wgmma: the left operand in shared memory, then in registers.
+    assert cycles("HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT") == {
+        "tensor": 32, "shared": 32,
+    }  # fmt: skip
+    right = "HGMMA.64x128x16.F32.BF16 R24, R120, gdesc[UR12].tnspB, R24, gsb0"
+    assert cycles(right) == {"tensor": 64, "shared": 32}
+    assert cycles("LDSM.16.MT88.4 R8, [R1]") == {"shared": 16}
+    assert cycles("LDGSTS.E.BYPASS.128.ZFILL [R1], desc[UR4][R2.64], P0") == {"shared": 16}
+    assert cycles("@!P0 LDS R8, [R1]") == {"shared": 4}
+    assert cycles("MUFU.EX2 R4, R4") == {"mufu": 8}
+    assert cycles("FFMA R4, R4, R5, R6") == {"fma": 1}
+    assert cycles("FFMA R4, R4, R5, R6", "sm_80") == {"fma": 2}
+    assert cycles("IMAD.MOV.U32 R4, RZ, RZ, R5") == {"fma": 2}
+    assert cycles("LOP3.LUT R4, R4, 0xe0, RZ, 0xc0, !PT") == {"alu": 2}
+    assert cycles("UIADD3 UR4, UR5, 0x1, URZ") == {}
+    assert pipes.products(sass_of("UTCHMMA gdesc[UR8], gdesc[UR10]").instructions) is None
+
+
+def test_blocks_of_a_multiprocessor() -> None:
+    part = pipes.PARTS["sm_90"]
+    assert pipes.blocks_at_once(part, 4, 255, 0) == 2
+    assert pipes.blocks_at_once(part, 8, 128, 64 << 10) == 2
+    assert pipes.blocks_at_once(part, 8, 129, 64 << 10) == 1
+    assert pipes.blocks_at_once(part, 4, 32, 100 << 10) == 2
+    assert pipes.blocks_at_once(part, 4, 16, 0) == 16
+
+
+@pytest.fixture
+def row() -> static_model.Row:
+    (loop,) = sass.loops(sass_of(TILES))
+    (made,) = static_model._rows(
+        [loop], pipes.PARTS["sm_90"], 4, 1 << 15, 128, backend="triton", target="sm_90",
+        kernel="gated_attention.forward", work="x", variant=0, spilled=0,
+    )  # fmt: skip
+    return made
+
+
+def test_what_is_heavier_for_a_product(row: static_model.Row) -> None:
+    def words(now: static_model.Row) -> str:
+        return "\n".join(static_model.heavier([now], [asdict(row)]))
+
+    assert row.products == 4 * 16 * 8 * 16
+    assert words(row) == ""
+    assert "12 instructions, of 11" in words(replace(row, hot=12))
+    assert "17 instructions in all ways round it, of 16" in words(replace(row, instructions=17))
+    assert "9 cycles (mufu), of 8" in words(replace(row, cycles=row.cycles | {"mufu": 9}))
+    assert "1 instructions for spilled registers, of 0" in words(replace(row, spills=1))
+    # Twice the tile may take twice as much.
+    twice = replace(row, products=2 * row.products, hot=2 * row.hot)
+    assert words(twice) == ""
+    assert "23 instructions, of 22" in words(replace(twice, hot=23))
+    assert words(replace(row, work="not kept", hot=100)) == ""
+    assert "2 loops in place of 1" in static_model.heavier([row, row], [asdict(row)])[0]
+
+
+def test_kept_numbers_of_one_backend_leave_the_other(tmp_path: Path, row: static_model.Row) -> None:
+    path = tmp_path / "kept.json"
+    for backend in ("cuda", "triton"):
+        rows = [replace(row, backend=name) for name in ("cuda", "triton")]
+        static_model.keep(rows, {backend: {"compiler": backend, "commit": None}}, path)
+    found = static_model.kept(path)
+    assert [(name, part["compiler"], len(part["rows"])) for name, part in found.items()] == [
+        ("cuda", "cuda", 1), ("triton", "triton", 1),
+    ]  # fmt: skip
+    assert static_model.Row(**found["triton"]["rows"][0]) == row
+
+
+def test_threads_of_a_block() -> None:
+    text = """
+.nv.info.first
+	Attribute:	EIATTR_MAX_THREADS
+	Format:	EIFMT_SVAL
+	Value:	0x80 0x1 0x1
+.nv.info.second
+	Attribute:	EIATTR_REGCOUNT
+"""
+    assert static_model.threads_of(text) == {"first": 128}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "sm_10"], "invalid choice"),
+        (["--backend", "cpu"], "invalid choice"),
+        (["--keep", "--only", "D 64"], "leave out --only"),
+        (["--backend", "triton", "--only", "nothing"], "matches none of"),
+        (["--backend", "cuda", "--module", "nothing.so"], "no module"),
+    ],
+)
+def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        static_model.main(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", static_model.BACKENDS)
+def test_no_loop_is_heavier_than_kept(backend: str, tmp_path: Path) -> None:
+    module, tool = cuda_resources.module(), cuda_resources.cuobjdump()
+    if backend == "cuda" and (module is None or tool is None):
+        pytest.skip("heads_kernels._cuda is not built, or there is no cuobjdump")
+    compiler = static_model.compiler_of(backend, module)["compiler"]
+    then = static_model.kept()[backend]["compiler"]
+    if compiler != then:
+        pytest.skip(f"kept numbers are those of {then}, not {compiler}")
+    path = tmp_path / "rows.json"
+    assert static_model.main(["--backend", backend, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert len(rows) == len(static_model.kept()[backend]["rows"])
