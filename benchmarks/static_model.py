@@ -201,8 +201,9 @@ def compiler_of(backend: str, module: Path | None) -> dict[str, str | None]:
     """With what the kernels were compiled, and from which commit."""
     if backend == "triton":
         return {"compiler": f"triton {triton.__version__}", "commit": commit()}
-    built = json.loads(module.with_name("build.json").read_text()) if module else {}
-    nvcc = built.get("cuda", {}).get("nvcc")
+    record = module.with_name("build.json") if module else None
+    built = json.loads(record.read_text()) if record and record.is_file() else {}
+    nvcc = built.get("cuda", {}).get("nvcc", "of unknown version")
     return {"compiler": f"nvcc {nvcc}", "commit": built.get("commit")}
 
 
@@ -329,7 +330,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "triton" in backends:
         rows += of_triton(options.target or TARGETS["triton"], works)
     if "cuda" in backends and module is not None and tool is not None:
-        rows += of_cuda(module, tool, options.target or TARGETS["cuda"], only=pattern)
+        wanted = options.target or TARGETS["cuda"]
+        found = of_cuda(module, tool, wanted, only=pattern)
+        if missing := set(wanted) - {row.target for row in found}:
+            parser.error(f"{module} has no such kernels for {', '.join(sorted(missing))}")
+        rows += found
     print(*table(rows), sep="\n")
     if options.json:
         derived = [asdict(row) | {"pipe": row.pipe, "bound": row.bound} for row in rows]
