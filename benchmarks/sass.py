@@ -115,7 +115,7 @@ def _graph(code: Code) -> _Graph:
     block_at = {start: i for i, start in enumerate(starts)}
     ranges = tuple(zip(starts, [*starts[1:], len(lines)], strict=True))
     synced = _reconvergence(code)
-    after = []
+    after: list[tuple[int, ...]] = []
     for start, end in ranges:
         if start == end:
             after.append(())
