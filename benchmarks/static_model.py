@@ -1,16 +1,16 @@
-"""`python -m benchmarks.static_model`: what bounds the loops of the GPU kernels, read off their machine code.
+"""`python -m benchmarks.static_model`: what limits the loops of the GPU kernels, from their machine code.
 
-For every loop with products of tensor cores: its instructions, of its hot path (`benchmarks/sass.py`) how many of each
-kind and the cycles that each pipe takes for one round of a block, with the rates of the part (`benchmarks/pipes.py`);
-the pipe that takes longest and the TFLOP/s that it allows; spills, registers, shared memory and blocks of a
-multiprocessor. Triton's kernels are compiled, those of CUDA C++ are read from the built module. Needs no GPU.
+Compiles the Triton kernels and reads the CUDA C++ kernels from the built module; needs no GPU. For every loop with
+tensor-core instructions it prints how many instructions its hot path has (`benchmarks/sass.py`), the cycles that each
+pipe takes for one iteration of a block (`benchmarks/pipes.py` has the rates of each part), the slowest pipe and the
+TFLOP/s that it allows, spills on the hot path, registers, shared memory and blocks of a multiprocessor.
 
-A bound is no forecast: latencies, barriers, memory and the ends of loops are not in it, and an inner loop counts as one
-round. Products are those that the kernel makes, what it computes again among them.
+The result is an upper limit, not a forecast: latencies, barriers and memory are not in it, and an inner loop counts as
+one iteration. FLOPs are those of the products that the kernel executes, recomputed ones included.
 
-By default the works and targets whose numbers are kept in `benchmarks/results/static-model.json`; `--keep` writes them
-there. Where compilers are those of the kept numbers, a loop that is heavier for its products breaks them. Exit status:
-0; 1 where a kept number is broken; 2 for a bad option or where the module or a tool is missing.
+Without options it takes the calls and targets whose numbers are kept in `benchmarks/results/static-model.json`, and
+compares them if the compilers are the same; `--keep` rewrites them. Exit status: 0; 1 if a loop takes more per product
+than the kept one; 2 for a bad option, a missing module or a missing tool.
 """
 
 from __future__ import annotations
@@ -314,9 +314,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work for work in (ahead_of_time.WORKS if options.only else WORKS)
         if fnmatchcase(work.name, pattern)
     ]  # fmt: skip
-    if options.only and not works and backends == ("triton",):
-        names = ", ".join(work.name for work in ahead_of_time.WORKS)
-        parser.error(f"--only {options.only!r} matches none of {names}")
     module, tool = options.module or cuda_resources.module(), cuda_resources.cuobjdump()
     if "cuda" in backends:
         if module is None or not module.is_file():
@@ -332,9 +329,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "cuda" in backends and module is not None and tool is not None:
         wanted = options.target or TARGETS["cuda"]
         found = of_cuda(module, tool, wanted, only=pattern)
-        if missing := set(wanted) - {row.target for row in found}:
-            parser.error(f"{module} has no such kernels for {', '.join(sorted(missing))}")
+        missing = set(wanted) - {row.target for row in found}
+        if missing and not options.only:
+            parser.error(
+                f"{module} has no kernels for {', '.join(sorted(missing))}: build for them"
+            )
         rows += found
+    if not rows:
+        parser.error(f"--only {options.only!r} matches no loop with tensor-core instructions")
     print(*table(rows), sep="\n")
     if options.json:
         derived = [asdict(row) | {"pipe": row.pipe, "bound": row.bound} for row in rows]

@@ -202,7 +202,7 @@ def test_threads_of_a_block() -> None:
         (["--target", "sm_10"], "invalid choice"),
         (["--backend", "cpu"], "invalid choice"),
         (["--keep", "--only", "D 64"], "leave out --only"),
-        (["--backend", "triton", "--only", "nothing"], "matches none of"),
+        (["--backend", "triton", "--only", "nothing"], "matches no loop"),
         (["--backend", "cuda", "--module", "nothing.so"], "no module"),
     ],
 )
