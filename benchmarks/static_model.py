@@ -118,7 +118,7 @@ def of_triton(
 ) -> list[Row]:
     """The loops of Triton's kernels, compiled for these targets."""
     seen: Counter[tuple[str, ...]] = Counter()
-    result = []
+    result: list[Row] = []
     for one in ahead_of_time.compile_all(targets, works, [dtype]):
         kernel = one.kernel
         if kernel.error:
@@ -154,7 +154,7 @@ def of_cuda(
     module: Path, tool: str, targets: Sequence[str], dtype: str = "bf16", only: str = "*"
 ) -> list[Row]:
     """The loops of the kernels of CUDA C++ in a built module, without score terms."""
-    result = []
+    result: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         _run(tool, "-xelf", "all", module.resolve(), folder=folder)  # one file a source and part
         for cubin in sorted(Path(folder).glob("*.cubin")):
@@ -221,8 +221,10 @@ def keep(rows: Iterable[Row], headings: dict[str, dict[str, str | None]], path: 
     lines = []
     for backend, part in sorted(numbers.items()):
         heading = {name: value for name, value in part.items() if name != "rows"}
-        own = ",\n".join(f"  {json.dumps(row)}" for row in part["rows"])
-        lines.append(f'{json.dumps(backend)}: {json.dumps(heading)[:-1]}, "rows": [\n{own}\n]}}')
+        written = ",\n".join(f"  {json.dumps(row)}" for row in part["rows"])
+        lines.append(
+            f'{json.dumps(backend)}: {json.dumps(heading)[:-1]}, "rows": [\n{written}\n]}}'
+        )
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
