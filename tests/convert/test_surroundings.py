@@ -104,7 +104,7 @@ def test_a_whole_file_in_a_converted_model(tmp_path: Path) -> None:
     model = tiny("bert")
     hk.heads.save(model, tmp_path / "model.safetensors")
     collaborate(model, 8)
-    with pytest.raises(ValueError, match="before heads were pruned or converted"):
+    with pytest.raises(ValueError, match="before pruning and conversion"):
         hk.heads.load(model, tmp_path / "model.safetensors")
 
 
