@@ -177,9 +177,9 @@ struct CollaborativeForward {
         }
         softmax.step(scores, attended, scale_log2);
         if (p.dropout.active) {
-          Pairs<kGroups, kBlockN> dropped;
-          add_dropped<ScoreLayout::kRowsFirst>(dropped, p.dropout, at.b, at.h,
-                                               at.first_row + warp_row, first_key);
+          Dropped<kGroups, kBlockN> dropped;
+          dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, at.b, at.h,
+                                                         at.first_row + warp_row, first_key);
           fill(scores, dropped, 0.0f);
         }
         multiply_weights(attended, scores, tile_value);

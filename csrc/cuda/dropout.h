@@ -3,7 +3,7 @@
 
 #include "common/params.h"
 #include "common/philox.h"
-#include "cuda/hardware.h"
+#include "cuda/shared_tile.h"
 
 namespace hk::cuda {
 
@@ -12,12 +12,13 @@ class Dropout {
   HK_DEVICE explicit Dropout(const DropoutParams& p)
       : seed_(static_cast<uint64_t>(*p.seed)), threshold_(p.threshold) {}
 
-  HK_DEVICE bool keeps(int b, int h, int row, int key) const {
-    const Philox4 drawn = philox(key / 4, row, h, b, seed_);
-    const int word = key % 4;
-    const uint32_t low = word & 1 ? drawn.word[1] : drawn.word[0];
-    const uint32_t high = word & 1 ? drawn.word[3] : drawn.word[2];
-    return (word & 2 ? high : low) >= threshold_;
+  // Which of the four keys from `first_key` on, a multiple of 4, are dropped: a bit each.
+  HK_DEVICE uint32_t drops(int b, int h, int row, int first_key) const {
+    const Philox4 drawn = philox(first_key / 4, row, h, b, seed_);
+    uint32_t bits = 0;
+    HK_UNROLL
+    for (int i = 0; i < 4; ++i) bits |= static_cast<uint32_t>(drawn.word[i] < threshold_) << i;
+    return bits;
   }
 
  private:

@@ -102,9 +102,9 @@ struct GatedForward {
       }
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
-        Pairs<kGroups, kBlockN> dropped;
-        add_dropped<ScoreLayout::kRowsFirst>(dropped, p.dropout, b, h, first_row + warp_row,
-                                             first_key);
+        Dropped<kGroups, kBlockN> dropped;
+        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, b, h, first_row + warp_row,
+                                                       first_key);
         fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, value);

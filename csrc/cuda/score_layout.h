@@ -88,27 +88,55 @@ HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visibl
   }
 }
 
-// Adds pairs that dropout drops of head (b, h).
-template <ScoreLayout kLayout, int kGroups, int kColumns>
-HK_DEVICE void add_dropped(Pairs<kGroups, kColumns>& pairs, const DropoutParams& params, int b,
-                           int h, int first_row, int first_key) {
-  using Word = typename Pairs<kGroups, kColumns>::Word;
-  const Dropout dropout(params);
-  each_row<kGroups>([&](int m, int half, int row) {
-    each_column<kColumns>([&](int bit, int column) {
-      const int query = first_row + (kLayout == ScoreLayout::kRowsFirst ? row : column);
-      const int key = first_key + (kLayout == ScoreLayout::kRowsFirst ? column : row);
-      if (!dropout.keeps(b, h, query, key)) pairs.word(m, half) |= Word{1} << bit;
-    });
-  });
-}
+// The elements that dropout drops of those that a lane holds: bit 4 (m kTiles + n) + e of a word.
+template <int kGroups, int kColumns>
+class Dropped {
+ public:
+  static constexpr int kTiles = kColumns / 8;
+  static_assert(kGroups * kTiles <= 16);
+  using Word = std::conditional_t<kGroups * kTiles <= 8, uint32_t, uint64_t>;
+
+  HK_DEVICE bool holds(int m, int n, int e) const {
+    return word_ >> (4 * (m * kTiles + n) + e) & 1;
+  }
+
+  // Adds what dropout drops of a tile of head (b, h); `first_key` is a multiple of 4. One draw
+  // decides about four keys of a row. Two lanes hold two of them each, or by keys four lanes one
+  // each; such lanes hold as many fours together as they are, so each of them draws for one.
+  template <ScoreLayout kLayout>
+  HK_DEVICE void draw(const DropoutParams& params, int b, int h, int first_row, int first_key) {
+    const Dropout dropout(params);
+    constexpr bool kRowsFirst = kLayout == ScoreLayout::kRowsFirst;
+    const int own = kRowsFirst ? lane() % 2 : lane() / 4 % 4;  // this lane among those that share
+    HK_ROLLED
+    for (int i = 0; i < kGroups * kTiles; ++i) {
+      const int m = i / kTiles, n = i % kTiles;
+      uint32_t bits;  // of elements 0 to 3
+      if constexpr (kRowsFirst) {
+        const int row = row_of(m, 2 * own), key = column_of(n, 0) / 4 * 4;
+        bits = dropout.drops(b, h, first_row + row, first_key + key) << 4 * own;
+        bits = (bits | shuffle_xor(bits, 1)) >> 2 * own;
+        bits = (bits & 3) | (bits >> 2 & 12);
+      } else {
+        const int row = column_of(n, own % 2), key = row_of(m, own / 2 * 2) / 4 * 4;
+        bits = dropout.drops(b, h, first_row + row, first_key + key) << 4 * own;
+        bits |= shuffle_xor(bits, 4);
+        bits = (bits | shuffle_xor(bits, 8)) >> own;
+        bits = (bits & 1) | (bits >> 3 & 2) | (bits >> 6 & 4) | (bits >> 9 & 8);
+      }
+      word_ |= Word{bits} << 4 * i;
+    }
+  }
+
+ private:
+  Word word_ = 0;
+};
 
 // Elements of a set become `value`.
-template <int kGroups, int kColumns>
-HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Pairs<kGroups, kColumns>& pairs,
-                    float value) {
+template <int kGroups, int kColumns, typename Set>
+HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Set& set, float value) {
   tile.each([&](float& element, int m, int n, int e) {
-    if (pairs.holds(m, n, e)) element = value;
+    if (set.holds(m, n, e)) element = value;
   });
 }
 
@@ -125,7 +153,7 @@ class LeftOut {
       : partial_(partial || hides), drops_(p.dropout.active) {
     if (partial_) add_hidden<kLayout>(hidden_, visible, ranges, first_key);
     if (hides) terms.add_hidden(hidden_);
-    if (drops_) add_dropped<kLayout>(dropped_, p.dropout, b, h, first_row, first_key);
+    if (drops_) dropped_.template draw<kLayout>(p.dropout, b, h, first_row, first_key);
   }
 
   HK_DEVICE void hide(Accumulator<kGroups, kColumns>& tile) const {
@@ -137,7 +165,8 @@ class LeftOut {
 
  private:
   bool partial_, drops_;
-  Pairs<kGroups, kColumns> hidden_, dropped_;
+  Pairs<kGroups, kColumns> hidden_;
+  Dropped<kGroups, kColumns> dropped_;
 };
 
 // Rows that see a key whose value is flagged `bad` (its numbers are gone from the tile) become nan,
