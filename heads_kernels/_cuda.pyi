@@ -73,6 +73,14 @@ def attention_bias(
     target: _LaunchTarget,
     /,
 ) -> None: ...
+def attention_statistics(
+    scores: _Scores,
+    excluded: Tensor | None,
+    mask: _Mask,
+    outputs: Sequence[Tensor],
+    target: _LaunchTarget,
+    /,
+) -> None: ...
 def dense_cells(mask: Tensor, cells: Tensor, target: _LaunchTarget, /) -> None: ...
 def tiles_of(
     kernel: str, dtype: torch.dtype, D: int, Dv: int, terms: bool, /

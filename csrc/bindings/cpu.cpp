@@ -65,25 +65,12 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
 // `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
 void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask,
                           const py::sequence& outputs, int threads) {
-  const Torch& torch = Torch::get();
   hk::StatisticsParams params;
   set_scores(params, scores, cpu());
   const Sizes n(params);
   set_terms(params.terms, scores[5], cpu(), n);
-  params.excluded = batched<uint8_t>(excluded, cpu(), "excluded", torch.boolean, n.B, n.S,
-                                     &params.excluded_stride);
   params.mask = mask_of(mask, cpu(), n);
-  params.lse = needed(outputs[0], cpu(), "lse");
-  params.max_prob = needed(outputs[1], cpu(), "max_prob");
-  params.entropy = needed(outputs[3], cpu(), "entropy");
-  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
-  check_rows(params.query.dtype, params.max_prob, {n.B, n.H, n.T}, "max_prob");
-  check_rows(params.query.dtype, params.entropy, {n.B, n.H, n.T}, "entropy");
-  const hk::Tensor argmax = shape_of(outputs[2], cpu(), "argmax");
-  require(is(argmax, {n.B, n.H, n.T}) && is_dense(argmax) &&
-              attribute(outputs[2], torch.dtype).is(torch.int64),
-          "argmax");
-  params.argmax = static_cast<int64_t*>(argmax.data);
+  set_statistics(params, n, excluded, outputs, cpu());
   params.threads = checked_threads(threads);
   launch(hk::kernels().attention_statistics, params);
 }

@@ -55,9 +55,7 @@ hk::Tensor cells_of(py::handle cells, const py::object& device) {
   return result;
 }
 
-Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::handle value,
-                      const py::tuple& mask, const py::tuple& options, const py::object& device) {
-  const Sizes n = set_call(params, scores, value, mask, options, device);
+void check_singles(const hk::AttentionParams& params) {
   check_single(params.query, "query");
   check_single(params.gate, "gate");
   check_single(params.mixing, "mixing");
@@ -65,15 +63,19 @@ Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::
   check_single(params.terms.bias, "bias");
   check_single(params.terms.offset_bias, "offset_bias");
   check_single(params.terms.sinks, "sinks");
+}
+
+Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::handle value,
+                      const py::tuple& mask, const py::tuple& options, const py::object& device) {
+  const Sizes n = set_call(params, scores, value, mask, options, device);
+  check_singles(params);
   return n;
 }
 
-// The same for a pass that skips what a dense mask hides: the last of `mask` are its cells.
+// For a pass that skips what a dense mask hides: the last of `mask` are its cells.
 template <typename Params>
-Sizes set_tiled_call(Params& params, const py::tuple& scores, py::handle value,
-                     const py::tuple& mask, const py::tuple& options, const py::object& device) {
-  const Sizes n = set_single_call(params, scores, value, mask, options, device);
-  if (!params.mask.dense) return n;
+void set_cells(Params& params, const Sizes& n, const py::tuple& mask, const py::object& device) {
+  if (!params.mask.dense) return;
   const hk::Tensor cells = cells_of(mask[6], device);
   const int64_t full[4] = {n.B, n.H, cells_along(n.T), cells_along(n.S)};
   require(cells.rank == 4, "dense_cells");
@@ -83,6 +85,13 @@ Sizes set_tiled_call(Params& params, const py::tuple& scores, py::handle value,
     params.dense_cells.stride[d] = cells.size[d] == 1 ? 0 : cells.stride[d];
   }
   params.dense_cells.data = static_cast<const uint8_t*>(cells.data);
+}
+
+template <typename Params>
+Sizes set_tiled_call(Params& params, const py::tuple& scores, py::handle value,
+                     const py::tuple& mask, const py::tuple& options, const py::object& device) {
+  const Sizes n = set_single_call(params, scores, value, mask, options, device);
+  set_cells(params, n, mask, device);
   return n;
 }
 
@@ -270,6 +279,22 @@ void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& 
   launch(cuda::attention_bias, params, target_of(target));
 }
 
+// `excluded` [B or 1, S] or None; `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H,
+// T].
+void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask,
+                          const py::sequence& outputs, const py::tuple& target) {
+  cuda::StatisticsPass params;
+  const py::object device = device_of(target);
+  set_scores(params, scores, device);
+  const Sizes n(params);
+  set_terms(params.terms, scores[5], device, n);
+  set_statistics(params, n, excluded, outputs, device);
+  params.mask = mask_of(mask, device, n);
+  check_singles(params);
+  set_cells(params, n, mask, device);
+  launch(cuda::attention_statistics, params, target_of(target));
+}
+
 // Fills the cells of a dense mask: a byte for each kCell x kCell pairs.
 void dense_cells(py::handle mask, py::handle cells, const py::tuple& target) {
   const py::object device = device_of(target);
@@ -309,6 +334,7 @@ PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
   m.def("attention_keys", &attention_keys);
   m.def("attention_queries", &attention_queries);
   m.def("attention_bias", &attention_bias);
+  m.def("attention_statistics", &attention_statistics);
   m.def("dense_cells", &dense_cells);
   m.def("tiles_of", &tiles_of);
   m.def("unsupported_device", &cuda::unsupported_device,

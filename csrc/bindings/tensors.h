@@ -360,6 +360,25 @@ inline void set_term_gradients(BackwardParams& params, const Sizes& n,
   check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
 }
 
+// `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+inline void set_statistics(StatisticsParams& params, const Sizes& n, py::handle excluded,
+                           const py::sequence& outputs, const py::object& device) {
+  const Torch& torch = Torch::get();
+  params.excluded = batched<uint8_t>(excluded, device, "excluded", torch.boolean, n.B, n.S,
+                                     &params.excluded_stride);
+  params.lse = needed(outputs[0], device, "lse");
+  params.max_prob = needed(outputs[1], device, "max_prob");
+  params.entropy = needed(outputs[3], device, "entropy");
+  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(params.query.dtype, params.max_prob, {n.B, n.H, n.T}, "max_prob");
+  check_rows(params.query.dtype, params.entropy, {n.B, n.H, n.T}, "entropy");
+  const Tensor argmax = shape_of(outputs[2], device, "argmax");
+  require(is(argmax, {n.B, n.H, n.T}) && is_dense(argmax) &&
+              attribute(outputs[2], torch.dtype).is(torch.int64),
+          "argmax");
+  params.argmax = static_cast<int64_t*>(argmax.data);
+}
+
 // (out, attended, lse), of which the last two may be left out.
 inline void set_outputs(ForwardParams& params, const Sizes& n, const py::sequence& outputs,
                         const py::object& device) {

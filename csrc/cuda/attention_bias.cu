@@ -210,21 +210,15 @@ struct BiasGradient {
         copy_features<kThreads>(on_chip.rows[stage], rows, first_row, gathered(step));
         copy_features<kThreads>(on_chip.keys[stage], keys, first_key, gathered(step));
       } else {
-        const Slice slice = {(is_score ? step : step - of_scores) * kStepWidth,
-                             (1u << kStepChunks) - 1};
+        const Slice slice = whole_step(is_score ? step : step - of_scores);
         copy_features<kThreads>(on_chip.rows[stage], rows, first_row, slice);
         copy_features<kThreads>(on_chip.keys[stage], keys, first_key, slice);
       }
     };
     scores.clear();
     dp.clear();
-    for (int step = -1; step < steps; ++step) {  // the first only copies
-      if (step + 1 < steps) copy(step + 1, (step + 1) % 2);
-      commit_copies();
-      if (step < 0) continue;
-      const int stage = step % 2;
+    each_step(steps, copy, [&](int step, int stage) {
       const bool is_score = step < of_scores;
-      wait_copies<1>();
       const Rows64 rows = on_chip.rows[stage], keys = on_chip.keys[stage];
       if (is_score && mixes) mix_features<kThreads>(rows, features.factors(), gathered(step));
       sync_block();
@@ -233,8 +227,7 @@ struct BiasGradient {
                       mixes ? gathered(step).count * kChunk : kStepWidth);
       else
         multiply_rows(dp, rows, warp() * 16, keys);
-      sync_block();
-    }
+    });
   }
 
   // The sums of all warps, in shared memory over tiles that are read no more.

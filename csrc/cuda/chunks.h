@@ -133,6 +133,24 @@ class Features {
   int *used_, *numbers_;
 };
 
+// Features `step * kStepWidth` and on, without a mixing vector.
+HK_DEVICE Slice whole_step(int step) { return {step * kStepWidth, (1u << kStepChunks) - 1}; }
+
+// copy(step, stage) starts the copies of a step, use(step, stage) multiplies what has landed for
+// this thread and shows it to others by a barrier: in turn on two stages, so that the copies of a
+// step are under way while the one before it is computed.
+template <typename Copy, typename Use>
+HK_DEVICE void each_step(int steps, Copy&& copy, Use&& use) {
+  for (int step = -1; step < steps; ++step) {  // the first only copies
+    if (step + 1 < steps) copy(step + 1, (step + 1) % 2);
+    commit_copies();
+    if (step < 0) continue;
+    wait_copies<1>();
+    use(step, step % 2);
+    sync_block();
+  }
+}
+
 // Starts to copy the features of rows `first` and on into a tile, with all threads of the block;
 // columns for which `source` has none are left as they are.
 template <int kThreads, typename AnyTile, typename Source>

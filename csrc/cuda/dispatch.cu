@@ -40,6 +40,7 @@ HK_PASS(collaborative_attention_keys, collaborative_keys, KeysParams, query)
 HK_PASS(collaborative_attention_queries, collaborative_queries, QueriesParams, query)
 HK_PASS(attention_rows, rows_pass, RowsParams, dout)
 HK_PASS(attention_bias, bias_pass, BiasParams, query)
+HK_PASS(attention_statistics, statistics_pass, StatisticsPass, query)
 
 #undef HK_PASS
 

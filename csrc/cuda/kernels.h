@@ -81,6 +81,11 @@ struct BiasParams : GradientParams {
   Tensor doffset_bias;  // two parts [B, H, blocks of offsets] float: attention_bias.cu
 };
 
+// What the statistics of rows read and store.
+struct StatisticsPass : StatisticsParams {
+  DenseCells dense_cells;
+};
+
 void gated_attention_forward(const AttendParams&, const LaunchTarget&);
 void gated_attention_keys(const KeysParams&, const LaunchTarget&);
 void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
@@ -89,6 +94,7 @@ void collaborative_attention_keys(const KeysParams&, const LaunchTarget&);
 void collaborative_attention_queries(const QueriesParams&, const LaunchTarget&);
 void attention_rows(const RowsParams&, const LaunchTarget&);
 void attention_bias(const BiasParams&, const LaunchTarget&);
+void attention_statistics(const StatisticsPass&, const LaunchTarget&);
 void dense_cells(const DenseCellsParams&, const LaunchTarget&);
 
 // What one block of threads of a kernel owns: query rows, keys, features of the shared width.

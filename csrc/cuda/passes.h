@@ -22,5 +22,7 @@ template <typename T>
 void rows_pass(const RowsParams&, const LaunchTarget&);
 template <typename T>
 void bias_pass(const BiasParams&, const LaunchTarget&);
+template <typename T>
+void statistics_pass(const StatisticsPass&, const LaunchTarget&);
 
 }  // namespace hk::cuda

@@ -1,4 +1,4 @@
-"""Both operators on the `cuda` backend: the order of the kernels in `csrc/cuda/`.
+"""Both operators, and their statistics, on the `cuda` backend: the order of the kernels in `csrc/cuda/`.
 
 They are calls of the compiled extension `heads_kernels._cuda`; the kernels of gated attention run where a call has no
 mixing, on the device and the current stream of their tensors (emulated: on CPU tensors). Gradients that several blocks
@@ -174,18 +174,28 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
             doffset_bias.zero_()
 
 
+def statistics(call: Call, excluded: Tensor | None, results: tuple[Tensor, ...]) -> None:
+    """Fill `results` of `attention_statistics`: lse, max_prob, argmax, entropy."""
+    target = _launch_target(results[0])
+    _cuda.attention_statistics(_scores(call), excluded, _mask(call), results, target)
+
+
 def _arguments(call: Call) -> _Arguments:
-    query, key, mixing, content_bias, scale, terms = scores_of(call)
     gate, activation, seed, dropout_p = options_of(call)
+    options = _single(gate), activation, seed, dropout_p
+    return _Arguments(_scores(call), call.value, _mask(call), options)
+
+
+def _scores(call: Call) -> Scores:
+    query, key, mixing, content_bias, scale, terms = scores_of(call)
     if terms is not None:
         bias, offset_bias, sinks, softcap = terms
         terms = _single(bias), _single(offset_bias), _single(sinks), softcap
-    return _Arguments(
-        (query, key, _single(mixing), _single(content_bias), scale, terms),
-        call.value,
-        (*mask_of(call.intervals), _dense_cells(call.intervals.dense)),
-        (_single(gate), activation, seed, dropout_p),
-    )
+    return query, key, _single(mixing), _single(content_bias), scale, terms
+
+
+def _mask(call: Call) -> _Mask:
+    return *mask_of(call.intervals), _dense_cells(call.intervals.dense)
 
 
 def _single(tensor: Tensor | None) -> Tensor | None:

@@ -72,4 +72,5 @@ def test_every_part_has_every_kernel(kernels: list[Kernel]) -> None:
     assert names == {f"{op}{one}" for op in ("Gated", "Collaborative") for one in passes} | {
         "AttentionRows",
         "BiasGradient",
+        "Statistics",
     }
