@@ -6,6 +6,7 @@
 //
 // g is the activated gate. For gates of heads and of rows delta = g * (dgate row); a gate of
 // elements keeps dout * attended as it is, and its dattended is written for the passes that follow.
+#include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
 #include "cuda/passes.h"
@@ -14,33 +15,35 @@
 
 namespace hk::cuda {
 
-// A warp reads one row of a head once. Rows that see nothing get 0, whatever stands in dout there.
-// Their lse says so, -inf; with a sink it is the sink's, as that of a row whose keys weigh nothing
-// beside the sink: their keys are looked through, and delta is nan where none is seen, so that the
-// passes that follow leave the row out as they do any that is not finite.
+// A warp reads one row of a head once; the last rows of a head come first, as in the forward. Rows
+// that see nothing get 0, whatever stands in dout there. Their lse says so, -inf; with a sink it is
+// the sink's, as that of a row whose keys weigh nothing beside the sink: their keys are looked
+// through, and delta is nan where none is seen, so that the passes that follow leave the row out as
+// they do any that is not finite.
 template <typename T, bool kSinks>
 struct AttentionRows {
   using Params = RowsParams;
   static constexpr int kThreads = 256, kRows = kThreads / kWarp;
 
   HK_DEVICE static void run(const Params& p) {
-    const int64_t H = p.dout.size[1], length = p.dout.size[2], width = p.dout.size[3];
-    const int64_t index = block_index() * kRows + warp();  // of a row among all
-    if (index >= p.dout.size[0] * H * length) return;
-    const int64_t row = index % length, h = index / length % H, b = index / (length * H);
+    const int length = static_cast<int>(p.dout.size[2]), width = static_cast<int>(p.dout.size[3]);
+    const HeadTile at(p.dout.size[1], ceil_div(length, kRows));
+    const int b = at.b, h = at.h, row = at.tile * kRows + warp();
+    if (row >= length) return;
+    const int64_t index = (int64_t{b} * at.H + h) * length + row;  // among all
     const Gate gate(p.gate, p.activation);
     const float lse = static_cast<const float*>(p.lse.data)[index];
     bool sees = lse != -kInfinity;
-    const float sink = kSinks ? sink_of(p, static_cast<int>(h)) : 0.0f;
+    const float sink = kSinks ? sink_of(p, h) : 0.0f;
     if constexpr (kSinks) {
-      sees = !gate.closes(static_cast<int>(b), static_cast<int>(h));
+      sees = !gate.closes(b, h);
       if (sees && (lse == -kInfinity || lse == sink)) sees = sees_a_key(p, b, h, row);
     }
     const T* dout = rows_of<T>(p.dout, b, h).row(row);
     const T* attended = rows_of<T>(p.attended, b, h).row(row);
     float* const dgate = static_cast<float*>(p.dgate.data);
     float total = 0.0f;
-    for (int64_t column = lane(); column < width; column += kWarp) {
+    for (int column = lane(); column < width; column += kWarp) {
       const float dout_value = to_float(dout[column]);
       float product = sees ? dout_value * to_float(attended[column]) : 0.0f;
       if (gate.elementwise()) {
@@ -66,16 +69,15 @@ struct AttentionRows {
   }
 
  private:
-  HK_DEVICE static bool sees_a_key(const Params& p, int64_t b, int64_t h, int64_t row) {
-    const Head at = {static_cast<int>(b), static_cast<int>(h), static_cast<int>(p.dout.size[2]),
+  HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row) {
+    const Head at = {b, h, static_cast<int>(p.dout.size[2]),
                      static_cast<int>(p.key.size[p.key.rank - 2])};
     const Visible visible(p.mask, at.b, at.T, at.S);
-    const int of_head = static_cast<int>(row);
-    const Range range = visible.range(of_head);
+    const Range range = visible.range(row);
     const Addends addends(p, at);
     bool sees = false;
     for (int key = range.lo + lane(); key < range.hi; key += kWarp) {
-      sees |= visible.key(key) && addends.at(of_head, key, p.mask.dense != nullptr) != -kInfinity;
+      sees |= visible.key(key) && addends.at(row, key, p.mask.dense != nullptr) != -kInfinity;
     }
     return any_in_warp(sees);
   }
@@ -83,10 +85,10 @@ struct AttentionRows {
 
 template <typename T>
 void rows_pass(const RowsParams& p, const LaunchTarget& target) {
-  const int64_t rows = p.dout.size[0] * p.dout.size[1] * p.dout.size[2];
+  const int64_t heads = p.dout.size[0] * p.dout.size[1];
   with_terms(static_cast<bool>(p.terms.sinks), [&](auto sinks) {
     using Kernel = AttentionRows<T, sinks>;
-    launch<Kernel>((rows + Kernel::kRows - 1) / Kernel::kRows, 0, p, target);
+    launch<Kernel>(heads * ceil_div(p.dout.size[2], Kernel::kRows), 0, p, target);
   });
 }
 

@@ -78,6 +78,9 @@ HK_DEVICE void commit_copies();
 template <int kPending>
 HK_DEVICE void wait_copies();
 
+// Stores 16 bytes, the first word at the lowest address, which is aligned to 16 bytes.
+HK_DEVICE void store_words(void* global, const uint32_t (&words)[4]);
+
 // To 2 units in the last place of the power; subnormal numbers count as 0.
 HK_DEVICE float exp2_approx(float x);
 
@@ -173,6 +176,12 @@ HK_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memo
 template <int kPending>
 HK_DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+HK_DEVICE void store_words(void* global, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(global)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 HK_DEVICE float exp2_approx(float x) {

@@ -11,20 +11,6 @@ namespace hk::cuda {
 template <int kGroups, int kColumns>
 using GradientPart = Tile<float, kGroups * 16, kColumns % 64 == 0 ? 64 : 32>;
 
-template <typename T, typename Part>
-HK_DEVICE void store_part(const Part& part, const Rows<T>& rows, int first_row, int first_column) {
-  constexpr int kCount = Unit<T>::kCount, kUnits = Part::kColumns / kCount;
-  HK_ROLLED
-  for (int i = lane(); i < Part::kRows * kUnits; i += kWarp) {
-    const int row = i / kUnits, column = i % kUnits * kCount;
-    if (first_row + row >= rows.length) return;
-    Unit<T> unit;
-    HK_UNROLL
-    for (int j = 0; j < kCount; ++j) unit.values[j] = from_float<T>(*part.at(row, column + j));
-    store_unit(rows, first_row + row, first_column + column, unit);
-  }
-}
-
 // `values` [rows from first_row, kColumns from first_column] of this warp, times `factor`. All
 // threads of the block come here and give up the start of the shared memory, a GradientPart a warp.
 template <typename T, int kGroups, int kColumns>
@@ -47,11 +33,14 @@ HK_DEVICE void store_gradient(const Tensor& grad, int b, int head, int first_row
       }
     }
     sync_warp();
-    const int column = first_column + first;
+    const auto store = [&](const auto& rows) {
+      const int count = min_of(Part::kRows, rows.length - first_row);
+      store_tile(part, rows, first_row, first_column + first, count, [](int) { return 1.0f; });
+    };
     if (grad.dtype == DType::kFloat32)
-      store_part<float>(part, rows_of<float>(grad, b, head), first_row, column);
+      store(rows_of<float>(grad, b, head));
     else
-      store_part<T>(part, rows_of<T>(grad, b, head), first_row, column);
+      store(rows_of<T>(grad, b, head));
     sync_warp();
   }
   sync_block();

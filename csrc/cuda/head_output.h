@@ -101,7 +101,7 @@ class HeadOutput {
     }
     sync_warp();
     if (p.attended) {
-      store_tile(rows_of<T>(p.attended, at.b, at.h), at.first_row, count, tile,
+      store_tile(tile, rows_of<T>(p.attended, at.b, at.h), at.first_row, 0, count,
                  [](int) { return 1.0f; });
     }
     if (gate.elementwise()) {
@@ -114,23 +114,7 @@ class HeadOutput {
       }
       sync_warp();
     }
-    store_tile(out, at.first_row, count, tile, [&](int row) { return factors[row]; });
-  }
-
-  // `count` rows of a tile, each times its factor.
-  template <typename F>
-  HK_DEVICE static void store_tile(const Rows<T>& rows, int first_row, int count,
-                                   const AttendedTile& tile, F&& factor) {
-    constexpr int kCount = Unit<T>::kCount, kUnits = kWidth / kCount;
-    HK_ROLLED
-    for (int i = lane(); i < count * kUnits; i += kWarp) {
-      const int row = i / kUnits, column = i % kUnits * kCount;
-      Unit<T> unit;
-      HK_UNROLL
-      for (int j = 0; j < kCount; ++j)
-        unit.values[j] = from_float<T>(*tile.at(row, column + j) * factor(row));
-      store_unit(rows, first_row + row, column, unit);
-    }
+    store_tile(tile, out, at.first_row, 0, count, [&](int row) { return factors[row]; });
   }
 
   // rowsum(dout * attended).

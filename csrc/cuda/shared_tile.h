@@ -100,24 +100,42 @@ HK_DEVICE Rows<T> rows_of(const Tensor& t, int b, int head) {
           aligned};
 }
 
-// The elements of 16 bytes. Copies of aligned units compile to one instruction.
+// The elements of 16 bytes.
 template <typename T>
 struct alignas(16) Unit {
   static constexpr int kCount = 16 / sizeof(T);
   T values[kCount];
 };
 
-// Stores a unit from `column` on of a row, as far as the row goes.
-template <typename T>
-HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, const Unit<T>& unit) {
-  T* const to = rows.row(row) + column;
-  if (rows.aligned && column + Unit<T>::kCount <= rows.width) {
-    *reinterpret_cast<Unit<T>*>(to) = unit;
-    return;
+// Stores `count` rows of a tile of floats as T, each times factor(row): to rows `first_row` and on,
+// as far as they go from column `first_column` on. All lanes of a warp come here.
+template <typename T, int kRows, int kColumns, typename Factor>
+HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T>& rows,
+                          int first_row, int first_column, int count, Factor&& factor) {
+  constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;
+  HK_ROLLED
+  for (int i = lane(); i < count * kUnits; i += kWarp) {
+    const int row = i / kUnits, from = i % kUnits * kCount, column = first_column + from;
+    const auto value = [&](int j) { return *tile.at(row, from + j) * factor(row); };
+    uint32_t words[4];
+    HK_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (sizeof(T) == 4)
+        words[w] = float_bits(value(w));
+      else
+        words[w] = pack<T>(value(2 * w), value(2 * w + 1));
+    }
+    T* const to = rows.row(first_row + row) + column;
+    if (rows.aligned && column + kCount <= rows.width) {
+      store_words(to, words);
+      continue;
+    }
+    Unit<T> unit;
+    std::memcpy(&unit, words, sizeof unit);
+    HK_UNROLL
+    for (int j = 0; j < kCount; ++j)
+      if (column + j < rows.width) to[j] = unit.values[j];
   }
-  HK_UNROLL
-  for (int i = 0; i < Unit<T>::kCount; ++i)
-    if (column + i < rows.width) to[i] = unit.values[i];
 }
 
 // The units of a tile that a thread copies, and that it alone reads until a barrier: those of some

@@ -151,6 +151,12 @@ struct CopyGroups : Shape<12, 12> {
   }
 };
 
+struct StoreWords : Shape<4, 4> {
+  HK_DEVICE static void run(const Words& w) {
+    store_words(w.out, {w.in[0][0], w.in[0][1], w.in[0][2], w.in[0][3]});
+  }
+};
+
 struct Exp2 : Shape<1, 1> {
   HK_DEVICE static void run(const Words& w) {
     w.out[0] = float_bits(exp2_approx(bits_float(w.in[0][0])));
@@ -234,6 +240,7 @@ constexpr struct {
     {"multiply_add<tf32>", check<MultiplyAdd<tf32>>},
     {"copy_async", check<CopyAsync>},
     {"wait_copies", check<CopyGroups>},
+    {"store_words", check<StoreWords>},
     {"exp2_approx", check<Exp2>},
     {"to_float<bf16>", check<ToFloat<bf16>>},
     {"to_float<fp16>", check<ToFloat<fp16>>},

@@ -179,6 +179,12 @@ inline void wait_copies() {
   emulator::wait_copies(kPending);
 }
 
+inline void store_words(void* global, const uint32_t (&words)[4]) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0)
+    throw emulator::Fault("stores 16 bytes to an address that is not a multiple of 16");
+  std::memcpy(global, words, sizeof words);
+}
+
 inline float exp2_approx(float x) { return software::flush(std::exp2(software::flush(x))); }
 
 inline uint32_t float_bits(float x) { return emulator::float_bits(x); }

@@ -234,6 +234,11 @@ def test_wait_copies(run: Run, random: np.random.Generator) -> None:
     np.testing.assert_array_equal(run("wait_copies", 12, data), data)
 
 
+def test_store_words(run: Run, random: np.random.Generator) -> None:
+    data = random.integers(2**32, size=(2 * BLOCK, 4), dtype=np.uint32)
+    np.testing.assert_array_equal(run("store_words", 4, data), data)
+
+
 # ---------------------------------------------------------------------- numbers
 #: Floats by their bits: zeros, subnormal, the least and the largest normal, infinite, NaN.
 SPECIAL = np.array(
