@@ -14,7 +14,8 @@ from heads_kernels.integrations.transformers.head_masks import PLACE
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.mask import Mask
-from heads_kernels.mask.terms import Causal, KeyMask, Window, traced
+from heads_kernels.mask.kept import traced
+from heads_kernels.mask.terms import Causal, KeyMask, Window
 from heads_kernels.nn import FixedGate, HardConcrete
 from heads_kernels.nn.unpadding import Packing
 

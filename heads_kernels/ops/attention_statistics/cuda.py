@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from heads_kernels.ops import cuda
-from heads_kernels.ops.attention_statistics.op import AttentionStatistics
+from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.operator import Call
 
 
