@@ -2,8 +2,8 @@
 
 Drives the launchers of every operator through the calls below with the tiles that each GPU would take, and holds the
 compiled kernels to bounds: they compile, fit into shared memory, use tensor cores for products of 16 bits, spill no
-register beyond what `STATED` says, and ptxas serializes none of their products beyond what `SERIALIZED` says. Exit
-status: 0; 1 where a bound is broken; 2 for a bad option.
+register beyond what `STATED` says, and ptxas serializes none of their products. Exit status: 0; 1 where a bound is
+broken; 2 for a bad option.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class Compiled:
             words.append(f"{kernel.shared} bytes of shared memory, of {target.shared_limit}")
         if spills and kernel.spilled > (most := _most(STATED, self)):
             words.append(f"{kernel.spilled} bytes spilled, of {most}")
-        if kernel.serialized > (most := _most(SERIALIZED, self)):
-            words.append(f"ptxas serializes {kernel.serialized} products, of {most}")
+        if kernel.serialized:
+            words.append(f"ptxas serializes {kernel.serialized} products")
         wanted = target.matrix_instruction
         if kernel.narrow_products and not any(re.fullmatch(wanted, n) for n, _ in kernel.matrix):
             words.append(f"no {wanted} instruction, found {dict(kernel.matrix)}")
@@ -246,16 +246,6 @@ STATED: Final = (
         )
     ),
     Bound(384, "the same", kernel="collaborative_attention.*", target="sm_100"),
-)
-
-#: Products of kernels in which ptxas serializes `wgmma`, each of which then waits for the one before.
-SERIALIZED: Final = (
-    Bound(
-        16,
-        "the sums of a chunk are set anew under a condition between two products",
-        kernel="collaborative_attention.forward",
-        target="sm_90",
-    ),
 )
 
 

@@ -85,8 +85,5 @@ def test_what_breaks_a_bound_is_told() -> None:
     assert "bytes spilled, of" in broken(spilled=1 << 20)
     assert "no HGMMA instruction" in broken(matrix=(("HMMA", 8),))
     assert broken(matrix=(), narrow_products=False) == ""
-    assert "ptxas serializes 8 products, of 0" in broken(serialized=8)
-    known = {"name": "collaborative_attention.forward"}
-    assert broken(serialized=16, **known) == ""
-    assert "ptxas serializes 17 products, of 16" in broken(serialized=17, **known)
+    assert "ptxas serializes 8 products" in broken(serialized=8)
     assert broken(error="PassManager::run failed").startswith("does not compile")
