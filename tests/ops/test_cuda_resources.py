@@ -21,7 +21,7 @@ Resource usage:
  Common:
   GLOBAL:0
  Function _ZN2hk4cuda5entryINS0_9GatedKeysINS0_4bf16ELi256ELb1ELNS0_4SumsE2EEEEEvNT_6ParamsE:
-  REG:255 STACK:72 SHARED:0 LOCAL:0 CONSTANT[0]:1344
+  REG:255 STACK:120 SHARED:0 LOCAL:0 CONSTANT[0]:1344
  Function _ZN2hk4cuda5entryINS0_13AttentionRowsIfLb0EEEEEvNT_6ParamsE:
   REG:52 STACK:0 SHARED:0 LOCAL:0
  Function _ZN2hk4cuda5entryINS0_12_GLOBAL__N_15ShuffleEEEvNT_6ParamsE:
@@ -31,13 +31,13 @@ Resource usage:
 
 def test_reads_what_cuobjdump_prints() -> None:
     keys, rows = cuda_resources.parse(TEXT)
-    assert keys == Kernel("GatedKeys", "bf16", (256, 1, 2), "sm_80", 255, 72)
+    assert keys == Kernel("GatedKeys", "bf16", (256, 1, 2), "sm_80", 255, 120)
     assert rows == Kernel("AttentionRows", "float", (0,), "sm_80", 52, 0)
-    assert keys.broken() == ["72 bytes of stack, of 48"]
+    assert keys.broken() == ["120 bytes of stack, of 104"]
     assert rows.broken() == []
     assert str(keys) == "GatedKeys<bf16, 256, 1, 2> on sm_80"
     last = cuda_resources.table([keys, rows])[-1].split()
-    assert last == ["GatedKeys", "bf16", "256", "1", "2", "255", "+72", "B"]
+    assert last == ["GatedKeys", "bf16", "256", "1", "2", "255", "+120", "B"]
 
 
 def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
