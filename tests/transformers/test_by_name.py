@@ -71,7 +71,7 @@ def make(name: str, arguments: dict[str, Any], attention: str) -> Any:
 @pytest.mark.parametrize("name", [*ITSELF, *BY_TABLE, *BY_USE])
 def test_models_that_compute_attention_themselves_are_not_made(name: str) -> None:
     arguments = {**ITSELF, **BY_TABLE, **BY_USE}[name]
-    instead = "make it with 'eager' or 'sdpa' and call .*use" if name in BY_USE else "use 'eager'"
+    instead = "create it with 'eager' or 'sdpa' and call .*use" if name in BY_USE else "use 'eager'"
     refusal = rf"attn_implementation is 'heads_kernels' for a {name} .*, which computes its attention itself; {instead}"
     with pytest.raises(ValueError, match=refusal):
         make(name, arguments, NAME)
@@ -128,13 +128,13 @@ def test_models_that_look_their_layers_up() -> None:
         mlp_dim=24, output_channels=8, window_size=2, global_attn_indexes=[1],
     )  # fmt: skip
     with pytest.raises(
-        ValueError, match=r"looks its layers up .*SAM_VISION.*; make it with 'eager'"
+        ValueError, match=r"looks up its layers .*SAM_VISION.*; create it with 'eager'"
     ):
         transformers.SamVisionModel._from_config(config, attn_implementation=NAME)
 
 
 def test_masks_of_flex_attention_taken_apart() -> None:
-    with pytest.raises(ValueError, match=r"for a DogeModel .*has its own way with masks of flex"):
+    with pytest.raises(ValueError, match=r"for a DogeModel .*handles masks of flex attention"):
         make("DogeModel", TINY["llama"].arguments, NAME)
 
 
@@ -157,7 +157,7 @@ def test_arguments_that_are_not_known(how: str) -> None:
             self.encoder.layer[1].attention.self.__class__ = Newer
             self.post_init()
 
-    refusal = r"temperature is handed .* by 'encoder.layer.1.attention.self', a Newer, and has no meaning here; use 'e"
+    refusal = r"temperature is passed .* by 'encoder.layer.1.attention.self', a Newer, and is not supported; use 'e"
     config = build("bert").config
 
     def put_to_use() -> None:

@@ -208,7 +208,7 @@ def test_mask_that_is_shorter_than_the_keys() -> None:
     layer = model.model.layers[0].self_attn
     layer.register_forward_pre_hook(lengthen, with_kwargs=True)
     with pytest.raises(
-        ValueError, match=r"attention_mask is of 12 keys, but Gemma2Attention has 9"
+        ValueError, match=r"attention_mask covers 12 keys, but Gemma2Attention has 9"
     ):
         outputs(model)
 

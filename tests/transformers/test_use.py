@@ -206,7 +206,7 @@ def test_unsupported_families_are_named() -> None:
     with pytest.raises(ValueError, match=r"family 'gptj'\), which computes its attention itself"):
         use(gptj)
     doge = transformers.DogeModel(transformers.DogeConfig(**TINY["llama"].arguments))
-    with pytest.raises(ValueError, match=r"family 'doge'\), which has its own way with masks"):
+    with pytest.raises(ValueError, match=r"family 'doge'\), which handles masks"):
         use(doge)
     inkling = small("inkling2_text")
     with pytest.raises(

@@ -24,7 +24,7 @@ from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.gate import activate
 
-#: What models may ask of their attention function that the operator does not compute.
+#: Arguments of attention functions that the operator does not support.
 UNSERVED: Final = {
     "sinks": "attention sinks by row",
     "indices": "keys chosen by index",
@@ -54,22 +54,22 @@ def attention_forward(
 ) -> tuple[Tensor, AttentionStatistics | None]:
     """The operators as an attention function of transformers (`AttentionInterface`).
 
-    It is `gated_attention`, and `collaborative_attention` for a layer that was converted: one with `module.mixing`,
-    whose query and key come from `SharedProjection`s. Zeros of mixing stay zeros where `module.ragged` says so.
+    A converted layer, with `module.mixing` and query and key from `SharedProjection`s, runs `collaborative_attention`;
+    others run `gated_attention`. With `module.ragged` zeros of mixing stay zero.
 
     The gate of a head is the product of `module.head_gate` (`hk.nn.HeadGate`), if the module has one, and of the head
-    mask that was given to the model: `head_mask`, `decoder_head_mask` or `cross_attn_head_mask`, `[H]` or `[L, H]`, of
-    any floating dtype or integers, with gradient. Closed heads cost nothing. In a layer converted to ragged heads the
-    gradient of a gate is 0 where the gate is 0: the operator has one flag (`closed_grad`) for zeros of both.
+    mask passed to the model: `head_mask`, `decoder_head_mask` or `cross_attn_head_mask`, `[H]` or `[L, H]`, of any
+    floating or integer dtype, with gradient. Closed heads cost nothing. In a layer converted to ragged heads the
+    gradient of a gate is 0 where the gate is 0: the operator has one flag (`closed_grad`) for gates and mixing.
 
-    A layer that was pruned has the buffer `kept_heads`: biases, sinks and head masks are of the heads as they were.
+    In a pruned layer, which has the buffer `kept_heads`, biases, sinks and head masks may cover the original heads.
 
     Args:
-        module: the layer that calls.
-        query: `[B, H, T, D]`; `key`, `value`: `[B, Hk, S, D]` and `[B, Hk, S, Dv]`. Of a converted layer query and key
-            are what `split_shared` takes apart.
-        attention_mask: what `prepare_mask` gave; a bool tensor, True = may attend; or a float tensor to add.
-        is_causal, sliding_window: read where there is no mask; `module.is_causal` stands in for None.
+        module: the calling layer.
+        query: `[B, H, T, D]`; `key`, `value`: `[B, Hk, S, D]` and `[B, Hk, S, Dv]`. In a converted layer query and key
+            are the inputs of `split_shared`.
+        attention_mask: the result of `prepare_mask`; a bool tensor, True = may attend; or a float tensor to add.
+        is_causal, sliding_window: used only without a mask; `is_causal=None` means `module.is_causal`.
         position_bias: added to the scores; a tensor that broadcasts to `[B, H, T, S]`.
         softcap, s_aux: `softcap` and `sinks` of the operators.
         output_gate: logits `[B, H, T]` or `[B, H, T, Dv]` of an output-gated layer, under `gate_activation`.
@@ -124,7 +124,7 @@ def attention_forward(
     if output_attentions:
         del operands["value"]
         statistics = attention_statistics(**operands, **scores, attn_mask=mask)
-    if output_gate is not None:  # beside gates of heads, which close heads in the operator
+    if output_gate is not None:  # the operator's gate is the head gate
         out = out * _by_token(output_gate, gate_activation).to(out.dtype)
     return out, statistics
 
@@ -137,7 +137,7 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """The operands of the operator; with `mixing` and `content_bias` it is the collaborative one."""
+    """The operands of the operator: with `mixing` and `content_bias`, of collaborative attention."""
     mixing: Tensor | None = getattr(module, "mixing", None)
     if mixing is not None:
         query, key, content_bias = split_shared(query, key, mixing)
@@ -148,9 +148,7 @@ def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> d
             "mixing": mixing,
             "content_bias": content_bias,
         }
-    if (
-        query.shape[1] == 0
-    ):  # every head is pruned; keys that are left may be there for a cache to count
+    if query.shape[1] == 0:  # every head is pruned; keys may be left for a cache to count
         key, value = key[:, :0], value[:, :0]
     return {"query": query, "key": key, "value": value}
 
@@ -167,11 +165,11 @@ def _mask(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Mask | Tensor | None:
-    """The operator's mask. A call without one is read as stock SDPA reads it: a single row sees every key."""
+    """The operator's mask. Without one a single row sees every key, as in stock SDPA."""
     T, S = sizes
     if isinstance(attention_mask, PreparedMask):
-        if attention_mask.sizes[3] != S:  # the model added keys that the mask knows nothing of
-            was = f"is of {attention_mask.sizes[3]} keys, but {type(module).__name__} has {S}"
+        if attention_mask.sizes[3] != S:  # the model added keys
+            was = f"covers {attention_mask.sizes[3]} keys, but {type(module).__name__} has {S}"
             refuse("attention_mask", was, "use attn_implementation='eager' or 'sdpa'")
         return attention_mask.mask
     if attention_mask is not None:
@@ -190,7 +188,7 @@ def _bias(
     position_bias: RelativeBias | Tensor | None,
     device: torch.device,
 ) -> Tensor | OffsetBias | None:
-    """What a call of sizes (H, T, S) adds to its scores: a bias, a mask of floats, or both."""
+    """What a call of sizes (H, T, S) adds to its scores: a bias, a float mask, or both."""
     H, T, S = sizes
     bias: Tensor | OffsetBias | None
     if isinstance(position_bias, RelativeBias):
@@ -209,14 +207,14 @@ def _bias(
 def _visible(
     mask: Mask | Tensor | None, attention_mask: PreparedMask | Tensor | None
 ) -> Mask | Tensor | None:
-    """The mask for observers, who ask which rows and keys are tokens: what a mask of floats hides, too."""
+    """The mask for observers, which need to know the real tokens: a float mask hides keys too."""
     if not _is_added(attention_mask):
         return mask
     return attention_mask > torch.finfo(attention_mask.dtype).min / 2  # a bias may have been added
 
 
 def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tensor:
-    """The part of a tensor of all heads that is of the H heads that are left; `dim` is that of the heads."""
+    """The entries of the H remaining heads; `dim` is the dimension of `tensor` that indexes heads."""
     kept: Tensor | None = getattr(module, "kept_heads", None)
     if kept is None or tensor.dim() < abs(dim) or tensor.shape[dim] in (1, H):
         return tensor
@@ -224,7 +222,7 @@ def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tenso
 
 
 def _by_token(gate: Tensor, activation: str) -> Tensor:
-    """A gate of the operator as a factor of `[B, T, H, Dv]`."""
+    """A gate as a factor of `[B, T, H, Dv]`."""
     if activation not in GATE_ACTIVATIONS:
         instead = f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}"
         refuse("gate_activation", f"is {activation!r}", instead)
@@ -239,8 +237,8 @@ def _by_token(gate: Tensor, activation: str) -> Tensor:
 def _head_gate(
     module: nn.Module, sizes: tuple[int, int, int], arguments: dict[str, Any]
 ) -> tuple[Tensor | None, bool]:
-    """The gates of this pass of sizes (B, H, T): `[H]`, `[B, H]`, `[B, H, T]` or None; and what the operator's
-    `closed_grad` is to be."""
+    """The gates of this pass of sizes (B, H, T): `[H]`, `[B, H]`, `[B, H, T]` or None; and the operator's
+    `closed_grad`."""
     B, H, T = sizes
     head_gate: HeadGate | None = getattr(module, "head_gate", None)
     row = head_mask(module, H, arguments)

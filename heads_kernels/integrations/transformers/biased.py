@@ -1,4 +1,4 @@
-"""Attention classes of transformers that compute biased scores themselves, on the operator after `use`."""
+"""Replacements for attention classes of transformers that compute biased scores themselves: they call the operator."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from heads_kernels.ops.attention_statistics import AttentionStatistics
 class Biased(Replacement):
     """A layer whose stock forward computes attention itself.
 
-    It serves what the package's mask function gave. A mask of floats is that of another attention function, which the
-    config names again: the layer is as its stock class has it then.
+    A tensor as mask comes from another attention function, which the config names: most subclasses then run the stock
+    forward.
     """
 
     calls_operator = True
@@ -41,7 +41,7 @@ class Biased(Replacement):
         dropout: float,
         scaling: float | None = None,
     ) -> tuple[Tensor, AttentionStatistics | None]:
-        """`[B, T, H * Dv]`."""
+        """The attention output `[B, T, H * Dv]`, and its statistics where they are requested."""
         out, statistics = attention_forward(
             self,
             query,
@@ -58,7 +58,7 @@ class Biased(Replacement):
 
 # ---------------------------------------------------------------------- MPNet
 class MPNetBias(Replacement):
-    """The encoder, which computes the bias of all layers: by offsets, not as `[B, H, T, T]`."""
+    """The encoder, which computes the bias of all layers: per offset instead of `[B, H, T, T]`."""
 
     def compute_position_bias(
         self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
@@ -70,14 +70,14 @@ class MPNetBias(Replacement):
         return RelativeBias(self)
 
     def offsets(self) -> OffsetBias:
-        """The stock buckets of every distance; those from 128 on share one."""
+        """The stock bucket of every offset; distances of 128 and more share one."""
         weight = self.relative_attention_bias.weight
         offsets = torch.arange(-128, 129, device=weight.device)
         return OffsetBias(weight[self.relative_position_bucket(offsets)].mT, first=-128)
 
 
 class MPNet(Biased):
-    """`o(attention)`, with the bias of the encoder."""
+    """Attention with the encoder's bias, then the projection `o`."""
 
     def forward(
         self,
@@ -102,7 +102,7 @@ class MPNet(Biased):
 
 # ---------------------------------------------------------------------- ALiBi
 class Bloom(Biased):
-    """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`: all rows share it."""
+    """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
     def forward(
         self,
@@ -113,7 +113,7 @@ class Bloom(Biased):
         layer_past: Any = None,
         **kwargs: Any,
     ) -> Any:
-        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it leaves the bias of `dense` out
+        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
         if isinstance(attention_mask, Tensor) or slow:
             return super().forward(
                 hidden_states, residual, alibi, attention_mask, layer_past, **kwargs
@@ -129,7 +129,7 @@ class Bloom(Biased):
 
 
 class Mpt(Biased):
-    """ALiBi by the distance of the key from the last one, `[H, 1, positions]`: all rows share it."""
+    """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows."""
 
     def forward(
         self,
@@ -168,7 +168,7 @@ class Mpt(Biased):
 
 # ---------------------------------------------------------------------- two dimensions
 class LayoutLMv3(Biased):
-    """Biases of positions in the text and on the page, `[B, H, T, T]` each, under the scale of the scores."""
+    """Biases by position in the text and on the page, `[B, H, T, T]` each, scaled like the scores."""
 
     def forward(
         self,
@@ -191,7 +191,7 @@ class LayoutLMv3(Biased):
 
 
 class Data2VecVision(Biased):
-    """A bias of the window, of the layer's own or shared by all, `[1, H, T, T]`; there is no mask."""
+    """A relative position bias `[1, H, T, T]`, per layer or shared by all layers; there is no mask."""
 
     def forward(
         self,
@@ -224,9 +224,9 @@ class Data2VecVision(Biased):
 
 
 class Swinv2(Biased):
-    """Normalised queries and keys under a scale of each head, and a bias of the window, `[windows or 1, H, T, T]`.
+    """Cosine attention with a scale per head and a relative position bias, `[windows or 1, H, T, T]`.
 
-    The model makes the mask of its shifted windows itself, whatever its attention function is.
+    The model makes the mask of its shifted windows itself, with any attention function.
     """
 
     def forward(
@@ -249,7 +249,7 @@ class Swinv2(Biased):
         return (out, statistics) if output_attentions else (out,)
 
 
-#: Stock class -> what stands before it, and its file in transformers.models.
+#: Stock class -> its replacement, and the file of the stock class in transformers.models.
 BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
     "BloomAttention": (Bloom, "bloom"),
     "Data2VecVisionSdpaSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),

@@ -1,4 +1,4 @@
-"""Head masks of `model(...)`, which transformers 5 takes no more: which row of which argument is for which layer."""
+"""Head masks of `model(...)`, which transformers 5 ignores: which row of which argument belongs to which layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from heads_kernels.integrations.transformers.replacement import Replacement
 
 @dataclass(eq=False)
 class HeadMaskPlace:
-    """Where an attention module finds its head mask among the arguments of `model(...)`, and what a pass asks of it.
+    """Where an attention module finds its head mask, and what the current forward pass requests of it.
 
     Attributes:
-        argument: the name of its head mask.
-        known: the names of all head masks that its model has a use for.
-        layer, layers: its row of a mask `[L, H]`, and L; L is 0 where what calls the module picks the row.
-        given: the head mask of the pass that runs, which the module reads unless it is handed one.
+        argument: the argument of `model(...)` that is its head mask.
+        known: the names of all head masks that its model uses.
+        layer, layers: its row of a mask `[L, H]`, and L; L is 0 where the caller of the module picks the row.
+        given: the head mask of the current pass; one that the module is called with takes precedence.
         is_read: whether the module read a head mask in the last pass that had one.
-        statistics: whether the pass that runs asks for `output_attentions`.
+        statistics: whether the current pass requests `output_attentions`.
     """
 
     argument: str
@@ -39,7 +39,7 @@ class HeadMaskPlace:
 #: The attribute of an attention module that holds its `HeadMaskPlace`.
 PLACE: Final = "_head_mask_place"
 
-#: Names of submodules that look at an encoder from a decoder.
+#: Names of submodules of a decoder that attend to the encoder.
 _CROSS: Final = {
     "crossattention",
     "cross_attn",
@@ -50,11 +50,12 @@ _CROSS: Final = {
 
 
 def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | None:
-    """The gates that a head mask gives an attention module of H heads, `[H]`, or None: one among the `arguments` of
-    the attention function, or the one that its place was given.
+    """The head mask of an attention module of H heads as gates `[H]`, or None without one.
+
+    It is taken from the `arguments` of the attention function, or else from the place of the module.
 
     Raises:
-        ValueError: a mask that does not fit or that the model has no use for; a module that knows no place.
+        ValueError: a mask that does not fit or that the model does not use; a module without a place.
     """
     masks = {
         name: mask
@@ -90,12 +91,12 @@ def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | 
 
 # ---------------------------------------------------------------------- places
 def is_pair(model: Any) -> bool:
-    """Whether a model is made of two, and hands arguments on to its decoder without their `decoder_`."""
+    """Whether a model wraps an encoder and a decoder model, and strips `decoder_` from the decoder's arguments."""
     return bool(model.config.model_type.endswith("encoder-decoder"))
 
 
 def places(model: Any) -> Iterator[tuple[nn.Module, HeadMaskPlace]]:
-    """Every attention module of a model that its head masks reach, with its place."""
+    """Every attention module that head masks of a model can reach, with its place."""
     if is_pair(model):
         yield from places(model.encoder)
         yield from places(model.decoder)
@@ -111,7 +112,7 @@ def places(model: Any) -> Iterator[tuple[nn.Module, HeadMaskPlace]]:
 
 
 def _argument(model: Any, name: str) -> str:
-    """The head mask of the module of this name."""
+    """The argument with the head mask of the module of this name."""
     parts = name.split(".")
     if _CROSS & set(parts):
         return "cross_attn_head_mask"
@@ -121,7 +122,7 @@ def _argument(model: Any, name: str) -> str:
 
 
 def _row(model: Any, name: str) -> tuple[int, int]:
-    """The row of the module of this name, and how many there are: by the first number in it, of a list of layers."""
+    """The row of this module in a mask `[L, H]`, and L; the first number in its name is its index."""
     parts = name.split(".")
     if "albert_layer_groups" in parts:
         return 0, 0
@@ -133,7 +134,7 @@ def _row(model: Any, name: str) -> tuple[int, int]:
 
 
 class RowsOfHeadMask(Replacement):
-    """ALBERT's loop over its layers: one layer runs many times, each time with its row of a head mask `[L, H]`."""
+    """ALBERT's loop over its layers: one layer runs several times, each time with its row of a head mask `[L, H]`."""
 
     prefix = "Rowwise"
 

@@ -1,4 +1,4 @@
-"""What transformers' mask functions mean, as an `hk.Mask`: masks stay data and nobody looks at their values."""
+"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from heads_kernels.mask.terms import Alignment
 MaskFunction = Callable[..., Any]
 Shape = tuple[int, int, int, int]
 
-#: Code of the functions that `and_masks` makes: windows, chunks and packed sequences are such functions.
+#: Code of the functions that `and_masks` returns: windows, chunks and packed sequences are such functions.
 _ALL_OF: Final = and_masks(causal_mask_function).__code__
 
 
 class PreparedMask(BlockMask):
-    """The mask of a pass, which every layer shares. Only `attention_forward` can read it.
+    """The mask of a forward pass, shared by all layers. Only `attention_forward` can read it.
 
-    transformers takes it for a mask that is prepared already, as it takes those of flex attention. Model code may look
-    at its shape, dtype and device and hand it on. Whatever else is done with it is refused: code that computes
-    attention itself would add True and False to its scores, and so hide nothing.
+    As a `BlockMask` it passes in transformers for a mask that is already prepared. Model code may read its shape, dtype
+    and device and pass it on. Any other use is refused: code that computes attention itself would add True and
+    False to its scores, which hides nothing.
 
     Args:
-        mask: what is visible; a bool tensor `[B, 1, T, S]` where `hk.Mask` has no word for it.
+        mask: the visible pairs; a bool tensor `[B, 1, T, S]` where `hk.Mask` cannot express them.
         shape: (B, 1, T, S) of the call.
         device: of the tensors of the call.
 
@@ -60,7 +60,7 @@ class PreparedMask(BlockMask):
         return self.sizes
 
     def to_dense(self) -> Tensor:
-        """The bool tensor `[B, 1, T, S]`, True = may attend; made once."""
+        """The bool tensor `[B, 1, T, S]`, True = may attend; computed once."""
         if isinstance(self.mask, Tensor):
             return self.mask
         if self.dense is None:
@@ -68,7 +68,7 @@ class PreparedMask(BlockMask):
         return self.dense
 
     def contiguous(self) -> PreparedMask:
-        """Itself: `generate` asks for it."""
+        """Returns itself; `generate` calls it."""
         return self
 
     def dim(self) -> int:
@@ -80,7 +80,7 @@ class PreparedMask(BlockMask):
     def to(
         self, device: torch.device | torch.dtype | str, *, non_blocking: bool = False
     ) -> PreparedMask:
-        """The mask on another device, as models that are spread over several ask for it; as bools it is itself."""
+        """The mask on another device, for models that are spread over several; `to(torch.bool)` returns itself."""
         if device is torch.bool:
             return self
         if isinstance(device, (torch.dtype, Tensor)):
@@ -108,7 +108,7 @@ class PreparedMask(BlockMask):
 
 
 def _refuse_use(operation: str) -> NoReturn:
-    """Refuse `operation` on a `PreparedMask`, and name the module of the model whose code asks for it."""
+    """Refuse `operation` on a `PreparedMask`, and name the module whose code calls it."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
         frame = frame.f_back
@@ -123,8 +123,8 @@ def _refusing(operation: str) -> Callable[..., NoReturn]:
     return lambda self, *args, **kwargs: _refuse_use(operation)
 
 
-#: What masks of flex attention and tensors can do, and this one must not. Names without underscores that only tensors
-#: have come to `__getattr__`.
+#: Operations of flex attention's masks and of tensors that are refused. Public names that only tensors have reach
+#: `__getattr__`.
 _REFUSED: Final = (
     "as_tuple", "from_kv_blocks", "numel", "sparsity", "to_string",
     *(f"__{name}__" for name in ("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "float", "int")),
@@ -149,26 +149,26 @@ def prepare_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PreparedMask | None:
-    """The mask of a pass, as transformers asks its mask functions for it (`AttentionMaskInterface`).
+    """The mask of a forward pass: a mask function of transformers (`AttentionMaskInterface`).
 
-    What transformers' own functions say (causal, bidirectional, windows, chunks, packed sequences; padding on either
-    side; a growing or sliding cache) is an `hk.Mask`. Nothing looks at values, so nothing waits for the device.
+    What transformers' own functions express (causal, bidirectional, windows, chunks, packed sequences; padding on
+    either side; a growing or sliding cache) becomes an `hk.Mask`. No values are read, so nothing waits for the device.
 
     Args:
         batch_size, q_length, kv_length: B, T and S.
         q_offset, kv_offset: position of the first row, and of the first key: an int, or a tensor.
-        mask_function: of (batch, head, position of the row, position of the key).
+        mask_function: True where a key is visible, of (batch, head, position of the row, position of the key).
         attention_mask: bool `[B, positions]`, True = real key.
-        local_size: window or chunk, in keys.
-        use_vmap: True where the caller made the function itself.
+        local_size: size of the window or chunk, in keys.
+        use_vmap: True where the caller wrote the function.
 
     Returns:
-        A `PreparedMask`; None where a bidirectional pass has no padding. It is of the bool tensor of stock `sdpa_mask`
-        for functions that a caller made, and where the offset is a tensor (a static cache while decoding: T = 1, and
-        `[B, 1, 1, S]` is a key mask by its shape).
+        A `PreparedMask`; None where a bidirectional pass has no padding. It holds the bool tensor of stock `sdpa_mask`
+        for functions that the caller wrote, and where an offset is a tensor (decoding with a static cache: T = 1, and
+        `[B, 1, 1, S]` has the shape of a key mask).
     """
     align = _alignment(q_length, kv_length, q_offset, kv_offset)
-    sides = "allow_is_bidirectional_skip" in kwargs  # what only bidirectional masks come with
+    sides = "allow_is_bidirectional_skip" in kwargs  # passed for bidirectional masks only
     mask: Mask | None = None
     if use_vmap or align is None:
         pass
@@ -184,7 +184,7 @@ def prepare_mask(
         if align == "upper_left" and local_size is not None:
             mask = Mask(window=(local_size, local_size))
     else:
-        # A chunk of that size is within the window of that size.
+        # The window of this size contains the chunk of this size.
         mask = Mask(causal=align, window=None if local_size is None else (local_size - 1, 0))
         config = kwargs.get("config")
         if attention_mask is None or getattr(config, "attention_chunk_size", None) is not None:
@@ -212,7 +212,7 @@ def prepare_mask(
 
 
 def _alignment(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> Alignment | None:
-    """Where the rows stand among the keys; None where `hk.Mask` has no word for it."""
+    """How rows are aligned with keys; None where `hk.Mask` cannot express it."""
     if isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor):
         return None
     if q_offset == kv_offset:
@@ -227,7 +227,8 @@ def _segments(
     kv_offset: int,
     device: torch.device | str,
 ) -> Tensor:
-    """The number of each key's packed sequence or chunk, int64 `[B or 1, S]`: one ends where a key hides the last."""
+    """The index of each key's packed sequence or chunk, int64 `[B or 1, S]`: a key that cannot see the one before it
+    starts the next."""
     batch = torch.arange(batch_size, device=device)[:, None]
     head = torch.zeros(1, 1, dtype=torch.int64, device=device)
     position = torch.arange(1, kv_length, device=device)[None] + kv_offset
@@ -236,7 +237,7 @@ def _segments(
 
 
 def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
-    """`attention_mask` at the positions of the keys, `[B, S]`; positions beyond its end are no keys yet."""
+    """`attention_mask` at the positions of the keys, `[B, S]`; positions beyond its end are hidden."""
     end = kv_offset + kv_length
     missing = end - attention_mask.shape[-1]
     if missing > 0:

@@ -1,7 +1,7 @@
 """Attention layers that gate their output, with gate and attention as one op.
 
-A fused layer is the stock layer with its forward replaced. What the families differ in is how they come to query, key,
-value and the logits of the gate: one small class for each way of it, below.
+A fused layer is the stock layer with its forward replaced. Families differ in how they compute query, key, value and
+the logits of the gate: each variant is a small class below.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Positions = tuple[Tensor, Tensor]
 
 
 class OutputGated(Replacement):
-    """`o_proj(act(logits) * attention)`, gate and attention in one op, with logits of a `gate_proj`.
+    """`o_proj(act(logits) * attention)`, gate and attention in one op, with logits from `gate_proj`.
 
-    A layer is as its stock class has it where the config names another attention.
+    Where the config names another attention function, the stock forward runs.
 
     Attributes:
         gate_activation: of the logits.
-        rotary: the name of the function of the stock class's file that turns query and key by their positions.
+        rotary: the name of the function in the stock class's file that applies rotary positions to query and key.
         rotate: that function.
     """
 
@@ -57,7 +57,7 @@ class OutputGated(Replacement):
         cycle_offset: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, AttentionStatistics | None]:
-        """The forward of every family, with the arguments of their stock forwards."""
+        """The forward pass, with the arguments of the stock forwards of all families."""
         query, logits = self.query_and_logits(hidden_states)
         query, key, value = self.positioned(hidden_states, query, position_embeddings)
         if attention_scaling is not None:
@@ -102,7 +102,7 @@ class OutputGated(Replacement):
         return self.q_norm(query), self.k_norm(key)
 
     def expanded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Key `[B, Hk, S, D]` and value `[B, Hk, S, Dv]` of what the cache keeps."""
+        """Key `[B, Hk, S, D]` and value `[B, Hk, S, Dv]` from what the cache keeps."""
         return key, value
 
     def heads(self, projected: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class OutputGated(Replacement):
 
 
 class _QueryHalf(OutputGated):
-    """The query projection gives the logits too: a head's query, then its logits."""
+    """`q_proj` gives the logits too: for each head its query, then its logits."""
 
     def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         both = self.q_proj(hidden_states)
@@ -120,7 +120,7 @@ class _QueryHalf(OutputGated):
 
 
 class _PerHead(OutputGated):
-    """`g_proj` gives one logit for each head, or one for each element; a layer without it has no gate."""
+    """`g_proj` gives one logit per head or per element; a layer without `g_proj` has no gate."""
 
     def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         query = self.heads(self.q_proj(hidden_states))
@@ -137,7 +137,7 @@ class _PerHeadSoftplus(_PerHead):
 
 
 class _Local(OutputGated):
-    """Only layers of local attention have rotary positions."""
+    """Only layers with local attention have rotary positions."""
 
     def positioned(
         self, hidden_states: Tensor, query: Tensor, position_embeddings: Positions | None
@@ -152,14 +152,14 @@ class _Unnormalised(OutputGated):
 
 
 class _OneNorm(OutputGated):
-    """One norm serves query and key, and the query is scaled after it."""
+    """Query and key share a norm, and the query is scaled after it."""
 
     def normalised(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return self.qk_norm(query) * self.qk_scale_factor, self.qk_norm(key)
 
 
 class _Biased(OutputGated):
-    """A bias of the gate for each head."""
+    """The logits have a bias per head."""
 
     def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.heads(self.gate_proj(hidden_states)) + self.gate_bias[:, None]
@@ -191,7 +191,7 @@ class _Latent(_PerHead):
         return expanded
 
 
-#: Stock class -> its way, and the folder of transformers.models that it is in.
+#: Stock class -> its variant, and its folder in transformers.models.
 WAYS: Final[dict[str, tuple[type[OutputGated], str]]] = {
     "AfmoeAttention": (_Local, "afmoe"),
     "BailingHybridAttention": (_Latent, "bailing_hybrid"),

@@ -1,8 +1,8 @@
-"""Forward passes of models: head masks brought to the layers, statistics brought back, without the models' own help.
+"""Hooks around models' forward passes that hand head masks and `output_attentions` to the attention layers.
 
-Models of transformers 5 know nothing of head masks, and many hand neither those nor `output_attentions` on to their
-layers. So hooks around the forward of a model put both where the attention function finds them, at the
-`HeadMaskPlace`s of its layers, and look afterwards whether a layer read them.
+Models of transformers 5 ignore head masks, and many do not pass `output_attentions` on to their layers. The hooks
+store both in the `HeadMaskPlace`s of the layers, where the attention function reads them, and check afterwards that
+they had an effect.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from heads_kernels.ops.attention_statistics import AttentionStatistics
 #: The attribute of every model, and of every model in it, that holds its `Pass`.
 PASS: Final = "_heads_kernels_pass"
 
-#: A place, and what it holds: its head mask, and whether statistics are asked for.
+#: A place and what it holds: its head mask, and whether statistics are requested.
 Held = tuple[HeadMaskPlace, Tensor | None, bool]
 
 
 @dataclass(eq=False)
 class Pass:
-    """What the hooks of a model know of it, and of the forward pass that runs.
+    """State of a model's hooks and of its current forward pass.
 
     Attributes:
-        arguments: its head masks by name, each with the places of the layers that it is for.
-        is_one_stack: by name, whether those layers are of one stack: a tower for images and one for texts are two.
-            The models in it that are handed the mask see to their own stacks then.
-        takes_any: whether its forward takes arguments of any name.
-        computes_itself: whether it has attention, of which none goes through the attention function.
-        within: the passes of the models that it is a part of.
-        handles: of its hooks.
-        is_running: between the hooks, where there are head masks, or statistics are asked for.
+        arguments: for the name of each head mask, the places of the layers that it applies to.
+        is_one_stack: for each of these names, and "" for all layers, whether the layers form one stack. An image
+            tower and a text tower are two stacks: the submodels that receive the mask set it for their own.
+        takes_any: whether the model's forward takes arguments of any name.
+        computes_itself: whether the model has attention, but none that goes through the attention function.
+        within: the passes of the models that contain this one.
+        handles: of the hooks.
+        is_running: whether a pass with head masks or requested statistics is in progress.
         masks: the names of the head masks of the pass.
-        asks: whether statistics are asked for.
+        asks: whether statistics are requested.
         before: what places held before the pass.
-        checkpointing: modules, with the function that they had for gradient checkpointing.
+        checkpointing: modules with their original function for gradient checkpointing.
     """
 
     arguments: dict[str, list[HeadMaskPlace]]
@@ -81,7 +81,7 @@ class Pass:
 
 # ---------------------------------------------------------------------- hooks on and off
 def watch(model: nn.Module) -> None:
-    """Let a model and all models in it bring head masks to their layers, and statistics back."""
+    """Install the hooks on a model and on every model inside it."""
     unwatch(model)
     for module, place in places(model):
         setattr(module, PLACE, place)
@@ -101,7 +101,7 @@ def watch(model: nn.Module) -> None:
 
 
 def unwatch(model: nn.Module) -> None:
-    """Take back what `watch` did."""
+    """Remove what `watch` installed."""
     for module in model.modules():
         vars(module).pop(PLACE, None)
         for handle in getattr(vars(module).pop(PASS, None), "handles", ()):
@@ -110,11 +110,11 @@ def unwatch(model: nn.Module) -> None:
 
 def _pass_of(model: PreTrainedModel) -> Pass:
     modules = _by_argument(model)
-    stacks = {  # some attention modules have no config; those of a stack are of one class
+    stacks = {  # of modules without a config the classes are compared
         name: {type(getattr(each, "config", each)) for each in found}
         for name, found in modules.items()
     }
-    stacks[""] = set().union(*stacks.values())  # of all arguments
+    stacks[""] = set().union(*stacks.values())
     parameters = inspect.signature(model.forward).parameters.values()
     return Pass(
         arguments={
@@ -127,7 +127,7 @@ def _pass_of(model: PreTrainedModel) -> Pass:
 
 
 def _by_argument(model: Any) -> dict[str, list[Any]]:
-    """The attention modules of a model by the names of their head masks among its arguments."""
+    """The attention modules of a model, by the name of the argument with their head mask."""
     if is_pair(model):
         decoder = _by_argument(model.decoder)
         return _by_argument(model.encoder) | {
@@ -145,7 +145,7 @@ def _begin(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     own: Pass = getattr(model, PASS)
-    if own.is_running:  # an interrupt cut its last pass off
+    if own.is_running:  # the last pass was interrupted
         _restore(own)
     if own.computes_itself and not own.within and model.config._attn_implementation == NAME:
         refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {ITSELF}", INSTEAD)
@@ -163,7 +163,7 @@ def _begin(
     if own.is_outermost:
         for name, mask in masks.items():
             _check(model, own, name, mask)
-        # A compiled layer that is checkpointed can't write down that it read its mask.
+        # A compiled layer under gradient checkpointing cannot record that it read its mask.
         is_read = model.training and torch.compiler.is_compiling()
         for place in own.places:
             place.is_read = is_read
@@ -180,7 +180,7 @@ def _begin(
 
 
 def _names_package(config: Any) -> bool:
-    """Whether a config or one in it names the package's attention function."""
+    """Whether a config, or one nested in it, selects the package's attention function."""
     inner = (getattr(config, name, None) for name in config.sub_configs)
     if config._attn_implementation == NAME:
         return True
@@ -188,7 +188,7 @@ def _names_package(config: Any) -> bool:
 
 
 def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
-    """Refuse what is no head mask, and one that no layer of the model is for."""
+    """Refuse a value that is not a head mask, and a name that no layer of the model reads."""
     instead = "pass a tensor [H], or [L, H] with one row for each layer of the stack"
     if name not in own.arguments:
         was = f"is given to a {type(model).__name__}, which has no use for it"
@@ -211,10 +211,10 @@ def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
     for name in own.masks:
         if not any(place.is_read for place in own.arguments[name]):
             was = f"was read by no layer of the {type(model).__name__}"
-            instead = "pass it to the part of the model that has them, or call hk.heads.close"
+            instead = "pass it to the part of the model that has attention, or call hk.heads.close"
             refuse(name, was, instead)
     if own.asks and not _has_statistics(output):
-        was = f"is True, but a {type(model).__name__} gives no statistics of its layers back"
+        was = f"is True, but a {type(model).__name__} does not return statistics of its layers"
         instead = "call hk.analysis.statistics, or use attn_implementation='eager' for maps"
         refuse("output_attentions", was, instead)
 
@@ -229,7 +229,7 @@ def _has_statistics(output: Any) -> bool:
 
 # ---------------------------------------------------------------------- what places hold
 def _put(held: list[Held]) -> list[Held]:
-    """Let places hold it; what they held before is returned."""
+    """Set what places hold; returns what they held before."""
     before = [(place, place.given, place.statistics) for place, _, _ in held]
     for place, given, statistics in held:
         place.given, place.statistics = given, statistics
@@ -244,7 +244,7 @@ def _restore(own: Pass) -> None:
 
 
 def _keep_for_checkpoints(model: nn.Module, own: Pass) -> None:
-    """Let layers that run again in the backward pass find what their places hold now."""
+    """Let layers that are recomputed in the backward pass see what their places hold now."""
     module: Any
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):

@@ -1,4 +1,4 @@
-"""The package's name among transformers' attention functions, and the models that it is refused for."""
+"""Registers the package's attention function with transformers, and refuses it for models that it cannot serve."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from heads_kernels.integrations.transformers.support import check_keywords, chec
 
 
 def register() -> None:
-    """Make `attn_implementation="heads_kernels"` known to transformers, and refused where it can't be served.
+    """Make `attn_implementation="heads_kernels"` known to transformers, and refuse it where it cannot be served.
 
-    transformers takes any registered name for any model. Two methods of `PreTrainedModel` that every model passes
-    through are wrapped: the one that checks the name, and the one that ends the making of a model. With other names
-    they do what they did.
+    transformers accepts any registered name for any model, so two methods of `PreTrainedModel` are wrapped: the one
+    that checks the name, and the one that finishes construction. Other names are not affected.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, prepare_mask)
