@@ -1,1 +1,1 @@
-"""The operators. Each folder holds its table of backends (`__init__`), its torch op (`op`) and its backends."""
+"""The operators: each has a folder that declares it and its table of backends; modules here are shared."""

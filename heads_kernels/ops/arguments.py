@@ -1,7 +1,6 @@
-"""A call in the tuples that both compiled extensions take; `csrc/bindings/tensors.h` reads them.
+"""A call as the tuples that both compiled extensions take; `csrc/bindings/tensors.h` reads them.
 
-Tensors go in as they are (the extensions read pointer, dtype, sizes and strides); None stands for what is absent or not
-asked for.
+The extensions read pointer, dtype, sizes and strides of tensors; None stands for what is absent or not requested.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from torch import Tensor
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.operator import Call
 
-#: bias, offset_bias, sinks, softcap; None where there is none of them
+#: bias, offset_bias, sinks, softcap; None where all are absent
 Terms = tuple[Tensor | None, Tensor | None, Tensor | None, float] | None
 #: query, key, mixing, content_bias (None for gated attention), scale, terms
 Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, Terms]
@@ -22,12 +21,12 @@ Options = tuple[Tensor | None, str, Tensor | None, float]
 
 
 def scores_of(call: Call) -> Scores:
-    """What scores are made of."""
+    """The operands, scale and terms of the scores."""
     return call.query, call.key, call.mixing, call.content_bias, call.scale, terms_of(call)
 
 
 def terms_of(call: Call) -> Terms:
-    """What follows the product of query and key."""
+    """The terms that follow the product of query and key, or None."""
     bias, offsets, sinks, softcap = call.bias, call.offset_bias, call.sinks, call.softcap
     if bias is None and offsets is None and sinks is None and not softcap:
         return None
@@ -35,7 +34,7 @@ def terms_of(call: Call) -> Terms:
 
 
 def options_of(call: Call) -> Options:
-    """How heads are gated and their probabilities dropped."""
+    """The gate and dropout."""
     return call.gate, call.gate_activation, call.seed, call.dropout_p
 
 
@@ -46,5 +45,5 @@ def mask_of(intervals: Intervals) -> MaskParts:
 
 
 def asked_for(tensor: Tensor | None) -> Tensor | None:
-    """An output to be filled: an empty one is not asked for."""
+    """The output to fill; None where it is empty, which means not requested."""
     return tensor if tensor is not None and tensor.numel() else None

@@ -1,4 +1,4 @@
-"""When a call is recorded for its gradient, and which derivatives are refused, in words."""
+"""Decides whether a call is recorded for its gradient, and refuses derivatives that do not exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """Hands gradients through and raises where somebody differentiates them again."""
+    """Passes gradients through and raises where they are differentiated again."""
 
     @staticmethod
     def forward(
@@ -38,10 +38,11 @@ def first_order_only(
 
 
 def is_recorded(operator: str, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether the call goes through its `autograd.Function`: an input asks for a gradient.
+    """Whether the call goes through its `autograd.Function`: an input requires a gradient.
 
-    Raises `RuntimeError` under forward-mode differentiation and `torch.func` transforms of gradients, which would
-    otherwise see a call without a derivative.
+    Raises:
+        RuntimeError: under forward-mode differentiation or a `torch.func` transform, where the call would otherwise
+            silently have no derivative.
     """
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if not torch.compiler.is_compiling():

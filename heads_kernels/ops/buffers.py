@@ -1,5 +1,5 @@
-"""Buffers that kernels fill: their dtype and memory order, by one rule for the kernels and the fakes that stand in for
-them while tracing, and the buffers of sums over heads that are spread over the GPU.
+"""Buffers that kernels fill: their dtype and memory order, the same for kernels and for the fakes used in tracing, and
+the partial sums of sums over heads that are split over the GPU.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Elements between rows of a tensor: 256 rows, the largest tile that tuning tries, times this stay within 32 bits.
+#: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
 FARTHEST_ROW: Final = 1 << 23
-#: Programs for every multiprocessor. With one, 133 programs on 132 of them take as long as 264; with three at most a
-#: quarter of the time is lost so, and the parts stay small. Heuristic.
+#: Programs per multiprocessor. With one, 133 programs on 132 multiprocessors take as long as 264; with three at most a
+#: quarter of the time is lost that way, and the parts stay small. Heuristic.
 _WAVES: Final = 3
 
 
 def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
     """An empty `[B, H, L, W]` in the memory order of `like` `[B, H, rows, width]`.
 
-    Heads outside rows (`[B, H, L, W]` contiguous), or rows outside heads (a transposed `[B, L, H, W]`) as projections
-    give them, so that the reshape to `[B, L, H * W]` behind attention copies nothing.
+    That is a contiguous `[B, H, L, W]`, or a transposed `[B, L, H, W]` as projections give it, so that the reshape to
+    `[B, L, H * W]` after attention copies nothing.
     """
     if like.stride(1) < like.stride(2):
         return like.new_empty((B, L, H, W)).transpose(1, 2)
@@ -29,9 +29,9 @@ def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
 
 
 def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
-    """A buffer for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not asked for.
+    """A buffer for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not needed.
 
-    Rows are contiguous also where the strides do not tell the order (those of a view whose rows overlap).
+    Rows are contiguous even where the strides do not define an order (a view whose rows overlap).
     """
     if not needed:
         return tensor.new_empty(0)
@@ -40,7 +40,7 @@ def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied where its rows are not contiguous (a gradient that was expanded, say) or too far apart."""
+    """The tensor, copied where its rows are not contiguous (such as an expanded gradient) or too far apart."""
     near = tensor.stride(-1) == 1 and tensor.stride(-2) < FARTHEST_ROW
     return tensor if near else tensor.contiguous()
 
@@ -51,18 +51,18 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def splits_of(heads: int, programs: int, like: Tensor) -> int:
-    """Over how many programs to spread the heads that one could sum over, so that multiprocessors are busy to the end.
+    """The number of programs to split a sum over `heads` into, so that multiprocessors are busy to the end.
 
-    Every one of them gets `cdiv(heads, splits)` heads, the last what is left, and none is without.
+    There are `programs` such sums. Every split has `cdiv(heads, splits)` heads, the last the rest; none is empty.
     """
     wanted = max(1, min(heads, -(-_programs_wanted(like.device) // max(programs, 1))))
     return max(1, -(-heads // -(-heads // wanted))) if heads else 1
 
 
 def split_parts(grad: Tensor, splits: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for the sums of every split: float32 `[splits * B, ...]`, or `grad` itself where there is one split.
+    """A buffer for the sum of every split: float32 `[splits * B, ...]`, or `grad` itself where there is one split.
 
-    A `dtype` that is asked for and is not that of `grad` needs a buffer too.
+    A `dtype` other than that of `grad` requires the buffer too.
     """
     if grad.numel() == 0 or (splits == 1 and dtype in (None, grad.dtype)):
         return grad
@@ -70,14 +70,14 @@ def split_parts(grad: Tensor, splits: int, dtype: torch.dtype | None = None) -> 
 
 
 def sum_parts(parts: Tensor, grad: Tensor, splits: int) -> None:
-    """Fill `grad` with the sum of what the splits left in `parts`, in their order."""
+    """Fill `grad` with the sum of the splits' `parts`, in their order."""
     if parts is not grad:
         grad.copy_(parts.view(splits, *grad.shape).sum(0))
 
 
 @functools.cache
 def _programs_wanted(device: torch.device) -> int:
-    """Programs that keep the GPU busy; a few where kernels run on the CPU, so that splits happen."""
+    """Programs that keep the GPU busy; 4 where kernels run on the CPU, so that splits occur there too."""
     if device.type != "cuda":
         return 4
     return _WAVES * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,8 +1,8 @@
-"""Both operators, and their statistics, on the `cuda` backend: the order of the kernels in `csrc/cuda/`.
+"""Both operators, and their statistics, on the `cuda` backend: the sequence of launches of the kernels in `csrc/cuda/`.
 
-They are calls of the compiled extension `heads_kernels._cuda`; the kernels of gated attention run where a call has no
-mixing, on the device and the current stream of their tensors (emulated: on CPU tensors). Gradients that several blocks
-of threads would sum are parts, to be added up in order afterwards (`parts.py`).
+The compiled extension `heads_kernels._cuda` launches them on the device and the current stream of their tensors
+(emulated: on CPU tensors); a call without mixing runs the kernels of gated attention. Gradients that several blocks of
+threads contribute to are written as parts and added up in order afterwards (`buffers.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING or not CUDA_EMULATED:
 else:
     from heads_kernels import _cuda_emulated as _cuda
 
-#: Query rows and keys of a cell of the map of a dense mask (kCell of csrc/cuda/kernels.h).
+#: Query rows and keys in a cell of a dense mask (kCell of csrc/cuda/kernels.h).
 _CELL = 32
 
 #: k_lo, k_hi, key_visible, dense, band_lo, band_hi, cells of the dense mask
@@ -50,7 +50,7 @@ class _Arguments(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """What one block of threads owns: query rows, keys, features of the shared width."""
+    """The tile of a thread block: query rows, keys, features of the shared width."""
 
     block_m: int
     block_n: int
@@ -58,19 +58,19 @@ class _Tiles(NamedTuple):
 
 
 def forward(call: Call, results: Results) -> None:
-    """Fill `results`; empty ones are not kept."""
+    """Fill `results`, except empty ones."""
     outputs = [asked_for(result) for result in results]
     _cuda.attention_forward(*_arguments(call), outputs, _launch_target(results.out))
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
-    """Fill `gradients`; empty ones are not computed."""
+    """Fill `gradients`, except empty ones."""
     arguments, dout = _arguments(call), contiguous_rows(saved.dout)
     gate, activation, seed, dropout_p = arguments.options
     delta, dattended = _rows_pass(arguments, dout, saved, gradients)
     if closed_grad and gradients.dgate.numel() and gate is not None and can_close(gate, activation):
         _cuda.attention_closed(*arguments, dout, gradients.dgate, _launch_target(dout))
-    if dattended is not dout:  # the gate is in it
+    if dattended is not dout:  # it includes the gate
         arguments = arguments._replace(options=(None, activation, seed, dropout_p))
     read = dattended, saved.lse, delta
     _keys_pass(call, arguments, read, gradients)
@@ -81,7 +81,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 def _rows_pass(
     arguments: _Arguments, dout: Tensor, saved: Saved, gradients: Gradients
 ) -> tuple[Tensor, Tensor]:
-    """Fill `dgate`, of open heads, and `dsinks`; returns `delta`, and `dattended` that an elementwise gate is in."""
+    """Fill `dgate` of open heads and `dsinks`; returns `delta`, and `dout` times an elementwise gate."""
     delta = torch.empty_like(saved.lse)
     gate = arguments.options[0]
     product = None
@@ -132,7 +132,7 @@ def _queries_pass(
         return
     B, H, T, _, width, _ = call.sizes
     if H == 0:
-        dquery.zero_()  # the kernel stores what heads give
+        dquery.zero_()  # the kernel writes nothing without heads
         return
     tiles = _tiles(call, "queries")
     row_tiles = -(-T // tiles.block_m)
@@ -162,7 +162,7 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
         _cuda.attention_bias(*arguments, read, (parts, None), splits, target)
         sum_parts(parts, dbias, splits)
     if doffset_bias.numel():
-        # Offset j - i is in column j - i + (tiles of rows) * block of both parts.
+        # Offset j - i is in column j - i + row_tiles * block of both parts.
         row_tiles, key_tiles = -(-T // block), -(-S // block)
         parts = doffset_bias.new_zeros((2, B, H, (row_tiles + key_tiles) * block))
         _cuda.attention_bias(*arguments, read, (None, parts), 1, target)
@@ -199,9 +199,9 @@ def _mask(call: Call) -> _Mask:
 
 
 def _single(tensor: Tensor | None) -> Tensor | None:
-    """A gate, mixing, bias or sinks without float64, which the kernels do not know.
+    """A gate, mixing, bias or sinks as float32 if it is float64, which the kernels do not support.
 
-    Kernels skip what is exactly 0, so a number that float32 can't hold becomes its smallest normal one.
+    Kernels skip exact zeros, so a number that underflows becomes the smallest normal one.
     """
     if tensor is None or tensor.dtype != torch.float64:
         return tensor
@@ -211,7 +211,7 @@ def _single(tensor: Tensor | None) -> Tensor | None:
 
 
 def _dense_cells(dense: Tensor | None) -> Tensor | None:
-    """What a dense mask leaves of each cell of pairs: bytes, sizes of 1 broadcast as those of the mask."""
+    """For each cell of a dense mask whether it hides all, none or some pairs: uint8, broadcast like the mask."""
     if dense is None:
         return None
     B, H, T, S = dense.shape

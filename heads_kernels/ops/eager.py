@@ -1,12 +1,12 @@
-"""Both operators in plain PyTorch: the specification executed; in float64 the oracle.
+"""Both operators in plain PyTorch: an executable specification; in float64 the oracle of the tests.
 
     out = act(gate) * attended
     attended = dropout(softmax(scores  under the mask)) value
     scores = softcap(scale * raw) + bias
     raw = query key^T, or (query * mixing_h) key^T + content_bias_h
 
-Inside everything is float32 (float64 for float64 inputs); the mixed query `[B, H, T, Ds]` and `[B, H, T, S]` are in
-memory.
+Computation is in float32 (float64 for float64 inputs); the mixed query `[B, H, T, Ds]` and the scores `[B, H, T, S]`
+are materialised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 @formula.without_autocast
 def forward(call: Call, results: Results) -> None:
-    """Fill `out`, and `lse` and `attended` as far as they are asked for, also of closed heads."""
+    """Fill `out`, and `lse` and `attended` if requested, also for closed heads."""
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))  # [B, H, T, S]
     visible = scores.visible_pairs(call)
@@ -40,7 +40,7 @@ def forward(call: Call, results: Results) -> None:
 
 @formula.without_autocast
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
-    """Fill the gradients that are asked for, from what `forward` saved."""
+    """Fill the requested gradients, from what `forward` saved."""
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     query, key = formula.operands_of_scores(call)
     dout, attended = saved.dout.to(dtype), saved.attended.to(dtype)
@@ -77,7 +77,7 @@ def _fill_terms(
     pairs: Tensor | None,
     gradients: Gradients,
 ) -> None:
-    """Biases and sinks, from the gradient of the finished scores and `products` = dattended * attended."""
+    """Fill the gradients of biases and sinks; `dscores` is of finished scores, `products` = dattended * attended."""
     if gradients.dbias.numel():
         scores.bias_gradient(dscores, gradients.dbias)
     if gradients.doffset_bias.numel():
@@ -91,7 +91,7 @@ def _fill_terms(
 def _fill_operands(
     call: Call, query: Tensor, key: Tensor, draw: Tensor, pairs: Tensor | None, gradients: Gradients
 ) -> None:
-    """What raw scores are made of, from their gradient `draw` `[B, H, T, S]`."""
+    """Fill the gradients of the operands of raw scores, from their gradient `draw` `[B, H, T, S]`."""
     mixing, touched = call.mixing, None if pairs is None else pairs.mT
     if mixing is None:
         if gradients.dquery.numel():

@@ -1,7 +1,7 @@
-"""Pieces of the formula that the eager backends share.
+"""Parts of the formula that the eager backends share.
 
-Scores of either operator, the visible pairs, a softmax of rows that may see nothing, products that
-hidden NaN can't enter, dropout, gates. Tensors are in the compute dtype (float32, or float64 for
+Scores of either operator, visible pairs, a softmax with fully masked rows, products that hidden NaN
+cannot enter, dropout, gates. Tensors are in the compute dtype (float32, or float64 for
 float64 inputs) unless they are arguments of an op.
 """
 
@@ -45,7 +45,7 @@ def per_head(grouped: Tensor, query: Tensor) -> Tensor:
 
 
 def per_group(of_heads: Tensor, grouped: Tensor) -> Tensor:
-    """Gradient of `per_head`: the sum over the query heads that read a head."""
+    """Gradient of `per_head`: the sum over the query heads that share a key head."""
     B, Hk, S, W = grouped.shape
     return of_heads.reshape(B, Hk, of_heads.shape[1] // max(Hk, 1), S, W).sum(2)
 
@@ -97,7 +97,7 @@ def row_probabilities(call: Call) -> Tensor:
 
 
 def probabilities(scores: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
-    """`exp(scores - lse)`: what `softmax` gave, from the `lse` that it returned."""
+    """`exp(scores - lse)`: the probabilities of `softmax`, from the `lse` that it returned."""
     return _only(visible, torch.exp(scores - lse[..., None]), lse)
 
 
@@ -111,9 +111,9 @@ def only(pairs: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def product(weights: Tensor, operand: Tensor, touched: Tensor | None) -> Tensor:
-    """`weights @ operand`, where a row of `operand` reaches only the rows that touch it.
+    """`weights @ operand`, where NaN in a row of `operand` reaches only the rows that touch it.
 
-    In a plain product it reaches all of them: `0 * nan` is nan. `weights` `[..., M, N]` are 0
+    In a plain product it reaches all rows: `0 * nan` is nan. `weights` `[..., M, N]` are 0
     outside of `touched` (bool, broadcastable to them; None: all is touched, a plain product).
     Values of `operand` `[..., N, W]` that are not finite give nan to the elements that touch them.
     """
@@ -130,7 +130,7 @@ def kept_share(
 ) -> Tensor | None:
     """What dropout multiplies probabilities by: 0 or `1 / (1 - dropout_p)`; None without dropout.
 
-    `shape` is [B, H, T, S]; `like` names dtype and device.
+    `shape` is [B, H, T, S]; `like` gives dtype and device.
     """
     if seed is None or dropout_p == 0.0:
         return None
@@ -195,7 +195,7 @@ def gate_rows(
 ) -> Tensor:
     """`dout * attended`, summed over the head's width unless the gate is elementwise.
 
-    `[B, H, T]` or `[B, H, T, Dv]`; the truth for closed heads too, or 0 with `closed_grad=False`.
+    `[B, H, T]` or `[B, H, T, Dv]`; closed heads get 0 with `closed_grad=False`.
     """
     pairs = visible if closed_grad else contributing(visible, gate, activation)
     rows = only_rows(dout * attended, pairs)

@@ -1,6 +1,6 @@
 """What a gate is, for every backend: its activation, its broadcast to `[B, H, T, Dv]`, and its gradient.
 
-A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank says what it is: `[H]` per head,
+A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank determines its kind: `[H]` per head,
 `[B, H]` per batch and head, `[B, H, T]` per token, `[B, H, T, Dv]` elementwise; dimensions of size 1 broadcast.
 """
 
@@ -52,7 +52,7 @@ def can_close(gate: Tensor, activation: str) -> bool:
 def empty_rows(
     gate: Tensor | None, needed: bool, query: Tensor, B: int, H: int, T: int, Dv: int
 ) -> Tensor:
-    """Room for what a kernel's backward gives for the gate: `dout * attended` in the compute dtype.
+    """A buffer for what a backward kernel computes for the gate: `dout * attended` in the compute dtype.
 
     `[B, H, T]`, summed over the width of the head, or `[B, H, T, Dv]` for an elementwise gate.
     """
@@ -76,6 +76,6 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
     else:
         opened = torch.sigmoid(gate.to(grad.dtype))
         slope = opened * (1 - opened) if activation == "sigmoid" else opened
-        # Rows that see nothing have gradient 0, also where their logits are NaN.
+        # Fully masked rows have gradient 0, even where their logits are NaN.
         grad = torch.where(grad == 0, grad, grad * slope)
     return grad.to(gate.dtype)

@@ -1,7 +1,6 @@
 """Both operators on the `cpu` backend: calls of the compiled extension `heads_kernels._cpu`.
 
-Its kernels are in `csrc/cpu/`; those of gated attention run where a call has no mixing. Threads are those of PyTorch's
-own pool.
+Its kernels are in `csrc/cpu/`; a call without mixing runs those of gated attention. They run on PyTorch's thread pool.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 
 def forward(call: Call, results: Results) -> None:
-    """Fill `results`; empty ones are not kept."""
+    """Fill `results`, except empty ones."""
     _cpu.attention_forward(
         scores_of(call),
         call.value,
@@ -26,7 +25,7 @@ def forward(call: Call, results: Results) -> None:
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
-    """Fill `gradients`; empty ones are not computed."""
+    """Fill `gradients`, except empty ones."""
     _cpu.attention_backward(
         scores_of(call),
         call.value,

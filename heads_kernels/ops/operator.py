@@ -1,9 +1,9 @@
-"""An operator, declared once, and what follows from the declaration.
+"""Declares an operator, and derives its torch ops and gradient from the declaration.
 
 `Operator("gated_attention", ("query", "key", "value", "gate?", ...), BACKENDS)` is all that an operator's own file
-says. From it and from `OPTIONS` follow, by plain functions: the schemas of its forward and backward op, their fakes and
-FLOPs, how a `Problem` becomes the arguments of an op and these the `Call` that a backend reads, and the
-`autograd.Function`. A backend's module fills what is allocated here:
+contains. From it and `OPTIONS` this module derives the schemas of the forward and backward op, their fakes and FLOP
+counts, the conversion of a `Problem` to the arguments of an op and of these to a `Call`, and the `autograd.Function`. A
+backend's module fills the buffers that are allocated here:
 
     forward(call: Call, results: Results) -> None
     backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None
@@ -27,7 +27,7 @@ from heads_kernels.ops.library import define_op, load
 from heads_kernels.ops.validation import check_operands
 from heads_kernels.problem import Problem
 
-#: What an operator may have that gets a gradient, in the order of ops and of `Call`.
+#: Operands of operators, which may get a gradient, in the order of ops and of `Call`.
 OPERANDS: Final = (
     "query",
     "key",
@@ -39,7 +39,7 @@ OPERANDS: Final = (
     "offset_bias",
     "sinks",
 )
-#: What follows the operands: the parts of `Intervals`, then the rest of a `Call`.
+#: Arguments of an op after the operands: the fields of `Intervals`, then (`OPTIONS`) the rest of a `Call`.
 _MASK: Final = {
     "band_lo": "SymInt",
     "band_hi": "SymInt",
@@ -89,10 +89,10 @@ class Call(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of a forward pass; for a backward pass also `attended` (out before the gate) and `lse`, else empty."""
+    """Outputs of a forward pass; `attended` (out before the gate) and `lse` are empty unless they are saved."""
 
-    out: Tensor  # [B, H, T, Dv], in memory as the query, or the value where the query is shared
-    attended: Tensor  # empty where there is no gate too
+    out: Tensor  # [B, H, T, Dv] in the memory order of the query, or of the value where the query is shared
+    attended: Tensor  # also empty without a gate
     lse: Tensor  # [B, H, T] in the compute dtype
 
 
@@ -105,9 +105,9 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass fills: those not asked for are empty, those the operator does not have None.
+    """What a backward pass fills: empty where not requested, None where the operator lacks the operand.
 
-    Those behind `dvalue` are in the compute dtype and what kernels sum: `finish` makes gradients of them.
+    Fields after `dvalue` are partial sums in the compute dtype, which `finish` turns into gradients.
     """
 
     dquery: Tensor
@@ -122,7 +122,7 @@ class Gradients(NamedTuple):
 
 
 class Signature:
-    """The arguments of an operator's ops, and how a `Problem` becomes them and they a `Call`.
+    """The arguments of an operator's ops, and their conversion from a `Problem` and to a `Call`.
 
     `operands` are names of `OPERANDS` in their order, with a question mark where they may be None; `options` those of
     `OPTIONS` that the operator has.
@@ -147,18 +147,18 @@ class Signature:
         self.types |= {**_MASK, **{option: OPTIONS[option] for option in self.options}}
         #: Which arguments of an op are tensors, and so are saved for the backward pass.
         self.tensors = tuple(type.startswith("Tensor") for type in self.types.values())
-        #: Where each of `OPERANDS` is among the operator's own.
+        #: The index of each of `OPERANDS` among the operator's own, or None.
         self._places = [
             self.operands.index(name) if name in self.operands else None for name in OPERANDS
         ]
 
     @property
     def schema(self) -> str:
-        """The arguments in the words of a torch schema."""
+        """The arguments as a torch schema."""
         return ", ".join(f"{type} {name}" for name, type in self.types.items())
 
     def pack(self, problem: Problem, seed: Tensor | None = None) -> tuple[Any, ...]:
-        """The arguments of an op that say what is computed."""
+        """The arguments of an op for this problem."""
         p = problem
         operands = [getattr(p, name) for name in self.operands]
         options = p.scale, p.softcap, seed, p.gate_activation, p.dropout_p
@@ -183,18 +183,18 @@ class Operator(Signature):
     def __init__(self, name: str, operands: tuple[str, ...], backends: tuple[Backend, ...]) -> None:
         super().__init__(name, operands, backends)
         self.forward_op, self.backward_op = _define(self)
-        # Made here: torch.compile does not trace what makes it at the first call.
+        # Created here: torch.compile cannot trace its creation at the first call.
         self.function = _function(self)
 
     def __call__(self, problem: Problem, backend: str, seed: Tensor | None) -> Tensor:
-        """Run a valid problem on `backend`; gradients are recorded where an operand asks for one."""
+        """Run a valid problem on `backend`; gradients are recorded where an operand requires one."""
         arguments = self.pack(problem, seed)
         if is_recorded(self.name, arguments[: len(self.operands)]):
             return self.function.apply(problem.closed_grad, backend, *arguments)  # type: ignore[no-untyped-call, no-any-return]
         return self.forward_op(*arguments, False, backend)[0]  # type: ignore[no-any-return]
 
     def with_lse(self, problem: Problem, backend: str, seed: Tensor | None = None) -> Results:
-        """Run a valid problem without gradients, and give `lse` beside the output."""
+        """Run a valid problem without gradients, and return `lse` with the output."""
         with torch.no_grad():
             return Results(*self.forward_op(*self.pack(problem, seed), True, backend))
 
@@ -254,7 +254,7 @@ def _define(operator: Operator) -> tuple[Any, Any]:
 
 
 def _dense_sizes(operator: Operator, shapes: Any) -> tuple[int, int, int]:
-    """Pairs of all heads, the width of scores and that of values, from the shapes of an op's arguments."""
+    """Number of pairs over all heads, width of scores and width of values, from the shapes of an op's arguments."""
     shape = dict(zip(operator.operands, shapes, strict=False))
     B, *heads, T, width = shape["query"]
     H = heads[0] if heads else shape["mixing"][0]
@@ -336,7 +336,7 @@ def _function(operator: Operator) -> type[torch.autograd.Function]:
 
 
 def finish(name: str, sums: Tensor, call: Call, closed_grad: bool) -> Tensor:
-    """The gradient of an operand from what kernels give (see `Gradients`)."""
+    """The gradient of an operand from the `sums` of kernels (see `Gradients`)."""
     if name == "mixing":
         grad = sums.sum(0)  # [H, Ds]
         if not closed_grad:

@@ -1,7 +1,7 @@
-"""Dropout masks by Philox4x32-10: the seed and an element's index (b, h, i, j) decide about it.
+"""Dropout masks by Philox4x32-10, as a function of the seed and an element's index (b, h, i, j).
 
-Counter-based random numbers (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so
-that a forward pass, its backward pass and every backend draw the same mask without keeping it.
+With counter-based random numbers (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")
+a forward pass, its backward pass and every backend draw the same mask without storing it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of a product of two words, by halves of `b`: no step reaches 2**50."""
+    """High and low word of a product of two words, in halves of `b`, so that no step reaches 2**50."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """The four words of Philox4x32-10; a word is an int64 tensor in [0, 2**32); they broadcast."""
+    """The four words of Philox4x32-10. Words are int64 tensors in [0, 2**32) and broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

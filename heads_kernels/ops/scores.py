@@ -3,7 +3,7 @@
     score = softcap * tanh(scale * raw / softcap) + bias
 
 `raw` is `q_i . k_j`, mixed and with its content bias where the operator has them; a sink is one more score of each row,
-without a key. `ops.eager` computes by these functions; kernels have one function for it in each language.
+without a key. These are the functions of the eager backend; kernels have their own in each language.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
     bias, table = call.bias, call.offset_bias
     if bias is not None and bias.shape[3] != 1:
         bias = bias[:, :, :, rows]
-    if table is not None:  # of offsets from -(rows - 1) - start
+    if table is not None:  # its first offset is 1 - count - start
         T, count = call.query.shape[-2], query.shape[-2]
         first = T - (start + count)
         table = table[:, first : first + max(count + S - 1, 1)]
@@ -76,7 +76,7 @@ def _intervals_of_rows(intervals: Intervals, start: int, rows: slice) -> Interva
 
 
 def bias_gradient(dscores: Tensor, grad: Tensor) -> None:
-    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over what the bias was broadcast along."""
+    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over the dimensions of broadcasting."""
     batches = bias_batches(grad, dscores.shape[0])
     grad.copy_(dscores.reshape(*batches, *dscores.shape[1:]).sum_to_size(grad.shape))
 
@@ -88,7 +88,7 @@ def offset_gradient(dscores: Tensor, grad: Tensor) -> None:
         grad.zero_()
         return
     count = T + S - 1
-    # Rows of `count` columns, the scores on their right, read as rows of count + 1: each moves left by its number.
+    # Padded on the left to rows of `count` columns and read as rows of count + 1, row i moves i columns to the left.
     rows = torch.nn.functional.pad(dscores, (T - 1, 0)).flatten(2)
     diagonals = torch.nn.functional.pad(rows, (0, T)).reshape(*dscores.shape[:2], T, count + 1)
     grad.copy_(diagonals[..., :count].sum(2))

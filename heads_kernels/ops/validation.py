@@ -1,7 +1,4 @@
-"""What the tensors of an op must be, for whoever calls an op itself.
-
-The package's own calls come of a `Problem` and pass.
-"""
+"""Checks of the tensors of an op, for direct calls of the op."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ from heads_kernels.ops.buffers import compute_dtype
 if TYPE_CHECKING:
     from heads_kernels.ops.operator import Call
 
-#: Their extensions check sizes, strides and dtypes themselves (csrc/bindings/).
+#: Backends whose extension checks sizes, strides and dtypes itself (csrc/bindings/).
 _COMPILED: Final = ("cpu", "cuda")
 
-#: Dimensions of what an op reads.
+#: Number of dimensions of the tensors that an op reads.
 _RANKS: Final = {"query": 4, "key": 4, "value": 4, "dout": 4, "attended": 4, "lse": 3}
 _SHARED_RANKS: Final = {**_RANKS, "query": 3, "key": 3, "mixing": 2}
 
-#: A size, or those that will do.
+#: For each dimension its size, or the sizes allowed.
 _Sizes = Sequence[int | tuple[int, ...]]
 
 
@@ -49,8 +46,8 @@ def check_operands(
     """Refuse tensors of an op that are None or do not fit each other; `backend` is None in its fake.
 
     `required` names the operands of the operator that may not be None, `saved` is `dout`, `attended` and `lse` of a
-    backward pass. The package's own calls come from a `Problem` and pass. This is for whoever calls an op itself: a
-    `Tensor` of its schema may be None, and a GPU kernel reads past the end of a tensor that is too small.
+    backward pass. The package's own calls come from a `Problem` and pass. In direct calls of an op, a `Tensor` of its
+    schema may be None, and a GPU kernel would read past the end of a tensor that is too small.
     """
     saved = saved or {}
     query, key, mixing = call.query, call.key, call.mixing
@@ -99,7 +96,7 @@ def check_operands(
             _check_one(name, tensor, sizes, dtype, query.device)
     if (intervals.k_lo is None) != (intervals.k_hi is None):
         refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
-    if backend == "triton":  # its kernels form addresses by these strides
+    if backend == "triton":  # its kernels compute addresses from these strides
         dense = saved.get("lse"), intervals.k_lo, intervals.k_hi, intervals.key_visible, excluded
         if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
             refuse("lse, k_lo, k_hi, key_visible or excluded", "is not contiguous", "copy it")

@@ -1,6 +1,6 @@
 """Statistics of attention rows (lse, largest probability, its key, entropy) that never build the `[T, S]` matrix.
 
-No gradient flows through the op.
+The op has no gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from heads_kernels.ops.library import define_op, load
 from heads_kernels.ops.operator import Call, Signature
 from heads_kernels.problem import Problem
 
-#: In the order in which they are asked.
+#: In order of preference.
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.attention_statistics.native", support.cpu),
     Backend("triton", "heads_kernels.ops.attention_statistics.triton", support.triton),
@@ -35,7 +35,10 @@ SIGNATURE: Final = Signature(
 
 
 class AttentionStatistics(NamedTuple):
-    """One number per query row, each `[B, H, T]`; see `attention_statistics`."""
+    """One number per query row, each `[B, H, T]`: `argmax` in int64, the others in the compute dtype.
+
+    See `functional.attention_statistics`.
+    """
 
     lse: Tensor
     max_prob: Tensor
@@ -46,7 +49,7 @@ class AttentionStatistics(NamedTuple):
 def _prepare(
     backend: str | None, *arguments: Any
 ) -> tuple[Call, Tensor | None, AttentionStatistics]:
-    """The call, the keys left out of the maximum, and what a backend fills."""
+    """The call, the keys excluded from the maximum, and the buffers that a backend fills."""
     *packed, excluded = arguments
     call = SIGNATURE.unpack(packed)
     SIGNATURE.check(backend, call, excluded=excluded)

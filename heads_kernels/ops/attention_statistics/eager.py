@@ -1,4 +1,4 @@
-"""Attention statistics in plain PyTorch, by blocks of query rows: `[T, S]` is never in memory."""
+"""Attention statistics in plain PyTorch, in blocks of query rows, without a `[T, S]` matrix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def forward(call: Call, excluded: Tensor | None, results: AttentionStatistics) -
 def of_scores(
     finished: Tensor, visible: Tensor | None, sinks: Tensor | None, excluded: Tensor | None
 ) -> AttentionStatistics:
-    """Of scores `[B, H, rows, S]`; the maximum is that of scores: probabilities may all be 0."""
+    """Statistics of finished scores `[B, H, rows, S]`. The maximum is of scores: probabilities may all round to 0."""
     p, lse = formula.softmax(finished, visible, sinks)
     entropy = torch.special.entr(p).sum(-1)  # entr(p) = -p ln p, and 0 for p = 0
     if finished.shape[-1] == 0:
@@ -40,7 +40,7 @@ def of_scores(
         finished = finished.masked_fill(~visible, scores.NEG_INF)
     if excluded is not None:
         finished = finished.masked_fill(excluded[:, None, None, :], scores.NEG_INF)
-    best, argmax = finished.max(-1)  # the first of equals
+    best, argmax = finished.max(-1)  # the first of equal scores
     nothing = best == scores.NEG_INF
     max_prob = p.gather(-1, argmax[..., None])[..., 0].masked_fill(nothing, 0.0)
     return AttentionStatistics(lse, max_prob, argmax.masked_fill(nothing, -1), entropy)

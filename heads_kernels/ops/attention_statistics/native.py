@@ -1,4 +1,4 @@
-"""Attention statistics on the `cpu` backend: launcher of `csrc/cpu/attention_statistics.h`."""
+"""Attention statistics on the `cpu` backend: calls `csrc/cpu/attention_statistics.h`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Collaborative attention: one query and one key projection for all heads, mixed by a vector each."""
+"""Collaborative attention: one query and one key projection for all heads, mixed by one vector per head."""
 
 from heads_kernels.dispatch import Backend
 from heads_kernels.ops import support
 from heads_kernels.ops.operator import Operator
 
-#: In the order in which they are asked.
+#: In order of preference.
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.native", support.cpu),
     Backend("triton", "heads_kernels.ops.triton.backend", support.triton),
-    # Behind Triton until a kept run on a GPU shows the order: neither has run on one.
+    # After Triton until a measurement on a GPU decides the order: neither has run on one.
     Backend("cuda", "heads_kernels.ops.cuda", support.cuda),
     Backend("eager", "heads_kernels.ops.eager", support.eager),
 )
