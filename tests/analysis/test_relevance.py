@@ -375,9 +375,9 @@ BAD = {
     "a scalar": ({"output": lambda m, b: m(b).sum()}, ValueError, r"output gave torch.float64 \[\]"),
     "integers": ({"output": lambda m, b: m(b).long()}, ValueError, "output gave torch.int64"),
     "without heads": (
-        {"output": lambda m, b: m.scores(b[:, 0])}, ValueError, "output rests on no head",
+        {"output": lambda m, b: m.scores(b[:, 0])}, ValueError, "output depends on no head",
     ),
-    "detached": ({"output": lambda m, b: m(b).detach()}, ValueError, "output rests on no head"),
+    "detached": ({"output": lambda m, b: m(b).detach()}, ValueError, "output depends on no head"),
     "another shape": (
         {"output": lambda m, b: (m(b), torch.ones(2, 4))}, ValueError, r"has shape \[2, 4\]",
     ),

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that relevance goes through, by name: which of their arguments get it, and by which rule."""
+"""Relevance rules of PyTorch functions, by name: which of their arguments receive relevance, and by which rule."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops import formula
 from heads_kernels.ops import gate as gates
 
-#: What the inputs of a function get, from the relevance of its outputs.
+#: Computes the relevance of a function's inputs from that of its outputs.
 Back: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-#: The inputs of a function that may get relevance, and what they get.
+#: The inputs of a function that may receive relevance, and what computes it.
 Step: TypeAlias = tuple[Sequence[Any], Back]
 #: Whether a tensor carries relevance.
 Carries: TypeAlias = Callable[[object], bool]
 
-#: Every element of the output is an element of an input: relevance goes as gradients do.
+#: Elements of the output are copies of input elements, or constants: relevance flows as gradients do.
 MOVING: Final = {
     "T", "H", "mT", "mH", "__getitem__", "cat", "chunk", "clone", "concat", "contiguous", "expand",
     "expand_as", "flatten", "flip", "gather", "hstack", "index_select", "masked_fill", "movedim",
@@ -33,13 +33,13 @@ MOVING: Final = {
     "tensor_split", "tile", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
     "vstack", "where", "to", "type", "type_as", "bfloat16", "half", "float", "double",
 }  # fmt: skip
-#: One input and one output for each element: relevance stays where it is.
+#: Each output element depends on one input element, which receives its relevance unchanged.
 _ELEMENTWISE: Final = (
     "celu", "clamp", "clamp_max", "clamp_min", "dropout", "elu", "gelu", "hardsigmoid", "hardswish",
     "hardtanh", "leaky_relu", "mish", "neg", "negative", "prelu", "relu", "relu6", "selu", "sigmoid", "silu",
     "softplus", "tanh",
 )  # fmt: skip
-#: Ends of the names of modules that divide by the root mean square.
+#: Endings of the names of modules that divide by the root mean square.
 _NORMS: Final = ("RMSNorm", "T5LayerNorm")
 _SDPA: Final = ("query", "key", "value")
 
@@ -61,12 +61,12 @@ def operands(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> d
 
 
 def refusing(name: str, why: str) -> Back:
-    """Of a function that relevance can't go through: it says so when some arrives there, and not before."""
+    """For a function without a rule: raises once relevance arrives there, and not before."""
 
     def back(given: Sequence[Tensor]) -> NoReturn:
         known = "linear maps, layer norms, sums and products of tensors, activations, reshaping and the operators"
         was = f"computes {name}, {why}, between its heads and the output"
-        refuse("model", was, f"there are rules for {known}; what `output` computes counts too")
+        refuse("model", was, f"there are rules for {known}; this includes what `output` computes")
 
     return back
 
@@ -74,7 +74,7 @@ def refusing(name: str, why: str) -> Back:
 def is_differentiable(
     function: Any, args: tuple[Any, ...], options: dict[str, Any], carried: Sequence[Tensor]
 ) -> bool:
-    """Whether a result depends on these tensors by more than their shapes or order."""
+    """Whether a result depends on these tensors by more than their shapes or their order."""
     _, result = _by_leaves(function, args, options, carried)
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result))
 
@@ -86,7 +86,7 @@ def _by_leaves(
     carried: Sequence[Tensor],
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], Any]:
-    """Copies of these tensors that ask for gradients, and the function's result with them in their places."""
+    """Copies of these tensors that require gradients, and the function's result for the copies."""
     leaves = {id(x): x.detach().to(dtype or x.dtype).requires_grad_() for x in carried}
     with torch.enable_grad():
         args, options = tree_map(lambda x: leaves.get(id(x), x), (args, options))
@@ -97,7 +97,7 @@ def _by_leaves(
 def moving_step(
     function: Any, args: tuple[Any, ...], options: dict[str, Any], carried: Sequence[Tensor]
 ) -> Step:
-    """Of `MOVING`: the function is run again and transposed by autograd."""
+    """The step of a function in `MOVING`, which is run again and transposed by autograd."""
     inputs = list({id(x): x for x in carried}.values())
 
     def back(given: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -110,13 +110,13 @@ def moving_step(
 
 
 def is_one_function(module: nn.Module) -> bool:
-    """Whether transformers composes of several functions what is one function here: activations, norms of squares."""
+    """Whether the functions inside a module of transformers count as one: activations and RMS norms."""
     activation = type(module).__module__ == "transformers.activations"
     return activation or type(module).__name__.endswith(_NORMS)
 
 
 def module_step(module: nn.Module, input: Tensor, output: Tensor) -> Step:
-    """Of such a module."""
+    """The step of a module for which `is_one_function` holds."""
     if not type(module).__name__.endswith(_NORMS):
         return _identity(bool, input)
     found = [getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
@@ -125,7 +125,7 @@ def module_step(module: nn.Module, input: Tensor, output: Tensor) -> Step:
 
 
 def gate_step(carries: Carries, heads: Tensor, gate: Tensor, activation: str) -> Step:
-    """Of heads times gates, as of a product: an output gate that carries relevance has an equal part of it."""
+    """The step of heads times gates: like any product, it gives equal parts to the factors that carry relevance."""
     inputs = [heads, gate] if carries(gate) else [heads]
     is_open = gate != 0 if activation == "identity" else torch.ones_like(gate, dtype=torch.bool)
     is_open = gates.as_4d(is_open)
@@ -138,7 +138,7 @@ def gate_step(carries: Carries, heads: Tensor, gate: Tensor, activation: str) ->
 
 
 def attention_step(call: AttentionCall, given: dict[str, Any], full: bool) -> Step:
-    """Of attention before its gate; `given` are the operands of the function that computes it."""
+    """The step of attention before its gate; `given` are the arguments of the attention function, by name."""
     query, key, value = (given[name] for name in _SDPA)
     content_bias = given.get("content_bias")
     B, H, T, S = call.B, call.H, call.T, call.S
@@ -155,7 +155,7 @@ def attention_step(call: AttentionCall, given: dict[str, Any], full: bool) -> St
         mixed, keys = query, key if key.dim() == 4 else key[:, None]
         if call.mixing is not None:
             mixed = formula.mixed_query(query, call.mixing)
-        if content_bias is not None:  # one more feature, which is 1 in every query
+        if content_bias is not None:  # as one more feature, which is 1 in every query
             mixed = torch.nn.functional.pad(mixed, (0, 1), value=1.0)
             keys = torch.cat((keys.expand(-1, H, -1, -1), content_bias[..., None]), -1)
         rows = blocks(T, B * H * S * value.shape[-1])
@@ -200,9 +200,9 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Step:
-    """transformers' `Conv1D`."""
+    """Used by transformers' `Conv1D`."""
     if (beta, alpha) != (1, 1) or input.dim() != 1:
-        return [mat1], refusing("addmm", "with factors or a matrix to add")
+        return [mat1], refusing("addmm", "with factors, or with a bias that is not a vector")
     return [mat1], lambda given: [rules.linear(mat1, mat2.T, input, given[0])]
 
 
@@ -221,7 +221,7 @@ def _layer_norm(
 
 
 def _add(carries: Carries, input: Any, other: Any, *, alpha: float = 1) -> Step:
-    """A tensor that carries nothing takes its share too; a number takes none."""
+    """Tensors get a share even if they carry no relevance; numbers get none."""
     terms = [(x, factor) for x, factor in ((input, 1), (other, alpha)) if isinstance(x, Tensor)]
     inputs = [x for x, _ in terms]
     if len(terms) == 1:
@@ -230,18 +230,18 @@ def _add(carries: Carries, input: Any, other: Any, *, alpha: float = 1) -> Step:
 
 
 def _sub(carries: Carries, input: Any, other: Any, *, alpha: float = 1) -> Step:
-    """Whichever is taken from the other: the rules treat both signs alike."""
+    """In either order: the rules treat both signs alike."""
     return _add(carries, input, other, alpha=-alpha)
 
 
 def _matmul(carries: Carries, input: Tensor, other: Tensor) -> Step:
     if carries(other) or other.dim() != 2:
-        return [input, other], refusing("matmul", "of what is no matrix of weights")
+        return [input, other], refusing("matmul", "whose second factor is not a weight matrix")
     return [input], lambda given: [rules.linear(input, other.mT, None, given[0])]
 
 
 def _mul(carries: Carries, input: Any, other: Any) -> Step:
-    """z of a factor is the product, whatever the factor: those that carry relevance have equal parts of it."""
+    """Each factor contributes the whole product, so those that carry relevance get equal parts."""
     factors = [(x, beside) for x, beside in ((input, other), (other, input)) if carries(x)]
 
     def back(given: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -253,7 +253,7 @@ def _mul(carries: Carries, input: Any, other: Any) -> Step:
 
 def _div(carries: Carries, input: Any, other: Any) -> Step:
     if carries(other):
-        return [input, other], refusing("div", "by what depends on heads")
+        return [input, other], refusing("div", "by a tensor that depends on heads")
     return [input], lambda given: [given[0].sum_to_size(input.shape)]
 
 

@@ -16,7 +16,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import attention_layers
 from heads_kernels.ops.buffers import compute_dtype
 
-#: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the relevance of its elements.
+#: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the initial relevance of its elements.
 Output: TypeAlias = Callable[[Any, Any], Any]
 
 
@@ -38,21 +38,19 @@ def relevance(
     over examples, or over examples and positions if the output has positions: each position is a separate pass, like
     the generation steps of the paper.
 
-    No Jacobian and no map `[T, S]` is stored: a batch needs memory for its activations and for tiles of fixed size. The
-    cost is m * n multiplications for every token and linear map from n to m features. Padded rows have relevance 0 and
-    cost nothing.
+    No Jacobian and no map `[T, S]` is stored: a batch needs memory for its activations and for tiles of fixed size. A
+    linear map from n to m features costs m * n multiplications per token; padded rows cost nothing, with relevance 0.
 
     Args:
-        model: with attention layers of the table; a transformers model after `hk.integrations.transformers.use(model)`.
-            It is in evaluation mode meanwhile, and put back at the end.
+        model: with attention layers that `hk.heads.attention_layers` finds; a transformers model after
+            `hk.integrations.transformers.use(model)`. It runs in evaluation mode, and its mode is restored.
         data: an iterable of batches; without `output` a batch is what the model takes: keyword arguments in a mapping,
             arguments in a tuple or list, or one argument.
-        output: `output(model, batch)` gives scores `[B, C]`, or `[B, T, C]` of every position; examples of padding
-            alone and positions of padding, as attention over T rows knows it, do not count. Or it gives a pair, of such
-            a tensor and the relevance that its elements start with, of the same shape and >= 0: where that is 0 for an
-            example or position, it does not count. For an embedding e `(e, e.abs())` does. Default: the model's output,
-            or its `logits`.
-        attention: "constant" takes probabilities as constants, so that relevance goes from a head to its values;
+        output: `output(model, batch)` returns scores `[B, C]`, or `[B, T, C]` for all positions; examples and positions
+            of padding, according to the masks of attention over T rows, do not count. Or it returns a pair: such a
+            tensor, and the initial relevance of its elements, of the same shape and >= 0; examples and positions where
+            it is 0 do not count. Use `(e, e.abs())` for an embedding e. Default: the model's output, or its `logits`.
+        attention: "constant" treats probabilities as constants, so that relevance goes from a head to its values;
             "full" goes through the softmax to queries and keys as well, as the code of the paper does by default.
         progress: whether to show a bar of batches on a terminal, where rich is installed.
 
@@ -61,8 +59,8 @@ def relevance(
 
     Raises:
         TypeError, ValueError: an argument is invalid; data has no batches, or nothing in it counts; the output depends
-            on no head; there is no rule for a function between heads and output, which is named; the attention function
-            of a transformers model is not this package's.
+            on no head; there is no rule for a function between heads and output, which the message names; a
+            transformers model does not use this package's attention function.
     """
     if attention not in ("constant", "full"):
         refuse("attention", f"is {attention!r}", "use 'constant' or 'full'")
@@ -98,16 +96,16 @@ def _logits(found: Any) -> Any:
 
 
 def _starts(found: Any, tape: RelevanceTape) -> Iterator[tuple[Tensor, Tensor]]:
-    """The output, with the relevance that it starts with: once, or for each position that counts."""
+    """The output and its initial relevance: once, or for each position that counts."""
     scores, start = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     layout = "scores [B, C] or [B, T, C], or a pair of those and their relevance"
-    instead = f"pass output(model, batch) that gives {layout}"
+    instead = f"pass output(model, batch) that returns {layout}"
     if not isinstance(scores, Tensor):
         refuse("output", f"gave a {type(scores).__name__}", instead, TypeError)
     if scores.dim() not in (2, 3) or not scores.is_floating_point():
         refuse("output", f"gave {scores.dtype} {list(scores.shape)}", instead)
     if not tape.carries(scores):
-        refuse("output", "rests on no head of the model", "compute it from what the model gives")
+        refuse("output", "depends on no head of the model", "compute it from what the model gives")
     if start is None:
         start = _largest(scores, tape)
     else:

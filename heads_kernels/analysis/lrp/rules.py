@@ -1,20 +1,20 @@
-r"""Layer-wise relevance propagation: how one function shares the relevance of its outputs among its inputs.
+r"""Layer-wise relevance propagation: how one function distributes the relevance of its outputs over its inputs.
 
-Of a function f with n inputs x, output j owes input i
+For a function f with n inputs x, input i contributes to output j
 
 .. math:: z_{ji} = \partial f_j / \partial x_i \cdot x_i + f(0)_j / n
 
-and the relevance R of the outputs goes to the inputs by the positive and by the negative z apart:
+and the relevance R of the outputs is distributed in proportion to positive and to negative z separately:
 
 .. math:: R_i \propto \sum_j R_j \left(\frac{z^+_{ji}}{\sum_i z^+_{ji} + \epsilon}
     + \frac{z^-_{ji}}{\sum_i z^-_{ji} - \epsilon}\right), \qquad \sum_i R_i = \sum_j R_j
 
 These are the rules of the code of Voita et al. 2019 ("Analyzing Multi-Head Self-Attention", corrected in 2021), after
 Ding et al. 2017 and Bach et al. 2015 (eq. 60 with both factors 1/2, which cancel): epsilon 1e-5, the sum kept for every
-token, in attention for every example and head. No epsilon is in the scaling, so that it keeps sums however small they
-are. Relevance is never negative, and so it adds up wherever a tensor is used more than once.
+token, in attention for every example and head. The scaling has no epsilon, so that it keeps even very small sums.
+Relevance is never negative; that of a tensor that is used several times is the sum over its uses.
 
-No Jacobian is in memory: z is made by tiles, and added up in closed form where its signs allow it.
+No Jacobian is stored: z is computed in tiles, or summed in closed form where its signs allow it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: What keeps sums of z from 0.
+#: Keeps sums of z away from 0.
 EPSILON: Final = 1e-5
-#: Numbers of a tile of z, by the type of the device. On a CPU a tile of 1 MiB stays in the cache of the second level:
-#: measured, 4 times as many or as few cost a third more.
+#: Elements in a tile of z, by type of device. On a CPU a tile of 1 MiB stays in the L2 cache: 4 times more or fewer
+#: elements were measured to cost a third more.
 TILES: Final = {"cpu": 1 << 18}
-TILE: Final = 1 << 24  # of every other device; heuristic: 64 MiB
+TILE: Final = 1 << 24  # on every other device; heuristic: 64 MiB
 SIGNS: Final = (1, -1)
 
 #: `tile(rows, columns, z)` writes z of these rows and outputs, `[rows, columns, n]`.
@@ -40,9 +40,9 @@ Probabilities = Callable[[slice], Tensor]
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, relevance: Tensor) -> Tensor:
-    """Of `inputs @ weight.T + bias`, whose bias is shared equally by the inputs.
+    """Relevance of the inputs of `inputs @ weight.T + bias`; the bias counts for all inputs equally.
 
-    Rows and outputs without relevance are left out: of logits it costs those that were asked for.
+    Rows and outputs without relevance are skipped: of many logits only those with relevance cost anything.
 
     Args:
         inputs: `[..., n]`.
@@ -71,7 +71,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, relevance: Tenso
 def norm(
     inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, relevance: Tensor
 ) -> Tensor:
-    """Of layer normalisation over the last dimension, by its full Jacobian.
+    """Relevance of the inputs of layer normalisation over the last dimension, by its full Jacobian.
 
     Args:
         inputs: `[..., n]`; `relevance` likewise.
@@ -106,10 +106,10 @@ def norm(
 
 
 def rms_norm(inputs: Tensor, outputs: Tensor, eps: float, relevance: Tensor) -> Tensor:
-    r"""Of a norm by the root mean square over the last dimension, by its full Jacobian.
+    r"""Relevance of the inputs of an RMS norm over the last dimension, by its full Jacobian.
 
-    With :math:`w_i = x_i^2 / (\sum x^2 + n \cdot eps)` it has :math:`z_{ji} = f_j (\delta_{ji} - w_i)`, whatever its
-    weights: an output has the sign of f in its own input, and the other in all others.
+    With :math:`w_i = x_i^2 / (\sum x^2 + n \cdot eps)` it has :math:`z_{ji} = f_j (\delta_{ji} - w_i)` for any weights:
+    z has the sign of :math:`f_j` for i = j, and the opposite sign for all other inputs.
 
     Args:
         inputs, outputs: `[..., n]`; `relevance` likewise.
@@ -127,7 +127,7 @@ def rms_norm(inputs: Tensor, outputs: Tensor, eps: float, relevance: Tensor) -> 
 
 
 def add(terms: Sequence[Tensor], relevance: Tensor) -> list[Tensor]:
-    """Of the sum of terms that broadcast, each an input: what each gets, of its own shape.
+    """Relevance of each term of a sum with broadcasting, in the shape of the term.
 
     The sum over the last dimension is kept, over all terms together.
     """
@@ -144,12 +144,12 @@ def add(terms: Sequence[Tensor], relevance: Tensor) -> list[Tensor]:
 
 
 def weighted(function: Callable[[Tensor], Tensor], inputs: Tensor, relevance: Tensor) -> Tensor:
-    """Of a linear function without negative weights, such as a mean over tokens; the sum of each example is kept.
+    """Relevance of the inputs of a linear function with weights >= 0, such as a mean; the sum of each example is kept.
 
     Args:
-        function: of a tensor like `inputs`; autograd transposes it.
+        function: takes a tensor like `inputs`; autograd transposes it.
         inputs: `[B, ...]`.
-        relevance: `[B, ...]`, as `function` gives.
+        relevance: `[B, ...]`, of the result of `function`.
     """
     found = torch.zeros_like(inputs, dtype=relevance.dtype)
     for sign in SIGNS:
@@ -166,7 +166,7 @@ def weighted(function: Callable[[Tensor], Tensor], inputs: Tensor, relevance: Te
 def attention_values(
     probabilities: Probabilities, value: Tensor, relevance: Tensor, blocks: Sequence[slice]
 ) -> Tensor:
-    """Of `probabilities @ value` as a function of the values alone: z of row t, key s and feature d is `p_ts v_sd`.
+    """Relevance of the values in `probabilities @ value`: z of row t, key s and feature d is `p_ts v_sd`.
 
     Args:
         probabilities: gives a block of rows.
@@ -196,21 +196,21 @@ def attention(
     blocks: Sequence[slice],
     features: Sequence[slice],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Of attention as a function of query, key and value, by its full Jacobian.
+    r"""Relevance of query, key and value in attention, by its full Jacobian.
 
-    With :math:`u_{tsd} = p_{ts} (v_{sd} - out_{td})`, output td owes feature e of query t
-    :math:`q_{te} \sum_s u_{tsd} k_{se}` and that of key s :math:`u_{tsd} q_{te} k_{se}`. The sign of the latter is that
-    of u times that of :math:`q k`, so that sums over e are matrix products and u is the largest tensor, by tiles.
+    With :math:`u_{tsd} = p_{ts} (v_{sd} - out_{td})`, z of output td is
+    :math:`q_{te} \sum_s u_{tsd} k_{se}` for feature e of query t and :math:`u_{tsd} q_{te} k_{se}` for that of key s.
+    The sign of the latter is that of u times that of :math:`q k`, so that sums over e are matrix products. The largest
+    tensor is u, which is computed in tiles.
 
     Args:
-        query: `[B, H, T, D]` times the scale of scores, whose softmax `probabilities` are; what is added to scores
-            besides is no input.
+        query: `[B, H, T, D]`, times the scale of the scores; other terms of the scores are not inputs.
         key: `[B, H, S, D]`.
         value, relevance, probabilities, blocks: as in `attention_values`.
         features: slices that make up the features 0 to Dv - 1: a tile is `[B, H, rows, S, features]`.
 
     Returns:
-        What query, key and value get; the sum of each example and head is kept, over all three together.
+        The relevance of query, key and value; the sum of each example and head is kept, over all three together.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
     found = q_found, k_found, v_found = tuple(map(torch.zeros_like, (q, k, v)))
@@ -241,7 +241,7 @@ def attention(
 
 # ---------------------------------------------------------------------- tiles and sums
 def _by_tiles(tile: Tile, relevance: Tensor, n: int) -> Tensor:
-    """What `relevance` `[N, m]` gives to n inputs, `[N, n]`, before it is scaled; z by tiles."""
+    """The relevance `[N, n]` of n inputs before scaling, from `relevance` `[N, m]` of the outputs; z in tiles."""
     N, m = relevance.shape
     elements = max(1, TILES.get(relevance.device.type, TILE) // max(1, n))
     height, width = max(1, min(N, elements // max(1, m))), max(1, min(m, elements))
@@ -265,5 +265,5 @@ def _kept(found: Tensor, relevance: Tensor, dims: int | tuple[int, ...] = -1) ->
 
 
 def _factor(total: Tensor, wanted: Tensor) -> Tensor:
-    """`wanted / total`, and 0 where nothing was owed to any input."""
+    """`wanted / total`, and 0 where no input contributes."""
     return torch.where(total > torch.finfo(total.dtype).tiny, wanted / total, 0.0)

@@ -1,4 +1,4 @@
-"""A tape of what a model computes above its attention, played back to carry relevance from an output to the heads."""
+"""Records what a model computes from its heads to its output, and propagates relevance back to the heads."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from heads_kernels.analysis.lrp.functions import (
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
-#: Names of functions that are a layer's attention, when the layer has announced it.
+#: Functions that compute a layer's attention, after `RelevanceTape.see` has announced the layer.
 _ATTENTION: Final = {
     "heads_kernels::gated_attention",
     "heads_kernels::collaborative_attention",
     "scaled_dot_product_attention",
 }
-#: Arguments that add to scores, through which relevance does not go.
+#: Arguments that add to scores; relevance does not pass through them.
 _ADDED: Final = ("bias", "offset_bias", "sinks")
 
 
@@ -42,20 +42,20 @@ class _Step(NamedTuple):
     inputs: Sequence[Any]
     outputs: Sequence[Tensor]
     back: Back
-    layer: AttentionLayer | None  # that this step attends for
+    layer: AttentionLayer | None  # whose attention this step is
 
 
 class RelevanceTape(TorchFunctionMode):
-    """Records in its block the functions between heads of a model and its output.
+    """Context manager that records the functions between the heads of a model and its output.
 
     Tensors carry relevance from the first attention on; what comes before is not recorded and needs no rule. Gradients
-    have to be off, for operators are seen where autograd does not record them.
+    must be off: operators are visible only where autograd does not record them.
 
     Args:
-        full: whether relevance goes through probabilities to query and key, or they are constants.
+        full: whether relevance goes through probabilities to query and key; else they are constants.
 
     Attributes:
-        rows: bool `[B, T]`, the tokens of the last attention of these sizes, by (B, T).
+        rows: bool `[B, T]` by (B, T): the real tokens in the last attention of these sizes.
     """
 
     def __init__(self, full: bool) -> None:
@@ -63,9 +63,9 @@ class RelevanceTape(TorchFunctionMode):
         self.full = full
         self.rows: dict[tuple[int, int], Tensor] = {}
         self._steps: list[_Step] = []
-        self._carried: dict[int, Tensor] = {}  # by id; it keeps them, so that no id is used again
+        self._carried: dict[int, Tensor] = {}  # by id; a reference to each, so that no id is reused
         self._call: tuple[AttentionLayer, AttentionCall] | None = None
-        self._whole = 0  # how deep in modules that are one function
+        self._whole = 0  # depth of nested modules that count as one function
 
     def carries(self, thing: object) -> bool:
         return id(thing) in self._carried
@@ -76,9 +76,9 @@ class RelevanceTape(TorchFunctionMode):
         self.rows[call.B, call.T] = call.real_queries
 
     def heads(self, output: Tensor, relevance: Tensor) -> dict[int, Tensor]:
-        """The relevance of each head, `{index of the layer: [B, H]}`, given that of an output that carries it.
+        """The relevance of each head, `{index of the layer: [B, H]}`, given that of an output.
 
-        Layers that none of it reaches are left out; of one that runs several times it is the sum.
+        Layers that it does not reach are left out; for a layer that runs several times it is the sum.
         """
         pending, found = {id(output): relevance}, dict[int, Tensor]()
         for step in reversed(self._steps):
@@ -111,7 +111,7 @@ class RelevanceTape(TorchFunctionMode):
             self._attend(operands(func, args, options), result)
             return result
         carried = [x for x in tree_leaves((args, options)) if self.carries(x)]
-        outputs = [x for x in tree_leaves(result) if _has_room(x) and not self.carries(x)]
+        outputs = [x for x in tree_leaves(result) if _eligible(x) and not self.carries(x)]
         if carried and (name == "__setitem__" or (name.endswith("_") and name[-2] != "_")):
             refusing(name, "which changes a tensor in place")(outputs)
         if not carried or not outputs:
@@ -121,7 +121,7 @@ class RelevanceTape(TorchFunctionMode):
         elif name in RULES:
             inputs, back = RULES[name](self.carries, *args, **options)
             if len(carried) > sum(map(self.carries, inputs)):
-                inputs, back = carried, refusing(name, "of which another argument depends on heads")
+                inputs, back = carried, refusing(name, "with another argument depending on heads")
             self._record(inputs, back, outputs)
         elif is_differentiable(func, args, options, carried):
             self._record(carried, refusing(name, "which has no rule"), outputs)
@@ -138,7 +138,7 @@ class RelevanceTape(TorchFunctionMode):
         self._carried.update((id(x), x) for x in outputs)
 
     def _attend(self, given: dict[str, Any], result: Any) -> None:
-        """Attention of the layer that has announced it, and its gate as a function of its own."""
+        """Record the attention of the announced layer, and its gate as a separate function."""
         assert self._call is not None
         (layer, call), self._call = self._call, None
         out = result if isinstance(result, Tensor) else result[0]
@@ -151,10 +151,10 @@ class RelevanceTape(TorchFunctionMode):
         if gate is not None:
             self._record(*gate_step(self.carries, heads, gate, given["gate_activation"]), [out])
 
-    # ------------------------------------------------------------------ modules that are one function
+    # ------------------------------------------------------------------ modules that count as one function
     @contextmanager
     def whole_modules(self, model: nn.Module) -> Iterator[None]:
-        """In this block modules that `is_one_function` names are recorded as one."""
+        """In this block, modules for which `is_one_function` holds are recorded as one function."""
         with ExitStack() as stack:
             for module in filter(is_one_function, model.modules()):
                 stack.callback(module.register_forward_pre_hook(self._enter).remove)
@@ -170,6 +170,6 @@ class RelevanceTape(TorchFunctionMode):
             self._record(*module_step(module, args[0], result), [result])
 
 
-def _has_room(thing: object) -> bool:
-    """Whether it may carry relevance: not what is made of a layer without heads."""
+def _eligible(thing: object) -> bool:
+    """Whether a result may carry relevance: floating tensors do, unless a layer has no heads and they are empty."""
     return isinstance(thing, Tensor) and thing.is_floating_point() and thing.numel() > 0
