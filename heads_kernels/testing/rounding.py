@@ -7,22 +7,21 @@ of an ideal kernel are propagated through the formula, in float64, one head at a
 
     every rounding       an error of at most u |x|, independent of the others; u is the unit
                          roundoff of the working dtype (u_w) for operands and results, of the
-                         compute dtype (u_c) for arithmetic. Those of the terms of a sum add by
-                         squares, the few of one number as they are.
-    a sum of n terms     u_c times the sum of absolute terms: partial sums of terms of like size and
-                         either sign walk at random, and n roundings of them stay near that. It is
-                         less than what adding thousands of terms one by one to a large partial sum
-                         costs; sums in blocks do not have that error
+                         compute dtype (u_c) for arithmetic. Errors of the terms of a sum add in
+                         squares, the few of a single number linearly
+    a sum of n terms     u_c times the sum of absolute terms: for terms of similar size and random
+                         sign, n roundings of partial sums stay near that. Adding thousands of terms
+                         one by one to a large partial sum has a larger error, sums in blocks do not
     a score              its sum of absolute terms times u_c, and u_c times its own size for scale
-                         and exponent; a shared query is also rounded after mixing, once for all keys, so
-                         that in lse its error is one of features and not of scores
+                         and exponent; a shared query is also rounded after mixing, once for all keys,
+                         so that its errors in lse are independent by feature and not by score
     a probability        relative error = absolute error of its score, and its rounding as operand
-    the cap of a score   its slope times what came in, and the roundings of division, tanh and product
+    the cap of a score   its slope times the error of the score, and roundings of division, tanh and product
     delta, dgate         the saved output carries u_w, so rowsum(dout * out) does too; an error of
                          delta is common to its row and comes through dS as u * P
     subnormals           half the smallest subnormal number, wherever something is rounded
 
-What comes out is one number per element. Nothing here depends on a kernel or is tuned to one.
+The result is one number per element. Nothing here depends on a kernel or is tuned to one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _SIGMOID_CALLS = 4  # roundings of exp, add, divide and multiply in an activatio
 
 
 class _Units(NamedTuple):
-    """Unit roundoff of the working and compute dtype, and the error where numbers are subnormal."""
+    """Unit roundoff of the working and the compute dtype, and the error of subnormal numbers."""
 
     working: float
     compute: float
@@ -75,7 +74,7 @@ class _Floor(NamedTuple):
     dk: Tensor
     dv: Tensor
     dcontent_bias: Tensor
-    dscores: tuple[Tensor, Tensor, Tensor]  # [T, S]: floor of its own, floor common to a row, size
+    dscores: tuple[Tensor, Tensor, Tensor]  # [T, S]: independent floor, floor common to a row, size
     dsink: tuple[Tensor, Tensor]  # [T]: floor, size
     dgate: Tensor
 
@@ -86,7 +85,7 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
-    """Per element, by the names "out", "lse", "dquery", ...; `values` are the oracle's.
+    """The floor of every element of "out", "lse", "dquery", ...; `values` are the oracle's.
 
     `inputs` are in the working dtype; `seed` is that of dropout.
     """
@@ -175,9 +174,9 @@ def _add_bias_floor(
     square: Tensor,
     size: Tensor,
 ) -> None:
-    """Add what head h of batch b (`at` is B, b, h) brings to the floors of a bias `[B1, B2, H, T, S]`.
+    """Add the part of head h of batch b (`at` is B, b, h) to the floors of a bias `[B1, B2, H, T, S]`.
 
-    `square` and `size` are as the bias was passed. A sum over keys adds up an error that the row has in common.
+    `square` and `size` have the shape of the bias as passed. In a sum over keys an error common to a row adds linearly.
     """
     B, b, h = at
     inner = bias_batches(bias, B)[1]
