@@ -21,10 +21,10 @@ from heads_kernels.report.stages import LEFT_OUT, STAGES
 DESCRIPTION = """\
 What the heads of a transformers model do on a text: which of them matter, what they attend to, how alike they are,
 how many dimensions they use, and how many can be closed. DIR/index.html is a page that needs no other file; all
-numbers stand beside it as CSV and JSON.
+numbers are saved beside it as CSV and JSON.
 
-Each result is saved as soon as it is there: after an interruption the same command continues. Files of another
-model or text are replaced or removed.
+Each result is saved as soon as it is computed; after an interruption, run the same command to continue. Results of
+another model or text are replaced or removed.
 """
 
 
@@ -41,13 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=positive, default=200, metavar="N",
         help="use the first N lines, default %(default)s")  # fmt: skip
     add("--tokens", type=positive, default=128, metavar="N",
-        help="cut lines at N tokens, default %(default)s")  # fmt: skip
+        help="truncate lines to N tokens, default %(default)s")  # fmt: skip
     add("--batch", type=positive, default=16, metavar="N",
         help="lines in a batch, default %(default)s")  # fmt: skip
     add("--threads", type=positive, metavar="N", help="default: as PyTorch chooses")
     stages = [name for name in STAGES if name != "model"]
     add("--only", nargs="+", choices=stages, metavar="STAGE",
-        help=f"compute these alone: {', '.join(stages)}")  # fmt: skip
+        help=f"compute only these: {', '.join(stages)}")  # fmt: skip
     add("--sentence", metavar="TEXT",
         help="the sentence whose attention maps are drawn, default the first line")  # fmt: skip
     add("--heads", nargs="+", type=head, metavar="LAYER:HEAD",
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             made = page.html(found, options.heads, str(options.model))
             folder.write_whole("index.html", made.encode())
             for name in folder.remove_stale(inputs.fingerprint, list(STAGES)):
-                progress.say(name, "removed: it was of another model, text or sentence")
+                progress.say(name, "removed: made from another model, text or sentence")
     except BadOption as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -154,7 +154,7 @@ def compute(folder: Folder, inputs: Inputs, stages: list[str], progress: Progres
 
 
 def saved(folder: Folder, inputs: Inputs, stage: str, fast: bool = True) -> Found | None:
-    """The saved result of a stage; without `fast` none that was made with --fast."""
+    """The saved result of a stage; unless `fast`, not one that was made with --fast."""
     found = folder.read(stage, inputs.fingerprint(stage))
     return None if found and found.get("fast") and not fast else found
 
@@ -172,10 +172,10 @@ def _check_extras(parser: argparse.ArgumentParser) -> None:
 
 # ---------------------------------------------------------------------- progress
 class Progress:
-    """A progress bar for each stage on a terminal; elsewhere lines with a forecast of its time.
+    """Progress bars of the stages on a terminal; elsewhere lines with forecasts of their time.
 
     Attributes:
-        reached: the current stage in words.
+        reached: the current stage, for messages.
     """
 
     def __init__(self, console: Any) -> None:
@@ -199,7 +199,7 @@ class Progress:
         self.bars.stop()
 
     def plan(self, inputs: Inputs, passes: int) -> None:
-        """Measure a pass and print a forecast of them all, if there are any and no bars show them."""
+        """Measure a pass and print a forecast for all passes, unless there are none or bars are shown."""
         if not self.bars.disable or not passes:
             return
         self.seconds = seconds_of_a_pass(inputs)
@@ -228,19 +228,19 @@ class Progress:
         self.seconds = seconds / passes if passes else self.seconds  # for the next forecast
 
     def skip(self, name: str) -> None:
-        """The stage has been computed before."""
+        """Report that a stage was computed before."""
         self.bars.add_task(name, total=1, completed=1, note="saved before")
         self.say(name, "saved before")
 
     def say(self, name: str, what: str) -> None:
-        """A line about a stage, unless bars are shown."""
+        """Print a line about a stage, unless bars are shown."""
         if self.bars.disable:
             self.console.print(f"{name:12} {what}", highlight=False)
 
 
 @torch.no_grad()
 def seconds_of_a_pass(inputs: Inputs) -> float:
-    """Of a forward pass over the whole text, extrapolated from its longest batch: the second of two passes."""
+    """Time of a forward pass over the whole text, extrapolated from the second of two passes of the longest batch."""
     batch = inputs.batches[-1]
     inputs.model(**batch)
     started = time.perf_counter()
@@ -250,7 +250,7 @@ def seconds_of_a_pass(inputs: Inputs) -> float:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that a person would choose."""
+    """A time in a readable unit."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 100:

@@ -1,7 +1,7 @@
-"""How the pictures of a report look: grids of heads, points by layer, curves and attention maps, each with its words.
+"""Draws the pictures of a report: grids of heads, points by layer, curves and attention maps.
 
-Pictures are drawn dark on light with a transparent background; the page inverts them in dark mode. They have no titles:
-the page writes those above them.
+Pictures are drawn dark on light with a transparent background; the page inverts them in dark mode and writes their
+titles above them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 #: Colors that color-blind readers tell apart, with a contrast of 3 or more on white, and on black when inverted.
 BLUE, ORANGE, GREY = "#2f6fc4", "#c9520f", "#5a6572"
-#: From near white to navy, ever darker: the one scale of values, readable without color.
+#: From near white to navy: the scale of all values, readable without color.
 SCALE: Final = ("#f6f8fb", "#dbe8f6", "#a9cbea", "#6ea6da", "#3b7cc0", "#1f5496", "#0d2d5c")
-#: Light to dark without the palest: of layers, as colors of lines and points.
+#: The same without the palest: colors of layers, for lines and points.
 DEPTH: Final = SCALE[3:]
 INK: Final = "#1c2733"
 NO_HEAD: Final = "#eceae4"
 WIDTH: Final = (
     4.9  # inches: 470 CSS pixels, two pictures side by side on a wide screen, one on a phone
 )
-#: Curves of a plot, beside a level: five lines can be distinguished.
+#: Most curves in a plot: with a level they are five lines, which can be distinguished.
 MOST_CURVES: Final = 4
 
 STYLE: Final[Any] = {
@@ -54,10 +54,10 @@ class Picture:
     """A picture of one panel.
 
     Attributes:
-        message: what it shows, in a sentence: its title.
-        seen: what a reader sees in it, in a sentence of numbers: its alternative text.
+        message: its title, a sentence that says what it shows.
+        seen: its alternative text, with the main numbers.
         figure: the picture.
-        wide: whether it takes the width of the page.
+        wide: whether it has the full width of the page.
     """
 
     message: str
@@ -67,7 +67,7 @@ class Picture:
 
 
 def canvas(height: float) -> tuple[Figure, Axes]:
-    """A figure of one panel, `WIDTH` by `height` inches."""
+    """A figure with one pair of axes, `WIDTH` by `height` inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -103,14 +103,14 @@ def grid(
     """A cell for each head, layers downwards.
 
     Args:
-        message: of the picture.
-        what: the values are.
+        message: title of the picture.
+        what: what the values are, for the alternative text.
         values: `[L][H]`.
-        unit: of the values, beside the scale of colors.
-        form: of the numbers in the cells, which are left out where cells are small.
-        words: `[L][H]`, in the cells instead of the numbers.
-        top: the darkest value; default the largest.
-        framed: (layer, head) with a frame.
+        unit: of the values, beside the color scale.
+        form: format of the numbers in the cells, which are left out where cells are small.
+        words: `[L][H]`, shown in the cells instead of the numbers.
+        top: the value of the darkest color; default the largest.
+        framed: the (layer, head) that get a frame.
     """
     import numpy as np
     from matplotlib.patches import Rectangle
@@ -167,7 +167,7 @@ def _colorbar(axes: Axes, colors: Any, unit: str) -> Any:
 
 # ---------------------------------------------------------------------- points and curves
 def by_depth(what: str, values: list[list[float]], unit: str, form: str) -> Picture:
-    """A point for each head over its layer, the highest named, and the mean of each layer as a line."""
+    """A point for each head by layer, the highest of each layer labeled, and the means of the layers as a line."""
     figure, axes = canvas(3.2)
     point: dict[str, Any] = {"color": BLUE, "alpha": 0.55, "markersize": 4.5, "markeredgewidth": 0}
     for layer, row in enumerate(values):
@@ -208,7 +208,7 @@ def scatter(
     named: Collection[tuple[int, int]] = (),
     logarithmic: bool = False,
 ) -> Figure:
-    """Heads as points in the color of their layer; those of `named` are written as layer:head."""
+    """Heads as points in the color of their layer; those in `named` are labeled layer:head."""
     figure, axes = canvas(3.6)
     layers = [layer for layer, _ in points]
     x, y = zip(*points.values(), strict=True)
@@ -234,7 +234,7 @@ def _name(axes: Axes, layer: int, head: int, x: float, y: float) -> None:
 
 
 def _plain_ticks(axis: Any) -> None:
-    """1, 2, 5 and their multiples of ten, instead of powers."""
+    """Ticks at 1, 2 and 5 times powers of ten, as plain numbers."""
     low, high = axis.get_view_interval()
     plain = [d * 10.0**n for n in range(-9, 3) for d in (1, 2, 5) if low < d * 10.0**n < high]
     axis.set_ticks(plain, [f"{tick:g}" for tick in plain])
@@ -244,7 +244,7 @@ def _plain_ticks(axis: Any) -> None:
 def curves_of_layers(
     curves: Mapping[int, Sequence[float]], xlabel: str, ylabel: str, level: tuple[float, str] | None
 ) -> Figure:
-    """A curve for each of at most `MOST_CURVES` layers, deeper ones darker, over % of their length."""
+    """A curve for each of at most `MOST_CURVES` layers, deeper ones darker; x is % of the length of a curve."""
     figure, axes = canvas(3.4)
     layers = evenly(list(curves), MOST_CURVES)
     colors = scale(DEPTH)
@@ -264,7 +264,7 @@ def curves_of_layers(
 
 
 def evenly(values: list[int], most: int) -> list[int]:
-    """At most so many values, evenly chosen, the first and the last among them."""
+    """At most `most` of the values, evenly spaced, including the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
@@ -272,7 +272,7 @@ def evenly(values: list[int], most: int) -> list[int]:
 
 # ---------------------------------------------------------------------- attention maps
 def maps_of_heads(maps: list[list[Any]], layers: list[int]) -> Figure:
-    """The maps `[T, T]` of all heads, small: layers downwards, heads to the right."""
+    """Small maps `[T, T]` of all heads: layers downwards, heads to the right."""
     import numpy as np
 
     T, L, H = len(maps[0][0]), len(maps), max(map(len, maps))
@@ -296,15 +296,15 @@ def maps_of_heads(maps: list[list[Any]], layers: list[int]) -> Figure:
 
 
 def map_of_head(rows: Any, tokens: list[str]) -> Figure:
-    """The map `[T, T]` of one head, with the tokens along both axes, as many as are readable."""
+    """The map `[T, T]` of one head, with as many tokens along both axes as are readable."""
     import numpy as np
 
     figure, axes = canvas(WIDTH - 0.6)
     image = _map(axes, np.array(rows))
-    T, room = len(tokens), 72 * (WIDTH - 1.9) / 1.2  # points for the tokens
-    step = ceil(6 * T / room)  # 6 points are readable
+    T, space = len(tokens), 72 * (WIDTH - 1.9) / 1.2  # points for the tokens
+    step = ceil(6 * T / space)  # 6 points are readable
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(range(0, T, step), tokens[::step], fontsize=min(8.0, room * step / T),
+        axis.set_ticks(range(0, T, step), tokens[::step], fontsize=min(8.0, space * step / T),
             parse_math=False)  # fmt: skip
     axes.tick_params(axis="x", rotation=90)
     axes.set(xlabel="attends to", ylabel="token")
@@ -313,7 +313,7 @@ def map_of_head(rows: Any, tokens: list[str]) -> Figure:
 
 
 def _map(axes: Axes, table: Any) -> Any:
-    """Percent of attention, on a scale that shows small values as well."""
+    """Draw attention in %, on a scale that shows small values too."""
     from matplotlib.colors import PowerNorm
 
     image = axes.imshow(

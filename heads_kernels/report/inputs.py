@@ -32,13 +32,13 @@ class Inputs:
     Attributes:
         name: the last two parts of the model's path.
         model: a transformers model whose output has `last_hidden_state`.
-        tokenizer: of transformers.
+        tokenizer: the model's, of transformers.
         layers: the model's attention layers.
         ids: the tokens of each line.
         batches: all lines, short ones first, padded on the right.
         sentence: the tokens whose attention maps are drawn.
-        digest: of model and text.
-        fast: whether stages that have a cheaper form run it.
+        digest: a hash of model and text.
+        fast: whether stages run a cheaper form, if they have one.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Inputs:
         return sum(layer.num_heads for layer in self.layers)
 
     def fingerprint(self, stage: str) -> str:
-        """Equal fingerprints, equal results."""
+        """A hash of what the result of a stage depends on."""
         if stage != "maps":
             return self.digest
         return hashlib.sha256(f"{self.digest} {self.sentence}".encode()).hexdigest()[:32]
@@ -69,7 +69,7 @@ class Inputs:
 
 
 def load(options: argparse.Namespace) -> Inputs:
-    """Load the model and text of these options.
+    """Load the model and the text that the options name.
 
     Raises:
         BadOption: a model that cannot be read or has no tokenizer; heads that it does not have; a sentence or text
@@ -143,13 +143,13 @@ def _tokenizer(path: Path) -> Any:
         was = f"has no tokenizer ({str(error).splitlines()[0]})"
         raise BadOption("model", was, instead) from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
-    if not any((path / name).exists() for name in names):  # transformers makes up an empty one
+    if not any((path / name).exists() for name in names):  # transformers creates an empty one
         raise BadOption("model", "has no tokenizer", instead)
     return tokenizer
 
 
 def _longest(model: Any, tokenizer: Any, tokens: int) -> int:
-    """The most tokens of a line: the fewest of what the model takes and the user asked for."""
+    """The most tokens of a line that model, tokenizer and user allow."""
     positions = getattr(model.config, "max_position_embeddings", None) or tokens
     return int(min(tokens, positions - _first_position(model), tokenizer.model_max_length))
 
@@ -206,7 +206,7 @@ def batch_of(rows: list[list[int]], padding: int = 0) -> Batch:
 
 
 def _digest(folder: Path, ids: list[list[int]]) -> str:
-    """Of the package's version, the names, sizes and times of the model's files, and the tokens."""
+    """A hash of the package's version, the names, sizes and times of the model's files, and the tokens."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps([hk.__version__, stats, ids]).encode()).hexdigest()[:32]

@@ -20,9 +20,9 @@ class Section:
     """A section of the page.
 
     Attributes:
-        stage: whose results it shows.
+        stage: the stage whose results it shows.
         title: the question that it answers.
-        content: from the results, what it says in a sentence or two, and its pictures.
+        content: makes a sentence or two and the pictures from the results.
         how: how it was measured.
     """
 
@@ -44,9 +44,9 @@ SECTIONS: Final = (
         "Confidence: the mean largest probability of the head's rows. Heads of the last layer act on the embedding "
         "directly, all others through the layers after them."),
     Section("pruning", "How many can be closed", pictures.pruning,
-        "Heads are closed in equal steps in the order of Fisher, in the reverse order and in random order. Nothing is "
-        "trained again; heads are ranked and measured on the same text. \"At least\": one more step is too many, and "
-        "the numbers between were not tried."),
+        "Heads are closed in equal steps in the order of Fisher, in the reverse order and in random order. The "
+        "model is not trained again; heads are ranked and measured on the same text. \"At least\": the next step "
+        "closes too many, and numbers in between were not tried."),
     Section("statistics", "How sharply and how far they attend", pictures.sharpness,
         "Means over all tokens. Confidence: the probability of the likeliest token, special tokens such as [CLS] not "
         "counted. Distance of a row: how many tokens away a key is, averaged by its probability. A point marked 3:5 is "
@@ -58,9 +58,9 @@ SECTIONS: Final = (
         "clearly more often than by chance. Special tokens count neither as rows nor as keys."),
     Section("distance", "How alike they are", pictures.distance,
         f"Jensen-Shannon divergence between the attention of two heads, the mean over rows: at most {log(2):.2f} nats. "
-        "The second picture has all heads, as far apart as two dimensions allow (classical multidimensional scaling)."),
+        "The second picture approximates these distances in two dimensions (classical multidimensional scaling)."),
     Section("energy", "How many dimensions they use", pictures.energy,
-        "Energy: share of the squared singular values of the products of query and key weights; of a single head the "
+        "Energy: share of the squared singular values of the products of query and key weights; for a single head the "
         "mean of the layer. Error: of the products of all heads of a layer when only so many features are kept "
         f"(hk.convert.error_curve). At most {drawing.MOST_CURVES} layers are drawn."),
     Section("maps", "One sentence, all heads", pictures.all_maps,
@@ -71,7 +71,7 @@ SECTIONS: Final = (
         "head_view([torch.tensor(layer) for layer in found['attention']], found['tokens'])."),
 )  # fmt: skip
 
-#: Pictures are drawn dark on light: inverted with their hues turned back, they fit a dark page.
+#: Pictures are drawn dark on light; dark mode inverts them and restores their hues.
 _CSS: Final = """
 :root { color-scheme: light dark; --page: #f3f4f6; --card: #fff; --edge: #e3e7ec; --ink: #1c2733; --soft: #505b67;
   --link: #1f5fb0; }
@@ -100,8 +100,8 @@ def html(found: Findings, heads: list[tuple[int, int]] | None, model: str) -> st
     """The page of these results.
 
     Args:
-        found: of the stages, "model" among them.
-        heads: (layer, head) of the maps to draw large; None chooses.
+        found: results by stage, including "model".
+        heads: the (layer, head) whose maps are drawn large; default the sharpest.
         model: the path of the model, for code that loads it.
     """
     import matplotlib as mpl
@@ -156,7 +156,7 @@ def _figure(picture: Picture) -> str:
 
 
 def _table(found: Found, stage: str) -> str:
-    """A link that saves the table of a stage, which the page holds."""
+    """A link that saves the table of a stage, which the page contains."""
     table = _data("text/csv", as_csv(found["table"]))
     return f'<a download="{stage}.csv" href="{table}">{stage}.csv</a>'
 
@@ -166,7 +166,7 @@ def _data(kind: str, text: str) -> str:
 
 
 def _snippet(found: Findings, model: str) -> Iterator[str]:
-    """Code that prunes the heads that the curve could do without."""
+    """Code that prunes the heads that the curve shows to be dispensable."""
     heads = pictures.prunable(found)
     if not heads:
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: A cosine that counts as hardly changed.
 CLOSE: Final = 0.95
-#: Measures of importance, the one to go by first, in a word and in a phrase.
+#: Measures of importance, the preferred one first, each as a word and as a phrase.
 _MEASURES: Final = {
     "leave_one_out": ("leaving out", "change of the embeddings when the head is left out"),
     "fisher": ("Fisher", "Fisher information of the head's gate"),
@@ -42,8 +42,8 @@ def importance(found: Findings) -> tuple[str, list[Picture]]:
     total = sum(row[reference] for row in table) or 1
     share = sum(row[reference] for row in top[:few]) / total
     said = (
-        f"{head_names(top[:5])} matter most. Of the total by {_MEASURES[reference][0]}, "
-        f"{few} of {len(top)} heads have {percent(share)}."
+        f"{head_names(top[:5])} matter most. By {_MEASURES[reference][0]}, "
+        f"{few} of {len(top)} heads account for {percent(share)} of the total."
     )
     shares, pictures = {}, []
     for column, (name, what) in _MEASURES.items():
@@ -76,7 +76,7 @@ def _agreement(shares: Mapping[str, list[list[float]]], spearman: float | None) 
     verb = "agrees with" if (spearman or 0) > 0.5 else "differs from"
     return Picture(
         f"Fisher {verb} leaving out{rank}",
-        f"{len(points)} points, a head each, darker in deeper layers; both axes are logarithmic{rank}.",
+        f"{len(points)} points, one for each head, darker in deeper layers; both axes are logarithmic{rank}.",
         drawing.scatter(
             points, "leaving out, % of all heads", "Fisher, % of all heads", logarithmic=True
         ),
@@ -109,12 +109,12 @@ def pruning(found: Findings) -> tuple[str, list[Picture]]:
         f"Three curves fall from {lines['random order'][0]:.2f} to {lines['random order'][-1]:.2f} as all {heads} "
         f"heads are closed. With {table[half]['closed']} closed the cosine is {at_half}."
     )
-    message = f"{most['importance']} of {heads} heads can go at a cosine of {CLOSE}"
+    message = f"{most['importance']} of {heads} heads can be closed at a cosine of {CLOSE}"
     return said, [Picture(message, seen, _pruning(table, lines))]
 
 
 def prunable(found: Findings) -> dict[int, list[int]]:
-    """The heads of the pruning curve's last point with a cosine of `CLOSE`: `{layer: [heads]}`."""
+    """The heads closed at the pruning curve's last point with a cosine of `CLOSE` or more: `{layer: [heads]}`."""
     table, order = found["pruning"]["table"], found["pruning"]["order"]
     count = max((row["closed"] for row in table if row["importance"] >= CLOSE), default=0)
     heads: dict[int, list[int]] = {}
@@ -215,7 +215,7 @@ def roles(found: Findings) -> tuple[str, list[Picture]]:
     )  # fmt: skip
     said += (
         f"The rarest word is attended to most often by {often} (by chance {percent(chance)}). "
-        f"Rare are all words but the {common} most frequent of the text."
+        f"All words but the {common} most frequent of the text count as rare."
     )
     return said, pictures
 
@@ -227,10 +227,10 @@ def distance(found: Findings) -> tuple[str, list[Picture]]:
     far = sorted(table, key=lambda row: -(row["x"] ** 2 + row["y"] ** 2))[:6]
     points = {(row["layer"], row["head"]): (row["x"], row["y"]) for row in table}
     within = by_layer(found, "distance", "to_own_layer")
-    return f"The head least like those of its layer is {head_name(odd)}.", [
+    return f"The head least similar to the others of its layer is {head_name(odd)}.", [
         drawing.by_depth("Distance within the layer", within, "nats", "{:.2f}"),
-        Picture(f"{head_name(far[0])} attends least like the others",
-            f"{len(table)} points, a head each, near each other if they attend alike, darker in deeper layers. "
+        Picture(f"{head_name(far[0])} attends most differently from the others",
+            f"{len(table)} points, one for each head, close together if heads attend alike, darker in deeper layers. "
             f"Farthest from the middle: {head_names(far)}.",
             drawing.scatter(points, "first coordinate, nats", "second coordinate, nats",
                 named=[(row["layer"], row["head"]) for row in far])),
@@ -310,9 +310,9 @@ def chosen_maps(found: Findings) -> tuple[str, list[Picture]]:
 
 
 def sharpest(found: Findings, most: int = 12) -> list[tuple[int, int]]:
-    """The head with the highest confidence of each of at most so many layers, evenly chosen.
+    """The head with the highest confidence in each of at most `most` layers, evenly spaced.
 
-    Confidence on the text; in this sentence where there are no statistics of the layer.
+    Confidence is that on the whole text, or in this sentence where the layer has no statistics.
     """
     on_text = by_layer(found, "statistics", "confidence") if "statistics" in found else []
     shown = list(zip(found["maps"]["layers"], found["maps"]["attention"], strict=True))
@@ -324,9 +324,9 @@ def sharpest(found: Findings, most: int = 12) -> list[tuple[int, int]]:
     return chosen
 
 
-# ---------------------------------------------------------------------- words
+# ---------------------------------------------------------------------- as text
 def _most_attended(best: list[int], tokens: list[str]) -> str:
-    """Where most rows have their most attended key, in words: at one offset, or at one token."""
+    """The key that most rows attend to most, as text: an offset, or a token."""
     ((offset, rows),) = Counter(key - place for place, key in enumerate(best)).most_common(1)
     ((key, same),) = Counter(best).most_common(1)
     if same > rows:

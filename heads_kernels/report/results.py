@@ -1,4 +1,4 @@
-"""The results of the stages: whole files in a folder, tables by layer, and words for rows and numbers."""
+"""The results of the stages: their files, tables by layer, and heads and numbers as text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Folder:
             Path(temporary).unlink(missing_ok=True)
 
     def _load(self, stage: str) -> Found | None:
-        """The file of a stage as `write` left it; None for no file, or for another program's."""
+        """The file of a stage as `write` left it; None if there is none, or it is another program's."""
         try:
             found = json.loads((self.path / f"{stage}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -70,7 +70,7 @@ class Folder:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line of column names, then a line for each row."""
+    """The rows as CSV, with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -79,7 +79,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def by_layer(found: Findings, stage: str, column: str, factor: float = 1.0) -> list[list[float]]:
-    """A column of a stage's table with a row for each head, as `[L][H]`, times a factor."""
+    """A column of a table that has a row for each head, as `[L][H]`, times a factor."""
     table = found[stage]["table"]
     layers = 1 + max(row["layer"] for row in [*table, *found["model"]["table"]])
     values: list[list[float]] = [[] for _ in range(layers)]
@@ -88,14 +88,14 @@ def by_layer(found: Findings, stage: str, column: str, factor: float = 1.0) -> l
     return values
 
 
-# ---------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------- as text
 def top_row(rows: Iterable[dict[str, Any]], column: str) -> dict[str, Any]:
     """The row with the largest value of a column."""
     return max(rows, key=lambda row: row[column])
 
 
 def head_name(row: dict[str, Any]) -> str:
-    """A head, layer:head."""
+    """A head as layer:head."""
     return f"{row['layer']}:{row['head']}"
 
 

@@ -17,9 +17,9 @@ import heads_kernels as hk
 from heads_kernels.report.inputs import Batch, Inputs, batch_of
 from heads_kernels.report.results import Found
 
-#: The most frequent words, which do not count as rare: the number of Voita et al. 2019.
+#: The number of most frequent words that do not count as rare, as in Voita et al. 2019.
 COMMON: Final = 500
-#: Intervals of the pruning curve, and random orders to compare with; with --fast.
+#: Steps of the pruning curve, and random orders to compare with, without and with --fast.
 STEPS: Final = {False: 10, True: 5}
 ORDERS: Final = {False: 3, True: 1}
 #: What --fast does without.
@@ -115,7 +115,7 @@ def _marks(inputs: Inputs) -> list[int]:
 def roles(inputs: Inputs) -> Found:
     """`hk.analysis.roles`: heads that attend to one offset or to the rarest word, counted in the text itself.
 
-    Among few rare words chance alone finds the rarest: it is left out where fewer than half of the words are rare.
+    With few rare words chance alone finds the rarest: the role is left out if fewer than half of the words are rare.
     """
     special = _special(inputs)
     counts = Counter(token for line in inputs.ids for token in line if token not in special)
@@ -146,7 +146,7 @@ def roles(inputs: Inputs) -> Found:
 
 # ---------------------------------------------------------------------- how alike they are
 def distance(inputs: Inputs) -> Found:
-    """`hk.analysis.distance`: all pairs, their layers and a map of all heads."""
+    """`hk.analysis.distance`: all pairs, means by head, and all heads in two dimensions."""
     found = hk.analysis.distance(inputs.model, inputs.batches)
     places, points = _places(inputs, found.layers), _rounded(found.embedding())
     table = []
@@ -168,7 +168,7 @@ def distance(inputs: Inputs) -> Found:
 
 # ---------------------------------------------------------------------- which heads matter
 def importance(inputs: Inputs) -> Found:
-    """Without labels: how the embeddings of the lines change. With --fast no head is left out."""
+    """Importance without labels, from the change of the lines' embeddings. With --fast no head is left out."""
     scores = {
         "fisher": _fisher(inputs),
         "confidence": hk.analysis.importance(
@@ -204,7 +204,7 @@ def embeddings(model: Any, batch: Batch) -> Tensor:
 def pruning(inputs: Inputs) -> Found:
     """The cosine of the lines' embeddings with those of the whole model, as heads are closed in several orders.
 
-    "order" is that of importance: (layer, head), the least important first.
+    "order" is the (layer, head) of all heads, the least important first.
     """
     least_first = _fisher(inputs).ranked()
     orders = {"importance": least_first, "reversed": least_first[::-1]}
@@ -237,13 +237,13 @@ def pruning(inputs: Inputs) -> Found:
 
 
 def _passes_of_pruning(inputs: Inputs) -> int:
-    """Fisher information and the whole model (3), no head, then each step of each order."""
+    """Fisher information and the whole model (3), no head closed, the steps of each order, all heads closed."""
     return 4 + (STEPS[inputs.fast] - 1) * (2 + ORDERS[inputs.fast]) + 1
 
 
 # ---------------------------------------------------------------------- how many dimensions they use
 def energy(inputs: Inputs) -> Found:
-    """The energy captured by the first dimensions of W_Q, W_K and their product: of all heads stacked, and of one."""
+    """The energy captured by the first dimensions of W_Q, W_K and their product, stacked and per head."""
     layers, skipped = [], []
     for layer in inputs.layers:
         try:
@@ -343,7 +343,7 @@ def _rows(inputs: Inputs, columns: dict[str, hk.analysis.HeadScores]) -> list[di
 
 
 def _places(inputs: Inputs, names: Sequence[str]) -> list[int]:
-    """The numbers of these layers; where one layer runs several times in a pass (ALBERT), those of the runs."""
+    """The indices of these layers; where one layer runs several times in a pass (ALBERT), those of the runs."""
     if len(set(names)) < len(names):
         return list(range(len(names)))
     index = {layer.name: layer.index for layer in inputs.layers}

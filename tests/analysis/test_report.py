@@ -321,7 +321,7 @@ def test_rarest_word_needs_a_text_of_many_words(
     assert 0 < found["rarest_by_chance"] < 1
     assert all(0 <= row["rarest"] <= 1 for row in found["table"])
     said = (tmp_path / "other" / "index.html").read_text()
-    assert "Rare are all words but the 2 most frequent of the text." in said
+    assert "All words but the 2 most frequent of the text count as rare." in said
 
 
 def test_layers_without_heads_are_not_the_first_or_last() -> None:
