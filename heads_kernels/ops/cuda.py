@@ -81,7 +81,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 def _rows_pass(
     arguments: _Arguments, dout: Tensor, saved: Saved, gradients: Gradients
 ) -> tuple[Tensor, Tensor]:
-    """Fill `dgate` of open heads and `dsinks`; returns `delta`, and `dout` times an elementwise gate."""
+    """Fill `dgate` of open heads and `dsinks`; returns `delta`, and `dout` times the gate if it is elementwise."""
     delta = torch.empty_like(saved.lse)
     gate = arguments.options[0]
     product = None

@@ -334,9 +334,7 @@ def test_statistics_that_do_not_come_back() -> None:
             return (super().forward(*args, **arguments).last_hidden_state,)
 
     model = use(Silent(build("bert").config).eval())
-    with pytest.raises(
-        ValueError, match=r"output_attentions is True, but a Silent does not return stat"
-    ):
+    with pytest.raises(ValueError, match=r"output_attentions .*, but a Silent does not return"):
         model(**batch(model), output_attentions=True)
 
 
