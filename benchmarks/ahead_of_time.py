@@ -121,7 +121,7 @@ def _works() -> tuple[Work, ...]:
     return tuple(result)
 
 
-#: Found by name in the processes that compile them: masks of cases can not be sent there.
+#: Found by name in the processes that compile them: masks of cases cannot be sent there.
 WORKS: Final = _works()
 
 

@@ -96,7 +96,7 @@ def recorded(target: str) -> Iterator[list[Kernel]]:
     """In this block kernels are compiled for `target` in place of running; the list gets one entry a launch.
 
     Results of launches stay uninitialised. Needs a process in which kernels are not interpreted; where there is a GPU,
-    Triton can not run kernels on it afterwards.
+    Triton cannot run kernels on it afterwards.
     """
     kernels: list[Kernel] = []
     compile_and_run = JITFunction.run

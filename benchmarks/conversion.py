@@ -4,7 +4,7 @@ MiniLM is converted with one half of the sentences as calibration and measured o
 embeddings against those of the stock model, beside the goals. Then the decomposition of one layer against tensorly's,
 which the paper's code uses, and the whole model against stock SDPA at three lengths.
 
-Exit status: 0; 1 where the exact conversion differs from the stock model; 2 where the model can not be had.
+Exit status: 0; 1 where the exact conversion differs from the stock model; 2 where the model cannot be had.
 """
 
 from __future__ import annotations

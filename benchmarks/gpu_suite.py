@@ -145,7 +145,7 @@ class _Suite:
         later = self.stages[self.stages.index(stage) + 1 :]
         kept = 60 * self.minutes * sum(STAGES[name].least for name in later)
         if stage == "machine":
-            kept = 0.0  # seconds of work, and without it a run can not be kept
+            kept = 0.0  # seconds of work, and without it a run cannot be kept
         started = time.monotonic()
         # A twentieth of the minutes is any stage's, also where an earlier one took what was kept for it.
         until = min(self.end, max(self.end - kept, started + 3 * self.minutes))

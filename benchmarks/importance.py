@@ -4,7 +4,7 @@ The loss has no labels: outputs are embeddings of sentences, the mean over their
 half of the sentences, and its order of heads is held to how far the embeddings of the other half move when a head is
 left out (Spearman). The row "leave_one_out" is the ceiling: the same measurement on other sentences.
 
-Exit status: 0; 2 where the model can not be had.
+Exit status: 0; 2 where the model cannot be had.
 """
 
 from __future__ import annotations

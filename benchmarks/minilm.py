@@ -29,7 +29,7 @@ _LONGEST: Final = 512  # positions of the model
 
 
 class Unavailable(Exception):
-    """The model can not be had here; the message says why and what would do."""
+    """The model cannot be had here; the message says why and what would do."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ backward and AdamW, with the model's own dropout. Half of the heads are every se
 or pruned from the weights. Unpadded layers compute real tokens alone. What ours computes is held to the stock model
 first.
 
-Exit status: 0; 1 where outputs differ; 2 where the models can not be had.
+Exit status: 0; 1 where outputs differ; 2 where the models cannot be had.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def rival(name: str, inputs: Inputs, flex: bool, matrices: int) -> Call:
 def attempt(make: Callable[[], Callable[[], Any]], device: str) -> tuple[Callable[[], Any], Any]:
     """The callable and its first result; raises `NotRun` with the reason of whatever it raises.
 
-    SDPA tells in warnings why a kernel can not serve a call.
+    SDPA tells in warnings why a kernel cannot serve a call.
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -1,6 +1,6 @@
 """CUDA graphs: forward and backward, captured once, replayed with gates that close other heads.
 
-A kernel that reads its gate on the host, or waits for the GPU, can not do that. Every item also runs
+A kernel that reads its gate on the host, or waits for the GPU, cannot do that. Every item also runs
 forward and backward where PyTorch raises at anything that synchronises.
 """
 

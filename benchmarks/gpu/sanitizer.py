@@ -86,7 +86,7 @@ def _judge(output: str, errors: str, asked: int) -> Row:
     said = [line for line in text.splitlines() if line.startswith("=========")]
     summaries = re.findall(r"SUMMARY: (\d+) (?:error|hazard)", text)
     if any(word in " ".join(said) for word in _UNSUPPORTED):
-        raise Skipped(f"it can not run on this machine: {' '.join(said[:3])[:400]}")
+        raise Skipped(f"it cannot run on this machine: {' '.join(said[:3])[:400]}")
     wrong = [
         f"{row['name']}: {row.get('detail')}"
         for row in ran

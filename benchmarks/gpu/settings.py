@@ -30,7 +30,7 @@ PASSED: Final = "passed"
 FAILED: Final = "failed"  # a wrong result, or an exception
 CRASHED: Final = "crashed"  # the process died
 TIMED_OUT: Final = "timed out"
-REFUSED: Final = "refused"  # the backend says that it can not serve the call
+REFUSED: Final = "refused"  # the backend says that it cannot serve the call
 SKIPPED: Final = "skipped"  # this machine lacks what the item needs
 LEFT_OUT: Final = "left out"  # the budget was used up
 #: Verdicts that make the suite fail.
@@ -38,7 +38,7 @@ BAD: Final = (FAILED, CRASHED, TIMED_OUT)
 
 
 class Refused(Exception):
-    """The backend can not serve the call; the message is its reasons."""
+    """The backend cannot serve the call; the message is its reasons."""
 
 
 class Skipped(Exception):
@@ -76,7 +76,7 @@ class Settings:
 
 
 def must_serve(inputs: Inputs, backend: str) -> None:
-    """Raise `Refused` with the reasons where `backend` can not serve this call."""
+    """Raise `Refused` with the reasons where `backend` cannot serve this call."""
     choice = choose(TABLES[inputs.operator], inputs.problem(), backend)
     if choice.backend is None:
         raise Refused("; ".join(choice.refusals[backend]))

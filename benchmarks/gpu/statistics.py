@@ -39,7 +39,7 @@ def _check(settings: Settings, case: Case, dtype: torch.dtype, backend: BackendN
 
 
 def statistics_call(inputs: Inputs, backend: str) -> dict[str, Any]:
-    """What `attention_statistics` takes of a call; raises `Refused` where `backend` can not serve it."""
+    """What `attention_statistics` takes of a call; raises `Refused` where `backend` cannot serve it."""
     given = row_statistics.statistics_arguments(inputs)
     table = TABLES[OPERATOR]
     if backend not in [row.name for row in table]:

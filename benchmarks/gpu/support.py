@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         run: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CannotKeep(f"{path} can not be read: {error}") from error
+        raise CannotKeep(f"{path} cannot be read: {error}") from error
     if run["form"] != "full" or run["device"] != "cuda" or "device" not in run["machine"]:
         raise CannotKeep(
             f"{path} is a {run['form']} run on {run['device']}; keep full ones on a GPU, with stage machine"

@@ -24,7 +24,7 @@ _OLDEST_TRITON: Final = (3, 6)
 
 
 def _triton_missing() -> str:
-    """Why Triton can not be used; empty where it can."""
+    """Why Triton cannot be used; empty where it can."""
     get = "pip install 'heads_kernels[triton]'"
     if find_spec("triton") is None:
         return f"Triton is not installed ({get})"
@@ -135,7 +135,7 @@ def cuda(problem: Problem) -> list[str]:
 
 
 def _unsupported_device(index: int) -> str:
-    """Why the CUDA kernels can not run on a GPU; empty where they can."""
+    """Why the CUDA kernels cannot run on a GPU; empty where they can."""
     return _device_words(index)
 
 
@@ -147,7 +147,7 @@ _CAPABLE: Final[set[int]] = set()
 
 
 def _device_words(index: int) -> str:
-    """The extension's own answer, or why it can not be asked."""
+    """The extension's own answer, or why it cannot be asked."""
     if index in _CAPABLE:
         return ""
     try:

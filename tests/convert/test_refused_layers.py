@@ -1,4 +1,4 @@
-"""Layers whose queries and keys can not be read, or not replaced, are refused."""
+"""Layers whose queries and keys cannot be read, or not replaced, are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny_models import (
 )
 
 
-# ---------------------------------------------------------------------- what can not be read
+# ---------------------------------------------------------------------- what cannot be read
 @pytest.mark.parametrize("name", TURNED)
 def test_rotary_positions_are_refused(name: str) -> None:
     """And nothing is listed in the table that has none: these modules take cosines and sines."""

@@ -80,7 +80,7 @@ def test_tensors_written_in_place_are_read_again(argument: str, write: str) -> N
 
 
 def test_intervals_kept_in_inference_mode_are_not_those_of_training() -> None:
-    """A tensor made in inference mode can not be saved for a backward pass."""
+    """A tensor made in inference mode cannot be saved for a backward pass."""
     mask = Mask(key_lengths=longs(3, 4))
     for inference in (True, False, True):
         with torch.inference_mode(inference):

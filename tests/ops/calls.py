@@ -1,4 +1,4 @@
-"""How tests call an operator on each backend of its table, skipping those that can not serve it."""
+"""How tests call an operator on each backend of its table, skipping those that cannot serve it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ EVERY = [(operator, row.name) for operator, table in TABLES.items() for row in t
 
 
 def serve(operator: str, backend: str, /, **arguments: Any) -> None:
-    """Skip the test, with the reasons, where `backend` can not serve this call."""
+    """Skip the test, with the reasons, where `backend` cannot serve this call."""
     choice = hk.explain(operator, backend=backend, **arguments)
     if choice.backend is None:
         pytest.skip(str(choice))
 
 
 def call(operator: str, backend: str, /, **arguments: Any) -> Any:
-    """The operator on `backend`; skips the test where it can not serve the call."""
+    """The operator on `backend`; skips the test where it cannot serve the call."""
     serve(operator, backend, **arguments)
     return getattr(hk, operator)(backend=backend, **arguments)
 

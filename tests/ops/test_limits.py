@@ -69,7 +69,7 @@ def test_the_longest_call_that_is_served() -> None:
 
 @pytest.mark.parametrize("operator", [*BOTH, "attention_statistics"])
 def test_the_op_itself_refuses_them(operator: str) -> None:
-    """Where sizes are symbolic a `Problem` can not judge them."""
+    """Where sizes are symbolic a `Problem` cannot judge them."""
     arguments = long(operator, S=2**31)
     signature = OPERATORS.get(operator, SIGNATURE)
     values = {**dict.fromkeys(signature.types), **arguments, "band_lo": -9, "band_hi": 9}

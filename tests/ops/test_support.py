@@ -1,4 +1,4 @@
-"""What the GPU backends say that they can not serve; refusals of the other backends are in test_limits."""
+"""What the GPU backends say that they cannot serve; refusals of the other backends are in test_limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Triton's interpreter as the tests use it: corrections of what is wrong or slow in Triton 3.6 to 3.9.
 
 It runs kernels on CPU tensors in NumPy, one program after another, in processes that were started
-with TRITON_INTERPRET=1. It shows wrong numbers and wrong addresses; races it can not show.
+with TRITON_INTERPRET=1. It shows wrong numbers and wrong addresses; races it cannot show.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def correct() -> None:
     interpreter.InterpreterBuilder.create_dot = _widening(interpreter.InterpreterBuilder.create_dot)
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
-    # Looks for int32 overflow, which these sizes can not have, at two fifths of the time.
+    # Looks for int32 overflow, which these sizes cannot have, at two fifths of the time.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.GridExecutor.__call__ = _without_warnings(interpreter.GridExecutor.__call__)

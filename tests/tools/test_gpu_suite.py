@@ -165,7 +165,7 @@ def test_a_budget_that_is_used_up_leaves_out_and_says_so(
         ([], "required: --out"),
         (["--out", "/proc/no/folder", "--device", "cpu", "--tiny"], "--out /proc/no/folder"),
         (["keep"], "required: DIR"),
-        (["keep", "/no/such/folder"], "can not be read"),
+        (["keep", "/no/such/folder"], "cannot be read"),
         (["support", "more"], "unrecognized arguments"),
     ],
 )

@@ -122,7 +122,7 @@ def test_sanitizer_verdicts() -> None:
     found = "========= Invalid __global__ read\n========= ERROR SUMMARY: 1 error\n"
     assert "Invalid" in sanitizer._judge(ran + found, "", 1)["detail"]
     assert sanitizer._judge(clean, "", 1)["verdict"] == FAILED  # it ran nothing
-    with pytest.raises(sanitizer.Skipped, match="can not run on this machine"):
+    with pytest.raises(sanitizer.Skipped, match="cannot run on this machine"):
         sanitizer._judge("========= Error: Device not supported\n", "", 1)
 
 

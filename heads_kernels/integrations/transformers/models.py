@@ -140,7 +140,7 @@ def _check_stock_would_do(model: nn.Module) -> None:
             was = f"has gates on the heads of {name!r}, which stock attention ignores"
             refuse("model", was, "call hk.heads.reopen, ungate or prune first")
         if calls_interface(module) and getattr(module, "mixing", None) is not None:
-            was = f"has heads that share queries and keys in {name!r}, which stock attention can not read"
+            was = f"has heads that share queries and keys in {name!r}, which stock attention cannot read"
             refuse("model", was, "keep it in use")
         biased = ("has_relative_attention_bias", "relative_position_bias")  # T5, Swin
         if hasattr(module, "kept_heads") and any(hasattr(module, each) for each in biased):

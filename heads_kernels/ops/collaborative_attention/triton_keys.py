@@ -198,7 +198,7 @@ def _keys_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         if dvalue_out is not None:
-            # Not in the branch: one that reads an accumulator Triton 3.6 can not compile for sm_100.
+            # Not in the branch: one that reads an accumulator Triton 3.6 cannot compile for sm_100.
             dvalue = dvalue.to(dvalue_out.ptr.dtype.element_ty)
         if column == 0:
             if dvalue_out is not None:

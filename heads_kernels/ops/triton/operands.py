@@ -1,7 +1,7 @@
 """What kernels know of a tensor: named tuples of a pointer and strides, packed here and read in kernels.
 
 Strides count elements. A dimension that broadcasts has stride 0. Absent tensors are None, which a kernel sees at
-compile time; a tuple that may be None has no such fields, for Triton 3.6 can not compare it then.
+compile time; a tuple that may be None has no such fields, for Triton 3.6 cannot compare it then.
 """
 
 from __future__ import annotations
