@@ -1,12 +1,11 @@
 // Tiles of query rows against all the keys they see: the forward pass that both operators share.
 //
-// Everything stands transposed, one query row a lane. Keys and values are the broadcast operand of
-// the inner product, which reads rows or columns alike; only the query tile (once) and the output
-// tile (once) are transposed. `Operand` is what products multiply: Real, or pairs of bfloat16
-// (pair.h), which keys, values and probabilities have to be packed into. A work item of tiles that
-// share their keys goes over them together, window by window: a window of keys and values is packed
-// once for all of them and stays in the first-level cache, the tiles ([D][64] queries, [Dv][64]
-// output each) in the second-level cache.
+// Tiles are transposed, one query row per lane. Keys and values are the broadcast operand of the
+// inner product, which reads rows and columns equally fast; only the query tile and the output tile
+// are transposed, once each. `Operand` is the element type of the products: Real, or pairs of
+// bfloat16 (pair.h), into which keys, values and probabilities are packed. The tiles of a work item
+// share their keys and process them together, window by window: a window of keys and values is
+// packed once and stays in the L1 cache, the tiles ([D][64] queries, [Dv][64] output each) in L2.
 #pragma once
 
 #include <cmath>
@@ -22,7 +21,7 @@
 
 namespace hk::HK_LEVEL {
 
-// Ranges that somebody else keeps, in ascending order.
+// A view of ranges in ascending order; it does not own them.
 struct Ranges {
   const Range* first = nullptr;
   int64_t count = 0;
@@ -31,7 +30,7 @@ struct Ranges {
   bool empty() const { return count == 0; }
 };
 
-// What the tiles of one head of one batch read.
+// The inputs of one head of one batch element.
 template <typename Real>
 struct Head {
   int64_t b, h;
@@ -40,15 +39,16 @@ struct Head {
   Rows content_bias;  // [1][S]; absent for gated attention
   Real log2_scale;    // makes scores base-2 logarithms of weights
   int64_t D, Dv;
-  Ranges features;  // those that count in a score
+  Ranges features;  // features with a nonzero factor
   HeadTerms<Real> terms;
 };
 
-// The scale is in the query; where that is rounded, in pairs, it multiplies the scores instead.
+// Whether the scale is folded into the query. Pairs round the query, so there it multiplies the
+// scores instead.
 template <typename Operand>
 constexpr bool kScaledQuery = kNumbers<Operand> == 1;
 
-// Whether the query of an operator is more than its rounded rows.
+// Whether the query is stored as its rounded value plus the rounding error.
 template <typename Operand, typename Operator>
 constexpr bool kSplit = kNumbers<Operand> == 2 && Operator::kMixes;
 
@@ -57,10 +57,10 @@ constexpr bool kSplit = kNumbers<Operand> == 2 && Operator::kMixes;
 template <typename Operand>
 struct PackedQuery {
   Operand* rows;  // [D][64] transposed
-  Operand* rest;  // [D][64] what rounding left of them; null where that is nothing
+  Operand* rest;  // [D][64] rounding error of `rows`; null if it is zero
 };
 
-// A tile of query rows on its way over the keys.
+// The forward state of a tile of query rows.
 template <typename Real, typename Operand>
 struct QueryTile {
   Head<Real> head;
@@ -85,7 +85,7 @@ struct QueryTile {
         out(w.take<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
-// What the tiles of a work item use in turn.
+// Scratch that the tiles of a work item share.
 template <typename Real, typename Operand>
 struct TileScratch {
   Real* rows;        // [64][max(D, Dv)] a tile in the layout of tensors
@@ -94,7 +94,7 @@ struct TileScratch {
   Real* bias;        // [64][64]
   Real* bias_rows;   // [64][row_stride(64)] a tile of bias in the layout of tensors
   Real* slope;       // [64][64] of the cap
-  Operand* weights;  // [64][64] scores as an operand; empty where they are one as they are
+  Operand* weights;  // [64][64] scores packed into pairs; empty if Operand is Real
   Panel<Operand> key, value;
 
   static constexpr int64_t kWeights =
@@ -156,7 +156,7 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
   }
 }
 
-// The same rounded to pairs; features between those that count are there too.
+// The same rounded to pairs; includes the features between the ranges.
 inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features,
                        const float* factor, float* rows, PackedQuery<Pair>& query) {
   if (features.empty()) return;
@@ -173,8 +173,8 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
   }
 }
 
-// What the bias of a tile leaves to be seen: nothing, or all but the pairs where `hiding`
-// ([64][64]; null: hides none) is -inf.
+// Which pairs of a tile the bias leaves visible: none, or all except where `hiding` ([64][64];
+// null: hides none) is -inf.
 template <typename Real>
 struct Scored {
   bool any;
@@ -182,8 +182,8 @@ struct Scored {
 };
 
 // scratch.scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any
-// mask; not formed where the bias hides the whole tile. `key` holds the rows of that tile.
-// `with_slope`: scratch.slope becomes the derivative of the cap.
+// mask; not computed if the bias hides the whole tile. `key` holds the rows of that tile.
+// `with_slope`: also stores the derivative of the cap in scratch.slope.
 template <typename Real, typename Operand>
 inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
                                const VisibleRows<Real>& visible, const KeyTile& tile,
@@ -254,8 +254,9 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
   }
 }
 
-// Sends `count` query tiles over their keys; `query` of each is packed. Afterwards `softmax` of
-// each holds its sums, and `out` the unnormalised output of the rows whose sum is not 0.
+// Runs the forward loop of `count` query tiles, whose `query` is packed, over their keys.
+// Afterwards `softmax` holds the sums and `out` the unnormalised output of the rows whose sum is
+// not 0.
 template <typename Real, typename Operand>
 inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout,
                    TileScratch<Real, Operand>& scratch) {
@@ -287,14 +288,14 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
       });
 }
 
-// Where a finished tile goes.
+// The outputs of one head.
 struct Outputs {
   Rows out;       // [T][Dv]
-  Rows attended;  // [T][Dv], absent where it is not kept
-  void* lse;      // [T] in the compute type, absent where it is not kept
+  Rows attended;  // [T][Dv], absent if not requested
+  void* lse;      // [T] in the compute type, null if not requested
 };
 
-// What query rows [first, first + count) give that see no key: 0, and lse is that of the sink.
+// Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse.
 template <typename Real>
 inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& terms, int64_t first,
                              int64_t count, int64_t Dv) {
@@ -305,8 +306,8 @@ inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& term
       static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2 * terms.sink(i));
 }
 
-// The normalisation of row m after `attend`: what the unnormalised output is multiplied by, and lse
-// as a natural logarithm, in double. The sum is not 0.
+// The normalisation of row m after `attend`: the factor of the unnormalised output, and lse as a
+// natural logarithm in double. Requires a nonzero sum.
 template <typename Real>
 struct Normalisation {
   Real inverse;
@@ -339,7 +340,7 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
   for (int m = 0; m < visible.count; ++m) {
     const int64_t i = visible.first + m;
     Real* row = scratch.rows + m * stride;
-    if (!visible.sees(m) || softmax.sum[m] == Real(0)) {  // no key, or holes only
+    if (!visible.sees(m) || softmax.sum[m] == Real(0)) {  // no visible key
       store_empty_rows(outputs, head.terms, i, 1, head.Dv);
       continue;
     }

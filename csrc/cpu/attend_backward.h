@@ -1,24 +1,24 @@
-// Tiles of query rows against all the keys they see, backward: shared by both operators.
+// Tiles of query rows against all the keys they see: the backward pass that both operators share.
 //
 // Per pair of tiles, transposed as in the forward pass: S = K Q^T again, P = exp2(S - lse), dP = V
-// dO^T, dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS. One thread adds up
-// dK and dV of its keys in the order of the query tiles, and dQ of a query tile in the order of the
-// keys, so the bits do not depend on how the work was split.
+// dO^T, dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS. One thread sums dK
+// and dV of its keys in the order of the query tiles, and dQ of a query tile in the order of the
+// keys, so the result does not depend bitwise on how the work is split.
 #pragma once
 
 #include "cpu/attend.h"
 
 namespace hk::HK_LEVEL {
 
-// Rows of a query tile that hold a NaN or an infinity: kept aside so that they reach only the keys
-// they see.
+// Rows of a query tile that contain NaN or infinity, stored separately so that they reach only the
+// keys they see.
 template <typename Real>
 struct SetAside {
   int count = 0;
   int index[BLOCK_M];
   Real* rows;  // [count][stride]
 
-  // Moves such rows of tile[rows][stride] in here and leaves zeros.
+  // Moves such rows out of tile[tile_rows][stride], leaving zeros.
   void gather(Real* tile, int tile_rows, int64_t width, int64_t stride) {
     count = 0;
     if (!has_nonfinite(tile, tile_rows, width, stride)) return;
@@ -32,8 +32,7 @@ struct SetAside {
   }
 };
 
-// Accumulators of the keys [begin, ...) that this thread owns; null where a gradient is not asked
-// for.
+// Accumulators of the keys [begin, ...) that this thread owns; null if a gradient is not requested.
 template <typename Real>
 struct KeyGradients {
   int64_t begin = 0;
@@ -43,12 +42,12 @@ struct KeyGradients {
   BiasGradient<Real> bias;
 };
 
-// A tile of query rows on its way over the keys; `out` serves heads that were closed.
+// The backward state of a tile of query rows; `out` is used for closed heads only.
 template <typename Real, typename Operand>
 struct BackwardTile : QueryTile<Real, Operand> {
   Operand* query_rows;  // [64][D] unscaled, mixed
   Operand* dout_rows;   // [64][Dv] gated
-  Operand* dout;        // [Dv][64] the same transposed, in the place of `out`
+  Operand* dout;        // [Dv][64] the same transposed, in the memory of `out`
   Real* dquery;         // [D][64]
   SetAside<Real> bad_queries, bad_douts;
   alignas(64)
@@ -79,7 +78,7 @@ struct BackwardTile : QueryTile<Real, Operand> {
   }
 };
 
-// What the tiles of a work item use in turn.
+// Scratch that the tiles of a work item share.
 template <typename Real, typename Operand>
 struct BackwardScratch : TileScratch<Real, Operand> {
   Real* more_rows;  // [64][max(D, Dv)]
@@ -98,17 +97,16 @@ struct BackwardScratch : TileScratch<Real, Operand> {
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)) {}
 };
 
-// What the backward pass of one head reads and writes besides its `Head`.
+// Inputs and gradients of one head in the backward pass, besides its `Head`.
 struct HeadGradients {
   Rows dout;        // [T][Dv]
   Rows attended;    // [T][Dv]
   const void* lse;  // [T] in the compute type
-  void* dgate;      // [T] or [T][Dv] in the compute type; null where it is not asked for
-  void* dsinks;     // [T] in the compute type; null where it is not asked for
+  void* dgate;      // [T] or [T][Dv] in the compute type; null if not requested
+  void* dsinks;     // [T] in the compute type; null if not requested
 };
 
-// Those of head (b, h) of an operator; `with_rows`: this is where rows of gate and sinks are
-// stored.
+// The `HeadGradients` of head (b, h); dgate and dsinks are null unless `with_rows`.
 template <typename Real, typename Operator>
 inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b,
                                     int64_t h, bool with_rows) {
@@ -126,8 +124,8 @@ inline Real* zeros(Workspace& workspace, int64_t count) {
   return buffer;
 }
 
-// Rows [begin, end) of a gradient from its accumulator [end - begin][row_stride(width)]; no
-// accumulator: not asked for.
+// Stores rows [begin, end) of a gradient from its accumulator [end - begin][row_stride(width)];
+// does nothing without an accumulator.
 template <typename Real>
 inline void store_accumulator(const Rows& rows, int64_t begin, int64_t end, int64_t width,
                               const Real* accumulator) {
@@ -157,9 +155,9 @@ inline void store_gate_row(void* dgate, bool elementwise, int64_t i, int64_t Dv,
   for (int64_t w = 0; w < Dv; ++w) row[w] = attended ? dout[w] * attended[w] : Real(0);
 }
 
-// Reads dout and attended of the tile once: delta, the gate's gradient rows, and the gated dout
-// both ways round. delta is that of the dout that products read: where pairs round it, dP - delta
-// is 0 for a row with one key, and not what rounding left.
+// From one read of dout and attended: delta, the gate's gradient rows, and the gated dout, as it is
+// and transposed. delta uses the rounded dout, as the products do, so that dP - delta of a row with
+// one key is 0 and not a rounding error.
 template <typename Real, typename Operand>
 inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
                                   const HeadGradients& gradients,
@@ -175,7 +173,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
   for (int m = 0; m < BLOCK_M; ++m) {
     const int64_t i = visible.first + m;
     const Real lse = visible.sees(m) ? static_cast<const Real*>(gradients.lse)[i] : kHidden<Real>;
-    const bool sees = lse != kHidden<Real>;  // a row may see nothing but holes
+    const bool sees = lse != kHidden<Real>;  // masks or bias may hide all its keys
     tile.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse * static_cast<Real>(kLog2e);
     tile.delta[m] = 0;
     Real* dout = dout_rows + m * stride;
@@ -193,7 +191,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(dout + w, load(dout + w) * tokens[m]);
     }
-    if (gradients.dsinks)  // the sink's probability times (0 - delta), of what is not rounded
+    if (gradients.dsinks)  // the sink's probability times (0 - delta), before rounding
       static_cast<Real*>(gradients.dsinks)[i] =
           -static_cast<Real>(std::exp2(head.terms.sink(i) - tile.lse[m])) *
           dot(dout, attended, padded);
@@ -206,7 +204,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
 }
 
 // sum[n][w] += weights[n][m] * rows[m][w] over the query rows m, for the columns: dS times queries,
-// or P times dout; `left` are the weights as an operand. Matrices have rows of row_stride(width).
+// or P times dout; `left` is the packed weights. Matrix rows are row_stride(width) apart.
 template <typename Real, typename Operand>
 inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left,
                                  const Operand* rows, const SetAside<Real>& aside, int64_t width,
@@ -242,8 +240,8 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
 }
 
 // Probabilities from scores, and (`with_dscores`) dS times `scale` from dP, of one pair of tiles.
-// Hidden pairs and lanes without a row are 0 whatever stood there: the sums over query rows run
-// across all lanes. `hiding` is the bias of the tile where it hides a pair, else null.
+// Hidden pairs and lanes without a row become 0, because the sums over query rows include all
+// lanes. `hiding` is the bias of the tile if it hides a pair, else null.
 template <typename Real, typename Operand>
 inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
                              Real scale, bool with_dscores, const KeyTile& keys, const Real* hiding,
@@ -278,8 +276,8 @@ inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const Drop
   }
 }
 
-// Sends `count` tiles over the keys [range.begin, range.end): adds to the gradients of the keys,
-// and to `dquery` of the tiles over `dquery_features` (none: not asked for).
+// Runs the backward loop of `count` tiles over the keys [range.begin, range.end): adds to the
+// gradients of the keys, and to `dquery` of the tiles for `dquery_features` (empty: no dquery).
 template <typename Real, typename Operand>
 inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
                             const DropoutParams& dropout, Real scale, const KeyTile& range,
@@ -313,7 +311,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
             for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
               Vec<Real> draw = load(scratch.dprobs + m);
               if (gradients.bias) draw *= scale;
-              if (sloped)  // of a hidden pair the slope may be NaN
+              if (sloped)  // the slope of a hidden pair may be NaN
                 draw = draw == Real(0) ? draw : draw * load(scratch.slope + m);
               store<Real>(scratch.dprobs + m, draw);
             }
@@ -344,7 +342,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
       });
 }
 
-// The gate's gradient rows of a head that was closed, and so not computed, in the forward pass.
+// The gate's gradient rows of a closed head, whose output the forward pass did not compute.
 template <typename Real, typename Operand>
 inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
                              const HeadGradients& gradients,
@@ -370,7 +368,7 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
   }
 }
 
-// The tile's rows of the queries, times `mixing` [D] where a head mixes them.
+// Loads the tile's query rows, times `mixing` [D] unless it is null.
 template <typename Real, typename Operand>
 inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, const Real* mixing,
                          BackwardScratch<Real, Operand>& scratch) {
@@ -385,8 +383,8 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
   pack_rows(rows, stride, columns, padded, tile.query_rows);
 }
 
-// Readies all of a query tile but its `query_rows`, and stores its rows of the gate's gradient;
-// false where no pair of it needs computing: the head is closed, or no row sees a key.
+// Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's
+// gradient. Returns false if the head is closed or no row sees a key.
 template <typename Real, typename Operand, typename Operator>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile,

@@ -1,4 +1,4 @@
-// Statistics of attention rows, streamed over the keys: nothing but a tile of scores is in memory.
+// Statistics of attention rows, streamed over the keys: only one tile of scores is in memory.
 #pragma once
 
 #include "cpu/collaborative_attention.h"
@@ -53,7 +53,7 @@ struct RowStatistics {
   }
 };
 
-// A tile of query rows whose statistics are taken.
+// The state of a tile of query rows.
 template <typename Real>
 struct StatisticsTile {
   Head<Real> head;

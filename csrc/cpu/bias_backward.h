@@ -1,4 +1,4 @@
-// The gradient of a bias: which heads share an entry of it, and the pass over them.
+// The gradient of a bias: the heads that share each entry, and the pass over them.
 #pragma once
 
 #include "cpu/attend_backward.h"
@@ -28,8 +28,8 @@ struct BiasEntries {
     }
   }
 
-  // Where the sums of an entry are; those of rows [begin, end) become 0 (all, where it broadcasts
-  // over rows).
+  // The accumulators of an entry, with rows [begin, end) zeroed (all of them if it broadcasts over
+  // rows).
   template <typename Real>
   BiasGradient<Real> cleared(int64_t entry, int64_t begin, int64_t end) const {
     const int64_t T = dbias.size[3], S = dbias.size[4];
@@ -40,9 +40,9 @@ struct BiasEntries {
   }
 };
 
-// The gradient of a bias as a pass of its own. Rows of one entry of a dense bias are one thread's,
-// which goes over the heads that share it in their order; where the bias broadcasts over rows, and
-// for offsets (summed over batches afterwards), all rows of it.
+// The gradient of a bias in a separate pass. One thread sums a block of rows of one entry over the
+// heads that share it, in their order. If the bias broadcasts over rows, and for offsets (summed
+// over batches afterwards), it sums all rows.
 template <typename Real, typename Operand, typename Operator>
 void bias_backward(const Operator& op, const BackwardParams& p) {
   if (!p.dbias && !p.doffset_bias) return;
@@ -50,8 +50,8 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
   const int64_t entries = p.dbias ? dense.count() : op.B * op.H;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const bool all_rows = p.doffset_bias || p.dbias.size[3] == 1;
-  // Offsets are summed tiles_together by tiles_together: then a tiles_together may not depend on
-  // the threads.
+  // Sums over all rows are formed in groups of `tiles_together`, which then must not depend on the
+  // number of threads.
   const int64_t wanted = all_rows ? 1 : kItemsPerThread * p.threads;
   const int64_t most = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
   const int64_t tiles_together = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);

@@ -1,6 +1,6 @@
-// Collaborative attention on the CPU: one query and one key for all heads. A head is its mixing
-// vector: the features that its chunks which are not all zero cover, and a factor for each feature
-// of the query. The tiles are those of attend.h.
+// Collaborative attention on the CPU: one query and one key for all heads. The mixing vector of a
+// head scales the features of the query; chunks of it that are all zero are skipped. The tiles are
+// those of attend.h.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@ struct CollaborativeAttention {
   int64_t heads_per_key;                     // all
   std::vector<Real> mixing;                  // [H][D]
   std::vector<Real> factors;                 // [H][D] of the features of a query
-  std::vector<std::vector<Range>> features;  // of each head: runs of chunks that are not all zero
+  std::vector<std::vector<Range>> features;  // per head: runs of chunks that are not all zero
   BiasImage<Real> image;
 
   explicit CollaborativeAttention(const AttentionParams& p)
@@ -39,7 +39,7 @@ struct CollaborativeAttention {
         factors(H * D),
         features(H),
         image(p, B, H, T, S) {
-    std::vector<double> own(D);  // the mixing of a head; 0 is 0 in its own dtype
+    std::vector<double> own(D);  // the mixing of a head, compared with 0 before rounding to Real
     for (int64_t h = 0; h < H; ++h) {
       load_row(
           own.data(),
@@ -88,7 +88,7 @@ struct CollaborativeAttention {
     return {features[h].data(), static_cast<int64_t>(features[h].size())};
   }
 
-  // The mixed query tile of head h, features that do not count left undefined; `rows` is scratch.
+  // The mixed query tile of head h, skipped features left undefined; `rows` is scratch.
   void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
             PackedQuery<Operand>& query) const {
     pack_query(rows_at(params.query, b), visible, features_of(h), factors.data() + h * D, rows,
@@ -103,11 +103,11 @@ void collaborative_attention_forward(const ForwardParams& params) {
   attention_forward<Real, Operand>(params, CollaborativeAttention<Real, Operand>(params));
 }
 
-// Groups of heads whose sums of dQ [T] and dK [S] are kept apart, and added in their order. They
-// follow from the sizes of a batch alone, so that bits depend neither on the threads nor on how
-// many batches there are. A group has 128 pairs or more for each row of its sums: clearing and
-// adding them takes up to a twentieth of the time (measured at T = S = 128). A power of two divides
-// well among the threads.
+// The number of groups of heads with separate sums of dQ [T] and dK [S], which are added in order.
+// It depends only on H, T and S, so the result does not depend bitwise on the number of threads or
+// the batch size. A group has at least 128 pairs for each row of its sums: clearing and adding them
+// takes up to 5 % of the time (measured at T = S = 128). A power of two divides well among the
+// threads.
 inline int64_t groups_of_heads(int64_t H, int64_t T, int64_t S) {
   const int64_t most = std::min(H, H * T * S / std::max<int64_t>(1, 128 * (T + S)));
   int64_t groups = 1;
@@ -115,13 +115,13 @@ inline int64_t groups_of_heads(int64_t H, int64_t T, int64_t S) {
   return groups;
 }
 
-// One batch and a group of its heads is one thread's: dQ and dK of the group add up over its heads,
-// head by head, and those of a batch over its groups.
+// One thread processes one group of heads of one batch element: dQ and dK are summed over the heads
+// of a group, then over the groups.
 template <typename Real, typename Operand>
 struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   const BackwardParams& backward;
   int64_t Ds_stride, Dv_stride;  // between rows of scratch
-  int64_t tiles_together;        // query tiles of a head that go over the keys together
+  int64_t tiles_together;        // query tiles of a head that share each window of keys
   int64_t groups;                // of heads
 
   explicit CollaborativeAttentionBackward(const BackwardParams& p)
@@ -136,7 +136,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
   int64_t shared_count() const { return (this->T + this->S) * Ds_stride; }
 
-  // What one head adds up on its own.
+  // The accumulators of one head.
   struct HeadSums {
     Real* dvalue;        // [S][Dv]
     Real* dmixing;       // [Ds]
@@ -149,7 +149,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   }
 
   // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
-  // what is the head's own.
+  // the gradients that heads do not share.
   void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const HeadSums& own,
                      BackwardScratch<Real, Operand>& scratch, Workspace& workspace) const {
     const BackwardParams& p = backward;
@@ -206,7 +206,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     gather_rows(rows_at(backward.query, tile.head.b), visible, this->D, own.query_rows);
     transpose(tile.dquery, BLOCK_M, scratch.rows, Ds_stride, round_up(this->D, kLanes<Real>),
               visible.columns);
-    // dmixing of the tile is summed from zero and then added: a long sum rounds once a tile.
+    // Sum dmixing of the tile from zero, then add it, so that a long sum rounds once per tile.
     std::memset(own.tile_dmixing, 0, sizeof(Real) * this->D);
     for (int m = 0; m < visible.columns; ++m) {
       if (tile.lse[m] == -kHidden<Real>) continue;  // the row sees nothing
@@ -252,12 +252,11 @@ inline void add(const Real* part, int64_t begin, int64_t end, Real* sum) {
   for (int64_t i = begin; i < end; ++i) sum[i] += part[i];
 }
 
-// The sums of as many groups are kept at once as fit in here, and one a thread (heuristic: what
-// hardly any machine lacks).
+// Memory for the sums of groups that are kept at once, but at least one per thread (heuristic).
 constexpr int64_t kGroupBytes = int64_t{32} << 20;
 
-// Batches are divided among the threads; where they are too few, the groups of heads of all of
-// them. Either way the sums of a batch's groups are added in the order of its heads.
+// The threads divide the batch, or the groups of heads of all batch elements if the batch is too
+// small. Either way the sums of the groups are added in the order of the heads.
 template <typename Real, typename Operand>
 void collaborative_attention_backward(const BackwardParams& params) {
   const CollaborativeAttentionBackward<Real, Operand> op(params);
@@ -282,13 +281,13 @@ void collaborative_attention_backward(const BackwardParams& params) {
                  });
     return;
   }
-  // Of each batch the sum so far, then the sums of the next groups.
+  // Per batch element: the sum so far, then the sums of the next groups.
   const int64_t slots =
       std::min(groups, 1 + std::max<int64_t>(ceil_div(params.threads, B),
                                              kGroupBytes / (B * buffer_bytes<Real>(count))));
   const std::unique_ptr<Real[]> sums(new Real[B * slots * count]);
   const auto slot = [&](int64_t b, int64_t n) { return sums.get() + (b * slots + n) * count; };
-  constexpr int64_t kPart = 1 << 14;  // of a sum that is one thread's to add: 64 KiB of float
+  constexpr int64_t kPart = 1 << 14;  // elements one thread adds at a time: 64 KiB of float
   const int64_t parts = ceil_div(count, kPart);
   for (int64_t first = 0; first < groups;) {
     const int64_t before = first > 0, next = std::min(groups - first, slots - before);

@@ -1,4 +1,4 @@
-// Decoding, one query row a head: the heads that share a key head become the rows of one tile.
+// Decoding (T = 1): the query heads that share a key head become the rows of one tile.
 #pragma once
 
 #include <vector>
@@ -7,11 +7,11 @@
 
 namespace hk::HK_LEVEL {
 
-// A call of gated attention with T = 1 as the same call with H = Hk and T = H / Hk: the same
-// tensors with other strides, and the interval of a batch's only row for each of its rows.
+// Rewrites a call of gated attention with T = 1 as one with H = Hk and T = H / Hk: the same tensors
+// with other strides, and the interval of the single row repeated for each new row.
 class FoldedHeads {
  public:
-  // Whether it is the same: dropout draws by head and row, and a closed head is skipped as a head.
+  // Whether the rewrite applies: dropout depends on head and row, and only whole heads are skipped.
   template <typename Real>
   static bool serves(const ForwardParams& p, const Gate<Real>& gate) {
     const int64_t B = p.query.size[0], H = p.query.size[1], Hk = p.key.size[1];
@@ -25,7 +25,7 @@ class FoldedHeads {
   explicit FoldedHeads(const ForwardParams& p)
       : params(p), Hk_(p.key.size[1]), rows_(p.query.size[1] / p.key.size[1]) {
     const int64_t B = p.query.size[0], S = p.key.size[2];
-    for (Tensor* t : {&params.query, &params.out, &params.attended})  // lse is dense: as it is
+    for (Tensor* t : {&params.query, &params.out, &params.attended})  // lse is dense already
       if (*t) *t = folded(*t, t->size[0], t->size[3], t->stride[1]);
     if (const Tensor& gate = p.gate) {
       const int head = gate.rank == 1 ? 0 : 1;  // [H], else [B, H, ...]

@@ -1,4 +1,4 @@
-// Which level of the CPU kernels runs here.
+// Selects the ISA level of the CPU kernels.
 #include <atomic>
 #include <cstring>
 
@@ -13,7 +13,7 @@ namespace hk {
 namespace {
 
 #if defined(__x86_64__)
-// The tile unit's registers are 8 KiB a thread, which Linux gives to processes that ask for it.
+// Linux saves the 8 KiB of tile registers only for processes that request permission.
 bool may_use_tiles() {
 #if defined(__linux__)
   if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
@@ -39,7 +39,7 @@ struct Levels {
     const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
     // VDPBF16PS does twice the work of a float multiply-add. From Zen 4 on it takes the same time;
     // on Intel's processors it takes four times as long (84 against 174 GFLOP/s on one core of
-    // Sapphire Rapids), so there it is only for whoever asks for it.
+    // Sapphire Rapids), so there it ranks below avx512.
     const bool pairs_gain = __builtin_cpu_is("amd");
     if (pairs && may_use_tiles()) list[n++] = &amx::kKernels;
     if (pairs && pairs_gain) list[n++] = &avx512bf16::kKernels;

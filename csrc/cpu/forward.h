@@ -1,4 +1,4 @@
-// The forward pass of an operator: its query tiles over the threads.
+// The forward pass of an operator: divides its query tiles among the threads.
 #pragma once
 
 #include "cpu/attend.h"

@@ -1,5 +1,4 @@
-// The gate of a head's output: its values after the activation, for a head, a token or a row of
-// elements.
+// The gate of a head's output: its values after the activation, per head, token or element.
 #pragma once
 
 #include <cmath>

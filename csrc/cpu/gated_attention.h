@@ -1,5 +1,4 @@
-// Gated attention on the CPU: which thread computes which tiles of which head. The tiles themselves
-// are in attend.h.
+// Gated attention on the CPU: the assignment of tiles to threads. The tiles are those of attend.h.
 #pragma once
 
 #include "cpu/bias_backward.h"
@@ -76,8 +75,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
            buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
   }
 
-  // Query tiles against keys `range`. `with_rows`: this is where dQ and the gate's rows of those
-  // tiles are computed, over all keys.
+  // Query tiles against keys `range`. `with_rows`: also computes dQ, dgate and dsinks of the tiles;
+  // `range` is then all keys.
   void tiles_backward(const WorkItems::Tiles& places, const KeyTile& range, bool with_rows,
                       const KeyGradients<Real>& keys, BackwardScratch<Real, Operand>& scratch,
                       Workspace& workspace) const {
@@ -109,8 +108,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     workspace.rewind(mark);
   }
 
-  // dK and dV of keys `range` of a key head, summed over its query heads in order; `bias` is where
-  // the gradient of their bias is added.
+  // dK and dV of keys `range` of a key head, summed over its query heads in order; adds the
+  // gradient of their bias to `bias`.
   void key_head(const WorkItems& items, int64_t index, const KeyTile& range, bool with_rows,
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
     BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, items.size);
@@ -129,16 +128,17 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   }
 };
 
-// Whether `items` divide well among the threads: better than seven products a pair of tiles where
-// whole items need five.
+// Whether `items` divide well among the threads: the idle time costs no more than the seven
+// products per pair of tiles that split items need instead of five.
 inline bool divide_well(int64_t items, int threads) {
   return 5 * round_up(items, threads) <= 7 * items;
 }
 
-// Where key heads divide well among the threads, one thread does all of a key head: five products a
-// pair of tiles. Else the keys of a head are split for dK and dV, and dQ is a pass of its own over
-// query tiles: seven products, the same bits. The gradient of a dense bias is added up on the way
-// where the key heads that share an entry can be one thread's, else in a pass of its own.
+// If key heads divide well among the threads, one thread processes a whole key head: five products
+// per pair of tiles. Otherwise the keys of a head are split for dK and dV, and a separate pass over
+// query tiles computes dQ: seven products, bitwise the same result. The gradient of a dense bias is
+// summed in the same loop if one thread can process all heads that share an entry, otherwise in a
+// separate pass.
 template <typename Real, typename Operand>
 void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real, Operand> op(params);

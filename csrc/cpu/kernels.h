@@ -1,5 +1,5 @@
-// The CPU kernels as one table a level: level.cpp or pair_level.cpp is compiled once for each level
-// and fills one of these.
+// The table of CPU kernels of an ISA level: level.cpp or pair_level.cpp is compiled once per level
+// and defines one table.
 #pragma once
 
 #include "common/params.h"
@@ -18,8 +18,8 @@ struct Kernels {
   void (*collaborative_attention_forward)(const ForwardParams&);
   void (*collaborative_attention_backward)(const BackwardParams&);
   void (*attention_statistics)(const StatisticsParams&);
-  // What the cores do at most (peak.h): multiply-adds of operands of this dtype, and powers, that
-  // were computed in `steps` on each thread.
+  // Peak throughput (peak.h): the number of multiply-adds of operands of this dtype, and of powers,
+  // computed in `steps` on each thread.
   int64_t (*products)(DType, int64_t steps, int threads);
   int64_t (*powers)(DType, int64_t steps, int threads);
 };
@@ -42,13 +42,13 @@ extern const Kernels kKernels;
 }
 #endif
 
-// Levels that this processor can run, best first, ended by null.
+// Levels that this processor can run, best first, null-terminated.
 const Kernels* const* available_levels();
 
 // The level in use: the best one, unless `use_level` chose another.
 const Kernels& kernels();
 
-// Use the level of this name from now on; false where this processor lacks it.
+// Selects the level of this name; returns false if the processor does not support it.
 bool use_level(const char* name);
 
 }  // namespace hk

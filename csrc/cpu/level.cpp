@@ -1,5 +1,5 @@
-// All kernels at one instruction-set level; the build compiles this file once a level, with
-// HK_LEVEL its name.
+// All kernels at one ISA level. The build compiles this file once per level, with HK_LEVEL its
+// name.
 #include "cpu/attention_statistics.h"
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"

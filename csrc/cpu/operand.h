@@ -1,5 +1,5 @@
-// How tiles of Real become what products read. Numbers that products take as they are, float and
-// double, stay where they are; pairs are rounded and put together here.
+// Converts tiles of Real into operands of products: float and double are used in place, pairs are
+// rounded and packed.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -14,7 +14,7 @@ constexpr int64_t packed(int64_t width) {
   return round_up(ceil_div(width, kNumbers<Operand>), kLanes<Operand>);
 }
 
-// Weights [keys][64] as the factor that is broadcast; `buffer` is as large.
+// Weights [keys][64] as the factor that is broadcast; pairs are packed into `buffer`.
 template <typename Real>
 inline Left<Real, false> left_operand(const Real* weights, int64_t, int64_t, Real*) {
   return rows_of(weights, BLOCK_M);
@@ -25,7 +25,7 @@ inline Left<Pair, false> left_operand(const float* weights, int64_t keys, int64_
   return rows_of<Pair>(buffer, BLOCK_M / 2);
 }
 
-// Weights [keys][64] as the factor that is read by vectors, behind `first` keys of weight 0.
+// Weights [keys][64] as the factor that is read by vectors, after `first` keys of weight 0.
 template <typename Real>
 inline const Real* right_operand(const Real* weights, int64_t, int64_t, int64_t, Real*) {
   return weights;
@@ -36,14 +36,15 @@ inline const Pair* right_operand(const float* weights, int64_t first, int64_t ke
   return buffer;
 }
 
-// A row as products read it, rounded where they read pairs; `width` in whole vectors.
+// Rounds a row to bfloat16 if Operand is Pair; `width` in whole vectors.
 template <typename Operand, typename Real>
 inline void round_row(Real* row, int64_t width) {
   if constexpr (kNumbers<Operand> == 2)
     for (int64_t i = 0; i < width; i += kLanes<Real>) store(row + i, rounded(load(row + i)));
 }
 
-// Where rows are made that `pack_rows` turns into the operand [64][width]: in it, or in `rows`.
+// The buffer for rows that `pack_rows` converts: `operand` itself if no conversion is needed, else
+// `rows`.
 template <typename Real>
 inline Real* staging(Real* operand, Real*) {
   return operand;

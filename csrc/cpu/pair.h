@@ -1,5 +1,5 @@
 // Pairs of bfloat16 as operands of products: two neighbours along the depth in one word. Processors
-// that know bfloat16 multiply both at once, exactly, and add them to a float.
+// with bfloat16 instructions multiply both at once, exactly, and add them to a float.
 //
 // A matrix that is broadcast, [rows][depth], has its rows' neighbours in a word; one that is read
 // by vectors, [depth][columns], has two neighbouring rows in the words of one row.
@@ -50,13 +50,13 @@ inline Vec<Pair> narrow_lanes(Vec<float> x) {
 // Rounded to bfloat16, as floats.
 inline Vec<float> rounded(Vec<float> x) { return (Vec<float>)(narrow_lanes(x) << 16); }
 
-// What rounding to bfloat16 leaves of a number; 0 of one that is not finite, or not after it.
+// x minus x rounded to bfloat16; 0 if either is not finite.
 inline Vec<float> rounding_error(Vec<float> x) {
   const Vec<float> left = x - rounded(x);
   return left - left == 0.0f ? left : Vec<float>{};
 }
 
-// The halves of the words of a and b that are first in theirs (half = 0) or second (half = 1).
+// The first (half = 0) or second (half = 1) halves of the words of a, then of b.
 template <int half, size_t... I>
 inline Vec<Pair> halves_of(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {
   using Halves = Simd<Pair>::Halves;
@@ -91,7 +91,7 @@ inline Vec<Pair> narrow_couples(Vec<float> a, Vec<float> b) {
 }
 
 // Rows of numbers as a factor that is broadcast: words [rows][columns / 2] from data
-// [rows][columns], of which both may be the same memory. `columns` in whole vectors.
+// [rows][columns]; in place is allowed. `columns` in whole vectors.
 inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t columns, Pair* words,
                          int64_t ldw) {
   constexpr int L = kLanes<float>;
@@ -104,8 +104,8 @@ inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t c
 }
 
 // Rows of numbers as two transposed factors that are read by vectors: words [columns / 2][rows] of
-// the rounded numbers, and of what rounding left, itself rounded. Returns whether it left anything.
-// Both sizes in whole vectors.
+// the rounded numbers, and of the rounding errors, also rounded. Returns whether any error is not
+// 0. Both sizes in whole vectors.
 inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64_t columns,
                              Pair* words, Pair* rest, int64_t ldw) {
   constexpr int L = kLanes<Pair>;

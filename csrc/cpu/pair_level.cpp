@@ -1,6 +1,6 @@
-// The kernels of bfloat16 by products of pairs, at one instruction-set level; the build compiles
-// this file once a level that has such products, with HK_LEVEL its name and HK_PLAIN the level that
-// serves everything else.
+// The bfloat16 kernels with products of pairs at one ISA level. The build compiles this file once
+// per level that has such products, with HK_LEVEL its name and HK_PLAIN the level used for all
+// other dtypes.
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"
 #include "cpu/kernels.h"

@@ -14,20 +14,20 @@ struct Range {
   int64_t end;
 };
 
-// Rows of a matrix as a sum over them reads it: [columns][first + rows]. What is not finite is left
-// out of it, since the weight of a row that is hidden is 0, but 0 * NaN is not.
+// Rows of a matrix as the operand of a sum over them: [columns][first + rows]. Nonfinite rows are
+// left out, since a hidden row has weight 0 but 0 * NaN is not 0.
 template <typename Operand>
 struct Summands {
-  Left<Operand, kNumbers<Operand> == 1> matrix;  // pairs are along the sum
+  Left<Operand, kNumbers<Operand> == 1> matrix;  // pairs run along the sum
   int64_t first;                                 // rows that come before: 0 or 1
   const std::vector<int64_t>* aside;             // rows of the window that were left out
 };
 
-// Which rows a panel holds. The address of the first one is not enough: where rows overlap, or all
-// are the same memory (a stride of 0), windows of other keys start there too.
+// Which rows a panel holds. The address of the first row does not identify them: if rows overlap or
+// the stride is 0, windows of other keys may start at the same address.
 class Held {
  public:
-  // Whether these are the rows that were held; from now on they are.
+  // Records these rows as held; returns whether they already were.
   bool replace(const Rows& source, const KeyTile& window) {
     const bool same = data_ == source.data && stride_ == source.stride && begin_ == window.begin &&
                       end_ == window.end;
@@ -56,7 +56,7 @@ class Panel {
   // `shared`: more than one query tile reads a window.
   Panel(Workspace& workspace, int64_t width, bool shared)
       : buffer_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
-        sound_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
+        finite_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
         stride_(row_stride<Real>(width)),
         width_(width),
         shared_(shared) {}
@@ -72,7 +72,8 @@ class Panel {
     return rows_of<Real>(buffer_ + (tile.begin - window.begin) * stride_, stride_);
   }
 
-  // The same rows to be summed, of these columns; those of a full tile are all seen and left in.
+  // The same rows as summands, limited to `columns`. A full tile keeps its nonfinite rows, since
+  // all of it is visible.
   Summands<Real> summands(const Rows& source, const KeyTile& window, const KeyTile& tile,
                           Range columns) {
     Left<Real, false> matrix = rows(source, window, tile);
@@ -84,26 +85,26 @@ class Panel {
         const Real* row = matrix.data + n * matrix.stride;
         if (has_nonfinite(row, 1, width, 0)) {
           aside_.push_back(tile.begin + n);
-          std::memset(sound_ + n * stride_, 0, width * sizeof(Real));
+          std::memset(finite_ + n * stride_, 0, width * sizeof(Real));
         } else {
-          std::memcpy(sound_ + n * stride_, row, width * sizeof(Real));
+          std::memcpy(finite_ + n * stride_, row, width * sizeof(Real));
         }
       }
-      matrix = {sound_, stride_};
+      matrix = {finite_, stride_};
     }
     return {columns_of(matrix.data, matrix.stride), 0, &aside_};
   }
 
  private:
   Real* buffer_;  // [BLOCK_N][stride_]
-  Real* sound_;   // [BLOCK_N][stride_] without NaN and infinity
+  Real* finite_;  // [BLOCK_N][stride_] without NaN and infinity
   int64_t stride_, width_;
   bool shared_;
   Held held_;  // in the buffer
   std::vector<int64_t> aside_;
 };
 
-// A window of bfloat16 rows in pairs, along the rows and, where it is asked for, transposed.
+// A window of bfloat16 rows in pairs, along the rows and, on demand, transposed.
 template <>
 class Panel<Pair> {
  public:

@@ -1,5 +1,5 @@
-// The most that the cores do at this level: products and powers that depend on nothing in memory.
-// No kernel is faster; benchmarks/floor.py holds the kernels to it.
+// Peak throughput of the cores at this level: products and powers without memory access.
+// benchmarks/floor.py compares the kernels with it.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -12,12 +12,12 @@ namespace hk::HK_LEVEL {
 #define HK_IN_REGISTER "+w"
 #endif
 
-// Independent sums: two units with a latency of 4 need 8 of them, or 16 where a product and its sum
-// are two instructions; all stay in registers.
+// Independent sums: two units with a latency of 4 need at least 8. 14 sums and both operands fill
+// 16 registers.
 constexpr int kChains = 14;
-constexpr int kPowerChains = 8;  // of about 12 instructions each, in a row
+constexpr int kPowerChains = 8;  // of about 12 dependent instructions each
 
-// `steps` products into each of the chains; returns how many multiply-adds of numbers that is.
+// `steps` products into each of the chains; returns the number of multiply-adds.
 template <typename Operand>
 inline int64_t chain_products(int64_t steps) {
   using Real = RealOf<Operand>;
@@ -40,7 +40,7 @@ inline int64_t chain_products(int64_t steps) {
   return steps * kChains * kLanes<Real> * kNumbers<Operand>;
 }
 
-// 2^x again and again of each lane of the chains; returns how many powers that is.
+// `steps` powers of 2 in each of the chains; returns the number of powers.
 template <typename Real>
 inline int64_t chain_powers(int64_t steps) {
   Vec<Real> x[kPowerChains];
@@ -73,7 +73,7 @@ inline int64_t chain_products<Pair>(int64_t steps) {
 }
 #endif
 
-// The same on that many threads at once; returns their sum.
+// Runs `chain` on all threads at once; returns the sum.
 template <typename Chain>
 inline int64_t on_threads(int threads, Chain chain) {
   int64_t total = 0;

@@ -1,8 +1,5 @@
-// Rows of tensors in and out of tiles: widening from the storage dtype, transposing, narrowing
-// back.
-//
-// Kernels compute in Real (float or double) and never know the dtype of storage: it is a switch per
-// row here.
+// Loads and stores of tensor rows: conversion between the storage dtype and Real (float or double),
+// and transposition. The switch on the storage dtype is here, once per row.
 #pragma once
 
 #include <algorithm>
@@ -90,7 +87,7 @@ inline uint16_t narrow_half(float x) {
     half = 0x7e00u;
   } else if (bits >= 0x477ff000u) {  // rounds to 65536 or more
     half = 0x7c00u;
-  } else if (bits < 0x38800000u) {  // subnormal half: the adder aligns and rounds it
+  } else if (bits < 0x38800000u) {  // subnormal half: the addition aligns and rounds it
     float magnitude, aligned;
     std::memcpy(&magnitude, &bits, 4);
     aligned = magnitude + 0.5f;
@@ -150,9 +147,9 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
   }
 }
 
-// Asks for the `width` elements behind those of a row. In the projections' layout [B, T, H, D] they
-// are the same row of the next head, which is worked on next; rows are a page apart, where no
-// hardware prefetcher looks for them.
+// Prefetches the `width` elements after those of a row. In the layout [B, T, H, D] of the
+// projections they are the same row of the next head, which is processed next; hardware prefetchers
+// do not cross the pages between rows.
 template <bool kWrite>
 inline void prefetch_next_head(const Rows& rows, int64_t row, int64_t width) {
   constexpr int64_t kLine = 64;
@@ -195,8 +192,7 @@ inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t 
   }
 }
 
-// Lanes of a and b in turn: those of their lower halves (half = 0) or of their upper halves (half =
-// 1).
+// Interleaves the lower (half = 0) or upper (half = 1) halves of a and b.
 template <typename Real, int half, size_t... I>
 inline Vec<Real> interleave(Vec<Real> a, Vec<Real> b, std::index_sequence<I...>) {
   constexpr int L = kLanes<Real>;

@@ -1,5 +1,4 @@
-// The terms of a score between the product and the softmax: its cap, its bias, and the sink of its
-// row.
+// The terms of a score between the product and the softmax: cap, bias, and the sink of the row.
 //
 //   score = softcap * tanh(scale * raw / softcap) + bias
 //
@@ -31,7 +30,7 @@ struct HeadTerms {
   Rows sinks;    // [T][1], stride 0 unless rows are heads (decode.h); absent: none
   int64_t last_row = 0;
   Real cap = 0;                 // 0: none
-  const Real* image = nullptr;  // the bias tile by tile (BiasImage), where that is kept
+  const Real* image = nullptr;  // the bias tile by tile (BiasImage), or null
   int64_t windows = 0;          // of the image
 
   HeadTerms(const ScoreTerms& terms, int64_t b, int64_t h, int64_t T)
@@ -85,7 +84,7 @@ inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& vis
                       const KeyTile& keys, Real* rows, Real* bias) {
   const int count = keys.count(), columns = visible.columns;
   if (terms.offsets) {
-    // Along the lanes offsets descend: lane m of key n reads reversed[count - 1 - n + m].
+    // Offsets descend along the lanes: lane m of key n reads reversed[count - 1 - n + m].
     const int64_t last = keys.end - 1 - visible.first + terms.last_row;
     const int64_t first = last - std::min<int64_t>(last, count + columns - 2);
     alignas(64) Real ascending[BLOCK_N + BLOCK_M], reversed[BLOCK_N + BLOCK_M] = {};
@@ -131,7 +130,7 @@ inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& vis
 }
 
 // A dense bias that several heads or batches share, tile by tile as scores are: [entry][query
-// tile][window][64 keys][64 rows]. It is transposed once, and not by each that shares it.
+// tile][window][64 keys][64 rows]. It is transposed once instead of once per head.
 template <typename Real>
 class BiasImage {
  public:
@@ -162,7 +161,7 @@ class BiasImage {
                  });
   }
 
-  // The terms of head (b, h), with their entry where there is an image.
+  // The terms of head (b, h), with their entry of the image, if any.
   HeadTerms<Real> terms(const ScoreTerms& terms, int64_t b, int64_t h, int64_t T) const {
     HeadTerms<Real> result(terms, b, h, T);
     if (!data_) return result;
@@ -177,14 +176,13 @@ class BiasImage {
 
  private:
   static constexpr int64_t kTile = BLOCK_M * BLOCK_N;
-  static constexpr int64_t kReaders = 4;                // of an entry; heuristic
-  static constexpr int64_t kBytes = int64_t{32} << 20;  // heuristic: what hardly any machine lacks
+  static constexpr int64_t kReaders = 4;                // heads per entry, at least; heuristic
+  static constexpr int64_t kBytes = int64_t{32} << 20;  // heuristic
   std::unique_ptr<Real[]> data_;
   int64_t tiles_ = 0, windows_ = 0;
 };
 
-// Whether the bias hides all pairs of a tile; lanes past the rows are not hidden. A tile that it
-// shows is known by its first pairs.
+// Whether the bias hides all pairs of a tile; lanes past the rows count as visible.
 template <typename Real>
 inline bool hides_all(const Real* bias, int count, int columns) {
   for (int n = 0; n < count; ++n)
@@ -193,9 +191,9 @@ inline bool hides_all(const Real* bias, int count, int columns) {
   return true;
 }
 
-// scores[n][m] of `count` keys, finished: factor * scores capped, then with its bias ([64][64],
-// null: none). `slope` ([64][64], null: not asked for) becomes the derivative of the cap. Gives
-// whether the bias hides a pair.
+// Finishes scores[n][m] of `count` keys in place: multiplies by `factor`, applies the cap, then
+// adds the bias ([64][64] or null). Stores the derivative of the cap in `slope` ([64][64] or null).
+// Returns whether the bias hides a pair.
 template <typename Real>
 inline bool finish_scores(Real cap, Real factor, int count, int columns, const Real* bias,
                           Real* scores, Real* slope) {
@@ -222,8 +220,8 @@ inline bool finish_scores(Real cap, Real factor, int count, int columns, const R
   return any_lane<Real>(hidden);
 }
 
-// Where the gradient of a bias is added up: of an entry [T][S] through strides, 0 where it
-// broadcasts, or of the offsets of a head; null: not asked for.
+// The accumulator of a bias gradient: of an entry [T][S] with strides (0 where it broadcasts), or
+// of the offsets of a head; null if not requested.
 template <typename Real>
 struct BiasGradient {
   Real* data = nullptr;
@@ -234,7 +232,7 @@ struct BiasGradient {
   explicit operator bool() const { return data || offsets; }
 
   // Adds dscores[n][m] of a tile; those of hidden pairs and of lanes without a row are 0. `rows` is
-  // scratch of [64][row_stride(64)], and dscores as long as whole vectors of keys.
+  // scratch [64][row_stride(64)]; dscores is allocated in whole vectors of keys.
   void add(const Real* dscores, const VisibleRows<Real>& visible, const KeyTile& keys,
            Real* rows) const {
     const int count = keys.count(), columns = visible.columns;

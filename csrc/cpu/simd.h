@@ -1,5 +1,5 @@
-// Portable SIMD: the compiler's vector extensions, one width per instruction-set level. Intrinsics
-// stand only where the compiler does not find the instruction.
+// Portable SIMD: the compiler's vector extensions, one width per ISA level. Intrinsics are used
+// only where the compiler does not find the instruction.
 #pragma once
 
 #include <cstdint>
@@ -53,9 +53,9 @@ using IntVec = typename Simd<Real>::IntVec;
 
 // Operands of products are float and double, or words of several numbers (pair.h).
 template <typename Operand>
-using RealOf = typename Simd<Operand>::Real;  // what their products are summed in
+using RealOf = typename Simd<Operand>::Real;  // the type of sums of products
 template <typename Operand>
-constexpr int kNumbers = 1;  // of a word
+constexpr int kNumbers = 1;  // numbers per operand
 
 template <typename Real>
 constexpr int kLanes = HK_VECTOR_BYTES / static_cast<int>(sizeof(Real));
@@ -64,8 +64,8 @@ constexpr int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 
-// Elements between the rows of a scratch tile: an odd number of cache lines, so that walking down a
-// column meets all sets of the first-level cache and not a few of them.
+// Elements between the rows of a scratch tile: an odd number of cache lines, so that the elements
+// of a column spread over all sets of the L1 cache.
 template <typename Real>
 constexpr int64_t row_stride(int64_t width) {
   constexpr int64_t kLine = 64 / sizeof(Real);
@@ -121,7 +121,7 @@ template <typename Real>
 inline Vec<Real> at_least(Vec<Real> bound, Vec<Real> x) {
   if constexpr (sizeof(Real) == 4) {
 #if HK_VECTOR_BYTES == 64
-    // Masked: g++ 12 warns of what its unmasked form leaves undefined.
+    // Masked: g++ 12 warns of an undefined value in the unmasked form.
     return (Vec<Real>)_mm512_mask_max_ps((__m512)bound, 0xffff, (__m512)bound, (__m512)x);
 #elif HK_VECTOR_BYTES == 32
     return (Vec<Real>)_mm256_max_ps((__m256)bound, (__m256)x);
@@ -138,7 +138,7 @@ inline Vec<Real> exp2(Vec<Real> x) {
   constexpr bool kSingle = sizeof(Real) == 4;
   constexpr int kMantissaBits = kSingle ? 23 : 52;
   constexpr Real kBias = kSingle ? Real(127) : Real(1023);
-  // Adding 1.5 * 2^kMantissaBits rounds to an integer, which then stands in the low bits, biased.
+  // Adding 1.5 * 2^kMantissaBits + kBias leaves the rounded, biased integer in the low bits.
   constexpr Real kMagic = (kSingle ? Real(12582912.0) : Real(6755399441055744.0)) + kBias;
 
   const Vec<Real> lowest = splat<Real>(-kBias);  // its exponent bits are 0, and so is its power

@@ -1,5 +1,5 @@
-// The online softmax of a tile of scores that stands transposed: [keys][query rows], one query row
-// a lane. Maxima and sums run down the keys, so nothing is reduced across lanes.
+// The online softmax of a transposed tile of scores: [keys][query rows], one query row per lane.
+// Maxima and sums run along the keys, so nothing is reduced across lanes.
 #pragma once
 
 #include "common/params.h"
@@ -8,7 +8,7 @@
 
 namespace hk::HK_LEVEL {
 
-// Scores of hidden pairs become -inf, whatever stood there.
+// Sets the scores of hidden pairs to -inf.
 template <typename Real>
 inline void hide(Real* scores, const KeyTile& keys, const VisibleRows<Real>& rows, int columns) {
   for (int n = 0; n < keys.count(); ++n) {
@@ -19,9 +19,9 @@ inline void hide(Real* scores, const KeyTile& keys, const VisibleRows<Real>& row
   }
 }
 
-// The reference of a row's probabilities follows its maximum only when that has risen by more than
-// this (base 2, heuristic): then hardly a tile after the first one rescales what was summed, and no
-// unnormalised probability exceeds 2^8 = 256.
+// The reference of a row is set to its maximum only when the maximum exceeds it by more than this
+// (base 2, heuristic): few tiles after the first rescale the sums, and no unnormalised probability
+// exceeds 2^8 = 256.
 constexpr float kSlack = 8;
 
 // Running reference (base 2, at most kSlack below the maximum) and sum of each query row.
@@ -96,7 +96,7 @@ struct OnlineSoftmax {
 };
 
 // Dropout of a tile of probabilities [keys][query rows] of head (b, h): kept ones are scaled,
-// others become 0. With `target` another tile is treated by the same mask too.
+// others become 0. Applies the same mask to `target` unless it is null.
 template <typename Real>
 inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeyTile& keys,
                  int64_t first_row, int columns, Real* tile, Real* target = nullptr) {

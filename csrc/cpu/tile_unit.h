@@ -1,6 +1,6 @@
 // Products of pairs by a tile unit (AMX): registers of 16 rows of 16 words, and an instruction that
-// multiplies two of them. `HK_EMULATE_TILES` puts plain C++ in the place of the instructions, so
-// that the loops around them can be tested on any machine.
+// multiplies two of them. `HK_EMULATE_TILES` replaces the instructions with plain C++, so that the
+// loops around them can be tested on any machine.
 #pragma once
 
 #include "cpu/pair.h"
@@ -17,15 +17,15 @@ constexpr int kTile = 16;  // rows of a tile, and words of a row
 
 constexpr int64_t whole_tiles(int64_t n) { return n / kTile * kTile; }
 
-// Whether the products of these operands have tiles.
+// Whether a tile unit multiplies these operands.
 template <typename Operand>
 constexpr bool kTiled = false;
 
-// The tiles of this thread, ready while the object lives (one at a time); nothing where operands
-// have none.
+// Configures the tiles of this thread while the object lives (one at a time); does nothing for
+// operands without tiles.
 template <typename Operand>
 struct TileUnit {
-  TileUnit() {}  // not trivial, so that no compiler finds the object unused
+  TileUnit() {}  // not trivial: avoids warnings about an unused variable
 };
 
 #if HK_TILES
@@ -35,8 +35,8 @@ constexpr bool kTiled<Pair> = true;
 
 #if defined(__AMX_BF16__)
 
-// All eight are of the full size. PyTorch's own kernels use them on the same threads, so nothing is
-// kept between calls.
+// All eight tiles have the full size. PyTorch's own kernels use them on the same threads, so
+// nothing is kept between calls.
 template <>
 struct TileUnit<Pair> {
   TileUnit() {
@@ -111,8 +111,8 @@ inline void tile_multiply() {
 
 #endif
 
-// C[16 R][16 V] (+)= A[16 R][depth] B[depth][16 V], R and V 1 or 2: four sums, and no tile of A or
-// B is loaded for less than V or R products.
+// C[16 R][16 V] (+)= A[16 R][depth] B[depth][16 V], R and V 1 or 2: up to four sums; a tile of A
+// is used in V products, a tile of B in R.
 template <int R, int V>
 inline void multiply_tile_block(const Pair* a, int64_t lda, const Pair* b, int64_t ldb, float* c,
                                 int64_t ldc, int64_t depth, bool accumulate) {

@@ -1,5 +1,4 @@
-// Which keys a tile of query rows may see: the hull of its intervals, the part that all rows see,
-// the holes, and what a dense mask hides.
+// The keys visible to a tile of query rows: from intervals, hidden keys (holes) and a dense mask.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +22,7 @@ struct KeyTile {
   int count() const { return static_cast<int>(end - begin); }
 };
 
-// The dense mask of one head: a byte for every pair, not 0 where it is visible.
+// The dense mask of one head: one byte per pair, nonzero if visible.
 struct DenseMask {
   const uint8_t* data = nullptr;
   int64_t row_stride = 0, key_stride = 0;
@@ -61,8 +60,8 @@ struct DenseMask {
   }
 };
 
-// Rows [first, first + count) of one head. A row that sees nothing has lo = hi = 0; so have the
-// lanes past `count`.
+// Rows [first, first + count) of one head. Rows that see nothing and lanes past `count`
+// have lo = hi = 0.
 template <typename Real>
 struct VisibleRows {
   int64_t first = 0;
@@ -70,7 +69,7 @@ struct VisibleRows {
   int columns = 0;   // lanes worth computing: up to the last row that sees a key, in whole vectors
   bool any = false;  // some row sees some key
   bool all_rows = false;             // every lane of `columns` is a row that sees some key
-  int64_t hull_lo = 0, hull_hi = 0;  // keys that some row sees are in here
+  int64_t hull_lo = 0, hull_hi = 0;  // contains all keys that some row sees
   int64_t core_lo = 0, core_hi = 0;  // keys that every row (which sees any) sees, holes aside
   const uint8_t* key_visible = nullptr;
   DenseMask dense;
@@ -127,8 +126,8 @@ struct VisibleRows {
            (!dense || *dense.at(first + m, key));
   }
 
-  // What the rows may see of a window; empty where they see nothing. `lanes_that_see` answers for
-  // keys of the last part that was asked for.
+  // The visible part of a window; empty if the rows see none of it. `lanes_that_see` is valid for
+  // keys of the last part returned.
   KeyTile part(const KeyTile& window) {
     const int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
     if (begin >= end) return {};
@@ -161,7 +160,7 @@ struct VisibleRows {
   static constexpr int kBits = 8 * sizeof(Int<Real>);
 
   // With a dense mask: bit n % kBits of bits[n / kBits][m] says whether row m sees key bits_begin +
-  // n, all parts of the mask together.
+  // n, all masks combined.
   int64_t bits_begin = 0;
   alignas(64) Int<Real> bits[BLOCK_N / kBits][BLOCK_M];
 
@@ -169,9 +168,10 @@ struct VisibleRows {
     bool some, all;
   };
 
-  // Fills `bits` for keys [begin, begin + count); what the rows that see any key see of them.
+  // Fills `bits` for keys [begin, begin + count). Returns whether some row sees a key, and whether
+  // all rows with a nonempty interval see all keys.
   Seen read_bits(int64_t begin, int count) {
-    const auto below = [&](int64_t key) {  // the bits of keys in front of `key`
+    const auto below = [&](int64_t key) {  // the bits of keys before `key`
       const int64_t n = std::clamp<int64_t>(key - begin, 0, count);
       return n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
     };
@@ -192,9 +192,9 @@ struct VisibleRows {
   }
 };
 
-// Calls body(tile, window, keys) for every pair of a query tile and a window of keys in `range` of
-// which it sees some, `keys`, window by window in ascending order. Windows stand on multiples of
-// BLOCK_N whatever the lengths, so that more padding changes no sum.
+// Calls body(tile, window, keys) for every query tile and window in `range`, window by window in
+// ascending order; `keys` is the nonempty part that the tile sees. Windows end at multiples of
+// BLOCK_N, so that padding changes no sum.
 template <typename QueryTile, typename Body>
 inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeyTile& range, Body body) {
   int64_t begin = range.end, end = range.begin;

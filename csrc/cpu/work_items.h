@@ -1,4 +1,4 @@
-// Which query tiles one thread takes together: those that share their keys.
+// Groups query tiles that share their keys into work items.
 #pragma once
 
 #include <algorithm>
@@ -8,32 +8,31 @@
 
 namespace hk::HK_LEVEL {
 
-// How many query tiles of `bytes` stay in the second-level cache while windows of keys pass
-// (heuristic: half of 1 MiB, what most processors have a core).
+// How many query tiles of `bytes` stay in the L2 cache while the keys are processed
+// (heuristic: half of 1 MiB, a common size per core).
 inline int64_t tiles_in_cache(int64_t bytes) {
   return std::max<int64_t>(1, (int64_t{512} << 10) / bytes);
 }
 
-// Work items per thread: threads take the next one when they are free, so that all end about
-// together (heuristic).
+// Work items per thread, to balance the load (heuristic).
 constexpr int64_t kItemsPerThread = 8;
 
 struct TilePlace {
   int64_t b, h, first_row;
 };
 
-// All query tiles of an operator, dealt out as work items. Tiles that read the same keys follow
-// each other: those of one head, then those of the next head that shares its keys. Later rows come
-// first, since under a causal mask their tiles are the longest.
+// All query tiles of an operator, divided into work items. Tiles that read the same keys are
+// consecutive: those of one head, then those of the next head that shares its keys. Later rows come
+// first, since a causal mask leaves them the most keys.
 struct WorkItems {
   int64_t H, query_tiles;
-  int64_t key_heads;   // of all batches
+  int64_t key_heads;   // of the whole batch
   int64_t tiles_each;  // query tiles that share the keys of one key head
   int64_t parts;       // work items of one key head
-  int64_t size;        // query tiles of a work item, but the last of a key head
+  int64_t size;        // query tiles per work item; the last item of a key head may have fewer
 
-  // `op` has B, H, `query_tiles` and `heads_per_key`. An item holds `most` tiles, fewer where there
-  // would be less than `wanted` items.
+  // `op` has B, H, `query_tiles` and `heads_per_key`. An item holds at most `most` tiles, fewer if
+  // there would otherwise be less than `wanted` items.
   template <typename Operator>
   WorkItems(const Operator& op, int64_t most, int64_t wanted)
       : H(op.H),
@@ -48,7 +47,7 @@ struct WorkItems {
 
   struct Iterator {
     const WorkItems& all;
-    int64_t i;  // of all query tiles
+    int64_t i;  // index among all query tiles
     TilePlace operator*() const {
       return {i / (all.query_tiles * all.H), i / all.query_tiles % all.H,
               (all.query_tiles - 1 - i % all.query_tiles) * BLOCK_M};

@@ -1,5 +1,5 @@
-// Scratch of one thread: one aligned block, handed out in order. Kept between calls while it is
-// small.
+// Scratch memory of one thread: one aligned block with stack allocation. Small blocks are kept
+// between calls.
 #pragma once
 
 #include <cstdlib>
@@ -27,7 +27,7 @@ class Workspace {
     return reinterpret_cast<Object*>(take<char>(count * static_cast<int64_t>(sizeof(Object))));
   }
 
-  // What was taken after `mark` is free again after `rewind` to it.
+  // `rewind` frees the buffers taken since `mark`.
   size_t mark() const { return used_; }
   void rewind(size_t mark) { used_ = mark; }
 
@@ -72,7 +72,7 @@ class Workspace {
   size_t used_ = 0;
 };
 
-// Bytes that a buffer of `count` values takes of a workspace.
+// The size in a workspace of a buffer of `count` values.
 template <typename Real>
 constexpr int64_t buffer_bytes(int64_t count) {
   return round_up(count * static_cast<int64_t>(sizeof(Real)), 64);
