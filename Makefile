@@ -5,9 +5,9 @@ TORCH  ?= torch==2.13.0
 export HEADS_KERNELS_CUDA ?= 0
 
 PY  := .venv/bin/python
-# Modules are compiled when they are imported: of torch and transformers that is a small part.
+# Bytecode is compiled on import: only a small part of torch and transformers is ever imported.
 INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
-# A folder on the path instead of setuptools' import hook, which no type checker follows.
+# A folder on the path instead of setuptools' import hook, which type checkers do not follow.
 EDITABLE := --config-settings editable_mode=compat
 OLDEST := .venv/triton-3.6.0
 CROSS := aarch64-linux-gnu-g++
@@ -46,7 +46,7 @@ lint: .venv/stamp-dev ## ruff, mypy and clang-format
 bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
 	$(PY) -m benchmarks
 
-docs: .venv/stamp-docs ## the documentation site, in build/site; a link that leads nowhere fails the build
+docs: .venv/stamp-docs ## the documentation site, in build/site; a broken link fails the build
 	$(PY) -m mkdocs build --strict
 
 format: .venv/stamp-dev ## what ruff and clang-format can fix
@@ -54,7 +54,7 @@ format: .venv/stamp-dev ## what ruff and clang-format can fix
 	$(PY) -m ruff format .
 	.venv/bin/clang-format -i $(CPP)
 
-# At every instruction-set level that this machine has.
+# At every ISA level of this machine.
 selftest: .venv/stamp-base ## the CPU kernels without Python, then under sanitizers
 	$(PY) setup.py -q selftest --into build/selftest-native
 	build/selftest-native/selftest
@@ -71,14 +71,14 @@ selftest-cuda: .venv/stamp-test .venv/stamp-built ## the emulator of CUDA, and t
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
 	$(PY) -m pytest -q tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
 
-test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator, where there is a cross-compiler
+test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator; needs a cross-compiler
 	@if command -v $(CROSS) && command -v $(QEMU); then \
 	  CXX=$(CROSS) CXXFLAGS=-static $(PY) setup.py -q selftest --into build/selftest-aarch64 && \
 	  $(QEMU) build/selftest-aarch64/selftest; \
 	else echo "test-aarch64 skipped: needs $(CROSS) and $(QEMU)"; fi
 
-# The wheel is built from the archive, for this Python and for Linux with this machine's glibc. libgomp stays out of
-# it: torch brings it.
+# The wheel is built from the archive, for this Python and for Linux with this machine's glibc. libgomp is
+# not included: torch provides it.
 wheel: .venv/stamp-wheel ## source archive and wheel, in dist/; needs nvcc
 	rm -rf build/wheel dist
 	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir build/wheel
@@ -91,10 +91,10 @@ test-wheel: ## the wheel of dist/ in a fresh environment whose PATH has no compi
 	build/fresh/bin/pip --disable-pip-version-check install -q --only-binary :all: "$(TORCH)" dist/*.whl
 	env -i PATH=build/fresh/bin build/fresh/bin/python tests/tools/check_wheel.py dist/*.whl
 
-clean: ## remove what was built
+clean: ## remove build outputs
 	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
-# A stamp is made by the last command of its recipe, so an interrupted install leaves none.
+# The last command of a recipe creates its stamp, so an interrupted install leaves none.
 .venv/stamp-base: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) "$(TORCH)" setuptools pybind11 ninja

@@ -31,7 +31,7 @@ class BuildModules(build_ext):
             print(f"{PACKAGE} without its CUDA kernels: {self.cuda}", file=sys.stderr)
             (left_out,) = (ext for ext in self.extensions if ext.name == f"{PACKAGE}._cuda")
             self.extensions.remove(left_out)
-            # None of an earlier build is left behind.
+            # Remove the module of an earlier build.
             Path(self.get_ext_fullpath(left_out.name)).unlink(missing_ok=True)
         super().run()
         package = self.get_finalized_command("build_py").get_package_dir(PACKAGE)
@@ -59,7 +59,7 @@ class BuildModules(build_ext):
 
 
 def install(module: Path, target: Path) -> None:
-    """Put the module in its place at once: a process that runs the old one keeps it."""
+    """Replace the module atomically: a running process keeps the old one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     new = target.with_suffix(".new")
     shutil.copy2(module, new)
@@ -67,7 +67,7 @@ def install(module: Path, target: Path) -> None:
 
 
 def commit() -> str | None:
-    """HEADS_KERNELS_COMMIT, or the one that git says is checked out here; None where there is none."""
+    """HEADS_KERNELS_COMMIT, or the commit checked out here, or None."""
     if given := os.environ.get("HEADS_KERNELS_COMMIT"):
         return given
     try:

@@ -22,41 +22,40 @@ from setuptools.errors import CompileError, PlatformError
 COMMON = shlex.split("-std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra -Icsrc")
 CPU = shlex.split(
     "-O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp "
-    # Scheduling before registers are given out (g++'s default on aarch64) spills the inner product.
+    # Scheduling before register allocation (g++'s default on aarch64) spills the inner product.
     "-fno-schedule-insns"
 )
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width=512"
-# Per machine, the plainest level first: of an inline function that several objects hold, the linker
-# keeps the first copy, and that one must run everywhere.
+# Per architecture, the baseline first: the linker keeps the first copy of an inline function that
+# several objects define, and that copy must run everywhere.
 LEVELS = {
     "x86_64": {"baseline": "", "avx2": "-mavx2 -mfma", "avx512": AVX512},
 }
-# Levels with products of bfloat16; all else is that of the level HK_PLAIN.
+# Levels with products of bfloat16; they use the level HK_PLAIN for other dtypes.
 PAIR_LEVELS = {
     "x86_64": {
         "avx512bf16": f"{AVX512} -mavx512bf16 -DHK_PLAIN=avx512",
         "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-bf16 -DHK_PLAIN=avx512",
     }
 }
-# The same in plain C++, for the self test: it runs where the instructions do not.
+# The same in plain C++, so that the self test runs on machines without the instructions.
 EMULATED_LEVELS = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
-# libgomp is torch's own copy (by soname where torch is imported first), so that one pool of threads
-# serves both and torch.set_num_threads holds.
+# libgomp is torch's own copy (by soname where torch is imported first), so that both share one
+# thread pool and torch.set_num_threads applies.
 LINK_CPU = ["-shared", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
 
-# The parts that get machine code of their own. sm_86 and sm_89 run that of sm_80: their own differs
-# in the spelling of a few conversions, and would take a quarter more time and space. All others from
-# compute capability 8.0 on compile the PTX; it is what the machine code is made of too, for no
-# kernel uses more than it has.
+# The architectures with machine code. sm_86 and sm_89 run that of sm_80: theirs would differ in a
+# few conversions only, and take 25 % more time and space. All other GPUs from compute capability 8.0
+# on compile the PTX, which suffices for every kernel and is the source of the machine code too.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PTX = "compute_80"
-TOOLKIT = "/usr/local/cuda"  # where its installer puts it
+TOOLKIT = "/usr/local/cuda"  # the installer's default
 OLDEST_NVCC = (12, 8)  # knows sm_100 and -compress-mode
 NVCC = shlex.split(
     "-std=c++17 -O3 -Icsrc --expt-relaxed-constexpr -compress-mode=size "
     "-Xcompiler -fPIC,-fvisibility=hidden,-Wall"
 )
-# The driver is asked for when a kernel is launched: the module loads where there is none.
+# The driver is loaded at the first launch, so the module imports on machines without one.
 LINK_CUDA = shlex.split("-shared -s -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
 # The kernels of csrc/cuda/*attention*.cu are compiled once for each.
 DTYPES = ("bf16", "fp16", "float")
@@ -137,7 +136,7 @@ def levels(pair_levels: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def cpu_kernels(pair_levels: dict[str, str]) -> list[Unit]:
-    """csrc/cpu/, of which level.cpp and pair_level.cpp are compiled once per instruction-set level."""
+    """csrc/cpu/, of which level.cpp and pair_level.cpp are compiled once per ISA level."""
     compiler = [*cxx(), *COMMON, *CPU, *cxx_flags()]
     of_levels = levels(pair_levels)
     units = []
@@ -167,7 +166,7 @@ def cpu_selftest(folder: Path) -> Path:
 
 # ---------------------------------------------------------------------- CUDA
 def cuda_kernels(compiler: list[str]) -> list[Unit]:
-    """csrc/cuda/, of which the kernels of attention are compiled once per dtype."""
+    """csrc/cuda/, of which the attention kernels are compiled once per dtype."""
     units = []
     for source in sorted(glob("csrc/cuda/*.cu")):
         stem = Path(source).stem
@@ -190,7 +189,7 @@ def cuda_module(folder: Path, nvcc: Path) -> Path:
 
 
 def emulator() -> tuple[list[str], list[Unit]]:
-    """The compiler of what is emulated, and csrc/emulator/."""
+    """The compiler command for emulated kernels, and the units of csrc/emulator/."""
     compiler = [*cxx(), *COMMON, "-O2", "-DHK_EMULATED", *cxx_flags()]
     sources = sorted(glob("csrc/emulator/*.cpp"))
     return compiler, [Unit(Path(source).stem, source, compiler) for source in sources]
@@ -231,7 +230,7 @@ def architectures() -> list[str]:
 def find_nvcc() -> tuple[Path | None, str]:
     """nvcc and its version, or None and why the CUDA kernels are not built.
 
-    HEADS_KERNELS_CUDA is 0 to leave them out, 1 to have them or fail.
+    HEADS_KERNELS_CUDA=0 leaves them out, 1 requires them.
     """
     wanted = os.environ.get("HEADS_KERNELS_CUDA")
     if wanted == "0":
@@ -254,7 +253,7 @@ def find_nvcc() -> tuple[Path | None, str]:
 
 
 def _first_nvcc() -> Path | None:
-    """CUDA_HOME first, then PATH, then the toolkit's own place, then PyPI's packages beside this Python."""
+    """CUDA_HOME first, then PATH, then the toolkit's default folder, then this Python's site-packages."""
     home = os.environ.get("CUDA_HOME")
     folders = [f"{home}/bin"] if home else []
     folders += os.environ.get("PATH", os.defpath).split(os.pathsep)

@@ -13,7 +13,7 @@ int checked_threads(int threads) {
   return threads;
 }
 
-// Gated where scores hold no mixing, else collaborative.
+// Collaborative attention if `scores` contains mixing, else gated attention.
 void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                        const py::tuple& options, const py::sequence& outputs, int threads) {
   hk::ForwardParams params;
@@ -25,7 +25,7 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
 }
 
 // `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias,
-// dgate, dbias, doffset_bias, dsinks), None is not computed.
+// dgate, dbias, doffset_bias, dsinks); None skips one.
 void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                         const py::tuple& options, bool closed_grad, const py::tuple& saved,
                         const py::sequence& gradients, int threads) {
@@ -75,7 +75,7 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
   launch(hk::kernels().attention_statistics, params);
 }
 
-// How many multiply-adds (`products`) or powers of numbers of this dtype were computed.
+// Returns the number of multiply-adds (`products`) or powers computed.
 int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int64_t steps,
                  int threads) {
   const hk::DType of = dtype_of(dtype);
@@ -109,16 +109,17 @@ void use_level(const std::string& name) {
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
-  Torch::get();  // not at the first call, which may be two at once
+  Torch::get();  // here, not at the first call, which two threads may make at once
   m.doc() = "C++ attention kernels for the CPU; called by the `native` backends, not by users.";
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);
   m.def("run_products", &run_products,
-        "Multiply-adds in registers at the level in use, `steps` on each thread; their number.");
-  m.def("run_powers", &run_powers, "The same of powers of 2.");
+        "Run `steps` of multiply-adds in registers per thread and return the number of "
+        "multiply-adds.");
+  m.def("run_powers", &run_powers, "The same for powers of 2.");
   m.def("available_levels", &available_levels,
-        "Instruction-set levels this processor can run, best first.");
-  m.def("level", [] { return hk::kernels().name; }, "The level in use.");
-  m.def("use_level", &use_level, "Use a level from now on (for tests and measurements).");
+        "ISA levels that this processor supports, best first.");
+  m.def("level", [] { return hk::kernels().name; }, "The ISA level in use.");
+  m.def("use_level", &use_level, "Select an ISA level (for tests and benchmarks).");
 }

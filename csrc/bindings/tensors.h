@@ -1,10 +1,9 @@
-// Torch tensors become hk::Tensor (pointer, dtype, sizes, strides) by their methods, so the modules
-// are built without torch and serve every torch; and what is checked of them. Only this folder
-// knows Python.
+// Conversion of torch tensors to hk::Tensor (pointer, dtype, sizes, strides) through their Python
+// methods, so that the modules are built without torch and work with every version of it. Only this
+// folder depends on Python.
 //
-// Memory safety is judged here, whoever calls: what the kernels read and write is there, in the
-// memory of their device, of the sizes and dtypes that they take it for. Python has checked what
-// the call means.
+// The checks here ensure memory safety for every caller: tensors have memory on the right device
+// and the sizes and dtypes that the kernels expect. Python has checked everything else.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -41,7 +40,7 @@ struct Torch {
   }
 
   static const Torch& get() {
-    static const Torch* torch = new Torch;  // never destroyed: the interpreter may be gone before
+    static const Torch* torch = new Torch;  // never destroyed: the interpreter may exit first
     return *torch;
   }
 };
@@ -51,7 +50,7 @@ inline py::object checked(PyObject* object) {
   return py::reinterpret_steal<py::object>(object);
 }
 
-// The C API and not pybind11's casts: half a microsecond a tensor instead of one and a half.
+// The C API instead of pybind11's casts: 0.5 us per tensor instead of 1.5.
 inline py::object call(py::handle object, const py::str& method) {
   return checked(PyObject_CallMethodNoArgs(object.ptr(), method.ptr()));
 }
@@ -113,7 +112,7 @@ inline DType dtype_of(py::handle dtype, const char* name = "dtype") {
   refuse(name, "is " + std::string(py::str(dtype)));
 }
 
-// A floating tensor; None becomes an absent one.
+// A floating-point tensor; None becomes an absent one.
 inline Tensor floating(py::handle tensor, const py::object& device, const char* name) {
   if (tensor.is_none()) return {};
   Tensor result = shape_of(tensor, device, name);
@@ -121,7 +120,7 @@ inline Tensor floating(py::handle tensor, const py::object& device, const char* 
   return result;
 }
 
-// A floating tensor that has to be there.
+// A required floating-point tensor.
 inline Tensor needed(py::handle tensor, const py::object& device, const char* name) {
   if (tensor.is_none()) refuse(name, "is None");
   return floating(tensor, device, name);
@@ -139,19 +138,19 @@ inline bool is_dense(const Tensor& t) {
   return true;
 }
 
-// Elements of the last dimension are side by side, where there are any.
+// Whether the last dimension is contiguous.
 inline bool has_rows(const Tensor& t) {
   const int last = t.rank - 1;
   return t.size[last] <= 1 || t.stride[last] == 1 || std::count(t.size, t.size + t.rank, 0);
 }
 
-// A floating tensor to be written; None or an empty one is not asked for.
+// A floating-point output; None and empty tensors become absent ones.
 inline Tensor output(py::handle tensor, const py::object& device, const char* name) {
   const Tensor t = floating(tensor, device, name);
   return std::count(t.size, t.size + t.rank, 0) ? Tensor{} : t;
 }
 
-// A dense [B or 1, length] tensor of whole numbers; `stride` becomes the step between batches.
+// A contiguous integer tensor [B or 1, length]; `stride` becomes the step between batch entries.
 template <typename T>
 const T* batched(py::handle tensor, const py::object& device, const char* name,
                  const py::object& dtype, int64_t B, int64_t length, int64_t* stride) {
@@ -168,7 +167,7 @@ const T* batched(py::handle tensor, const py::object& device, const char* name,
 constexpr int64_t kUnbounded = int64_t{1} << 30;
 constexpr int64_t kMaxLength = kUnbounded - 1024, kMaxCount = 0x7fffffff;
 
-// Sizes of a call, read off its query, key and mixing.
+// The sizes of a call, from its query, key and mixing.
 struct Sizes {
   int64_t B, H, T, S, D;
 
@@ -195,7 +194,7 @@ struct Sizes {
   }
 };
 
-// What all kernels take: (k_lo, k_hi, key_visible, dense, band_lo, band_hi).
+// The mask of all kernels: (k_lo, k_hi, key_visible, dense, band_lo, band_hi).
 inline MaskParams mask_of(const py::tuple& mask, const py::object& device, const Sizes& n) {
   const Torch& torch = Torch::get();
   MaskParams result;
@@ -231,7 +230,7 @@ inline void check_gate(const Tensor& gate, const int64_t (&full)[4]) {
     require(gate.size[d] == 1 || gate.size[d] == full[first + d], "gate");
 }
 
-// The gate differs along the width of a head.
+// Whether the gate varies along the width of a head.
 inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.size[3] != 1; }
 
 inline void check_value(const AttentionParams& p, const Sizes& n) {
@@ -241,7 +240,7 @@ inline void check_value(const AttentionParams& p, const Sizes& n) {
   require(has_rows(p.value), "value", "has rows that are not contiguous");
 }
 
-// lse and the rows of gradients: dense, in the compute type of `operand`; absent ones pass.
+// Checks that a tensor is contiguous and in the compute type of `operand`; absent ones pass.
 inline void check_rows(DType operand, const Tensor& t, std::initializer_list<int64_t> sizes,
                        const char* name) {
   const DType compute = operand == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -263,7 +262,7 @@ inline Activation activation_of(const std::string& name) {
   refuse("gate_activation", "is '" + name + "'");
 }
 
-// How the heads are gated and their probabilities dropped: (gate, activation, seed, dropout_p).
+// Gate and dropout: (gate, activation, seed, dropout_p).
 inline void set_head_options(AttentionParams& params, const py::tuple& options,
                              const py::object& device) {
   params.gate = floating(options[0], device, "gate");
@@ -280,7 +279,7 @@ inline void set_head_options(AttentionParams& params, const py::tuple& options,
   params.dropout.keep_scale = 1.0 / (1.0 - p);
 }
 
-// A tensor whose sizes are those of `full`, or 1 where it broadcasts: there its strides become 0.
+// Sets the strides of broadcast dimensions to 0; every size must be that of `full` or 1.
 inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char* name) {
   require(t.rank == static_cast<int>(full.size()), name);
   int d = 0;
@@ -291,7 +290,7 @@ inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char
   }
 }
 
-// What follows the product: None, or (bias, offset_bias, sinks, softcap).
+// The score terms: None, or (bias, offset_bias, sinks, softcap).
 inline void set_terms(ScoreTerms& terms, py::handle given, const py::object& device,
                       const Sizes& n) {
   if (given.is_none()) return;
@@ -319,7 +318,7 @@ inline void set_terms(ScoreTerms& terms, py::handle given, const py::object& dev
   require(terms.softcap >= 0.0 && terms.softcap < 1e300, "softcap", "is negative or not finite");
 }
 
-// What scores are made of: (query, key, mixing, content_bias, scale, terms).
+// The inputs of scores: (query, key, mixing, content_bias, scale, terms).
 inline void set_scores(AttentionParams& params, const py::tuple& scores, const py::object& device) {
   params.query = needed(scores[0], device, "query");
   params.key = needed(scores[1], device, "key");
@@ -342,7 +341,7 @@ inline Sizes set_call(AttentionParams& params, const py::tuple& scores, py::hand
   return n;
 }
 
-// dbias, doffset_bias and dsinks, from place 6 on.
+// dbias, doffset_bias and dsinks: `gradients` from index 6 on.
 inline void set_term_gradients(BackwardParams& params, const Sizes& n,
                                const py::sequence& gradients, const py::object& device) {
   const ScoreTerms& terms = params.terms;
@@ -379,7 +378,7 @@ inline void set_statistics(StatisticsParams& params, const Sizes& n, py::handle 
   params.argmax = static_cast<int64_t*>(argmax.data);
 }
 
-// (out, attended, lse), of which the last two may be left out.
+// (out, attended, lse), the last two of which are optional.
 inline void set_outputs(ForwardParams& params, const Sizes& n, const py::sequence& outputs,
                         const py::object& device) {
   const int64_t Dv = params.value.size[3];

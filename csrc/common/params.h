@@ -1,5 +1,5 @@
-// What crosses the border from Python: plain structs of pointers, sizes and strides. No libtorch,
-// no Python.
+// The parameters of the kernels: plain structs of pointers, sizes and strides, without libtorch or
+// Python.
 //
 // Sizes: B batch, T query length, S key length, H query heads, Hk key/value heads, D query/key
 // width of a head, Dv value width, Ds shared width of collaborative attention. Strides count
@@ -16,7 +16,7 @@ enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
 
 constexpr int kMaxRank = 5;
 
-// A strided tensor of one of the dtypes above; of rank 0 where an optional tensor is absent.
+// A strided tensor of one of the dtypes above; an absent optional tensor has rank 0.
 struct Tensor {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -36,14 +36,13 @@ struct MaskParams {
   const int32_t* k_lo = nullptr;         // [B or 1, T]
   const int32_t* k_hi = nullptr;         // [B or 1, T]
   const uint8_t* key_visible = nullptr;  // [B or 1, S]
-  const uint8_t* dense = nullptr;        // [B, H, T, S] by dense_stride, 0 where it broadcasts
-  int64_t interval_stride = 0;           // elements between batches, 0 where all share one
-  int64_t visible_stride = 0;            // elements between batches, 0 where all share one
+  const uint8_t* dense = nullptr;        // [B, H, T, S]; dense_stride is 0 where it broadcasts
+  int64_t interval_stride = 0;           // elements between batch entries, 0 if shared
+  int64_t visible_stride = 0;            // elements between batch entries, 0 if shared
   int64_t dense_stride[4] = {};
 };
 
-// What bounds a score and is added to it between product and softmax. Strides are 0 where a tensor
-// broadcasts.
+// The cap, biases and sinks of scores. Strides are 0 where a tensor broadcasts.
 struct ScoreTerms {
   Tensor bias;  // [B1, B2, H, T, S]: batch b reads entry (b / bias_inner, b % bias_inner)
   int64_t bias_inner = 1;  // at least 1
@@ -52,17 +51,17 @@ struct ScoreTerms {
   double softcap = 0.0;    // 0: none
 };
 
-// Dropout of probabilities; keep where the Philox word of (b, h, i, j) is at least `threshold`.
+// Dropout of probabilities: one is kept if the Philox word of (b, h, i, j) is at least `threshold`.
 struct DropoutParams {
   bool active = false;
-  const int64_t* seed = nullptr;  // in the memory of the tensors
+  const int64_t* seed = nullptr;  // on the device of the tensors
   uint32_t threshold = 0;
   double keep_scale = 1.0;  // 1 / (1 - p)
 };
 
-// Both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D], value [B,
-// Hk, S, Dv]. Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, H, S, Dv],
-// mixing [H, Ds], content_bias [B, H, S].
+// Common to both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D],
+// value [B, Hk, S, Dv]. Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, H, S,
+// Dv], mixing [H, Ds], content_bias [B, H, S].
 struct AttentionParams {
   Tensor query, key, value;
   Tensor mixing, content_bias;  // absent for gated attention
@@ -77,8 +76,8 @@ struct AttentionParams {
 
 struct ForwardParams : AttentionParams {
   Tensor out;       // [B, H, T, Dv]
-  Tensor attended;  // [B, H, T, Dv], out before the gate; absent where it is not kept
-  Tensor lse;       // [B, H, T] in the compute type; absent where it is not kept
+  Tensor attended;  // [B, H, T, Dv], out before the gate; absent if not requested
+  Tensor lse;       // [B, H, T] in the compute type; absent if not requested
 };
 
 // Absent gradients are not computed.
@@ -96,7 +95,8 @@ struct BackwardParams : AttentionParams {
 };
 
 struct StatisticsParams : AttentionParams {
-  const uint8_t* excluded = nullptr;  // [B or 1, S], not 0: the key may not be the maximum
+  const uint8_t* excluded =
+      nullptr;  // [B or 1, S], nonzero: the key is not counted for max_prob and argmax
   int64_t excluded_stride = 0;
   Tensor lse, max_prob, entropy;  // [B, H, T] in the compute type
   int64_t* argmax = nullptr;      // [B, H, T] contiguous
