@@ -1,5 +1,5 @@
 // The CPU kernels without Python: every kernel at every level that this processor runs, on small
-// cases that bite, against the formula in double (selftest/reference.h, which bounds the error), so
+// edge cases, against the formula in double (selftest/reference.h, which bounds the error), so
 // that levels agree within those bounds. Gaps of results must come back untouched. The same call
 // gives the same bits, and so does any number of threads where no sum is split over them.
 //
@@ -30,7 +30,7 @@ namespace {
 // One a line, named by what differs from the values in selftest/inputs.h: sizes; the band (lo, hi),
 // the intervals of rows, the visible keys; gate, a letter or 1 a dimension, its activation and
 // whether that of head 0 is zero; zeros of mixing; memory layout; percent of dropout; where a NaN
-// stands that some rows see; the only gradients that are asked for.
+// stands that some rows see; the only gradients requested.
 const char* const kCases = R"(T=1 S=1
 T=3 S=3
 T=63 S=63
@@ -198,7 +198,7 @@ struct Call {
   }
 };
 
-// What is wrong with a result; empty where nothing is.
+// What is wrong with a result; empty if it is correct.
 std::string compare(Array& got, const Expected& expected) {
   if (!got.gaps_untouched()) return "writes between its elements";
   const double u = roundoff(got.tensor.dtype);

@@ -15,12 +15,12 @@ namespace hk::emulator {
 namespace {
 
 constexpr int kUnit = 16;       // bytes of an asynchronous copy, and of a row of a matrix
-constexpr int kPoison = 0xff;   // NaN in every format of floating point
+constexpr int kPoison = 0xff;   // NaN in every floating-point format
 constexpr size_t kBanks = 128;  // alignment of shared memory
 
 struct Schedule {
   const char* name;
-  bool greedy;    // the first that can run; else the next one that can, in turn
+  bool greedy;    // the first ready thread; else round robin
   bool reversed;  // the last block, warp and lane are the first
 };
 constexpr Schedule kSchedules[] = {
@@ -38,8 +38,8 @@ struct Thread {
   Fiber fiber;
   const Operation* waits_at = nullptr;
   bool returned = false;
-  std::vector<Copy> copies;  // that have not landed, the oldest first
-  int64_t groups = 0;        // of copies that were committed
+  std::vector<Copy> copies;  // pending, the oldest first
+  int64_t groups = 0;        // number of committed groups of copies
 };
 
 struct Warp {
@@ -75,7 +75,7 @@ class Block {
   void leave(Fiber& fiber, bool last);
   std::string whereabouts() const;
 
-  // Of the place in a schedule, the thread, and the other way round.
+  // The thread at a position of the schedule, and the inverse.
   int at(int place) const { return schedule_.reversed ? size() - 1 - place : place; }
   int size() const { return static_cast<int>(threads_.size()); }
 
@@ -83,8 +83,8 @@ class Block {
   const Schedule& schedule_ = *chosen;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
-  std::vector<void*> arguments_;        // of every thread that waits
-  std::vector<uint32_t> can_run_;       // a bit a place
+  std::vector<void*> arguments_;        // of every waiting thread
+  std::vector<uint32_t> can_run_;       // one bit per position
   std::unique_ptr<char, Free> shared_;  // of exactly its size, for AddressSanitizer
   int64_t shared_bytes_;
   int64_t index_ = 0;
@@ -126,7 +126,7 @@ void Block::run(int64_t index) {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-// The life of a thread.
+// The body of a thread's fiber.
 void Block::enter() {
   Block& self = *block;
   Thread& thread = self.thread();
@@ -143,7 +143,7 @@ void Block::enter() {
   self.leave(thread.fiber, true);
 }
 
-// Hands over to the thread whose turn it is, or to the host.
+// Switches to the next thread of the schedule, or to the host.
 void Block::leave(Fiber& fiber, bool last) {
   const int place = failure_ ? -1 : next();
   if (place < 0 && !failure_ && returned_ < size())
@@ -156,12 +156,12 @@ void Block::leave(Fiber& fiber, bool last) {
   fiber.resume(threads_[thread].fiber, last);
 }
 
-// The place whose turn it is; -1 where none can run.
+// The next position of the schedule; -1 if no thread can run.
 int Block::next() const {
   const int start = schedule_.greedy ? 0 : (at(running_) + 1) % size();
   const int words = static_cast<int>(can_run_.size());
   uint32_t mask = ~uint32_t{0} << start % kLanes;
-  for (int i = 0; i <= words; ++i) {  // the first word twice: behind the start, and before it
+  for (int i = 0; i <= words; ++i) {  // the first word twice: after the start, then before it
     const int word = (start / kLanes + i) % words;
     if (const uint32_t ready = can_run_[word] & mask) return word * kLanes + __builtin_ctz(ready);
     mask = ~uint32_t{0};
@@ -197,7 +197,7 @@ bool Block::all_at(const Operation& operation) const {
   return true;
 }
 
-// All of [first, first + count) have come.
+// All of [first, first + count) have arrived: computes the operation and lets them run.
 void Block::release(const Operation& operation, int first, int count) {
   if (operation.compute) operation.compute(&arguments_[first], count);
   for (int i = first; i < first + count; i += kLanes) {
@@ -212,7 +212,7 @@ void Block::fault(const std::string& message) const {
               message);
 }
 
-// Of all threads: "threads 0-31 at sync_block, 32 returned, 33-63 on the way".
+// The state of all threads: "threads 0-31 at sync_block, 32 returned, 33-63 on the way".
 std::string Block::whereabouts() const {
   const auto state = [this](int i) -> std::string {
     const Thread& thread = threads_[i];

@@ -1,15 +1,15 @@
-// Blocks of CUDA threads on one host thread, a fiber each.
+// Blocks of CUDA threads on one host thread, one fiber per CUDA thread.
 //
-// What lanes of a warp or threads of a block do together is an operation: each leaves its arguments
-// and waits, and the last to come computes for all. Every other instruction is a thread's own, so
-// between two operations any order of threads is a correct one, and a schedule picks one.
+// An operation is a collective of the lanes of a warp or the threads of a block: each stores its
+// arguments and waits, and the last to arrive computes for all. All other instructions are
+// independent, so between operations any order of threads is valid; a schedule picks one.
 //
 // Mistakes become a `Fault` that reaches the caller of run_grid: lanes of a warp at different
-// operations; threads that wait for what never comes, others having returned or waiting elsewhere;
+// operations; deadlocks, where other threads have returned or wait elsewhere;
 // addresses of asynchronous copies and matrices that are misaligned or outside of the block's
-// shared memory; copies that nobody waited for. Others show in results: shared memory starts as
-// NaN, and what a copy is about to fill is NaN until it has landed, which it does at the thread's
-// wait for it. For plain accesses outside of shared memory there is AddressSanitizer.
+// shared memory; copies without a wait. Others show in results: shared memory starts as NaN,
+// and the destination of a copy is NaN until the thread waits for the copy. AddressSanitizer
+// finds plain accesses outside of shared memory.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ constexpr int kLanes = 32;
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes,
               const std::function<void()>& kernel);
 
-// What follows is for the thread that runs.
+// The following functions act on the running thread.
 int thread_index();
 int64_t block_index();
 char* shared_memory();
@@ -42,7 +42,8 @@ struct Operation {
 };
 void take_part(const Operation& operation, void* arguments);
 
-// Faults unless [address, address + 16) is shared memory and aligned; `what` is for the message.
+// Faults unless [address, address + 16) is shared memory and aligned; `what` is named in the
+// message.
 void check_shared(const void* address, const char* what);
 
 void copy_async(void* shared, const void* global, int bytes);

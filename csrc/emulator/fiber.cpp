@@ -10,8 +10,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// Keeps what a call has to keep on the stack, leaves its pointer in *from and goes on at `to`,
-// where another call left off.
+// Pushes the callee-saved registers, stores the stack pointer in *from and continues at `to`, the
+// stack pointer that another call stored.
 extern "C" __attribute__((visibility("hidden"))) void hk_switch_stacks(void** from, void* to);
 
 #if defined(__x86_64__)
@@ -89,10 +89,10 @@ constexpr int kFrame = 8, kReturn = 6;  // 8: as after a call, 8 bytes off 16
 constexpr int kFrame = 20, kReturn = 1;
 #endif
 
-constexpr size_t kGuard = size_t{64} << 10;   // a page, at its largest
+constexpr size_t kGuard = size_t{64} << 10;   // the largest page size
 constexpr size_t kStack = size_t{256} << 10;  // sanitizers' frames are large; heuristic
-// Stacks begin a little below each other, in different sets of a cache; else the same frame of all
-// threads is in the same few, and a switch costs twice as much.
+// Stack starts are staggered over the sets of the cache. Otherwise the frames of all threads
+// compete for the same few sets, and a switch costs twice as much.
 constexpr size_t kColours = 32, kColour = 704;
 
 #if defined(__SANITIZE_ADDRESS__)

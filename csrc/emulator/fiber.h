@@ -10,14 +10,14 @@ struct Stack {
   size_t bytes;
 };
 
-// A point of execution: the caller's own, or that of a function on another stack.
+// An execution context: the caller's, or that of a function on another stack.
 class Fiber {
  public:
   // Calls `entry` on the stack once it is resumed. `entry` begins with a call of `arrive` and never
-  // returns; it may be abandoned wherever it stands.
+  // returns; it may be abandoned at any point.
   void start(Stack stack, void (*entry)());
 
-  // Goes on in `next` until another fiber resumes this one. A fiber whose turn is the `last` is not
+  // Switches to `next` until another fiber resumes this one. With `last` this fiber is never
   // resumed.
   void resume(Fiber& next, bool last = false);
 
@@ -25,7 +25,7 @@ class Fiber {
 
  private:
   void* stack_pointer_ = nullptr;
-  // For AddressSanitizer, which has to know every change of stacks.
+  // For AddressSanitizer, which must be informed of every stack switch.
   const void* bottom_ = nullptr;
   size_t bytes_ = 0;
   void* fake_stack_ = nullptr;

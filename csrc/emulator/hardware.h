@@ -1,4 +1,4 @@
-// The software half of cuda/hardware.h, which says what everything here does.
+// The software implementation of cuda/hardware.h, which documents these functions.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ inline void sync_warp() {
 
 namespace software {
 
-// Arguments are the votes, and the answer in their place.
+// Replaces the votes with the result.
 inline void any(void* const* votes, int count) {
   bool answer = false;
   for (int i = 0; i < count; ++i) answer |= *static_cast<bool*>(votes[i]);
@@ -96,7 +96,7 @@ double operand(uint32_t bits) {
 // Products and their sum in double, rounded once.
 template <typename T>
 void multiply_add(void* const* arguments, int) {
-  constexpr int kNumbers = std::is_same_v<T, tf32> ? 1 : 2;  // of a word
+  constexpr int kNumbers = std::is_same_v<T, tf32> ? 1 : 2;  // numbers per word
   constexpr int kHalf = 4 * kNumbers, kDepth = 2 * kHalf;
   double a[16][kDepth], b[kDepth][8], sum[16][8] = {};
   for (int i = 0; i < kWarp; ++i) {
@@ -124,7 +124,7 @@ void multiply_add(void* const* arguments, int) {
   }
 }
 
-// Subnormal numbers are zeros of their sign.
+// Flushes subnormal numbers to zero and keeps the sign.
 inline float flush(float x) {
   return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
 }

@@ -1,4 +1,4 @@
-// Formats of floating point that C++ lacks, by their bits.
+// Floating-point formats that C++ lacks, as bits.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,8 @@ inline uint16_t narrow_fp16(float x) {
   if (x != x) return 0x7fff;
   if (bits >= 0x477ff000u) {  // 65520: rounds to 65536 or more
     half = 0x7c00u;
-  } else if (bits < 0x38800000u) {  // 2^-14, the least normal one: an adder aligns and rounds
+  } else if (bits <
+             0x38800000u) {  // 2^-14, the smallest normal number: the addition aligns and rounds
     half = float_bits(bits_float(bits) + 0.5f) - float_bits(0.5f);
   } else {
     half = (bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13;

@@ -1,4 +1,4 @@
-// In what order the emulator runs the threads of a block.
+// The order in which the emulator runs the threads of a block.
 #pragma once
 
 #include <string>
@@ -6,8 +6,8 @@
 
 namespace hk::emulator {
 
-// For all launches that follow in this process. A kernel whose barriers are right gives the same
-// bits under every schedule:
+// Applies to all later launches in this process. A kernel with correct barriers gives bitwise equal
+// results under every schedule:
 //   round_robin   all threads to their next operation of a warp or block, in turn; the default;
 //   greedy        the first warp that can, on to its next barrier of the block;
 //   reversed      greedy, of the last block, warp and lane first.

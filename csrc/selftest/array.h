@@ -1,5 +1,5 @@
 // Tensors of the self test: each in a heap block of exactly its extent, so that AddressSanitizer
-// sees any access outside of it.
+// detects any access outside of it.
 #pragma once
 
 #include <algorithm>
@@ -56,7 +56,7 @@ inline uint16_t encode16(double x, int precision) {
 
 using Index = std::array<int64_t, 4>;  // dimensions that a tensor lacks are 0
 
-// A tensor and its memory; gaps and what nobody wrote are NaN: all bits set. Layouts: "" is
+// A tensor and its memory; gaps and unwritten elements are NaN: all bits set. Layouts: "" is
 // contiguous; "heads" has dimension 2 outside of dimension 1; "padded" has gaps between rows;
 // "spread" has them between elements too.
 class Array {

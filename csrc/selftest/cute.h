@@ -1,4 +1,4 @@
-// What CuTe says about the instructions that the CUDA kernels use, per dtype.
+// CuTe's description of the instructions that the CUDA kernels use, per dtype.
 #pragma once
 
 #include <cute/tensor.hpp>

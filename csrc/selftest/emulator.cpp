@@ -1,5 +1,5 @@
-// The emulator without Python: kernels that are right give the same bits under every schedule, and
-// those with a mistake are reported, or show it in what they compute under some schedule.
+// Tests of the emulator without Python: correct kernels give bitwise equal results under every
+// schedule; mistakes are reported or change the results under some schedule.
 //
 // Prints a line for each failure.
 #include <cmath>
@@ -60,7 +60,7 @@ int right_schedules(const std::function<uint32_t(int)>& thread,
   return count;
 }
 
-// A barrier that is needed: results are right with it, and are not under some schedule without.
+// A necessary barrier: results are right with it, and wrong under some schedule without it.
 void needs(const std::string& name, const std::function<uint32_t(int, bool)>& thread,
            const std::function<uint32_t(int)>& wanted) {
   const int all = static_cast<int>(emulator::schedule_names().size());

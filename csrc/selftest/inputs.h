@@ -41,7 +41,7 @@ struct Inputs {
   const int64_t T = words.number("T", 9), S = words.number("S", 11);
   const int64_t D = words.number("D", 8), Dv = words.number("Dv", 8);
   const int64_t band_lo = words.number("lo", -(1 << 30)), band_hi = words.number("hi", 1 << 30);
-  const bool shared_mask = words.number("shared", 0);  // by all batches
+  const bool shared_mask = words.number("shared", 0);  // by the whole batch
   const bool closed_grad = words.number("closed_grad", 1);
   const double dropout_p = static_cast<double>(words.number("drop", 0)) / 100;
   const double sharpness = static_cast<double>(words.number("sharp", 1));
@@ -85,7 +85,7 @@ struct Inputs {
            key_visible[key];
   }
 
-  // What dropout multiplies a probability by.
+  // The factor by which dropout multiplies a probability.
   double kept(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (dropout_p == 0) return 1;
     const auto u32 = [](int64_t n) { return static_cast<uint32_t>(n); };
@@ -175,7 +175,7 @@ struct Inputs {
     key_visible.shrink_to_fit(), excluded.shrink_to_fit();
   }
 
-  // NaN and infinity where nothing may see them, and the NaN that a case asks for.
+  // NaN and infinity in hidden elements, and the visible NaN of a case.
   void poison() {
     std::vector<bool> row_sees(B * T), key_seen(B * S);
     for (int64_t b = 0; b < B; ++b)

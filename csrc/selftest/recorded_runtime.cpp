@@ -39,7 +39,7 @@ void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterFunction() {}
 char __cudaInitModule(void**) { return 1; }
 
-// What else cuda/launch.cu refers to, and a guard does not call.
+// Other functions that cuda/launch.cu refers to; a guard does not call them.
 #define HK_NOT_CALLED(name) \
   void name() { std::abort(); }
 HK_NOT_CALLED(cudaDeviceGetAttribute)

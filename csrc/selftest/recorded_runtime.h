@@ -1,4 +1,4 @@
-// A CUDA runtime of two GPUs that are not there: it records which of them are made current.
+// A fake CUDA runtime with two GPUs that records which of them are made current.
 #pragma once
 
 #include <vector>

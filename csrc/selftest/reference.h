@@ -1,4 +1,4 @@
-// The formula of all kernels, written out pair by pair in double, and how far a kernel may be off.
+// The formula of all kernels, pair by pair in double, and the error bound of a kernel.
 //
 // Rounding, u the unit roundoff of the compute type: a score is off by some u times the sum of its
 // absolute terms, and so is the logarithm of a probability: a relative error of `off` = u (16 + 8
@@ -7,7 +7,7 @@
 // pass reads of the forward pass (`attended`) was rounded to the dtype of storage once. Levels that
 // multiply pairs of bfloat16 round what they multiply: probabilities, the gated gradient of the
 // output, dS and the mixed query of dK, each by `u_pair`; the mixed query of scores twice, to its
-// rounded number and what is left of it.
+// rounded value and its rounding error.
 #pragma once
 
 #include <map>
@@ -85,7 +85,7 @@ class Reference {
     statistics(at, keys, score, p, sum_exp, off);
     if (in.collaborative) off += 2 * u_pair * u_pair * largest;
 
-    const bool closed = in.closed(b, h);  // then the forward pass leaves lse and attended alone
+    const bool closed = in.closed(b, h);  // then lse and attended are unspecified
     lse.add(at, sum_exp, closed ? kInfinity : off);
     for (int64_t j : keys) {
       const double kept = p[j] * in.kept(b, h, i, j);
@@ -133,7 +133,7 @@ class Reference {
 
   void statistics(int64_t at, const std::vector<int64_t>& keys, const std::vector<double>& score,
                   const std::vector<double>& p, double sum_exp, double off) {
-    int64_t best = -1;  // of equals the first
+    int64_t best = -1;  // the first of equal ones
     double second = -kInfinity, h = 0;
     for (int64_t j : keys) {
       if (p[j] > 0) h -= p[j] * std::log(p[j]);
