@@ -338,7 +338,7 @@ PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
   m.def("dense_cells", &dense_cells);
   m.def("tiles_of", &tiles_of);
   m.def("unsupported_device", &cuda::unsupported_device,
-        "Why the kernels can not run on a device; empty target they can.");
+        "Why the kernels cannot run on a device; empty if they can.");
   m.def("wrapper_names", &cuda::wrapper_names);
   m.def("check_wrapper", &check_wrapper, "Run the kernel of one wrapper (for tests).");
 #ifdef HK_EMULATED

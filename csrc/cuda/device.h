@@ -5,7 +5,7 @@
 
 namespace hk::cuda {
 
-// Why this build's kernels can not run on the device, in words; empty where they can.
+// Why this build's kernels cannot run on the device, in words; empty if they can.
 std::string unsupported_device(int device);
 
 // Bytes of shared memory that one block can have, and those that all blocks of a multiprocessor
