@@ -67,8 +67,8 @@ def test_statistics(backend: str, mask: str, form: str, dtype: torch.dtype) -> N
     got = call("attention_statistics", backend, **arguments, **options, exclude_keys=excluded)
     want = brute_statistics(scores_of(arguments), pairs(B, H, T, S, sees), excluded)
     inside = torch.float64 if dtype == torch.float64 else torch.float32
-    # Triton's kernel rounds the mixed query to the working dtype; all else is of float32.
-    mixed = backend == "triton" and form == "collaborative_attention"
+    # Kernels for GPUs round the mixed query to the working dtype; all else is of float32.
+    mixed = backend in ("triton", "cuda") and form == "collaborative_attention"
     least = dtype if mixed else inside
     for name, a, b in zip(got._fields, got, want, strict=True):
         assert a.dtype == (torch.int64 if name == "argmax" else inside)
