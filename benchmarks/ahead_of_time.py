@@ -134,17 +134,18 @@ class Compiled:
     dtype: str
     work: str
 
-    def broken(self, spills: bool = True) -> list[str]:
-        """The bounds that it breaks, in words; those of spills, which are the newest Triton's, where `spills`."""
+    def broken(self, newest: bool = True) -> list[str]:
+        """The bounds that it breaks, in words; spills and serialized products are held to those of the `newest` Triton
+        only."""
         kernel, target = self.kernel, TARGETS[self.kernel.target]
         if kernel.error:
             return [f"does not compile: {kernel.error}"]
         words = []
         if kernel.shared > target.shared_limit:
             words.append(f"{kernel.shared} bytes of shared memory, of {target.shared_limit}")
-        if spills and kernel.spilled > (most := _most(STATED, self)):
+        if newest and kernel.spilled > (most := _most(STATED, self)):
             words.append(f"{kernel.spilled} bytes spilled, of {most}")
-        if kernel.serialized:
+        if newest and kernel.serialized:
             words.append(f"ptxas serializes {kernel.serialized} products")
         wanted = target.matrix_instruction
         if kernel.narrow_products and not any(re.fullmatch(wanted, n) for n, _ in kernel.matrix):

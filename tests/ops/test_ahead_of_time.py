@@ -47,8 +47,7 @@ if not NEWEST:
 def hold(targets: list[str], works: list[ahead_of_time.Work], dtype: str) -> None:
     found = ahead_of_time.compile_all(targets, works, [dtype])
     assert {one.kernel.target for one in found} == set(targets)
-    # The bounds of spills are those of the newest compiler.
-    broken = [f"{one}: {words}" for one in found for words in one.broken(spills=NEWEST)]
+    broken = [f"{one}: {words}" for one in found for words in one.broken(newest=NEWEST)]
     assert not broken, "\n".join(broken)
 
 
