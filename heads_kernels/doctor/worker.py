@@ -65,7 +65,7 @@ def main(job: dict[str, Any]) -> None:
             return
         print(json.dumps(row), flush=True)
         if device.type == "cuda" and row.get("wrong"):
-            torch.cuda.synchronize(device)  # an error that stays ends the process: it is told once
+            torch.cuda.synchronize(device)  # a sticky error ends the process: reported once
 
 
 if __name__ == "__main__":
