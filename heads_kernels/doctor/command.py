@@ -166,9 +166,7 @@ def _count(
         verdicts[begun["operator"]].unfinished.append(f"{begun['check']} {words}")
     elif begun:
         verdicts[begun["operator"]].failures.append(f"{begun['check']} ({words})")
-    elif (
-        words and not late and not any(row["wrong"] for row in done)
-    ):  # otherwise it was reported already
+    elif words and not late and not any(row["wrong"] for row in done):  # else already reported
         for verdict in verdicts.values():
             verdict.failures.append(f"{job['dtype']} ({words})")
 
