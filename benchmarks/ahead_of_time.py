@@ -30,6 +30,7 @@ from heads_kernels.ops import support
 from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.philox import seed_of
 from heads_kernels.problem import Problem
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask
@@ -259,7 +260,7 @@ def _own_cache(folder: str) -> None:
 def _compile(target: str, dtype: str, name: str) -> list[Compiled]:
     work = next(work for work in WORKS if work.name == name)
     inputs = work.case.make(_DTYPES[dtype])
-    seed = torch.tensor([1]) if work.case.dropout_p else None
+    seed = seed_of(1) if work.case.dropout_p else None
     with recorded(target) as kernels:
         work.drive(inputs, seed)
     return [Compiled(kernel, dtype, name) for kernel in kernels]

@@ -17,6 +17,7 @@ from heads_kernels.ops import attention_statistics as statistics
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.philox import draw_seed
 from heads_kernels.problem import Problem
 
 
@@ -223,10 +224,8 @@ def attention_statistics(
 
 
 def _seed(problem: Problem) -> Tensor | None:
-    """A 63-bit seed from the device's default generator, drawn only if there is dropout."""
-    if problem.dropout_p == 0.0:
-        return None
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=problem.query.device)
+    """Drawn only if there is dropout."""
+    return None if problem.dropout_p == 0.0 else draw_seed(problem.query.device)
 
 
 # ---------------------------------------------------------------------- which backend, and why

@@ -272,7 +272,8 @@ inline void set_head_options(AttentionParams& params, const py::tuple& options,
   require(p > 0.0 && p < 1.0, "dropout_p", "is no probability in [0, 1)");
   const Torch& torch = Torch::get();
   const Tensor seed = shape_of(options[2], device, "seed");
-  require(is(seed, {1}) && attribute(options[2], torch.dtype).is(torch.int64), "seed");
+  require(is(seed, {5}) && is_dense(seed) && attribute(options[2], torch.dtype).is(torch.int64),
+          "seed");
   params.dropout.active = true;
   params.dropout.seed = static_cast<const int64_t*>(seed.data);
   params.dropout.threshold = static_cast<uint32_t>(p * 4294967296.0);

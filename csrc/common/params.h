@@ -54,7 +54,9 @@ struct ScoreTerms {
 // Dropout of probabilities: one is kept if the Philox word of (b, h, i, j) is at least `threshold`.
 struct DropoutParams {
   bool active = false;
-  const int64_t* seed = nullptr;  // on the device of the tensors
+  // Seed, then the index (b, h, i, j) of the call's first element in the whole; j is a multiple of
+  // 4. On the device of the tensors.
+  const int64_t* seed = nullptr;
   uint32_t threshold = 0;
   double keep_scale = 1.0;  // 1 / (1 - p)
 };

@@ -101,13 +101,14 @@ template <typename Real>
 inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeyTile& keys,
                  int64_t first_row, int columns, Real* tile, Real* target = nullptr) {
   const Real scale = static_cast<Real>(dropout.keep_scale);
-  const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
+  const int64_t* const first = dropout.seed + 1;  // element (b, h, i, j)
+  const auto word = [](int64_t index) { return static_cast<uint32_t>(index); };
   for (int64_t group = keys.begin / 4; group * 4 < keys.end; ++group) {
     uint32_t words[4][BLOCK_M];
     for (int m = 0; m < columns; ++m) {
       const Philox4 random =
-          philox(static_cast<uint32_t>(group), static_cast<uint32_t>(first_row + m),
-                 static_cast<uint32_t>(h), static_cast<uint32_t>(b), seed);
+          philox(word(first[3] / 4 + group), word(first[2] + first_row + m), word(first[1] + h),
+                 word(first[0] + b), static_cast<uint64_t>(*dropout.seed));
       for (int w = 0; w < 4; ++w) words[w][m] = random.word[w];
     }
     for (int w = 0; w < 4; ++w) {

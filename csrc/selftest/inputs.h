@@ -74,7 +74,7 @@ struct Inputs {
     if (!rows.empty()) p.mask.k_lo = k_lo.data(), p.mask.k_hi = k_hi.data();
     if (!keys.empty()) p.mask.key_visible = key_visible.data();
     p.mask.interval_stride = shared_mask ? 0 : T, p.mask.visible_stride = shared_mask ? 0 : S;
-    p.dropout = {dropout_p > 0, &kSeed, threshold(), 1 / (1 - dropout_p)};
+    p.dropout = {dropout_p > 0, kSeed, threshold(), 1 / (1 - dropout_p)};
     p.scale = scale, p.activation = activation, p.threads = threads;
     return p;
   }
@@ -89,7 +89,8 @@ struct Inputs {
   double kept(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (dropout_p == 0) return 1;
     const auto u32 = [](int64_t n) { return static_cast<uint32_t>(n); };
-    const Philox4 random = philox(u32(j / 4), u32(i), u32(h), u32(b), kSeed);
+    const Philox4 random = philox(u32(kSeed[4] / 4 + j / 4), u32(kSeed[3] + i), u32(kSeed[2] + h),
+                                  u32(kSeed[1] + b), static_cast<uint64_t>(kSeed[0]));
     return random.word[j % 4] >= threshold() ? 1 / (1 - dropout_p) : 0;
   }
 
@@ -114,7 +115,7 @@ struct Inputs {
   }
 
  private:
-  static constexpr int64_t kSeed = -0x0123456789abcdf0;
+  static constexpr int64_t kSeed[5] = {-0x0123456789abcdf0, 3, 1, 1000, 64};
   std::mt19937_64 generator_{1};
 
   uint32_t threshold() const { return static_cast<uint32_t>(dropout_p * 4294967296.0); }

@@ -16,6 +16,11 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
 
+#: An op's `seed` is int64 `[5]`: the number that PyTorch's generator drew, then the index (b, h, i, j) of the call's first
+#: element in the whole, which is not 0 where a process computes a part of the batch, the heads or the rows. j must be
+#: a multiple of 4, the elements of a counter.
+SEED_LENGTH = 5
+
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -43,22 +48,34 @@ def threshold(dropout_p: float) -> int:
     return math.floor(dropout_p * 2**32)
 
 
+def draw_seed(device: torch.device) -> Tensor:
+    """A 63-bit seed from the device's default generator, for a call whose first element is (0, 0, 0, 0)."""
+    drawn = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return torch.nn.functional.pad(drawn, (0, SEED_LENGTH - 1))
+
+
+def seed_of(number: int, b: int = 0, h: int = 0, i: int = 0, j: int = 0) -> Tensor:
+    """A seed for a call whose first element is (b, h, i, j), on the CPU."""
+    return torch.tensor([number, b, h, i, j])
+
+
 def keep_mask(
     seed: Tensor, dropout_p: float, B: int, H: int, T: int, S: int, device: torch.device
 ) -> Tensor:
     """bool `[B, H, T, S]`, True where the probability of key j in row i is kept.
 
-    Element (b, h, i, j) reads word `j & 3` of counter `(j >> 2, i, h, b)` under the key
+    Element (b, h, i, j) of the whole reads word `j & 3` of counter `(j >> 2, i, h, b)` under the key
     `(seed & 0xffffffff, seed >> 32)` and is kept where that word is at least
-    `threshold(dropout_p)`. `seed` is int64 `[1]`.
+    `threshold(dropout_p)`. The call's own first element is that of `seed`: see `SEED_LENGTH`.
     """
 
-    def count(n: int, dimension: int) -> Tensor:
-        indices = torch.arange(n, dtype=torch.int64, device=device)
+    number, b, h, i, j = seed.to(device).unbind()
+
+    def count(first: Tensor, n: int, dimension: int) -> Tensor:
+        indices = first + torch.arange(n, dtype=torch.int64, device=device)
         return indices.reshape([-1 if d == dimension else 1 for d in range(4)])
 
-    seed = seed.to(device)
-    counter = count((S + 3) // 4, 3), count(T, 2), count(H, 1), count(B, 0)
-    words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
+    counter = count(j >> 2, (S + 3) // 4, 3), count(i, T, 2), count(h, H, 1), count(b, B, 0)
+    words = philox4x32(counter, (number & _WORD, (number >> 32) & _WORD))
     drawn = torch.stack([w.expand(B, H, T, -1) for w in words], dim=-1)  # [B, H, T, S / 4, 4]
     return drawn.flatten(3)[..., :S] >= threshold(dropout_p)

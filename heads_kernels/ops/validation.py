@@ -20,6 +20,7 @@ from heads_kernels.checks import (
     refuse,
 )
 from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.ops.philox import SEED_LENGTH
 
 if TYPE_CHECKING:
     from heads_kernels.ops.operator import Call
@@ -89,7 +90,7 @@ def check_operands(
         ("key_visible", intervals.key_visible, keys, torch.bool),
         ("dense_mask", intervals.dense, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
         ("excluded", excluded, keys, torch.bool),
-        ("seed", call.seed, (1,), torch.int64),
+        ("seed", call.seed, (SEED_LENGTH,), torch.int64),
     )
     for name, tensor, sizes, dtype in expected:
         if tensor is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from heads_kernels.dispatch import select
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.philox import draw_seed
 from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.rounding import floors
@@ -170,8 +171,7 @@ def _seed(inputs: Inputs) -> Tensor | None:
     if not inputs.options.get("dropout_p"):
         return None
     torch.manual_seed(inputs.seed)
-    device = inputs.tensors["query"].device
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return draw_seed(inputs.tensors["query"].device)
 
 
 def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Tensor) -> Quantity:

@@ -55,7 +55,7 @@ def call(shared: bool, splits: int = 2) -> Call:
         "sinks": torch.zeros(H),
         "excluded": torch.zeros(1, S, dtype=torch.bool),
         "gate": torch.ones(H),
-        "seed": torch.zeros(1, dtype=torch.int64),
+        "seed": torch.zeros(5, dtype=torch.int64),
         "out": empty(B, H, T, Dv),
         "dout": empty(B, H, T, Dv),
         "attended": empty(B, H, T, Dv),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import functional
+from heads_kernels.ops.philox import seed_of
 from heads_kernels.testing import Inputs, compare, reference
 from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, assert_same_bits, call, serve, tensors
 from tests.support.alike import assert_alike
@@ -103,7 +104,7 @@ def test_sizes(operator: str, backend: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_dropout(operator: str, backend: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seed, p = 2**50 + 11, 0.25
-    monkeypatch.setattr(functional, "_seed", lambda problem: torch.tensor([seed]))
+    monkeypatch.setattr(functional, "_seed", lambda problem: seed_of(seed))
     options, sees = masks(B, H, T, S)[mask]
     arguments = tensors(operator, grad=True)
     arguments["gate"] = torch.randn(B, H, T, dtype=torch.float64, requires_grad=True)

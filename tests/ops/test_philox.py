@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heads_kernels import functional
-from heads_kernels.ops.philox import keep_mask, philox4x32, threshold
+from heads_kernels.ops.philox import keep_mask, philox4x32, seed_of, threshold
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, tensors
 from tests.support.alike import assert_alike
 from tests.support.reference import keeps
@@ -41,21 +41,27 @@ def test_known_answers(
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**40 + 7, 2**63 - 1, -5])
 @pytest.mark.parametrize("S", [1, 4, 6, 7])
 def test_every_element_reads_its_own_word(seed: int, S: int) -> None:
-    got = keep_mask(torch.tensor([seed]), 0.4, 2, 3, 5, S, CPU)
+    got = keep_mask(seed_of(seed), 0.4, 2, 3, 5, S, CPU)
     assert got.dtype == torch.bool
     assert torch.equal(got, keeps(seed, 0.4, 2, 3, 5, S))
 
 
 def test_an_element_does_not_depend_on_the_sizes() -> None:
-    seed = torch.tensor([99])
+    seed = seed_of(99)
     small = keep_mask(seed, 0.5, 1, 2, 3, 5, CPU)
     large = keep_mask(seed, 0.5, 2, 3, 8, 13, CPU)
     assert torch.equal(large[:1, :2, :3, :5], small)
 
 
+def test_a_part_draws_what_the_whole_draws() -> None:
+    whole = keep_mask(seed_of(99), 0.5, 2, 3, 8, 13, CPU)
+    part = keep_mask(seed_of(99, b=1, h=1, i=3, j=8), 0.5, 1, 2, 4, 5, CPU)
+    assert torch.equal(whole[1:, 1:, 3:7, 8:], part)
+
+
 @pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
 def test_empty(sizes: tuple[int, int, int, int]) -> None:
-    assert keep_mask(torch.tensor([1]), 0.5, *sizes, CPU).shape == sizes
+    assert keep_mask(seed_of(1), 0.5, *sizes, CPU).shape == sizes
 
 
 def test_threshold() -> None:
@@ -66,7 +72,7 @@ def test_threshold() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 def test_share_kept(p: float) -> None:
-    kept = keep_mask(torch.tensor([2024]), p, 2, 4, 128, 128, CPU).double()
+    kept = keep_mask(seed_of(2024), p, 2, 4, 128, 128, CPU).double()
     deviation = (p * (1 - p) / kept.numel()) ** 0.5
     assert abs(kept.mean().item() - (1 - p)) <= 4.5 * deviation
     # and neighbours in every dimension know nothing of each other
@@ -82,15 +88,18 @@ def test_share_kept(p: float) -> None:
 def test_the_mask_that_an_operator_draws(
     operator: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys as values show the dropped probabilities of every row: the same on every backend."""
+    """Keys as values show the dropped probabilities of every row: the same on every backend.
+
+    The call is the last part of a whole in every dimension.
+    """
     B, H, T, S, p = 2, 2, 6, 9, 0.3
     seed = 2**45 + 3
-    monkeypatch.setattr(functional, "_seed", lambda problem: torch.tensor([seed]))
+    monkeypatch.setattr(functional, "_seed", lambda problem: seed_of(seed, b=1, h=2, i=3, j=4))
     arguments = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=4, Dv=S, dtype=torch.float32)
     arguments["value"] = torch.eye(S).expand(B, H, S, S)
     plain = call(operator, backend, **arguments)
     dropped = call(operator, backend, **arguments, dropout_p=p)
-    kept = keeps(seed, p, B, H, T, S)
+    kept = keeps(seed, p, B + 1, H + 2, T + 3, S + 4)[1:, 2:, 3:, 4:]
     assert_alike(dropped, plain * kept / (1 - p))
 
 

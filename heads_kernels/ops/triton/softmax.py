@@ -72,9 +72,13 @@ def probabilities(scores, lse, scale_log2):
 def kept(dropout, b, h, rows, first_key, BLOCK_N: tl.constexpr):
     """bool `[M, BLOCK_N]`, True where the probability of row i and key j is kept; `first_key` is a multiple of 4."""
     seed = tl.load(dropout.seed)
-    quads = (first_key // 4 + tl.arange(0, BLOCK_N // 4))[None, :]  # [1, BLOCK_N / 4]
-    zero = (rows[:, None] + quads) * 0  # [M, BLOCK_N / 4]
-    w0, w1, w2, w3 = tl.philox(seed, quads + zero, rows[:, None] + zero, h + zero, b + zero)
+    b += tl.load(dropout.seed + 1).to(tl.int32)
+    h += tl.load(dropout.seed + 2).to(tl.int32)
+    i = rows[:, None] + tl.load(dropout.seed + 3).to(tl.int32)  # [M, 1]
+    j = tl.load(dropout.seed + 4).to(tl.int32) + first_key
+    quads = (j // 4 + tl.arange(0, BLOCK_N // 4))[None, :]  # [1, BLOCK_N / 4]
+    zero = (i + quads) * 0  # [M, BLOCK_N / 4]
+    w0, w1, w2, w3 = tl.philox(seed, quads + zero, i + zero, h + zero, b + zero)
     # Key j reads word j & 3.
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # [M, BLOCK_N]
     return words.to(tl.uint32, bitcast=True) >= tl.cast(dropout.threshold, tl.uint32)
