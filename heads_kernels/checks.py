@@ -65,12 +65,8 @@ def is_sharded(tensor: object) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
-def check_one_process(**tensors: Tensor) -> None:
-    """No tensor is sharded, and no sequence is split by `context_parallel`: operators do not communicate."""
-    for name, tensor in tensors.items():
-        if is_sharded(tensor):
-            instead = "pass to_local(), if it has whole heads of this process, or full_tensor()"
-            refuse(name, "is a DTensor, which the operators do not support", instead, TypeError)
+def check_whole_sequence() -> None:
+    """No sequence is split by `context_parallel`: operators attend within what they are given."""
     if str(functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
         was = "is a part of a sequence, inside torch's context_parallel"
         instead = "call the operator outside of it: it would attend within that part only"
@@ -79,7 +75,7 @@ def check_one_process(**tensors: Tensor) -> None:
 
 def check_tensors(**tensors: Tensor) -> None:
     """`query`, `key` and `value` are tensors of one supported dtype on one device."""
-    check_one_process(**tensors)
+    check_whole_sequence()
     query = tensors["query"]
     for name, tensor in tensors.items():
         instead = "pass a dense tensor; for packed sequences use hk.Mask.from_cu_seqlens"
@@ -143,7 +139,6 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
 
 def check_floating(name: str, tensor: Tensor) -> None:
     """A dense tensor of any floating dtype."""
-    check_one_process(**{name: tensor})
     _check_dense_floating(name, tensor, "pass a dense tensor")
 
 

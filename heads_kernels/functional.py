@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from heads_kernels.checks import GateActivation
+from heads_kernels.checks import GateActivation, is_sharded
 from heads_kernels.dispatch import Backend, BackendName, Choice, choose, select
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -16,8 +16,12 @@ from heads_kernels.ops import attention_statistics as statistics
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.operator import Operator
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.problem import Problem
+
+if TYPE_CHECKING:
+    from heads_kernels.ops.sharding import Part
 
 
 def gated_attention(
@@ -98,8 +102,7 @@ def gated_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    chosen = select(GATED.backends, problem, backend)
-    return problem.unflatten(GATED(problem, chosen, _seed(problem)))
+    return _attend(GATED, problem, backend)
 
 
 def collaborative_attention(
@@ -166,8 +169,7 @@ def collaborative_attention(
         sinks=sinks,
         scale=scale,
     )
-    chosen = select(COLLABORATIVE.backends, problem, backend)
-    return problem.unflatten(COLLABORATIVE(problem, chosen, _seed(problem)))
+    return _attend(COLLABORATIVE, problem, backend)
 
 
 def attention_statistics(
@@ -217,9 +219,33 @@ def attention_statistics(
         scale=scale,
         exclude_keys=exclude_keys,
     )
-    chosen = select(statistics.BACKENDS, problem, backend)
-    results = statistics.attention_statistics(problem, chosen)
-    return AttentionStatistics(*map(problem.unflatten, results))
+    part = _part_of(problem)
+    here = problem if part is None else part.problem
+    chosen = select(statistics.BACKENDS, here, backend)
+    results = statistics.attention_statistics(here, chosen)
+    whole = results if part is None else map(part.whole, results)
+    return AttentionStatistics(*map(problem.unflatten, whole))
+
+
+def _attend(operator: Operator, problem: Problem, backend: str | None) -> Tensor:
+    """Run a call, or the part of it that is this process's."""
+    part = _part_of(problem)
+    if part is None:
+        chosen = select(operator.backends, problem, backend)
+        return problem.unflatten(operator(problem, chosen, _seed(problem)))
+    chosen = select(operator.backends, part.problem, backend)
+    out = operator(part.problem, chosen, part.seed(_seed(part.problem)))
+    return problem.unflatten(part.whole(out))
+
+
+def _part_of(problem: Problem) -> Part | None:
+    if not any(is_sharded(field) for field in problem):
+        return None
+    from heads_kernels.ops.sharding import (
+        part_of,
+    )  # imports torch.distributed.tensor, which is slow
+
+    return part_of(problem)
 
 
 def _seed(problem: Problem) -> Tensor | None:
@@ -263,4 +289,6 @@ def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) ->
     function, parse, table = _OPERATORS[name]
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     backend = arguments.pop("backend", None)
-    return choose(table, parse(**arguments), backend)
+    problem = parse(**arguments)
+    part = _part_of(problem)
+    return choose(table, problem if part is None else part.problem, backend)

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, refuse, shown
+from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, is_sharded, refuse, shown
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
 from heads_kernels.mask.kept import capturing, readable, state_of
 from heads_kernels.mask.terms import (
@@ -236,6 +236,13 @@ def _parse_tensor(
 ) -> Tensor:
     if not isinstance(tensor, Tensor):
         refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
+    if is_sharded(tensor):
+        refuse(
+            argument,
+            "is a DTensor",
+            "pass full_tensor(): masks are those of the whole call",
+            TypeError,
+        )
     check_dense(argument, tensor, f"{instead}, dense")
     if tensor.dtype not in dtypes:
         refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)

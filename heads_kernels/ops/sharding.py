@@ -1,0 +1,232 @@
+"""Operands that are `DTensor`s: the part of a call that this process computes.
+
+Attention is independent along the batch and the heads, so operands may be sharded along these dimensions; a query or
+key that heads share is replicated, and its gradient summed. The part is a call on local tensors: `redistribute`,
+`to_local` and `from_local` are differentiable, and all communication is theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from heads_kernels.batch import expand_bias
+from heads_kernels.checks import is_sharded, refuse
+from heads_kernels.problem import Problem
+
+#: The dimensions of operands; where heads share the query, those of `_SHARED` differ.
+_LAYOUTS: Final = {
+    "query": "B H T D",
+    "key": "B Hk S D",
+    "value": "B Hk S Dv",
+    "mixing": "H D",
+    "content_bias": "B H S",
+    "bias": "one B H T S",
+    "offset_bias": "H offset",
+    "sinks": "H",
+    "exclude_keys": "B S",
+}
+_SHARED: Final = {"query": "B T D", "key": "B S D", "value": "B H S Dv"}
+_GATES: Final = {1: "H", 2: "B H", 3: "B H T", 4: "B H T Dv"}
+_INTERVALS: Final = {"k_lo": "B T", "k_hi": "B T", "key_visible": "B S", "dense": "B H T S"}
+_OUTPUT: Final = "B H T Dv"
+#: The dimensions that may be sharded, and along which of the call they are.
+_SPLIT: Final = {"B": "B", "H": "H", "Hk": "H"}
+
+Span = tuple[int, int]  # first, count
+
+
+def part_of(problem: Problem) -> Part | None:
+    """The part that this process computes; None if no operand is a `DTensor`.
+
+    Plain tensors beside DTensors count as replicated.
+
+    Raises:
+        ValueError: operands are sharded along other dimensions, or differently, or heads that share a key would be
+            split. Every process of the mesh raises it.
+    """
+    operands = _operands(problem)
+    sharded = [(name, t) for name, t, _ in operands if is_sharded(t)]
+    if not sharded:
+        return None
+    first, mesh = sharded[0][0], sharded[0][1].device_mesh
+    for name, tensor in sharded:
+        if tensor.device_mesh != mesh:
+            was = f"is on the mesh {tensor.device_mesh}, but {first} is on {mesh}"
+            refuse(name, was, "distribute both over one mesh")
+    return Part(problem, operands, mesh)
+
+
+class Part:
+    """One process's part of a call; `problem` has its tensors, which are not DTensors."""
+
+    def __init__(self, problem: Problem, operands: list[_Operand], mesh: Any) -> None:
+        self.mesh = mesh
+        #: For each dimension of the mesh what it splits, "B" or "H"; "": all of its processes compute the same.
+        self.splits = [
+            "" if {"B": problem.B, "H": problem.H}.get(split) == 1 else split
+            for split in _splits(operands, mesh)
+        ]
+        self._spans = {"B": self._all_spans("B", problem.B), "H": self._all_spans("H", problem.H)}
+        self._spans["Hk"] = _key_spans(problem, self._spans["H"])
+        self._at = mesh.get_coordinate()
+        self.problem = self._of(problem, operands)
+        self._whole = problem.B, problem.H
+
+    def whole(self, result: Tensor) -> Tensor:
+        """A result `[B, H, ...]` of the part, as a DTensor of the whole call."""
+        sizes = torch.Size((*self._whole, *result.shape[2:]))
+        strides = list(result.stride())
+        for dim, (size, here) in enumerate(zip(self._whole, result.shape, strict=False)):
+            for d, stride in enumerate(strides):
+                if d != dim and stride >= strides[dim]:  # it steps over dimension `dim`
+                    strides[d] = stride // max(here, 1) * size
+        return DTensor.from_local(
+            result,
+            self.mesh,
+            self._placements(_OUTPUT.split(), sizes),
+            run_check=False,
+            shape=sizes,
+            stride=tuple(strides),
+        )
+
+    def seed(self, seed: Tensor | None) -> Tensor | None:
+        """The seed of the first process of the mesh, at the first element of this part."""
+        if seed is None:
+            return None
+        shared = distribute_tensor(seed, self.mesh, [Replicate()] * self.mesh.ndim).to_local()
+        return shared + shared.new_tensor([0, self._span("B")[0], self._span("H")[0], 0, 0])
+
+    # ------------------------------------------------------------------ which part
+    def _all_spans(self, letter: str, size: int) -> dict[tuple[int, ...], Span]:
+        """What the process at each place of the mesh has of a dimension, as `Shard` splits it."""
+        spans = {}
+        for place in itertools.product(*map(range, self.mesh.shape)):
+            first, count = 0, size
+            for n, at, split in zip(self.mesh.shape, place, self.splits, strict=True):
+                if split == letter:
+                    step = -(-count // n)
+                    skipped = min(at * step, count)
+                    first, count = first + skipped, min(step, count - skipped)
+            spans[place] = first, count
+        return spans
+
+    def _span(self, letter: str) -> Span:
+        return self._spans[letter][tuple(self._at)]
+
+    def _of(self, problem: Problem, operands: list[_Operand]) -> Problem:
+        parts: dict[str, Any] = {
+            name: self._local(t, layout.split()) for name, t, layout in operands
+        }
+        intervals: Any = {name: parts.pop(name) for name in _INTERVALS}
+        return problem._replace(**parts, intervals=problem.intervals._replace(**intervals))
+
+    # ------------------------------------------------------------------ tensors
+    def _placements(self, layout: Sequence[str], shape: torch.Size) -> list[Placement]:
+        """How a tensor of the call is split; sizes of 1 broadcast, so every process has them."""
+        return [
+            next(
+                (
+                    Shard(d)
+                    for d, letter in enumerate(layout)
+                    if split and _SPLIT.get(letter) == split and shape[d] != 1
+                ),
+                Replicate(),
+            )
+            for split in self.splits
+        ]
+
+    def _local(self, tensor: Tensor | None, layout: Sequence[str]) -> Tensor | None:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, DTensor):
+            replicated = [Replicate()] * self.mesh.ndim
+            tensor = DTensor.from_local(tensor, self.mesh, replicated, run_check=False)
+        placements = self._placements(layout, tensor.shape)
+        narrowed = None
+        if "Hk" in layout and self._all_spans("H", tensor.shape[1]) != self._spans["Hk"]:
+            # Query heads of several processes share a key head.
+            placements = [Replicate() if p == Shard(1) else p for p in placements]
+            narrowed = self._span("Hk")
+        # Of what all processes have, each one's gradient is a term of the sum.
+        terms = [
+            Partial() if split and placement == Replicate() else placement
+            for split, placement in zip(self.splits, placements, strict=True)
+        ]
+        grads = terms if tensor.is_floating_point() else None
+        local = tensor.redistribute(placements=placements).to_local(grad_placements=grads)
+        return local if narrowed is None else local.narrow(1, *narrowed)
+
+
+class _Operand(NamedTuple):
+    name: str
+    tensor: Any  # Tensor, DTensor or None
+    layout: str
+
+
+def _operands(problem: Problem) -> list[_Operand]:
+    """Every tensor of a call, with its dimensions."""
+    layouts = {**_LAYOUTS, **(_SHARED if problem.mixing is not None else {})}
+    tensors = {name: getattr(problem, name) for name in layouts}
+    bias = problem.bias
+    if bias is not None:
+        ones, size = bias.shape[:2]
+        if ones != 1:  # one batch in the call's own terms
+            bias = (
+                bias.transpose(0, 1)
+                if size == 1 and ones == problem.B
+                else expand_bias(bias, problem.B)[None]
+            )
+        tensors["bias"] = bias
+    operands = [_Operand(name, tensors[name], layout) for name, layout in layouts.items()]
+    gate = problem.gate
+    operands.append(_Operand("gate", gate, _GATES[1 if gate is None else gate.dim()]))
+    return operands + [
+        _Operand(name, getattr(problem.intervals, name), layout)
+        for name, layout in _INTERVALS.items()
+    ]
+
+
+def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
+    """For each dimension of the mesh "B" or "H", which operands are sharded along; "" where none is."""
+    splits = [""] * mesh.ndim
+    by = [""] * mesh.ndim
+    for name, tensor, layout in operands:
+        if not is_sharded(tensor):
+            continue
+        for m, placement in enumerate(tensor.placements):
+            if not isinstance(placement, Shard):
+                continue
+            letter = layout.split()[placement.dim]
+            split = _SPLIT.get(letter)
+            if split is None or type(placement) is not Shard:
+                was = f"is sharded along {letter} ({placement})"
+                refuse(
+                    name, was, "redistribute it: operands are sharded along the batch or the heads"
+                )
+            if splits[m] not in ("", split):
+                was = f"is sharded along {split}, but {by[m]} along {splits[m]}, over one dimension of the mesh"
+                refuse(name, was, "redistribute one of them")
+            splits[m], by[m] = split, name
+    return splits
+
+
+def _key_spans(problem: Problem, heads: dict[tuple[int, ...], Span]) -> dict[tuple[int, ...], Span]:
+    """The key heads that the query heads of each process read."""
+    group = problem.H // max(problem.Hk, 1) if problem.mixing is None else 1
+    spans = {}
+    for place, (first, count) in heads.items():
+        last = first + max(count, 1) - 1
+        whole = first % group == 0 and count % group == 0
+        if not whole and first // group != last // group:
+            was = f"has {problem.H} heads, of which one process would have {first} to {last}"
+            instead = f"shard over a number of processes that splits no group of {group} that share a key head"
+            refuse("query", was, instead)
+        spans[place] = first // group, -(-count // group)
+    return spans

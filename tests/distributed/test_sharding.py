@@ -1,0 +1,242 @@
+"""Operands that are DTensors: outputs and gradients are those of one process, however they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+from heads_kernels.testing import CASES, Inputs
+from tests.support.alike import assert_alike
+from tests.support.processes import Processes
+
+tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
+testing = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+
+#: Which dimension of an operand is the batch and which the heads.
+GATED = {"query": ("B", "H"), "key": ("B", "H"), "value": ("B", "H"), "sinks": ("H",)}
+SHARED = {
+    "query": ("B",),
+    "key": ("B",),
+    "value": ("B", "H"),
+    "mixing": ("H",),
+    "content_bias": ("B", "H"),
+}
+SMALL = [case for case in CASES if "nasty" in case.tags and case.T <= 200]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], Processes]]:
+    """Processes by their number."""
+    made: dict[int, Processes] = {}
+    yield lambda world: made.setdefault(world, Processes(world))
+    for processes in made.values():
+        processes.close()
+
+
+# ---------------------------------------------------------------------- in every rank
+def distributed(inputs: Inputs, mesh: Any, splits: str, plain: bool) -> dict[str, Tensor]:
+    """The tensors of a call, sharded along `splits`, one letter for each dimension of the mesh.
+
+    Those without that dimension are replicated; with `plain` they, and the gate, are no DTensors; the value always is.
+    """
+    dims = SHARED if inputs.operator == "collaborative_attention" else GATED
+    result = {}
+    for name, whole in inputs.tensors.items():
+        letters: tuple[str, ...] = dims.get(name, ())
+        if name == "gate":
+            letters = ("H",) if whole.dim() == 1 else ("B", "H")
+        placements = [
+            tensor.Shard(letters.index(split))
+            if split in letters and whole.shape[letters.index(split)] != 1
+            else tensor.Replicate()
+            for split in splits
+        ]
+        replicated = all(placement.is_replicate() for placement in placements)
+        if name == "offset_table" or (plain and name != "value" and (replicated or name == "gate")):
+            result[name] = whole.detach().clone().requires_grad_()
+        else:
+            result[name] = tensor.distribute_tensor(whole, mesh, placements).requires_grad_()
+    return result
+
+
+def check_cases(operator: str, shape: tuple[int, ...], splits: str) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", shape)
+    for number, case in enumerate(case for case in SMALL if case.operator == operator):
+        inputs = case.make(torch.float32)
+        expected, gradients = inputs.backward()
+        sharded = distributed(inputs, mesh, splits, plain=number % 2 == 0)
+        here = Inputs(operator, sharded, inputs.options, inputs.dout, inputs.seed)
+        out = here.call()
+        dout = tensor.distribute_tensor(inputs.dout, mesh, out.placements)
+        grads = torch.autograd.grad(out, list(sharded.values()), dout)
+        assert_alike(whole(out), expected, name=f"{case}: out")
+        for (name, want), grad in zip(gradients.items(), grads, strict=True):
+            assert_alike(whole(grad), want, name=f"{case}: d{name}")
+
+
+def whole(result: Tensor) -> Tensor:
+    return result.full_tensor() if isinstance(result, tensor.DTensor) else result
+
+
+def operands(operator: str, B: int = 4, H: int = 4, Hk: int = 4) -> dict[str, Tensor]:
+    """Of one process; every rank draws the same."""
+    if operator == "gated_attention":
+        heads = {"query": H, "key": Hk, "value": Hk}
+        return {name: torch.randn(B, n, 6, 8) for name, n in heads.items()}
+    shared = {name: torch.randn(B, 6, 8) for name in ("query", "key")}
+    return {**shared, "value": torch.randn(B, H, 6, 8), "mixing": torch.randn(H, 8)}
+
+
+def check_compiled(operator: str) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    given = operands(operator)
+    expected = getattr(hk, operator)(**given, gate=torch.ones(4))
+    placements = {"value": tensor.Shard(1)}
+    if operator == "gated_attention":
+        placements |= {"query": tensor.Shard(1), "key": tensor.Shard(1)}
+    split = {
+        name: tensor.distribute_tensor(t, mesh, [placements.get(name, tensor.Replicate())])
+        for name, t in given.items()
+    }
+    gate = torch.ones(4, requires_grad=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(gate: Tensor, **operands: Tensor) -> Tensor:
+        return getattr(hk, operator)(**operands, gate=gate) * 2  # type: ignore[no-any-return]
+
+    out = run(gate, **split)
+    assert_alike(out.full_tensor().detach(), 2 * expected)
+    out.sum().backward()
+    assert_alike(gate.grad, 2 * expected.sum((0, 2, 3)))
+
+
+def check_partial() -> None:
+    """A sum that no process has yet is reduced."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    given = operands("gated_attention")
+    split = {
+        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]) for name, t in given.items()
+    }
+    split["value"] = tensor.DTensor.from_local(given["value"] / 2, mesh, [tensor.Partial()])
+    out = hk.gated_attention(**split)
+    assert out.placements == (tensor.Shard(1),)
+    assert_alike(out.full_tensor(), hk.gated_attention(**given))
+
+
+def check_one_head() -> None:
+    """What cannot be split is computed, and counted, once by every process."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    given = operands("gated_attention", H=1, Hk=1)
+    split = {
+        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]).requires_grad_()
+        for name, t in given.items()
+    }
+    hk.gated_attention(**split).sum().backward()
+    plain = {name: t.requires_grad_() for name, t in given.items()}
+    hk.gated_attention(**plain).sum().backward()
+    for name, t in split.items():
+        assert_alike(t.grad.full_tensor(), plain[name].grad, name=name)
+
+
+def check_statistics() -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    query, key = torch.randn(3, 4, 6, 8), torch.randn(3, 2, 9, 8)
+    mask = hk.Mask(key_lengths=torch.tensor([9, 4, 1]))
+    expected = hk.attention_statistics(query, key, attn_mask=mask)
+    for dim in (0, 1):
+        split = [tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]) for t in (query, key)]
+        found = hk.attention_statistics(*split, attn_mask=mask)
+        assert_alike([each.full_tensor() for each in found], list(expected))
+
+
+def check_seed() -> None:
+    """Processes whose generators differ draw the mask of the first."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    given = operands("gated_attention")
+    torch.manual_seed(7)
+    expected = hk.gated_attention(**given, dropout_p=0.5)
+    torch.manual_seed(7 + torch.distributed.get_rank())
+    split = {
+        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]) for name, t in given.items()
+    }
+    assert_alike(hk.gated_attention(**split, dropout_p=0.5).full_tensor(), expected)
+
+
+# ---------------------------------------------------------------------- tests
+@pytest.mark.parametrize("splits", ["B", "H", "BH", "HB", "HH"])
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_cases(operator: str, splits: str, ranks: Callable[[int], Processes]) -> None:
+    shape = (2,) * len(splits)
+    ranks(2 ** len(splits)).run(check_cases, operator, shape, splits)
+
+
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_compile(operator: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_compiled, operator)
+
+
+@pytest.mark.parametrize("check", [check_partial, check_one_head, check_statistics, check_seed])
+def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check)
+
+
+# ---------------------------------------------------------------------- refusals, which need no other process
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Four processes, of which the others do not exist: nothing may communicate."""
+    store = testing.FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=4)
+    yield torch.distributed.init_device_mesh("cpu", (2, 2))
+    torch.distributed.destroy_process_group()
+
+
+def local(mesh: Any, sizes: tuple[int, ...], *placements: Any) -> Tensor:
+    """A DTensor with parts of these sizes."""
+    return tensor.DTensor.from_local(torch.randn(sizes), mesh, placements, run_check=False)
+
+
+def test_sequences_that_are_sharded(mesh: Any) -> None:
+    query = local(mesh, (2, 4, 3, 8), tensor.Shard(2), tensor.Replicate())
+    key = torch.randn(2, 4, 6, 8)
+    with pytest.raises(ValueError, match=r"query is sharded along T .*batch or the heads"):
+        hk.gated_attention(query, key, key)
+
+
+def test_different_splits(mesh: Any) -> None:
+    query = local(mesh, (2, 4, 3, 8), tensor.Shard(0), tensor.Replicate())
+    key = local(mesh, (4, 2, 6, 8), tensor.Shard(1), tensor.Replicate())
+    with pytest.raises(ValueError, match="key is sharded along H, but query along B"):
+        hk.gated_attention(query, key, key)
+
+
+def test_groups_that_would_be_split(mesh: Any) -> None:
+    query = local(mesh, (2, 3, 3, 8), tensor.Shard(1), tensor.Replicate())
+    key = torch.randn(2, 3, 6, 8)
+    with pytest.raises(ValueError, match=r"query has 6 heads, .* 0 to 2; .* groups? of 2"):
+        hk.gated_attention(query, key, key)
+
+
+def test_two_meshes(mesh: Any) -> None:
+    query = local(mesh, (2, 4, 3, 8), tensor.Replicate(), tensor.Replicate())
+    other = torch.distributed.init_device_mesh("cpu", (4,))
+    key = local(other, (2, 4, 6, 8), tensor.Replicate())
+    with pytest.raises(ValueError, match=r"key is on the mesh .* but query is on"):
+        hk.gated_attention(query, key, key)
+
+
+def test_sharded_masks(mesh: Any) -> None:
+    query = local(mesh, (2, 4, 3, 8), tensor.Replicate(), tensor.Replicate())
+    real = tensor.DTensor.from_local(torch.ones(2, 3, dtype=torch.bool), mesh, query.placements)
+    for make in (lambda: real[:, None, None], lambda: hk.Mask(key_mask=real)):
+        with pytest.raises(TypeError, match=r"is a DTensor; pass full_tensor\(\)"):
+            hk.gated_attention(query, query, query, attn_mask=make())
+
+
+def test_explain(mesh: Any) -> None:
+    query = local(mesh, (2, 2, 3, 8), tensor.Shard(1), tensor.Replicate())
+    assert hk.explain(hk.gated_attention, query, query, query).backend == "cpu"
