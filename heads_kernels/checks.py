@@ -60,11 +60,6 @@ def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tens
         refuse(argument, f"has layout {layout}", instead)
 
 
-def is_sharded(tensor: object) -> bool:
-    """Whether it is a `DTensor`, by its class name: `torch.distributed.tensor` takes a second to import."""
-    return type(tensor).__name__ == "DTensor"
-
-
 def check_whole_sequence() -> None:
     """No sequence is split by `context_parallel`: operators attend within what they are given."""
     if str(functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):

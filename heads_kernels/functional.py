@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from heads_kernels.checks import GateActivation, is_sharded
+from heads_kernels.checks import GateActivation
 from heads_kernels.dispatch import Backend, BackendName, Choice, choose, select
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import attention_statistics as statistics

@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from heads_kernels.checks import is_sharded, refuse
+from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layers import AttentionLayer, is_transposed
 from heads_kernels.nn.shared import SharedProjection
 

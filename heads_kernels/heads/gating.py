@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from heads_kernels.checks import is_sharded, refuse
+from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.configs import attention_function
 from heads_kernels.heads.dense import check_unpacked
 from heads_kernels.heads.layers import (

@@ -128,7 +128,7 @@ class GateSchedule:
         The best `keep_at_least` heads of every layer come first. Ties go to the earlier layer and head.
         """
         for gates, k in self._counts:
-            rank = [gate.log_alpha.detach().double().cpu() for gate in gates]
+            rank = [gate.rank().double().cpu() for gate in gates]
             for scores in rank:
                 scores[scores.argsort(descending=True, stable=True)[: self.keep_at_least]] = (
                     math.inf

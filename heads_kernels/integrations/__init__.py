@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from heads_kernels.after_import import after_import
 
 if TYPE_CHECKING:
+    from heads_kernels.integrations import distributed as distributed
     from heads_kernels.integrations import transformers as transformers
 else:
 
     def __getattr__(name: str) -> ModuleType:
-        if name != "transformers":
+        if name not in ("distributed", "transformers"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(f"{__name__}.{name}")
 

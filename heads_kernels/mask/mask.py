@@ -12,7 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, is_sharded, refuse, shown
+from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, refuse, shown
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
 from heads_kernels.mask.kept import capturing, readable, state_of
 from heads_kernels.mask.terms import (

@@ -129,15 +129,14 @@ class GatedMultiheadAttention(Multihead):
         return made.train(attention.training)
 
     def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        heads = *key.shape[:2], self.num_key_heads
         return (
-            self.k_proj(key).view(*heads, self.head_dim),
-            self.v_proj(value).view(*heads, self.value_dim),
+            self.by_head("k_proj", key, self.num_key_heads, self.head_dim),
+            self.by_head("v_proj", value, self.num_key_heads, self.value_dim),
         )
 
     def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
         key, value = source  # [B, S, Hk, D], [B, S, Hk, Dv]
-        query = self.q_proj(query).view(*query.shape[:2], self.num_heads, self.head_dim)
+        query = self.by_head("q_proj", query, self.num_heads, self.head_dim)
         return {
             "query": query.transpose(1, 2),
             "key": key.transpose(1, 2),

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag, check_size, is_sharded, refuse
+from heads_kernels.checks import check_flag, check_size, refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.functional import collaborative_attention
 from heads_kernels.nn.initialization import mixing_init_
 from heads_kernels.nn.multihead import Multihead, head_width
@@ -122,8 +123,7 @@ class CollaborativeMultiheadAttention(Multihead):
         return not self.ragged
 
     def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        check_unsharded(self)
-        heads = self.v_proj(value).view(*value.shape[:2], self.num_heads, self.value_dim)
+        heads = self.by_head("v_proj", value, self.num_heads, self.value_dim)
         shared = self.k_proj(key), heads
         return shared if self.content_proj is None else (*shared, self.content_proj(key))
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import check_size, is_real, refuse
+from heads_kernels.dtensor import distributed_as, of_first, whole
 from heads_kernels.nn.gates import HeadGate
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Evaluate = Literal["mean", "binary"]
 Reduce = Literal["sum", "mean_layers"]
@@ -62,7 +66,10 @@ class HardConcrete(HeadGate):
         device: of `log_alpha`.
 
     Attributes:
-        log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is float64.
+        log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is float64. Where it is sharded
+            (FSDP2), everything but `forward` gathers it: every process of its mesh must call.
+        mesh: a `DeviceMesh` whose processes share the noise of its first one: those of tensor or context parallelism,
+            which compute parts of one batch. None: every process draws its own.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
@@ -106,6 +113,7 @@ class HardConcrete(HeadGate):
         self.straight_through = straight_through
         self.closed_grad = straight_through
         self.generator = generator
+        self.mesh: DeviceMesh | None = None
         self._warned = False
         initial = self._initial(num_heads, log_alpha, openness)
         self.log_alpha = nn.Parameter(initial.to(device or torch.get_default_device()))
@@ -128,7 +136,10 @@ class HardConcrete(HeadGate):
         wide = self._wide()
         uniform = torch.rand(shape, generator=self.generator, dtype=wide.dtype, device="cpu")
         noise = torch.logit(self.eps + (1 - 2 * self.eps) * uniform)
-        return self._clipped((noise.to(wide.device, non_blocking=True) + wide) / self.temperature)
+        noise = noise.to(wide.device, non_blocking=True)
+        if self.mesh is not None:
+            noise = of_first(noise, self.mesh)
+        return self._clipped((noise + wide) / self.temperature)
 
     # ------------------------------------------------------------------ probabilities, closed form
     def probability_open(self) -> Tensor:
@@ -174,7 +185,7 @@ class HardConcrete(HeadGate):
         return self._evaluated().detach().clone()
 
     def rank(self) -> Tensor:
-        return self.log_alpha.detach()
+        return whole(self.log_alpha.detach())
 
     def keep(self, heads: Sequence[int]) -> None:
         index = torch.tensor(heads, dtype=torch.int64, device=self.log_alpha.device)
@@ -201,7 +212,8 @@ class HardConcrete(HeadGate):
         far = math.log1p(-self.eps) - math.log(self.eps) + max(1.0, self.temperature) * bound + 1
         self.log_alpha.requires_grad_(False)
         self.log_alpha.grad = None
-        self.log_alpha.copy_(torch.where(is_open.to(self.log_alpha.device), far, -far))
+        settled = torch.where(is_open.to(self.log_alpha.device), far, -far)
+        self.log_alpha.copy_(distributed_as(settled.to(self.log_alpha.dtype), self.log_alpha))
 
     def train(self, mode: bool = True) -> HardConcrete:
         super().train(mode)
@@ -228,7 +240,7 @@ class HardConcrete(HeadGate):
         return self.temperature * math.log((1 - low) / (high - 1))
 
     def _wide(self) -> Tensor:
-        return self.log_alpha.to(torch.promote_types(self.log_alpha.dtype, torch.float32))
+        return whole(self.log_alpha).to(torch.promote_types(self.log_alpha.dtype, torch.float32))
 
     def _clipped(self, logits: Tensor) -> Tensor:
         low, high = self.stretch

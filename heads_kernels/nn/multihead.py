@@ -11,14 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.batch import Batch, flatten_companion, unflatten
-from heads_kernels.checks import (
-    check_dropout,
-    check_flag,
-    check_scale,
-    check_size,
-    is_sharded,
-    refuse,
-)
+from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
@@ -292,20 +286,27 @@ class Multihead(nn.Module, ABC):
         return inputs.flatten(0, -3) if self.batch_first else inputs.transpose(0, 1)
 
     def _check_noise(self) -> None:
-        """Under tensor parallelism every process has different heads, whose gates need different noise."""
+        """Under tensor parallelism every process has all gates, which must be the same."""
         gate = self.head_gate
-        draws = isinstance(gate, HardConcrete) and gate.training and gate.generator is None
+        draws = isinstance(gate, HardConcrete) and gate.training and gate.mesh is None
         if draws and is_sharded(getattr(self.out_proj, "weight", None)):
-            was = "draws noise from the seed that processes of tensor parallelism share"
-            instead = "make it with a generator that is seeded differently in each process"
+            was = "draws noise of its own in each process of tensor parallelism"
+            instead = "set head_gate.mesh to their mesh, as tensor_parallel_plan does"
             refuse("head_gate", was, instead)
 
     def _logits(self, query: Tensor) -> Tensor:
         """Logits of the output gate, `[B, H, T, 1 or Dv]`."""
-        assert self.gate_proj is not None
         width = self.value_dim if self.output_gate == "element" else 1
-        logits: Tensor = self.gate_proj(query).view(*query.shape[:2], self.num_heads, width)
-        return logits.transpose(1, 2)
+        return self.by_head("gate_proj", query, self.num_heads, width).transpose(1, 2)
+
+    def by_head(self, projection: str, inputs: Tensor, heads: int, width: int) -> Tensor:
+        """`inputs` `[B, L, ...]` projected, `[B, L, heads, width]`."""
+        projected: Tensor = self.get_submodule(projection)(inputs)
+        if projected.shape[-1] != heads * width:
+            was = f"gives {projected.shape[-1]} features, but {heads} heads have {heads * width}"
+            instead = "for tensor parallelism use hk.integrations.distributed.tensor_parallel_plan"
+            refuse(projection, was, instead)
+        return projected.view(*projected.shape[:-1], heads, width)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}

@@ -13,11 +13,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from heads_kernels.batch import expand_bias
-from heads_kernels.checks import is_sharded, refuse
+from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded, of_first
 from heads_kernels.problem import Problem
 
 #: The dimensions of operands; where heads share the query, those of `_SHARED` differ.
@@ -100,7 +101,7 @@ class Part:
         """The seed of the first process of the mesh, at the first element of this part."""
         if seed is None:
             return None
-        shared = distribute_tensor(seed, self.mesh, [Replicate()] * self.mesh.ndim).to_local()
+        shared = of_first(seed, self.mesh)
         return shared + shared.new_tensor([0, self._span("B")[0], self._span("H")[0], 0, 0])
 
     # ------------------------------------------------------------------ which part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from tests.support.alike import assert_alike
 from tests.support.processes import Processes
 
 tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
-testing = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
 #: Which dimension of an operand is the batch and which the heads.
 GATED = {"query": ("B", "H"), "key": ("B", "H"), "value": ("B", "H"), "sinks": ("H",)}
@@ -27,15 +26,6 @@ SHARED = {
     "content_bias": ("B", "H"),
 }
 SMALL = [case for case in CASES if "nasty" in case.tags and case.T <= 200]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Processes]]:
-    """Processes by their number."""
-    made: dict[int, Processes] = {}
-    yield lambda world: made.setdefault(world, Processes(world))
-    for processes in made.values():
-        processes.close()
 
 
 # ---------------------------------------------------------------------- in every rank
@@ -187,12 +177,8 @@ def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Process
 
 # ---------------------------------------------------------------------- refusals, which need no other process
 @pytest.fixture
-def mesh() -> Iterator[Any]:
-    """Four processes, of which the others do not exist: nothing may communicate."""
-    store = testing.FakeStore()
-    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=4)
-    yield torch.distributed.init_device_mesh("cpu", (2, 2))
-    torch.distributed.destroy_process_group()
+def mesh(fake_mesh: Callable[..., Any]) -> Any:
+    return fake_mesh(2, 2)
 
 
 def local(mesh: Any, sizes: tuple[int, ...], *placements: Any) -> Tensor:

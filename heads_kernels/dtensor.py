@@ -1,0 +1,39 @@
+"""`DTensor`s, without importing `torch.distributed.tensor`, which takes a second, where there are none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a `DTensor`."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a `DTensor`, gathered from the processes of its mesh; any other tensor itself.
+
+    A gradient of the result is one that every process has, and is counted once.
+    """
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def distributed_as(values: Tensor, like: Tensor) -> Tensor:
+    """`values`, which every process has, distributed as `like` if that is a `DTensor`."""
+    if not is_sharded(like):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def of_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor of the first process of `mesh`, in all of them."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim).to_local()

@@ -1,0 +1,8 @@
+"""Attention on more than one process, with the engine of `torch.distributed`.
+
+Operators take `DTensor`s sharded along the batch or the heads; what else is to be known about a model is here.
+"""
+
+from heads_kernels.integrations.distributed.tensor_parallel import SharedNoise, tensor_parallel_plan
+
+__all__ = ["SharedNoise", "tensor_parallel_plan"]
