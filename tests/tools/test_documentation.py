@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,10 @@ def test_reference_names_what_there_is() -> None:
     }
     missing = {f"heads_kernels.{each}" for each in hk.__all__} - entries
     assert missing <= {"heads_kernels.integrations"}
-    for entry in entries - {"heads_kernels.integrations.transformers"}:
+    for entry in entries:
+        if entry.startswith("heads_kernels.integrations."):  # of libraries that may be absent
+            assert find_spec(entry)
+            continue
         assert hasattr(hk, entry.removeprefix("heads_kernels."))
 
 
