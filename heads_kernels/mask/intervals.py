@@ -59,6 +59,13 @@ class Intervals(NamedTuple):
         k_lo = torch.zeros_like(k_hi) if self.k_lo is None else _vectors(self.k_lo.expand_as(k_hi))
         return self._replace(k_lo=k_lo, k_hi=k_hi)
 
+    def from_row(self, row: int) -> Intervals:
+        """The band of a call whose first row is `row` of this one; tensors are unchanged."""
+        lo, hi = self.band_lo, self.band_hi
+        return self._replace(
+            band_lo=lo + row if lo > -UNBOUNDED else lo, band_hi=hi + row if hi < UNBOUNDED else hi
+        )
+
     @property
     def hides(self) -> bool:
         """Whether any part is present: False where every pair is visible."""

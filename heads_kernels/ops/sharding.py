@@ -1,8 +1,9 @@
 """Operands that are `DTensor`s: the part of a call that this process computes.
 
-Attention is independent along the batch and the heads, so operands may be sharded along these dimensions; a query or
-key that heads share is replicated, and its gradient summed. The part is a call on local tensors: `redistribute`,
-`to_local` and `from_local` are differentiable, and all communication is theirs.
+Attention is independent along the batch, the heads and the query rows, so operands may be sharded along these
+dimensions. What the parts share is replicated and its gradient summed: a query or key of all heads, and, where rows are
+split, keys and values, which are gathered if they are sharded along the sequence. The part is a call on local tensors:
+`redistribute`, `to_local` and `from_local` are differentiable, and all communication is theirs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _GATES: Final = {1: "H", 2: "B H", 3: "B H T", 4: "B H T Dv"}
 _INTERVALS: Final = {"k_lo": "B T", "k_hi": "B T", "key_visible": "B S", "dense": "B H T S"}
 _OUTPUT: Final = "B H T Dv"
 #: The dimensions that may be sharded, and along which of the call they are.
-_SPLIT: Final = {"B": "B", "H": "H", "Hk": "H"}
+_SPLIT: Final = {"B": "B", "H": "H", "Hk": "H", "T": "T"}
+#: The dimension that every row needs whole: what is sharded along it is gathered.
+_KEYS: Final = "S"
 
 Span = tuple[int, int]  # first, count
 
@@ -69,22 +72,21 @@ class Part:
 
     def __init__(self, problem: Problem, operands: list[_Operand], mesh: Any) -> None:
         self.mesh = mesh
-        #: For each dimension of the mesh what it splits, "B" or "H"; "": all of its processes compute the same.
+        self._sizes = {"B": problem.B, "H": problem.H, "T": problem.T}
+        #: For each dimension of the mesh what it splits, of `_sizes`; "": all of its processes compute the same.
         self.splits = [
-            "" if {"B": problem.B, "H": problem.H}.get(split) == 1 else split
-            for split in _splits(operands, mesh)
+            "" if self._sizes.get(split) == 1 else split for split in _splits(operands, mesh)
         ]
-        self._spans = {"B": self._all_spans("B", problem.B), "H": self._all_spans("H", problem.H)}
+        self._spans = {letter: self._all_spans(letter, n) for letter, n in self._sizes.items()}
         self._spans["Hk"] = _key_spans(problem, self._spans["H"])
         self._at = mesh.get_coordinate()
         self.problem = self._of(problem, operands)
-        self._whole = problem.B, problem.H
 
     def whole(self, result: Tensor) -> Tensor:
-        """A result `[B, H, ...]` of the part, as a DTensor of the whole call."""
-        sizes = torch.Size((*self._whole, *result.shape[2:]))
+        """A result `[B, H, T, ...]` of the part, as a DTensor of the whole call."""
+        sizes = torch.Size((*self._sizes.values(), *result.shape[3:]))
         strides = list(result.stride())
-        for dim, (size, here) in enumerate(zip(self._whole, result.shape, strict=False)):
+        for dim, (size, here) in enumerate(zip(sizes, result.shape, strict=True)):
             for d, stride in enumerate(strides):
                 if d != dim and stride >= strides[dim]:  # it steps over dimension `dim`
                     strides[d] = stride // max(here, 1) * size
@@ -102,7 +104,8 @@ class Part:
         if seed is None:
             return None
         shared = of_first(seed, self.mesh)
-        return shared + shared.new_tensor([0, self._span("B")[0], self._span("H")[0], 0, 0])
+        first = [self._span(letter)[0] for letter in self._sizes]
+        return shared + shared.new_tensor([0, *first, 0])
 
     # ------------------------------------------------------------------ which part
     def _all_spans(self, letter: str, size: int) -> dict[tuple[int, ...], Span]:
@@ -125,8 +128,16 @@ class Part:
         parts: dict[str, Any] = {
             name: self._local(t, layout.split()) for name, t, layout in operands
         }
-        intervals: Any = {name: parts.pop(name) for name in _INTERVALS}
-        return problem._replace(**parts, intervals=problem.intervals._replace(**intervals))
+        bounds: Any = {name: parts.pop(name) for name in _INTERVALS}
+        row, rows = self._span("T")
+        if (
+            table := parts["offset_bias"]
+        ) is not None:  # offsets from -(T - 1): those of the last row come first
+            parts["offset_bias"] = table.narrow(
+                1, problem.T - row - rows, max(rows + problem.S - 1, 1)
+            )
+        intervals = problem.intervals.from_row(row)._replace(**bounds)
+        return problem._replace(**parts, intervals=intervals)
 
     # ------------------------------------------------------------------ tensors
     def _placements(self, layout: Sequence[str], shape: torch.Size) -> list[Placement]:
@@ -205,12 +216,13 @@ def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
             if not isinstance(placement, Shard):
                 continue
             letter = layout.split()[placement.dim]
+            if letter == _KEYS:
+                continue
             split = _SPLIT.get(letter)
             if split is None or type(placement) is not Shard:
                 was = f"is sharded along {letter} ({placement})"
-                refuse(
-                    name, was, "redistribute it: operands are sharded along the batch or the heads"
-                )
+                instead = "redistribute it: operands are sharded along batch, heads or sequence"
+                refuse(name, was, instead)
             if splits[m] not in ("", split):
                 was = f"is sharded along {split}, but {by[m]} along {splits[m]}, over one dimension of the mesh"
                 refuse(name, was, "redistribute one of them")

@@ -16,15 +16,10 @@ from tests.support.processes import Processes
 
 tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
 
-#: Which dimension of an operand is the batch and which the heads.
-GATED = {"query": ("B", "H"), "key": ("B", "H"), "value": ("B", "H"), "sinks": ("H",)}
-SHARED = {
-    "query": ("B",),
-    "key": ("B",),
-    "value": ("B", "H"),
-    "mixing": ("H",),
-    "content_bias": ("B", "H"),
-}
+#: The dimensions of operands: batch, heads, rows or keys.
+HEADS = {"value": "BHT_", "sinks": "H"}
+GATED = {"query": "BHT_", "key": "BHT_", **HEADS}
+SHARED = {"query": "BT_", "key": "BT_", "mixing": "H_", "content_bias": "BHT", **HEADS}
 SMALL = [case for case in CASES if "nasty" in case.tags and case.T <= 200]
 
 
@@ -37,9 +32,9 @@ def distributed(inputs: Inputs, mesh: Any, splits: str, plain: bool) -> dict[str
     dims = SHARED if inputs.operator == "collaborative_attention" else GATED
     result = {}
     for name, whole in inputs.tensors.items():
-        letters: tuple[str, ...] = dims.get(name, ())
+        letters = dims.get(name, "")
         if name == "gate":
-            letters = ("H",) if whole.dim() == 1 else ("B", "H")
+            letters = "H" if whole.dim() == 1 else "BHT_"[: whole.dim()]
         placements = [
             tensor.Shard(letters.index(split))
             if split in letters and whole.shape[letters.index(split)] != 1
@@ -158,7 +153,7 @@ def check_seed() -> None:
 
 
 # ---------------------------------------------------------------------- tests
-@pytest.mark.parametrize("splits", ["B", "H", "BH", "HB", "HH"])
+@pytest.mark.parametrize("splits", ["B", "H", "T", "BH", "HB", "HH", "HT"])
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 def test_cases(operator: str, splits: str, ranks: Callable[[int], Processes]) -> None:
     shape = (2,) * len(splits)
@@ -186,10 +181,10 @@ def local(mesh: Any, sizes: tuple[int, ...], *placements: Any) -> Tensor:
     return tensor.DTensor.from_local(torch.randn(sizes), mesh, placements, run_check=False)
 
 
-def test_sequences_that_are_sharded(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 8), tensor.Shard(2), tensor.Replicate())
+def test_widths_that_are_sharded(mesh: Any) -> None:
+    query = local(mesh, (2, 4, 3, 4), tensor.Shard(3), tensor.Replicate())
     key = torch.randn(2, 4, 6, 8)
-    with pytest.raises(ValueError, match=r"query is sharded along T .*batch or the heads"):
+    with pytest.raises(ValueError, match=r"query is sharded along D .*batch, heads or sequence"):
         hk.gated_attention(query, key, key)
 
 
