@@ -18,6 +18,7 @@ from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
 from heads_kernels.mask.kept import capturing, readable, state_of
 from heads_kernels.mask.terms import (
     Alignment,
+    Bounds,
     Causal,
     Dense,
     Documents,
@@ -171,6 +172,35 @@ class Mask:
         intervals = self.work_out(B, H, T, S, device)
         object.__setattr__(self, "_last", last if last is _CAPTURED else (call, intervals))
         return intervals
+
+    def rows(self, positions: Tensor, B: int, H: int, T: int, S: int) -> Mask:
+        """The mask of the query rows at `positions` of a call of these sizes.
+
+        A call of these rows alone, in this order, sees what they see in the whole call: for example the rows that one
+        process of context parallelism has.
+
+        Args:
+            positions: integers `[rows]` in [0, T), on the device of the query.
+            B, H, T, S: sizes of the whole call.
+        """
+        layout = "pass an integer tensor [rows]"
+        index = _parse_tensor("positions", positions, _INTEGERS, (1,), layout).to(torch.int64)
+        if readable(index) and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < T:
+            refuse("positions", f"is from {int(index.min())} to {int(index.max())}", f"T is {T}")
+        whole = self.intervals(B, H, T, S, positions.device)
+        lo, hi = (
+            (index + whole.band_lo).clamp(0, S)[None],
+            (index + whole.band_hi).clamp(0, S)[None],
+        )
+        if whole.k_lo is not None and whole.k_hi is not None:
+            lo = torch.maximum(lo, whole.k_lo[:, index])
+            hi = torch.minimum(hi, whole.k_hi[:, index])
+        terms: tuple[Term, ...] = (Bounds(lo, hi),)
+        if whole.key_visible is not None:
+            terms += (KeyMask(whole.key_visible),)
+        if (dense := whole.dense) is not None:
+            terms += (Dense(dense if dense.shape[2] == 1 else dense[:, :, index]),)
+        return Mask.of(terms)
 
     def work_out(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         """Its `Intervals`, not cached: for a mask that is used once."""

@@ -183,6 +183,19 @@ class Dense(Term):
         return Intervals(dense=self.visible)
 
 
+@dataclass(frozen=True, eq=False)
+class Bounds(Term):
+    """Row i sees keys `k_lo[b, i] <= j < k_hi[b, i]`; both `[B or 1, T]`."""
+
+    k_lo: Tensor
+    k_hi: Tensor
+    argument: str = "rows"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        _check_rows(self.argument, self.k_lo, B, T, "T", device)
+        return Intervals(k_lo=self.k_lo.clamp(0, S), k_hi=self.k_hi.clamp(0, S))
+
+
 def _offset(align: Alignment, T: int, S: int) -> int:
     """The key that row 0 is aligned with."""
     return 0 if align == "upper_left" else S - T

@@ -68,8 +68,8 @@ class HardConcrete(HeadGate):
     Attributes:
         log_alpha: parameter `[H]`. Gates are computed in float32, or in float64 if it is float64. Where it is sharded
             (FSDP2), everything but `forward` gathers it: every process of its mesh must call.
-        mesh: a `DeviceMesh` whose processes share the noise of its first one: those of tensor or context parallelism,
-            which compute parts of one batch. None: every process draws its own.
+        meshes: every `DeviceMesh` whose processes share the noise of its first one: those of tensor or context
+            parallelism, which compute parts of one batch. Empty: every process draws its own.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
@@ -113,7 +113,7 @@ class HardConcrete(HeadGate):
         self.straight_through = straight_through
         self.closed_grad = straight_through
         self.generator = generator
-        self.mesh: DeviceMesh | None = None
+        self.meshes: tuple[DeviceMesh, ...] = ()
         self._warned = False
         initial = self._initial(num_heads, log_alpha, openness)
         self.log_alpha = nn.Parameter(initial.to(device or torch.get_default_device()))
@@ -137,8 +137,8 @@ class HardConcrete(HeadGate):
         uniform = torch.rand(shape, generator=self.generator, dtype=wide.dtype, device="cpu")
         noise = torch.logit(self.eps + (1 - 2 * self.eps) * uniform)
         noise = noise.to(wide.device, non_blocking=True)
-        if self.mesh is not None:
-            noise = of_first(noise, self.mesh)
+        for mesh in self.meshes:
+            noise = of_first(noise, mesh)
         return self._clipped((noise + wide) / self.temperature)
 
     # ------------------------------------------------------------------ probabilities, closed form

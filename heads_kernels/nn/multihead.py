@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,14 @@ class _OwnForward:
         return NotImplemented
 
 
+class Context(Protocol):
+    """Calls operators where this process has a part of each sequence; masks are those of whole ones."""
+
+    def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor: ...
+
+    def whole_length(self, part: int) -> int: ...
+
+
 class Multihead(nn.Module, ABC):
     """An attention module: four projections, one operator call.
 
@@ -47,6 +55,8 @@ class Multihead(nn.Module, ABC):
         gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
         head_gate: a `HeadGate`, or None.
         observer: called with an `AttentionCall` before every operator call; `hk.analysis.observe` sets it.
+        context: a `ContextParallel`, through which the operator is called, or None; `context_parallel` of
+            `hk.integrations.distributed` sets it.
         num_heads, value_dim, scale, dropout: read in every call; pruning changes `num_heads` and the weights.
         computes_padded_rows: whether `key_padding_mask` hides only keys in self-attention, as in
             `torch.nn.MultiheadAttention`. By default it hides rows as well.
@@ -56,6 +66,7 @@ class Multihead(nn.Module, ABC):
     gate_proj: nn.Linear | None
     head_gate: HeadGate | None
     observer: Callable[[AttentionCall], None] | None = None
+    context: Context | None = None
     computes_padded_rows: bool = False
     #: Read by the layers of `torch.nn`.
     _qkv_same_embed_dim = True
@@ -192,13 +203,16 @@ class Multihead(nn.Module, ABC):
         rows = self._in_order(query)
         keys = rows if alone else self._in_order(key)
         values = keys if value is key else self._in_order(value)
-        S = keys.shape[1]
+        T, S = rows.shape[1], keys.shape[1]
+        if self.context is not None:
+            self._check_context(cache, need_statistics)
+            T, S = self.context.whole_length(T), self.context.whole_length(S)
         if cache is not None:
             if not isinstance(cache, KeyValueCache):
                 was = f"is a {type(cache).__name__}"
                 refuse("cache", was, "pass a hk.nn.KeyValueCache", TypeError)
             S = cache.length_after(S, alone)
-        sizes = rows.shape[0], self.num_heads, rows.shape[1], S
+        sizes = rows.shape[0], self.num_heads, T, S
         lead = sizes[:1] if batch is None else batch
         is_added = is_bias(attn_mask, is_causal)
         visible = module_mask(
@@ -268,7 +282,10 @@ class Multihead(nn.Module, ABC):
             gate, activation = self._logits(query), "sigmoid"
         if batch is not None and gate is not None and gate.dim() > 1:
             gate = unflatten(gate.expand(len(query), *gate.shape[1:]), batch)
-        heads = type(self).operator(
+        operator: Callable[..., Tensor] = type(self).operator
+        if self.context is not None:
+            operator = partial(self.context, operator)
+        heads = operator(
             **arguments,
             gate=gate,
             gate_activation=activation,
@@ -285,13 +302,24 @@ class Multihead(nn.Module, ABC):
         """`inputs` as `[B, L, width]`."""
         return inputs.flatten(0, -3) if self.batch_first else inputs.transpose(0, 1)
 
+    def _check_context(self, cache: KeyValueCache | None, need_statistics: bool) -> None:
+        """What reads the keys of whole sequences, of which this process has a part."""
+        for name, given in (
+            ("cache", cache is not None),
+            ("need_statistics", need_statistics),
+            ("observer", self.observer is not None),
+        ):
+            if given:
+                was = "is given, but the layer is under context parallelism"
+                refuse(name, was, "set its context to None, and pass whole sequences")
+
     def _check_noise(self) -> None:
         """Under tensor parallelism every process has all gates, which must be the same."""
         gate = self.head_gate
-        draws = isinstance(gate, HardConcrete) and gate.training and gate.mesh is None
+        draws = isinstance(gate, HardConcrete) and gate.training and not gate.meshes
         if draws and is_sharded(getattr(self.out_proj, "weight", None)):
             was = "draws noise of its own in each process of tensor parallelism"
-            instead = "set head_gate.mesh to their mesh, as tensor_parallel_plan does"
+            instead = "put their mesh into head_gate.meshes, as tensor_parallel_plan does"
             refuse("head_gate", was, instead)
 
     def _logits(self, query: Tensor) -> Tensor:

@@ -77,11 +77,13 @@ def test_noise_of_gates_under_tensor_parallelism(mesh: Any) -> None:
     layer.head_gate = hk.nn.FixedGate(torch.tensor([1.0, 0.0, 1.0, 0.5]))
     layer(x)
     layer.head_gate = hk.nn.HardConcrete(H)
-    with pytest.raises(ValueError, match=r"head_gate draws noise .*; set head_gate\.mesh"):
+    with pytest.raises(
+        ValueError, match=r"head_gate draws noise .*; put their mesh into head_gate\.meshes"
+    ):
         layer(x)
     layer.eval()
     layer(x)
-    layer.train().head_gate.mesh = mesh
+    layer.train().head_gate.meshes = (mesh,)
     layer(x)
 
 

@@ -196,6 +196,22 @@ def test_and_is_the_and_of_any_two_masks(data: st.DataObject) -> None:
     check(masks[0] & masks[1], expected, S)
 
 
+@given(data=st.data())
+def test_rows(data: st.DataObject) -> None:
+    """The mask of some rows, in any order, is these rows of the mask."""
+    B, T, S = data.draw(SIZES, label="B, T, S")
+    names = data.draw(st.sets(st.sampled_from(ARGUMENTS)), label="names")
+    if "prefix_lengths" in names:
+        names.add("causal")
+    arguments = {name: data.draw(strategy(name, B, T, S), label=name) for name in sorted(names)}
+    whole = Mask(**tensors(arguments, B, T, S))
+    chosen = data.draw(
+        st.lists(st.integers(0, T - 1), max_size=T) if T else st.just([]), label="rows"
+    )
+    rows = torch.tensor(chosen, dtype=torch.int64)
+    check(whole.rows(rows, B, 1, T, S), oracle(arguments, B, T, S)[:, rows], S)
+
+
 # ---------------------------------------------------------------------- by hand
 @pytest.mark.parametrize(
     ("mask", "T", "S", "rows"),

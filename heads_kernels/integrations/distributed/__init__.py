@@ -3,6 +3,10 @@
 Operators take `DTensor`s sharded along the batch or the heads; what else is to be known about a model is here.
 """
 
+from heads_kernels.integrations.distributed.context_parallel import (
+    ContextParallel,
+    context_parallel,
+)
 from heads_kernels.integrations.distributed.tensor_parallel import SharedNoise, tensor_parallel_plan
 
-__all__ = ["SharedNoise", "tensor_parallel_plan"]
+__all__ = ["ContextParallel", "SharedNoise", "context_parallel", "tensor_parallel_plan"]

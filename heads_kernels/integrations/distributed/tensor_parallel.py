@@ -88,5 +88,5 @@ class SharedNoise(ParallelStyle):
                 "apply it to HardConcrete gates",
                 TypeError,
             )
-        module.mesh = device_mesh
+        module.meshes += (device_mesh,)
         return module

@@ -1,0 +1,276 @@
+"""Context parallelism: every process has a part of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from heads_kernels.checks import check_flag, check_size, refuse
+from heads_kernels.mask import Mask, as_mask
+from heads_kernels.nn import HardConcrete
+from heads_kernels.nn.multihead import Multihead
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Method = Literal["all_gather", "ulysses"]
+METHODS: Final = get_args(Method)
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def context_parallel(
+    module: Module,
+    mesh: DeviceMesh,
+    method: Method = "all_gather",
+    *,
+    balanced: bool = False,
+    length: int | None = None,
+) -> Module:
+    """Let the attention modules of `hk.nn` in `module` attend to whole sequences, of which every process has a part.
+
+    Inputs and outputs of the modules are parts; masks are those of whole sequences. Everything else in a Transformer
+    is computed token by token. Gradients of weights are those of this process's tokens: sum or average them over the
+    mesh, as in data parallelism (`fully_shard` over the processes of both). `HardConcrete` gates draw one noise.
+
+        context_parallel(model, mesh["cp"])
+        part = model.attention.context.split(tokens, dim=1)
+
+    Args:
+        module: contains attention of `hk.nn`. Each layer gets the attribute `context`, a `ContextParallel`; set it to
+            None to undo.
+        mesh, method, balanced, length: as in `ContextParallel`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
+    """
+    layers = [each for each in module.modules() if isinstance(each, Multihead)]
+    if not layers:
+        was = f"is a {type(module).__name__} without attention of hk.nn"
+        refuse("module", was, "pass the model that contains it")
+    context = ContextParallel(mesh, method, balanced=balanced, length=length)
+    for layer in layers:
+        layer.context = context
+        if isinstance(layer.head_gate, HardConcrete):
+            layer.head_gate.meshes += (mesh,)
+    return module
+
+
+class ContextParallel:
+    """How the processes of a mesh split sequences, and operator calls on the parts.
+
+    Args:
+        mesh: of one dimension, W processes.
+        method: "all_gather": every process computes its rows of all heads. Keys and values of the whole sequence are
+            gathered; collaborative attention has one key for all heads. "ulysses" (Jacobs et al. 2023): every process
+            computes all rows of its heads; the open heads of a gate `[H]` or `[B, H]` are dealt out evenly.
+        balanced: a sequence is cut into 2 W blocks, of which process r has r and 2 W - 1 - r, so that all have the same
+            work under a causal mask; for "all_gather" without dropout and bias. False: it is cut into W parts.
+        length: tokens of every sequence, if not all processes have equally many: all but the last ones have
+            `ceil(length / W)`.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        method: Method = "all_gather",
+        *,
+        balanced: bool = False,
+        length: int | None = None,
+    ) -> None:
+        if mesh.ndim != 1:
+            refuse("mesh", f"has {mesh.ndim} dimensions", "pass one of them, such as mesh['cp']")
+        if method not in METHODS:
+            refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, METHODS))}")
+        check_flag("balanced", balanced)
+        if balanced and method != "all_gather":
+            was = f"is True, but method is {method!r}"
+            refuse("balanced", was, "leave it out: every process has all rows of its heads")
+        if length is not None:
+            check_size("length", length)
+        self.mesh = mesh
+        self.method = method
+        self.balanced = balanced
+        self.length = length
+
+    # ------------------------------------------------------------------ sequences
+    def split(self, sequence: Tensor, dim: int) -> Tensor:
+        """This process's part of what all processes have, such as tokens, labels or positions."""
+        length = sequence.shape[dim]
+        if self.length not in (None, length):
+            refuse("sequence", f"has {length} tokens", f"length is {self.length}")
+        return sequence.index_select(dim, self.positions(length, sequence.device))
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """The whole sequence, of which every process has a part. Its gradients on all processes are summed."""
+        length = self.whole_length(part.shape[dim])
+        whole = self._shard(part, dim, length).redistribute(placements=[Replicate()])
+        joined = whole.to_local(grad_placements=[Partial()])
+        if not self.balanced:
+            return joined
+        return joined.index_select(dim, self._order(length, part.device).argsort())
+
+    def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
+        """The positions of this process's tokens in a sequence of `length`: int64, in the order of its part."""
+        W, rank = self.mesh.size(), self.mesh.get_local_rank()
+        if length % (2 * W) if self.balanced else self.length is None and length % W:
+            was = f"has {length} tokens, which {W} processes cannot share evenly"
+            instead = f"pad it to a multiple of {2 * W}" if self.balanced else f"pass {length=}"
+            refuse("sequence", was, instead)
+        step = -(-length // W)
+        return self._order(length, device)[rank * step : (rank + 1) * step]
+
+    def whole_length(self, part: int) -> int:
+        """Tokens of a sequence of which this process has `part`."""
+        length = part * self.mesh.size() if self.length is None else self.length
+        if part != (expected := self.positions(length).numel()):
+            was = f"has {part} tokens, but this process has {expected} of {length}"
+            refuse("sequence", was, "pass what split() returns")
+        return length
+
+    def _order(self, length: int, device: torch.device | str) -> Tensor:
+        """All positions in the order of the processes."""
+        positions = torch.arange(length, device=device)
+        if not self.balanced:
+            return positions
+        head, tail = positions.view(2, self.mesh.size(), -1)
+        return torch.stack([head, tail.flip(0)], 1).flatten()
+
+    # ------------------------------------------------------------------ operator calls
+    def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor:
+        """Call an operator of which this process has the rows and keys of its tokens.
+
+        Args:
+            operator: `hk.gated_attention` or `hk.collaborative_attention`.
+            **arguments: those of the operator. `query`, `key`, `value`, `content_bias` and the rows of a gate are
+                parts; `attn_mask` and an `OffsetBias` are of whole sequences. The gradients of what all processes
+                have, such as `mixing` and gates of heads, are those of its own rows (with "ulysses", of its heads).
+
+        Returns:
+            The output of this process's rows.
+        """
+        given = {name: each for name, each in arguments.items() if each is not None}
+        if isinstance(given.get("bias"), Tensor):
+            instead = "pass an OffsetBias, or call the operator with DTensors"
+            refuse("bias", "is a tensor, which is not split", instead)
+        call = self._rows if self.balanced else self._shards
+        return call(operator, given)
+
+    def _rows(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        """Plain tensors: whole keys and values, and a mask of the rows at this process's positions."""
+        for name in ("dropout_p", "bias"):
+            if given.get(name):
+                refuse(name, f"is {given[name]!r}", "pass balanced=False")
+        whole = {
+            name: self.join(given[name], dim)
+            for name, dim in _sequences(given).items()
+            if name in ("key", "value", "content_bias")
+        }
+        query, value = given["query"], given["value"]
+        H = query.shape[-3] if "mixing" not in given else value.shape[-3]
+        B = query.shape[: query.dim() - (2 if "mixing" in given else 3)].numel()
+        T = self.whole_length(query.shape[-2])
+        sizes = B, H, T, whole["key"].shape[-2]
+        mask = as_mask(given.get("attn_mask"), sizes)
+        if given.pop("is_causal", False):
+            mask = mask & Mask(causal=True)
+        mask = mask.rows(self.positions(T, query.device), *sizes)
+        return operator(**{**given, **whole, "attn_mask": mask})
+
+    def _shards(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        """DTensors, sharded along the sequence or along the heads."""
+        sequences, heads = _sequences(given), _heads(given)
+        dealt = self._dealt(given, heads)
+        parts = dict(given)
+        for name, each in given.items():
+            if name not in sequences and name not in heads:
+                continue
+            if name in heads and dealt and each.shape[heads[name]] != 1:
+                each = each.index_select(heads[name], dealt[each.shape[heads[name]]])
+            if name not in sequences:
+                parts[name] = DTensor.from_local(
+                    each, self.mesh, [Replicate()], run_check=False, grad_placements=[Partial()]
+                )
+                continue
+            dim = sequences[name]
+            parts[name] = self._shard(each, dim, self.whole_length(each.shape[dim]))
+            if self.method == "ulysses":
+                by_head = Shard(heads[name] % each.dim()) if name in heads else Replicate()
+                parts[name] = parts[name].redistribute(placements=[by_head])
+        out: Any = operator(**parts)
+        part: Tensor = out.redistribute(placements=[Shard(out.dim() - 2)]).to_local()
+        return part.index_select(-3, dealt[part.shape[-3]].argsort()) if dealt else part
+
+    def _shard(self, part: Tensor, dim: int, length: int) -> DTensor:
+        """A part as a DTensor of the whole."""
+        dim %= part.dim()
+        part = part.contiguous()
+        shape = torch.Size((*part.shape[:dim], length, *part.shape[dim + 1 :]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            part, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+        )
+
+    def _dealt(self, given: dict[str, Any], heads: dict[str, int]) -> dict[int, Tensor]:
+        """With "ulysses" the order in which heads are dealt out, by their number; empty: the order that they have.
+
+        Open heads are spread evenly. Heads that share a key stay together.
+        """
+        if self.method != "ulysses":
+            return {}
+        W, H = self.mesh.size(), given[_of_all_heads(given)].shape[-3]
+        groups = given["value"].shape[-3]
+        if groups % W:
+            was = (
+                f"is 'ulysses', but {groups} heads of values are not shared evenly by {W} processes"
+            )
+            refuse("method", was, "use 'all_gather'")
+        gate: Any = given.get("gate")
+        activated = given.get("gate_activation", "identity") != "identity"
+        if gate is None or activated or "gate" in _sequences(given) or gate.shape[-1] != H:
+            return {}
+        is_open = (gate.detach() != 0).reshape(-1, groups, H // groups).sum((0, 2))
+        rounds = is_open.argsort(descending=True, stable=True).view(-1, W)
+        rounds[1::2] = rounds[1::2].flip(1)
+        order = rounds.t().flatten()
+        first = order[:, None] * (H // groups)
+        return {
+            groups: order,
+            H: (first + torch.arange(H // groups, device=order.device)).flatten(),
+        }
+
+
+# ---------------------------------------------------------------------- where operands have what
+def _of_all_heads(given: dict[str, Any]) -> str:
+    """The operand that has every head."""
+    return "value" if "mixing" in given else "query"
+
+
+def _sequences(given: dict[str, Any]) -> dict[str, int]:
+    """The dimension of rows or keys, from the last one, of the operands that have it."""
+    dims = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
+    gate: Any = given.get("gate")
+    per_row = 0 if gate is None else gate.dim() - given["value"].dim() + 2  # of [..., H, T] 1
+    if per_row in (1, 2) and gate.shape[-per_row] != 1:
+        dims["gate"] = -per_row
+    return {name: dim for name, dim in dims.items() if name in given}
+
+
+def _heads(given: dict[str, Any]) -> dict[str, int]:
+    """The dimension of heads, from the last one, of the operands that have it."""
+    dims = {"value": -3, "content_bias": -2, "mixing": -2, "sinks": -1}
+    if "mixing" not in given:
+        dims |= {"query": -3, "key": -3}
+    gate = given.get("gate")
+    if gate is not None:
+        dims["gate"] = -1 - max(0, gate.dim() - given["value"].dim() + 2)
+    return {name: dim for name, dim in dims.items() if name in given}

@@ -1,0 +1,249 @@
+"""Attention of parts of sequences is that of whole sequences in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support.alike import assert_alike
+from tests.support.processes import Processes
+
+distributed = pytest.importorskip("heads_kernels.integrations.distributed")
+
+B, H, T, D = 2, 4, 24, 8
+REAL = torch.ones(B, T, dtype=torch.bool)
+REAL[0, 17:] = False
+REAL[1, 3] = False
+MASKS = {
+    "none": None,
+    "causal": hk.Mask(causal=True),
+    "padding": hk.Mask(causal=True, key_mask=REAL, query_mask=REAL),
+    "window": hk.Mask(causal=True, window=(5, 0)),
+    "documents": hk.Mask(document_ids=torch.arange(T) // 7) & hk.Mask(causal=True),
+    "prefix": hk.Mask(causal=True, prefix_lengths=[7, 12]),
+    "dense": torch.arange(T)[:, None] % 5 != torch.arange(T) % 3,
+}
+GATES = {
+    "no gate": None,
+    "[H]": torch.tensor([0.5, 0.0, 0.0, 1.0]),
+    "[B, H]": torch.tensor([[0.5, 0.0, 0.3, 1.0], [0.0, 0.0, 1.0, 2.0]]),
+    "[B, H, T]": torch.linspace(-1, 1, B * H * T).view(B, H, T),
+    "[B, H, T, Dv]": torch.linspace(-1, 1, B * H * T * D).view(B, H, T, D),
+}
+#: What a process has a part of, and along which dimension.
+PARTS = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
+
+
+def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    if operator == "gated_attention":
+        given = {"query": torch.randn(B, H, length, D)}
+        given |= {name: torch.randn(B, Hk, length, D) for name in ("key", "value")}
+        given["sinks"] = torch.randn(H)
+    else:
+        given = {name: torch.randn(B, length, 12) for name in ("query", "key")}
+        given |= {"value": torch.randn(B, H, length, D), "mixing": torch.randn(H, 12)}
+        given["content_bias"] = torch.randn(B, H, length)
+    if (factors := GATES[gate]) is not None:
+        given["gate"] = factors[:, :, :length] if factors.dim() > 2 else factors
+    return given
+
+
+# ---------------------------------------------------------------------- in every rank
+def check_call(
+    operator: str, gate: str, how: dict[str, Any], Hk: int = H, length: int = T, **options: Any
+) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    context = distributed.ContextParallel(mesh, **how)
+    given = operands(operator, gate, Hk, length)
+    call = getattr(hk, operator)
+    dout = torch.randn(B, H, length, D)
+    plain = {name: t.clone().requires_grad_() for name, t in given.items()}
+    torch.manual_seed(3)
+    expected = call(**plain, **options)
+    expected.backward(dout)
+    dims = dict(PARTS)
+    if gate.startswith("[B, H, T"):
+        dims["gate"] = 2
+    mine = {
+        name: (context.split(t, dims[name]) if name in dims else t.clone()).requires_grad_()
+        for name, t in given.items()
+    }
+    torch.manual_seed(3 + torch.distributed.get_rank())
+    out = context(call, **mine, **options)
+    out.backward(context.split(dout, 2))
+    assert_alike(out.detach(), context.split(expected.detach(), 2))
+    for name, t in mine.items():
+        want = plain[name].grad
+        if name in dims:
+            assert_alike(t.grad, context.split(want, dims[name]), name=name)
+        else:
+            torch.distributed.all_reduce(t.grad)
+            assert_alike(t.grad, want, name=name)
+
+
+def check_masks(operator: str, how: dict[str, Any]) -> None:
+    for mask in MASKS.values():
+        check_call(operator, "[B, H, T]", how, attn_mask=mask)
+
+
+def check_balance() -> None:
+    """Open heads are dealt out evenly, and heads that share a key stay together."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    context = distributed.ContextParallel(mesh, "ulysses")
+    seen: list[Tensor] = []
+
+    def operator(**parts: Any) -> Any:
+        seen.append(parts["gate"].full_tensor().chunk(2)[mesh.get_local_rank()])
+        return parts["query"]
+
+    gate = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    query, key = torch.randn(B, 8, 3, D), torch.randn(B, 4, 3, D)
+    context(operator, query=query, key=query, value=query, gate=gate)
+    context(operator, query=query, key=key, value=key, gate=gate)
+    assert [int(part.sum()) for part in seen] == [2, 2]
+    assert seen[1].view(2, 2).diff(dim=1).eq(0).all()
+
+
+def check_death() -> None:
+    """The other process is gone: an error, and no endless wait."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    context = distributed.ContextParallel(mesh)
+    if torch.distributed.get_rank() == 1:
+        os._exit(1)
+    q = torch.randn(B, H, T, D)
+    context(hk.gated_attention, query=q, key=q, value=q)
+
+
+def check_layer(how: dict[str, Any]) -> None:
+    """Layers with gates, training: parts of the outputs, and the sum of the gradients."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    results = []
+    x = torch.randn(B, T, 16)
+    for split in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList(
+            [
+                hk.nn.GatedMultiheadAttention(16, H, num_key_heads=2, output_gate="element"),
+                hk.nn.CollaborativeMultiheadAttention(16, H, 12),
+            ]
+        )
+        hk.heads.gate(model, lambda n: hk.nn.HardConcrete(n, log_alpha="voita"))
+        given = x
+        if split:
+            distributed.context_parallel(model, mesh, **how)
+            context = model[0].context
+            given = context.split(x, 1)
+        torch.manual_seed(5 + (torch.distributed.get_rank() if split else 0))
+        for layer in model:
+            given = given + layer(given, key_padding_mask=~REAL, is_causal=True)[0]
+        given.square().sum().backward()
+        if split:
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+            given = context.join(given, 1)
+        results.append({"out": given.detach(), **{n: p.grad for n, p in model.named_parameters()}})
+    assert_alike(results[1], results[0])
+
+
+# ---------------------------------------------------------------------- tests
+HOW = {
+    "all_gather": {"method": "all_gather"},
+    "balanced": {"method": "all_gather", "balanced": True},
+    "ulysses": {"method": "ulysses"},
+}
+OPERATORS = ["gated_attention", "collaborative_attention"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gates(
+    operator: str, how: str, gate: str, world: int, ranks: Callable[[int], Processes]
+) -> None:
+    ranks(world).run(check_call, operator, gate, HOW[how])
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_masks(operator: str, how: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_masks, operator, HOW[how])
+
+
+@pytest.mark.parametrize("how", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_options(operator: str, how: str, ranks: Callable[[int], Processes]) -> None:
+    """Dropout draws the elements of the whole; sequences that cannot be split evenly have a length."""
+    bias = hk.OffsetBias.alibi(torch.tensor([0.5, 0.25, 0.1, 0.0]))
+    for options in ({"dropout_p": 0.4}, {"bias": bias}, {"softcap": 2.0, "is_causal": True}):
+        ranks(2).run(partial(check_call, **options), operator, "no gate", HOW[how])
+    uneven = {**HOW[how], "length": 21}
+    ranks(4).run(check_call, operator, "[B, H, T]", uneven, H, 21)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_grouped_heads(how: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_call, "gated_attention", "[H]", HOW[how], 2)
+
+
+def test_balance(ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_balance)
+
+
+def test_a_process_that_dies() -> None:
+    processes = Processes(2)
+    with pytest.raises(AssertionError, match=r"rank [01]"):
+        processes.run(check_death, limit=100)
+    processes.close()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_layers(how: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_layer, HOW[how])
+
+
+# ---------------------------------------------------------------------- refusals
+def call(mesh: Any, how: dict[str, Any], H: int = H, T: int = 6, **options: Any) -> None:
+    q = torch.randn(B, H, T, D)
+    context = distributed.ContextParallel(mesh, **how)
+    context(hk.gated_attention, query=q, key=q, value=q, **options)
+
+
+def refusal(mesh: Any, match: str, how: dict[str, Any], **options: Any) -> None:
+    with pytest.raises(ValueError, match=match):
+        call(mesh, how, **options)
+
+
+def test_refusals(fake_mesh: Callable[..., Any]) -> None:
+    mesh = fake_mesh(4)
+    refusal(mesh, r"method is 'ring'; use one of 'all_gather', 'ulysses'", {"method": "ring"})
+    refusal(mesh, "balanced is True, but method", {"method": "ulysses", "balanced": True})
+    refusal(mesh, r"sequence has 20 tokens, .* multiple of 8", {"balanced": True}, T=5)
+    refusal(mesh, r"sequence has 6 tokens, but this process has 5 of 20", {"length": 20})
+    refusal(mesh, r"'ulysses', but 6 heads .* 4 processes", {"method": "ulysses"}, H=6)
+    refusal(mesh, r"bias is a tensor", {}, bias=torch.zeros(6, 6))
+    refusal(mesh, r"dropout_p is 0\.5; .*balanced=False", {"balanced": True}, dropout_p=0.5)
+    with pytest.raises(ValueError, match="pass length=21"):
+        distributed.ContextParallel(mesh).split(torch.zeros(21), 0)
+    with pytest.raises(ValueError, match=r"module is a Linear"):
+        distributed.context_parallel(nn.Linear(3, 3), mesh)
+
+
+def test_layers_that_read_whole_sequences(fake_mesh: Callable[..., Any]) -> None:
+    layer = hk.nn.GatedMultiheadAttention(16, H)
+    distributed.context_parallel(layer, fake_mesh(2))
+    x = torch.randn(B, 6, 16)
+    with pytest.raises(ValueError, match="cache is given, but the layer is under context"):
+        layer(x, cache=hk.nn.KeyValueCache())
+    with pytest.raises(ValueError, match="need_statistics is given"):
+        layer(x, need_statistics=True)
+    layer.context = None
+    layer(x, need_statistics=True)
