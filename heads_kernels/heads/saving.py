@@ -124,6 +124,55 @@ def _check_weights(
             refuse("path", was, "load it into a model of the same sizes")
 
 
+# ---------------------------------------------------------------------- checkpoints of another kind
+def shapes(model: nn.Module) -> dict[str, Any]:
+    """The shapes of a model's pruned and converted layers, for JSON: what `save` records beside the weights.
+
+    For checkpoints that `save` does not write, such as those of `torch.distributed.checkpoint`:
+
+        shapes = json.dumps(hk.heads.shapes(model))
+        dcp.save({"model": model.state_dict(), "heads": shapes}, checkpoint_id=path)
+        ...
+        state = {"heads": ""}
+        dcp.load(state, checkpoint_id=path)
+        hk.heads.reshape(model, json.loads(state["heads"]))  # then shard it, and load "model"
+
+    Returns:
+        `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}, "converted": {layer name: {dim, ragged}}}`;
+        what does not occur is left out.
+
+    Raises:
+        ValueError: the model has no known attention layer.
+    """
+    return record(attention_layers(model))
+
+
+@torch.inference_mode(False)
+def reshape(model: nn.Module, shapes: Mapping[str, Any]) -> None:
+    """Convert and prune a model of the original shape to `shapes`, before weights are loaded.
+
+    New parameters are uninitialised. On an error the model is unchanged.
+
+    Args:
+        model: as in `load`, before it is sharded.
+        shapes: what `hk.heads.shapes` returned.
+
+    Raises:
+        TypeError, ValueError: a layer does not exist in the model, or does not fit. The message names it.
+    """
+    there = {layer.name for layer in attention_layers(model)}
+    for name in (*shapes.get("pruned", ()), *shapes.get("converted", ())):
+        if name not in there:
+            refuse(
+                f"layer {name!r}",
+                "does not exist in the model",
+                f"it has {', '.join(sorted(there))}",
+            )
+    with kept_on_error(model):
+        restore_shape(model, shapes)
+        record_in_config(model)
+
+
 #: The key of `record` in a file's metadata, and its name in transformers' configs.
 RECORD: Final = "heads_kernels"
 _WORDS: Final = ("pruned", "converted")

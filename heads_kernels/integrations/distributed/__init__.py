@@ -7,6 +7,13 @@ from heads_kernels.integrations.distributed.context_parallel import (
     ContextParallel,
     context_parallel,
 )
+from heads_kernels.integrations.distributed.gathering import gather
 from heads_kernels.integrations.distributed.tensor_parallel import SharedNoise, tensor_parallel_plan
 
-__all__ = ["ContextParallel", "SharedNoise", "context_parallel", "tensor_parallel_plan"]
+__all__ = [
+    "ContextParallel",
+    "SharedNoise",
+    "context_parallel",
+    "gather",
+    "tensor_parallel_plan",
+]
