@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 def is_sharded(tensor: object) -> bool:
     """Whether it is a `DTensor`."""
     return type(tensor).__name__ == "DTensor"
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has split the parameters of it, or of a part of it."""
+    return any(
+        kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -30,6 +37,14 @@ def distributed_as(values: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def local_part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This process's part, along `dim`, of a tensor that all processes have; they gather its gradient."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=[Shard(dim)] * mesh.ndim).to_local()
 
 
 def of_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

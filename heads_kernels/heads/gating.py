@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from heads_kernels.checks import refuse
-from heads_kernels.dtensor import is_sharded
+from heads_kernels.dtensor import is_fully_sharded, is_sharded
 from heads_kernels.heads.configs import attention_function
 from heads_kernels.heads.dense import check_unpacked
 from heads_kernels.heads.layers import (
@@ -19,6 +20,7 @@ from heads_kernels.heads.layers import (
     heads_of_layers,
 )
 from heads_kernels.nn.gates import FixedGate, HeadGate
+from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.snapshot import kept_on_error
 
 
@@ -44,9 +46,9 @@ def gate(
         layers: a list of indices or names of layers; default all.
 
     Raises:
-        TypeError, ValueError: a layer does not exist, has a gate already, is sharded or has packed quantised weights;
-            the attention function of a transformers model ignores gates; `make` does not return a new `HeadGate` of
-            that many heads each time.
+        TypeError, ValueError: a layer does not exist, has a gate already or has packed quantised weights; the model is
+            sharded by `fully_shard`; the attention function of a transformers model ignores gates; `make` does not
+            return a new `HeadGate` of that many heads each time.
     """
     if isinstance(layers, str) or not isinstance(layers, (Iterable, type(None))):
         refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
@@ -60,9 +62,8 @@ def gate(
     for layer in chosen:
         check_runs_operators(layer)
         check_unpacked(layer)
-        if is_sharded(layer.output.linear.weight):
-            was = "is sharded over processes, whose gates would differ"
-            refuse(str(layer), was, "attach gates before fully_shard, without tensor parallelism")
+        if is_fully_sharded(model):
+            refuse(str(layer), "is sharded over processes", "attach gates before fully_shard")
         if layer.gate is not None:
             was = f"has a {type(layer.gate).__name__} already"
             refuse(str(layer), was, "call hk.heads.ungate(model) first")
@@ -158,7 +159,10 @@ def _made(
     if head_gate in others:
         was = f"returned the same gate for {layer} as for {others[head_gate]}"
         refuse("make", was, "return a new one each time")
-    return head_gate.to(layer.output.linear.weight.device).train(layer.module.training)
+    weight: Any = layer.output.linear.weight
+    if is_sharded(weight) and isinstance(head_gate, HardConcrete):  # tensor parallelism
+        head_gate.meshes += (weight.device_mesh,)
+    return head_gate.to(weight.device).train(layer.module.training)
 
 
 def check_runs_operators(layer: AttentionLayer) -> None:

@@ -292,6 +292,14 @@ class HardConcrete(HeadGate):
             )
 
 
+def check_one_noise(head_gate: HeadGate) -> None:
+    """Refuse gates that would differ between the processes of tensor parallelism, which all have them."""
+    if isinstance(head_gate, HardConcrete) and head_gate.training and not head_gate.meshes:
+        was = "draws noise of its own in each process of tensor parallelism"
+        instead = "put their mesh into head_gate.meshes: head_gate.meshes = (mesh,)"
+        refuse("head_gate", was, instead)
+
+
 def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     """The L0 penalty of all `HardConcrete` gates of a model, with gradient: add `lambda` times it to the loss.
 

@@ -18,7 +18,7 @@ from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
-from heads_kernels.nn.hard_concrete import HardConcrete
+from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
@@ -276,7 +276,8 @@ class Multihead(nn.Module, ABC):
         """Call the operator with the gates; returns `[B, H, T, Dv]`. `arguments` have batch dimensions `batch`."""
         gate, activation = None, "identity"
         if self.head_gate is not None:
-            self._check_noise()
+            if is_sharded(getattr(self.out_proj, "weight", None)):
+                check_one_noise(self.head_gate)
             gate = self.head_gate(*query.shape[:2])
         elif self.gate_proj is not None:
             gate, activation = self._logits(query), "sigmoid"
@@ -312,15 +313,6 @@ class Multihead(nn.Module, ABC):
             if given:
                 was = "is given, but the layer is under context parallelism"
                 refuse(name, was, "set its context to None, and pass whole sequences")
-
-    def _check_noise(self) -> None:
-        """Under tensor parallelism every process has all gates, which must be the same."""
-        gate = self.head_gate
-        draws = isinstance(gate, HardConcrete) and gate.training and not gate.meshes
-        if draws and is_sharded(getattr(self.out_proj, "weight", None)):
-            was = "draws noise of its own in each process of tensor parallelism"
-            instead = "put their mesh into head_gate.meshes, as tensor_parallel_plan does"
-            refuse("head_gate", was, instead)
 
     def _logits(self, query: Tensor) -> Tensor:
         """Logits of the output gate, `[B, H, T, 1 or Dv]`."""

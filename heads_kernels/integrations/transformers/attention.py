@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation, refuse
+from heads_kernels.dtensor import is_sharded, local_part
 from heads_kernels.functional import (
     attention_statistics,
     collaborative_attention,
@@ -19,6 +20,7 @@ from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.shared import split_shared
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
@@ -238,14 +240,22 @@ def _head_gate(
     module: nn.Module, sizes: tuple[int, int, int], arguments: dict[str, Any]
 ) -> tuple[Tensor | None, bool]:
     """The gates of this pass of sizes (B, H, T): `[H]`, `[B, H]`, `[B, H, T]` or None; and the operator's
-    `closed_grad`."""
+    `closed_grad`.
+
+    Under tensor parallelism H is the number of heads of this process, and its gates are a part of the module's.
+    """
     B, H, T = sizes
+    mesh = next((p.device_mesh for p in module.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
     head_gate: HeadGate | None = getattr(module, "head_gate", None)
-    row = head_mask(module, H, arguments)
-    if head_gate is None:
-        return row, True
-    gates = head_gate(B, T)
-    if row is None:
-        return gates, head_gate.closed_grad
-    row = row[:, None] if gates.dim() == 3 else row
-    return gates * row, head_gate.closed_grad or row.requires_grad
+    row = head_mask(module, H if mesh is None else H * mesh.size(), arguments)
+    gates, closed_grad = row, True
+    if head_gate is not None:
+        if mesh is not None:
+            check_one_noise(head_gate)
+        gates, closed_grad = head_gate(B, T), head_gate.closed_grad
+        if row is not None:
+            gates = gates * (row[:, None] if gates.dim() == 3 else row)
+            closed_grad = closed_grad or row.requires_grad
+    if gates is None or mesh is None:
+        return gates, closed_grad
+    return local_part(gates, 0 if gates.dim() == 1 else 1, mesh), closed_grad

@@ -1,0 +1,73 @@
+"""Models of transformers under tensor parallelism, whose attention gets the heads of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support.alike import assert_alike
+from tests.support.processes import Processes
+
+parallel = pytest.importorskip("torch.distributed.tensor.parallel")
+pytest.importorskip("transformers", reason="models of transformers")
+
+
+def split(model: nn.Module, mesh: Any) -> nn.Module:
+    """As `from_pretrained(..., tp_plan="auto")` does for Llama."""
+    column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
+    plan = {f"layers.*.self_attn.{name}_proj": column() for name in "qkv"}
+    plan |= {f"layers.*.mlp.{name}_proj": column() for name in ("gate", "up")}
+    plan |= {"layers.*.self_attn.o_proj": row(), "layers.*.mlp.down_proj": row()}
+    parallel.parallelize_module(model, mesh, plan)
+    return model
+
+
+def check(gates: str, order: str) -> None:
+    from tests.support.tiny_models import small
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    tokens = torch.arange(12).view(2, 6)
+    results: list[dict[str, Tensor]] = []
+    for parts in (False, True):
+        model = small("llama", "heads_kernels")
+        hk.integrations.transformers.use(model)
+        if parts and order == "split first":
+            split(model, mesh)
+        options = {}
+        if gates == "head mask":
+            H = model.config.num_attention_heads
+            options["head_mask"] = torch.linspace(0, 1, H).expand(len(model.layers), H)
+        else:
+            make: Any = hk.nn.HardConcrete
+            if gates == "per sample":
+                make = lambda H: hk.nn.HardConcrete(H, per_sample=True)  # noqa: E731
+            torch.manual_seed(1)
+            hk.heads.gate(model, make)
+        if parts and order == "gates first":
+            split(model, mesh)
+            if gates != "head mask":
+                with pytest.raises(ValueError, match="head_gate draws noise of its own"):
+                    model.train()(tokens)
+            for module in model.modules():
+                if isinstance(module, hk.nn.HardConcrete):
+                    module.meshes = (mesh,)
+        torch.manual_seed(4 + (torch.distributed.get_rank() if parts else 0))
+        out = model.train()(tokens, **options).last_hidden_state
+        out.square().sum().backward()
+        grads = {
+            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            for name, p in model.named_parameters()
+        }
+        results.append({"out": out.detach(), **grads})
+    assert_alike(results[1], results[0])
+
+
+@pytest.mark.parametrize("order", ["gates first", "split first"])
+@pytest.mark.parametrize("gates", ["one sample", "per sample", "head mask"])
+def test_gates(gates: str, order: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check, gates, order)
