@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # nvcc takes minutes, and only `make check` looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in all others too.
 export HEADS_KERNELS_CUDA ?= 0
+# Tests start hundreds of processes that import torch: bytecode is kept, or each compiles torch's sources (3 s).
+unexport PYTHONDONTWRITEBYTECODE
 
 PY  := .venv/bin/python
 # Bytecode is compiled on import: only a small part of torch and transformers is ever imported.
