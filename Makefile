@@ -12,6 +12,8 @@ INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c cons
 # A folder on the path instead of setuptools' import hook, which type checkers do not follow.
 EDITABLE := --config-settings editable_mode=compat
 OLDEST := .venv/triton-3.6.0
+# The tests that ask for a GPU's backend: two processes need not collect all others, 20 s each.
+GPU_TESTS := tests/ops tests/tools/test_doctor.py
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
@@ -33,9 +35,9 @@ test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on
 # once more on the oldest Triton that is supported.
 check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-3.6.0 ## all tests, the CUDA kernels in an emulator, Triton's in its interpreter
 	$(PY) -m pytest -n 2 -m "check and not cuda and not triton"
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 -m "cuda and not slow"
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 $(GPU_TESTS) -m "cuda and not slow"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 -m "triton and not slow"
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(GPU_TESTS) -m "triton and not slow"
 	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and not slow" -k bfloat16
 	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/ops/test_ahead_of_time.py tests/ops/test_launch_path.py
 

@@ -119,6 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if is_left_out(item, arguments):
                 item.add_marker("check")
             continue
+        if item.path.parent.name not in ("ops", "tools"):
+            raise pytest.UsageError(f"{item.nodeid}: `make check` looks in GPU_TESTS of the Makefile")
         item.add_marker(backend)
         started, how = STARTED_FOR[backend]
         if not started:
