@@ -92,14 +92,22 @@ def agreement(found: Tensor, stock: Tensor) -> tuple[float, float, float]:
     return float((found * stock).sum(1).mean()), float(spearman), float(same)
 
 
-def qualities(
-    stock: Model, calibration: Calibration, held_out: list[dict[str, Tensor]], most: int
-) -> Iterator[Quality]:
+@dataclass(frozen=True)
+class Converted:
+    """A model that a method gave `dim` features on average."""
+
+    method: str
+    dim: int
+    model: Model
+    conversion: Any
+    seconds_a_layer: float
+
+
+def converted(stock: Model, calibration: Calibration, most: int) -> Iterator[Converted]:
     """Both methods at every number of features up to `most`."""
-    expected = embeddings(stock, held_out)
     layers = len(hk.heads.attention_layers(stock))
     for method, goals in GOALS.items():
-        for dim, goal in goals.items():
+        for dim in goals:
             if dim > most:
                 continue
             model = copy.deepcopy(stock)
@@ -108,17 +116,27 @@ def qualities(
                 model, dim, method=method, calibration=calibration, progress=False
             )
             seconds = (time.perf_counter() - start) / layers
-            yield Quality(
-                method,
-                dim,
-                conversion.dims,
-                seconds,
-                sum(report.weight_error for report in conversion.reports) / layers,
-                conversion.error,
-                conversion.parameters,
-                *agreement(embeddings(model, held_out), expected),
-                goal,
-            )
+            yield Converted(method, dim, model, conversion, seconds)
+
+
+def qualities(
+    stock: Model, models: Sequence[Converted], held_out: list[dict[str, Tensor]]
+) -> Iterator[Quality]:
+    """Of every converted model."""
+    expected = embeddings(stock, held_out)
+    for one in models:
+        reports = one.conversion.reports
+        yield Quality(
+            one.method,
+            one.dim,
+            one.conversion.dims,
+            one.seconds_a_layer,
+            sum(report.weight_error for report in reports) / len(reports),
+            one.conversion.error,
+            one.conversion.parameters,
+            *agreement(embeddings(one.model, held_out), expected),
+            GOALS[one.method][one.dim],
+        )
 
 
 # ---------------------------------------------------------------------- against the reference's library
@@ -166,18 +184,14 @@ class Speed:
 
 
 def candidates(
-    stock: Model, calibration: Calibration, dims: Sequence[int]
+    stock: Model, models: Sequence[Converted], dims: Sequence[int]
 ) -> dict[str, tuple[Model, Any]]:
-    """The stock model, the same on our operators, and converted ones with their conversions."""
+    """The stock model, the same on our operators, and those with `dims` features with their conversions."""
     found: dict[str, tuple[Model, Any]] = {"stock SDPA": (stock, None)}
     found["ours"] = (hk.integrations.transformers.use(copy.deepcopy(stock)), None)
-    for method in GOALS:
-        for dim in dims:
-            model = copy.deepcopy(stock)
-            conversion = hk.convert.collaborate(
-                model, dim, method=method, calibration=calibration, progress=False
-            )
-            found[f"{method} {dim}"] = (model, conversion)
+    for one in models:
+        if one.dim in dims:
+            found[f"{one.method} {one.dim}"] = (one.model, one.conversion)
     return found
 
 
@@ -195,11 +209,13 @@ def attention_flops(stock: Model, conversion: Any, T: int) -> int:
     return total
 
 
-def speeds(models: dict[str, tuple[Model, Any]], budget_s: float, least: int) -> Iterator[Speed]:
-    """Every candidate in turn, at every length."""
+def speeds(
+    models: dict[str, tuple[Model, Any]], tokens: int, budget_s: float, least: int
+) -> Iterator[Speed]:
+    """Every candidate in turn, at every length, on batches of so many tokens."""
     stock = models["stock SDPA"][0]
     for T in LENGTHS:
-        B = TOKENS // T
+        B = tokens // T
         ids = torch.randint(1000, 20_000, (B, T), generator=torch.Generator().manual_seed(T))
         calls = {name: _inference(model, ids) for name, (model, _) in models.items()}
         times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
@@ -276,7 +292,7 @@ def show_speeds(console: Console, rows: Sequence[Speed]) -> None:
         for row in rows
     ]
     heads = ("T", "", "attention MFLOP a sentence", "ms a batch", "x stock")
-    show(console, f"Whole model, {TOKENS} tokens a batch", heads, cells)
+    show(console, f"Whole model, {rows[0].B * rows[0].T} tokens a batch", heads, cells)
 
 
 def exact(stock: Model, sentences: dict[str, Tensor]) -> float:
@@ -292,12 +308,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--smoke", action="store_true", help="few sentences: does it run?")
+    parser.add_argument(
+        "--smoke", action="store_true", help="two layers, few sentences: does it run?"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
     options = parser.parse_args(arguments)
     console = make_console()
     try:
-        stock = minilm.load(attn_implementation="sdpa")
+        shortened = {"num_hidden_layers": 2} if options.smoke else {}
+        stock = minilm.load(attn_implementation="sdpa", **shortened)
         everything = minilm.batches(200 if options.smoke else 1200, size=100)
     except minilm.Unavailable as error:
         console.print(f"no model: {error}")
@@ -308,15 +327,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"FAIL with all features hidden states differ by {difference:.1e}")
         return 1
     calibration = hk.convert.calibrate(copy.deepcopy(stock), everything[::2], progress=False)
-    quality = list(qualities(stock, calibration, held_out, 96 if options.smoke else 256))
+    models = list(converted(stock, calibration, 96 if options.smoke else 256))
+    quality = list(qualities(stock, models, held_out))
     show_qualities(console, quality)
     library = []
     if not options.smoke:
         layer = hk.heads.attention_layers(stock)[0]
         library = [against_tensorly(layer, dim) for dim in GOALS["cp"]]
         show_library(console, library)
-    models = candidates(stock, calibration, (96,) if options.smoke else (256, 128))
-    speed = list(speeds(models, *((0.1, 2) if options.smoke else (40.0, 7))))
+    timed = candidates(stock, models, (96,) if options.smoke else (256, 128))
+    speed = list(speeds(timed, *((512, 0.1, 1) if options.smoke else (TOKENS, 40.0, 7))))
     show_speeds(console, speed)
     if options.json:
         numbers: dict[str, Any] = {"machine": asdict(this_machine())}
