@@ -39,8 +39,8 @@ class BuildModules(build_ext):
         (folder / "build.json").write_text(json.dumps(self.information(), indent=1) + "\n")
 
     def build_extension(self, ext: Extension) -> None:
-        folder = Path("build", f"{ext.name}-{sys.implementation.cache_tag}-{self.plat_name}")
         of_cuda = ext.name == f"{PACKAGE}._cuda"
+        folder = Path("build", "cuda" if of_cuda else "cpu")
         module = build.cuda_module(folder, self.nvcc) if of_cuda else build.cpu_module(folder)
         install(module, Path(self.get_ext_fullpath(ext.name)))
 
@@ -103,17 +103,25 @@ class Emulator(Command):
     """`setup.py emulator`: `heads_kernels._cuda_emulated` in place, for tests without a GPU."""
 
     description = "build the CUDA kernels for the emulator"
-    user_options = [("into=", None, "folder of the module, in place of the package's")]  # noqa: RUF012
+    user_options = [  # noqa: RUF012
+        ("into=", None, "folder of the module, in place of the package's"),
+        (
+            "dtype=",
+            None,
+            "whose kernels are compiled: bf16, fp16 or float; others as they were before",
+        ),
+    ]
 
     def initialize_options(self) -> None:
         self.into = ""
+        self.dtype = ""
 
     def finalize_options(self) -> None:
         pass
 
     def run(self) -> None:
         name = self.get_finalized_command("build_ext").get_ext_filename("_cuda_emulated")
-        module = build.emulated_module(Path(self.into or "build/emulator"))
+        module = build.emulated_module(Path(self.into or build.EMULATOR), self.dtype)
         install(module, Path(self.into or PACKAGE, name))
 
 

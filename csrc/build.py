@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +60,7 @@ NVCC = shlex.split(
 LINK_CUDA = shlex.split("-shared -s -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
 # The kernels of csrc/cuda/*attention*.cu are compiled once for each.
 DTYPES = ("bf16", "fp16", "float")
+EMULATOR = Path("build/emulator")
 
 
 class Unit(NamedTuple):
@@ -90,16 +92,18 @@ def output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def build(folder: Path, output: str, units: list[Unit], link: list[str]) -> Path:
-    """Compile `units` in `folder` and link them to `output` there.
+def build(
+    folder: Path, output: str, units: list[Unit], link: list[str], ready: Sequence[Path] = ()
+) -> Path:
+    """Compile `units` in `folder` and link them to `output` there, before the objects that are `ready`.
 
-    Only what changed is compiled again, so `folder` is kept between builds.
+    Only what changed is compiled again, so `folder` is kept between builds; outputs of one folder share objects.
     """
 
     def shell(words: list[str]) -> str:
         return shlex.join(words).replace("$", "$$")
 
-    objects = " ".join(f"{folder}/{unit.name}.o" for unit in units)
+    objects = " ".join([*(f"{folder}/{unit.name}.o" for unit in units), *map(str, ready)])
     lines = [
         f"builddir = {folder}",
         "rule compile",
@@ -118,8 +122,8 @@ def build(folder: Path, output: str, units: list[Unit], link: list[str]) -> Path
         f"build {folder}/{output}: link {objects}",
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
-    ninja = [sys.executable, "-m", "ninja", "-f", f"{folder}/build.ninja"]
+    (folder / f"{output}.ninja").write_text("\n".join(lines) + "\n")
+    ninja = [sys.executable, "-m", "ninja", "-f", f"{folder}/{output}.ninja"]
     if subprocess.run(ninja).returncode != 0:
         raise CompileError("the kernels did not compile; the compiler's message is above")
     return folder / output
@@ -165,14 +169,14 @@ def cpu_selftest(folder: Path) -> Path:
 
 
 # ---------------------------------------------------------------------- CUDA
-def cuda_kernels(compiler: list[str]) -> list[Unit]:
+def cuda_kernels(compiler: list[str], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
     """csrc/cuda/, of which the attention kernels are compiled once per dtype."""
     units = []
     for source in sorted(glob("csrc/cuda/*.cu")):
         stem = Path(source).stem
         variants = {"": []}
         if "attention" in stem:
-            variants = {f"_{dtype}": [f"-DHK_DTYPE={dtype}"] for dtype in DTYPES}
+            variants = {f"_{dtype}": [f"-DHK_DTYPE={dtype}"] for dtype in dtypes}
         units += [Unit(stem + name, source, [*compiler, *own]) for name, own in variants.items()]
     return units
 
@@ -195,12 +199,17 @@ def emulator() -> tuple[list[str], list[Unit]]:
     return compiler, [Unit(Path(source).stem, source, compiler) for source in sources]
 
 
-def emulated_module(folder: Path) -> Path:
-    """`heads_kernels._cuda_emulated`: the CUDA kernels in plain C++, run by csrc/emulator/."""
+def emulated_module(folder: Path, dtype: str = "") -> Path:
+    """`heads_kernels._cuda_emulated`: the CUDA kernels in plain C++, run by csrc/emulator/.
+
+    With `dtype` those of this dtype; the others are taken from EMULATOR, where they were compiled before.
+    """
     compiler, units = emulator()
     bindings = Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *python_includes()])
-    units += [bindings, *cuda_kernels([*compiler, "-x", "c++"])]
-    return build(folder, "_cuda_emulated.so", units, ["-shared"])
+    kernels = cuda_kernels([*compiler, "-x", "c++"])
+    own = cuda_kernels([*compiler, "-x", "c++"], (dtype,)) if dtype else kernels
+    ready = [EMULATOR / f"{unit.name}.o" for unit in kernels if unit not in own]
+    return build(folder, "_cuda_emulated.so", [*units, bindings, *own], ["-shared"], ready)
 
 
 def emulator_selftest(folder: Path) -> Path:
