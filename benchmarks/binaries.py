@@ -47,7 +47,8 @@ TARGETS: Final = {
 }
 
 _MATRIX_INSTRUCTIONS: Final = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)")
-#: A product of tiles whose operands have 16 bits.
+#: A product of tiles, and one whose operands have 16 bits.
+_PRODUCT: Final = "tt.dot "
 _NARROW_PRODUCT: Final = re.compile(r"tt\.dot .*: tensor<\w+x(bf16|f16)>")
 #: What ptxas says where `wgmma` instructions are serialized (C7514 to C7519): each waits for the one before.
 _LOSS: Final = "Potential Performance Loss"
@@ -164,8 +165,10 @@ def _read(name: str, target: str, options: str, compiled: Any, log: str) -> Kern
         spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", code)
     else:
         log = _LOGS.setdefault(compiled.hash, log)
-        code = disassembled(compiled.asm["cubin"])
-        found_loops = loops(parse(code)[compiled.metadata.name])
+        code = ""
+        if _PRODUCT in compiled.asm["ttir"]:  # else no loop has instructions to look for
+            code = disassembled(compiled.asm["cubin"])
+            found_loops = loops(parse(code)[compiled.metadata.name])
         registers = _number(r"Used (\d+) registers", log)
         spilled = _number(r"(\d+) bytes spill stores", log)
         spilled += _number(r"(\d+) bytes spill loads", log)

@@ -120,7 +120,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("check")
             continue
         if item.path.parent.name not in ("ops", "tools"):
-            raise pytest.UsageError(f"{item.nodeid}: `make check` looks in GPU_TESTS of the Makefile")
+            raise pytest.UsageError(
+                f"{item.nodeid}: `make check` looks in GPU_TESTS of the Makefile"
+            )
         item.add_marker(backend)
         started, how = STARTED_FOR[backend]
         if not started:
