@@ -378,10 +378,11 @@ def test_last_line_is_to_be_repeated(
 @pytest.mark.parametrize("workload", shapes.full(), ids=lambda w: w.name)
 def test_full_form_states_its_flops(workload: Workload) -> None:
     """The formulas of the workloads that the smoke form leaves out; nothing is computed."""
-    problem = workload.make(torch.float32)[0].requires_grad().problem()
+    inputs = workload.make(torch.float32)[0]
+    baselines(inputs)  # there is one for its mask
+    problem = inputs.requires_grad().problem()
     assert problem.flops() == workload.flops("forward")
     assert problem.flops(backward=True) == workload.flops("backward")
-    baselines(workload.make(torch.float32)[0])  # there is a baseline for its mask
 
 
 def test_full_form_has_each_name_once() -> None:
