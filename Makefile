@@ -14,6 +14,7 @@ EDITABLE := --config-settings editable_mode=compat
 OLDEST := .venv/triton-3.6.0
 # The tests that ask for a GPU's backend: two processes need not collect all others, 20 s each.
 GPU_TESTS := tests/ops tests/tools/test_doctor.py
+PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
@@ -28,18 +29,18 @@ help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
-	$(PY) -m pytest -n 2 -m "not check and not cuda and not triton"
+	$(PYTEST) -m "not check and not cuda and not triton"
 
 # Everything but the kernels for GPUs, and Triton's compiled for GPUs that are not there: what `make test` leaves out; the
-# kernels of CUDA in the emulator, the cases of bfloat16 in a second order of threads; Triton's in its interpreter; both
-# once more on the oldest Triton that is supported.
+# kernels of CUDA in the emulator, the cases of bfloat16 in another order of threads than the rest; Triton's in its
+# interpreter, the cases of bfloat16 with the oldest Triton that is supported, which also compiles a part of them.
 check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-3.6.0 ## all tests, the CUDA kernels in an emulator, Triton's in its interpreter
-	$(PY) -m pytest -n 2 -m "check and not cuda and not triton"
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PY) -m pytest -n 2 $(GPU_TESTS) -m "cuda and not slow"
-	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PY) -m pytest -n 2 tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(GPU_TESTS) -m "triton and not slow"
-	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PY) -m pytest -n 2 tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and not slow" -k bfloat16
-	PYTHONPATH=$(OLDEST) $(PY) -m pytest -n 2 tests/ops/test_ahead_of_time.py tests/ops/test_launch_path.py
+	$(PYTEST) -m "check and not cuda and not triton"
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) $(GPU_TESTS) -m "cuda and not slow" -k "not bfloat16"
+	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
+	TRITON_INTERPRET=1 $(PYTEST) $(GPU_TESTS) -m "triton and not slow" -k "not bfloat16"
+	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_cases.py -m "triton and not slow" -k bfloat16
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/ops/test_ahead_of_time.py tests/ops/test_launch_path.py
 
 lint: .venv/stamp-dev ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
@@ -74,7 +75,7 @@ selftest-cuda: .venv/stamp-test .venv/stamp-built .venv/stamp-emulator ## the em
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --dtype bf16 --into build/emulator-sanitized
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
-	$(PY) -m pytest -q -n 2 tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
+	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
 
 test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator; needs a cross-compiler
 	@if command -v $(CROSS) && command -v $(QEMU); then \
