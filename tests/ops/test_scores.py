@@ -142,14 +142,14 @@ def test_tiles_that_a_bias_hides_whole(operator: str, backend: str, shared: bool
         assert_alike(got[name], tensor, name=name)
 
 
-@pytest.mark.parametrize("lead", [(1, 1), (3, 1), (1, 5), (3, 5)])
+@pytest.mark.parametrize("lead", [(1, 1), (2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_any_batch_dimensions_share_a_bias(
     operator: str, backend: str, lead: tuple[int, int]
 ) -> None:
     """A bias that rows of an alignment share, `[batch, 1, H, T, S]`, is not expanded."""
-    batch = (3, 5)
-    given = tensors(operator, B=15, H=2, Hk=2, T=9, S=11, dtype=torch.float32)
+    batch = (2, 3)
+    given = tensors(operator, B=6, H=2, Hk=2, T=9, S=11, dtype=torch.float32)
     several = {
         name: value if name == "mixing" else value.unflatten(0, batch)
         for name, value in given.items()
@@ -158,9 +158,9 @@ def test_any_batch_dimensions_share_a_bias(
     flat = flatten_bias(bias, batch, (2, 9, 11))
     assert flat.data_ptr() == bias.data_ptr()
     assert flat.numel() == bias.numel()
-    outer, inner = bias_batches(flat, 15)
-    assert outer * inner == 15
-    whole = bias.expand(*batch, 2, 9, 11).reshape(15, 2, 9, 11)
+    outer, inner = bias_batches(flat, 6)
+    assert outer * inner == 6
+    whole = bias.expand(*batch, 2, 9, 11).reshape(6, 2, 9, 11)
     got = both(operator, backend, **several, bias=bias.clone())
     want = both(operator, backend, **given, bias=whole.clone())
     assert_alike(got["out"].flatten(0, 1), want["out"])
