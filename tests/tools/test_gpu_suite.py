@@ -126,7 +126,7 @@ def test_whole_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_reports_what_is_there(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(tmp_path), "--device", "cpu",
-        "--tiny", "--only", "machine,accuracy,timing"]  # fmt: skip
+        "--tiny", "--only", "machine,poison,timing"]  # fmt: skip
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -142,7 +142,7 @@ def test_interrupt_reports_what_is_there(tmp_path: Path, number: signal.Signals)
     assert "interrupted" in rest
     run = json.loads((tmp_path / "results.json").read_text())
     assert not run["complete"]
-    assert run["stages"]["accuracy"]
+    assert run["stages"]["poison"]
 
 
 def test_a_budget_that_is_used_up_leaves_out_and_says_so(
