@@ -29,7 +29,9 @@ def ids(values: tuple[Any, ...]) -> str:
     return "-".join(str(value).removeprefix("torch.") for value in values)
 
 
-def rows(cases: list[Case], dtypes: tuple[torch.dtype, ...]) -> list[Any]:
+def rows(
+    cases: list[Case], dtypes: tuple[torch.dtype, ...], but: tuple[str, ...] = ()
+) -> list[Any]:
     """Case x dtype x backend, backends innermost: they share the oracle of `check`."""
     return [
         pytest.param(case, dtype, row.name, id=ids((case.operator, case, dtype, row.name)))
@@ -37,6 +39,7 @@ def rows(cases: list[Case], dtypes: tuple[torch.dtype, ...]) -> list[Any]:
         for dtype in dtypes
         if dtype in case.dtypes
         for row in TABLES[case.operator]
+        if row.name not in but
     ]
 
 
@@ -60,8 +63,9 @@ def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.check
-@pytest.mark.parametrize(("case", "dtype", "backend"), rows(SLOW, (torch.float32,)))
+@pytest.mark.parametrize(("case", "dtype", "backend"), rows(SLOW, (torch.float32,), ("eager",)))
 def test_model_case(case: Case, dtype: torch.dtype, backend: str) -> None:
+    """Not of eager, which has no tiles: its errors at these sizes are part of the bound."""
     hold(case, dtype, backend)
 
 
