@@ -105,6 +105,15 @@ AGAIN = {
 LONG_EMULATED = LONG | {"test_nothing_beside_an_input_is_read"}
 #: For Triton's interpreter, which takes about 10 ms a tile, five times what the emulator takes.
 LONG_INTERPRETED = LONG | AGAIN | {"test_any_call_is_accurate"}
+#: Cases that hide keys as another one does: the interpreter runs them, but hides NaN in the other alone.
+HIDES_AS_ANOTHER = {
+    "small_causal", "multi_query", "sliced_causal", "causal_more_keys",  # length_65_causal
+    "small_bias",  # ragged_bias
+    "padded", "padded_causal", "padded_tensor",  # padded_left, transposed_grouped, dropout_everything
+    "lower_right", "decode",  # lower_right_blind_rows, offsets_decode
+    "window_causal", "packed", "dense_rows",  # window, packed_causal, dense_heads
+    "bias_keys", "sinks",  # softcap_bias, sinks_all
+}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -132,7 +141,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
         else:
             long = LONG_INTERPRETED if backend == "triton" else LONG_EMULATED
-            if getattr(item, "originalname", "") in long or is_long(**arguments):
+            name = getattr(item, "originalname", "")
+            alike = backend == "triton" and str(arguments.get("case")) in HIDES_AS_ANOTHER
+            alike &= name == "test_hidden_values_reach_nothing"
+            if name in long or alike or is_long(**arguments):
                 item.add_marker("slow")
 
 
