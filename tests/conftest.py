@@ -65,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     if threads := config.getoption("threads") or (None if alone else 1):
         torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that tests start
     if level := config.getoption("level"):
         from heads_kernels import _cpu
 
