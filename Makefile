@@ -12,7 +12,7 @@ INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c cons
 # A folder on the path instead of setuptools' import hook, which type checkers do not follow.
 EDITABLE := --config-settings editable_mode=compat
 OLDEST := .venv/triton-3.6.0
-# The tests that ask for a GPU's backend: two processes need not collect all others, 20 s each.
+# All tests of the GPU backends. Collecting the others too would take two processes 20 s each.
 GPU_TESTS := tests/ops tests/tools/test_doctor.py
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
@@ -66,7 +66,7 @@ selftest: .venv/stamp-base ## the CPU kernels without Python, then under sanitiz
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --into build/selftest-sanitized
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-sanitized/selftest
 
-# Of the kernels those of bfloat16 alone are sanitized, which the tests run.
+# Only the kernels of bfloat16 are sanitized: the tests run no others.
 selftest-cuda: .venv/stamp-test .venv/stamp-built .venv/stamp-emulator ## the emulator of CUDA, and the CUDA kernels in it under sanitizers
 	$(PY) setup.py -q selftest --emulator --into build/selftest-emulator
 	build/selftest-emulator/selftest

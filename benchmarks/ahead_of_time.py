@@ -1,9 +1,8 @@
-"""`python -m benchmarks.ahead_of_time`: every Triton kernel, compiled for GPUs that need not be there.
+"""`python -m benchmarks.ahead_of_time`: every Triton kernel, compiled for several GPUs without one.
 
-Drives the launchers of every operator through the calls below with the tiles that each GPU would take, and holds the
-compiled kernels to bounds: they compile, fit into shared memory, use tensor cores for products of 16 bits, spill no
-register beyond what `STATED` says, and ptxas serializes none of their products. Exit status: 0; 1 where a bound is
-broken; 2 for a bad option.
+Calls the launchers of every operator with the works below and the tiles that each GPU would take, and checks bounds:
+kernels compile, fit into shared memory, use tensor cores for products of 16 bits and spill no more registers than
+`STATED` says, and ptxas serializes none of their products. Exit status: 0; 1 if a bound is broken; 2 for a bad option.
 """
 
 from __future__ import annotations
@@ -129,15 +128,14 @@ WORKS: Final = _works()
 # ---------------------------------------------------------------------- compiling
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel, the dtype of its tensors and the first of the works that it came up in."""
+    """A kernel, the dtype of its tensors and the first work that compiled it."""
 
     kernel: Kernel
     dtype: str
     work: str
 
     def broken(self, newest: bool = True) -> list[str]:
-        """The bounds that it breaks, in words; spills and serialized products are held to those of the `newest` Triton
-        only."""
+        """The bounds that it breaks, in words; those on spills and serialized products are for the `newest` Triton."""
         kernel, target = self.kernel, TARGETS[self.kernel.target]
         if kernel.error:
             return [f"does not compile: {kernel.error}"]
@@ -156,7 +154,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Bound:
-    """What some kernels may have at most, and why; the names are patterns."""
+    """The most that some kernels may have, and why; the names are patterns."""
 
     most: int
     why: str
@@ -166,7 +164,7 @@ class Bound:
     work: str = "*"
 
     def holds(self, compiled: Compiled) -> bool:
-        """Whether it speaks of this kernel."""
+        """Whether it applies to this kernel."""
         return (
             fnmatchcase(compiled.kernel.name, self.kernel)
             and fnmatchcase(compiled.kernel.target, self.target)
@@ -176,7 +174,7 @@ class Bound:
 
 
 def _most(bounds: Iterable[Bound], compiled: Compiled) -> int:
-    """What the kernel may have: 0 where no bound speaks of it."""
+    """The most that the kernel may have: 0 if no bound applies to it."""
     return max((bound.most for bound in bounds if bound.holds(compiled)), default=0)
 
 
@@ -252,7 +250,7 @@ STATED: Final = (
 
 
 def _own_cache(folder: str) -> None:
-    """A cache for this process alone: what is found in another one comes without the log of ptxas."""
+    """A cache for this process alone: a kernel found in a shared one comes without the log of ptxas."""
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)
     torch.set_num_threads(1)
 
@@ -306,13 +304,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--dtype", choices=_DTYPES, action="append", help="default: all")
     parser.add_argument("--only", metavar="PATTERN",
-        help="works whose name has this in it (* and ? allowed)")  # fmt: skip
+        help="works whose name contains this (* and ? allowed)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, print a table and what is broken; returns the exit status."""
+    """Compile, print a table and the broken bounds; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if support.TRITON_INTERPRETED:

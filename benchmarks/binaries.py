@@ -1,7 +1,7 @@
-"""What a Triton kernel becomes on a GPU that need not be there: registers, spills, shared memory, instructions.
+"""What a Triton kernel compiles to, without a GPU: registers, spills, shared memory, instructions.
 
-The launchers of the package run as they are, on CPU tensors; a driver that only names the target stands in for the real
-one, and every launch compiles its kernel and records it in place of running it.
+The launchers of the package run unchanged on CPU tensors. A driver that only names the target replaces the real one, and
+every launch compiles its kernel and records it instead of running it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LOSS: Final = "Potential Performance Loss"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel; where `error` is not empty the rest is not known."""
+    """One compiled kernel; if `error` is not empty, the rest is unknown."""
 
     name: str  # "gated_attention.forward"
     target: str
@@ -66,7 +66,9 @@ class Kernel:
     registers: int = 0
     spilled: int = 0  # bytes a thread, stored and loaded; on AMD the scratch memory of a thread
     shared: int = 0  # bytes a program
-    matrix: tuple[tuple[str, int], ...] = ()  # matrix instructions and how many stand in the code
+    matrix: tuple[
+        tuple[str, int], ...
+    ] = ()  # matrix instructions and how often each occurs in the code
     narrow_products: bool = False  # whether it multiplies tiles of 16 bits
     serialized: int = 0  # matrix instructions, where ptxas reports that they wait for one another
     warps: int = 0
@@ -74,7 +76,7 @@ class Kernel:
 
 
 class _Driver:
-    """All that Triton asks of a driver to compile; the target stands for the device, so that each has its own cache."""
+    """What Triton needs of a driver to compile. The target serves as the device, so each target has its own cache."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -94,9 +96,9 @@ class _Driver:
 
 @contextlib.contextmanager
 def recorded(target: str) -> Iterator[list[Kernel]]:
-    """In this block kernels are compiled for `target` in place of running; the list gets one entry a launch.
+    """In this block kernels are compiled for `target` instead of run; the list gets one entry per launch.
 
-    Results of launches stay uninitialised. Needs a process in which kernels are not interpreted; where there is a GPU,
+    Results of launches stay uninitialised. Needs a process in which kernels are not interpreted. If there is a GPU,
     Triton cannot run kernels on it afterwards.
     """
     kernels: list[Kernel] = []
@@ -135,7 +137,7 @@ def _shown(options: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[Any]:
-    """Holds back what Triton prints, the log of ptxas among it, and MLIR's dump of a kernel that does not compile."""
+    """Captures what Triton prints: the log of ptxas, and MLIR's dump of a kernel that does not compile."""
     printed = io.StringIO()
     with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
 

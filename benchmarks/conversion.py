@@ -1,10 +1,10 @@
-"""`python -m benchmarks.conversion`: a pretrained model made collaborative, what it loses, costs and gains.
+"""`python -m benchmarks.conversion`: a pretrained model made collaborative: accuracy, FLOPs and speed.
 
 MiniLM is converted with one half of the sentences as calibration and measured on the other half: its sentence
-embeddings against those of the stock model, beside the goals. Then the decomposition of one layer against tensorly's,
-which the paper's code uses, and the whole model against stock SDPA at three lengths.
+embeddings against those of the stock model, and the goals. Then the decomposition of one layer is compared with
+tensorly's, which the paper's code uses, and the whole model with stock SDPA at three lengths.
 
-Exit status: 0; 1 where the exact conversion differs from the stock model; 2 where the model cannot be had.
+Exit status: 0; 1 if the exact conversion differs from the stock model; 2 if the model is not available.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ LENGTHS: Final = (32, 128, 512)
 TOKENS: Final = 2048
 
 
-# ---------------------------------------------------------------------- what is lost
+# ---------------------------------------------------------------------- accuracy
 @dataclass(frozen=True)
 class Quality:
-    """Sentence embeddings of a converted model beside those of the stock model, and the least that was asked."""
+    """Sentence embeddings of a converted model compared with the stock model's, and the goal."""
 
     method: str
     dim: int
@@ -122,7 +122,7 @@ def converted(stock: Model, calibration: Calibration, most: int) -> Iterator[Con
 def qualities(
     stock: Model, models: Sequence[Converted], held_out: list[dict[str, Tensor]]
 ) -> Iterator[Quality]:
-    """Of every converted model."""
+    """The accuracy of every converted model."""
     expected = embeddings(stock, held_out)
     for one in models:
         reports = one.conversion.reports
@@ -170,7 +170,7 @@ def against_tensorly(layer: hk.heads.AttentionLayer, dim: int) -> Library:
     return Library(dim, theirs, error, ours, hk.convert.weight_error(heads, factors))
 
 
-# ---------------------------------------------------------------------- how fast it is
+# ---------------------------------------------------------------------- speed
 @dataclass(frozen=True)
 class Speed:
     """A whole model at inference, no padding; `flops` are those of all attention layers for one sentence."""

@@ -6,7 +6,7 @@ backward and AdamW, with the model's own dropout. Half of the heads are every se
 or pruned from the weights. Unpadded layers compute real tokens alone. What ours computes is held to the stock model
 first.
 
-Exit status: 0; 1 where outputs differ; 2 where the models cannot be had.
+Exit status: 0; 1 if outputs differ; 2 if the models are not available.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Model = Any
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate in one use; `times_stock` is the stock model's time by its own."""
+    """One candidate in one use; `times_stock` is the stock model's time divided by its own."""
 
     model: str
     batch: str
@@ -107,7 +107,7 @@ def half(model: Model) -> dict[int, list[int]]:
 
 
 def candidates(stock: Model) -> dict[str, Model]:
-    """The same weights, of all heads and of half of them."""
+    """The same weights with all heads and with half of them."""
     use = hk.integrations.transformers.use
     ours = use(copy.deepcopy(stock))
     unpadded = use(copy.deepcopy(stock), unpad=True)
@@ -126,7 +126,7 @@ def candidates(stock: Model) -> dict[str, Model]:
 
 
 def differences(models: dict[str, Model], batch: Batch) -> Iterator[str]:
-    """What is not as it should be: ours as stock, with all heads and with half of them."""
+    """Where our outputs differ from the stock model's, with all heads and with half of them."""
     with torch.no_grad():
         out = {name: batch.hidden(model) for name, model in models.items()}
     for name in out:

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs that are not there: they compile, fit, use tensor cores, keep to registers.
+"""Triton kernels compiled without a GPU: they fit into shared memory, use tensor cores and keep their bounds on spills.
 
 A part of `python -m benchmarks.ahead_of_time`, in processes where kernels are not interpreted.
 """
@@ -38,7 +38,7 @@ PASSES += works("bias, gate of elements, D 64", "bias, softcap, sinks, D 64", ":
 FEATURES = list(dict.fromkeys([*PASSES, *works(", D 64", "elements, Ds 256", "causal, Ds 256")]))
 #: Those that spill there (`ahead_of_time.STATED`).
 SPILLS = list(dict.fromkeys([*PASSES, *works("dropout, D 64", "bias, gate of elements, Ds 256")]))
-#: On the oldest Triton one target: whether the language is served does not depend on it.
+#: With the oldest Triton, one target: whether it knows the language does not depend on the target.
 WORKS = {"sm_80": SPILLS, "sm_90": FEATURES, "sm_100": PASSES, "gfx942": PASSES}
 if not NEWEST:
     WORKS = {"sm_90": PASSES}
