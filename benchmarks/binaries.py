@@ -1,7 +1,7 @@
 """What a Triton kernel compiles to, without a GPU: registers, spills, shared memory, instructions.
 
-The launchers of the package run unchanged on CPU tensors. A driver that only names the target replaces the real one, and
-every launch compiles its kernel and records it instead of running it.
+The launchers of the package run unchanged on CPU tensors. A driver that only names the target replaces the real one,
+and every launch compiles its kernel and records it instead of running it.
 """
 
 from __future__ import annotations
