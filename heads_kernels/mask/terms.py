@@ -137,7 +137,7 @@ class QueryMask(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         _check_rows(self.argument, self.real, B, T, "T", device)
-        return Intervals(k_hi=self.real * S)
+        return Intervals(k_hi=torch.where(self.real, S, 0))
 
 
 @dataclass(frozen=True, eq=False)

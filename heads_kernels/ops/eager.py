@@ -18,9 +18,16 @@ from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 
-@formula.without_autocast
 def forward(call: Call, results: Results) -> None:
     """Fill `out`, and `lse` and `attended` if requested, also for closed heads."""
+    for result, computed in zip(results, attend(call), strict=True):
+        if result.numel():
+            result.copy_(computed)
+
+
+@formula.without_autocast
+def attend(call: Call) -> Results:
+    """The results of a call in the compute dtype, all of them."""
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))  # [B, H, T, S]
     visible = scores.visible_pairs(call)
@@ -30,12 +37,7 @@ def forward(call: Call, results: Results) -> None:
     attended = formula.product(formula.times(p, kept), value, visible)  # [B, H, T, Dv]
     gated = formula.times(attended, formula.opened(gate, activation, dtype))
     pairs = formula.contributing(visible, gate, activation)
-
-    results.out.copy_(formula.only_rows(gated, pairs))
-    if results.lse.numel():
-        results.lse.copy_(lse)
-    if results.attended.numel():
-        results.attended.copy_(attended)
+    return Results(formula.only_rows(gated, pairs), attended, lse)
 
 
 @formula.without_autocast

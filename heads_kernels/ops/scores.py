@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import bias_batches, expand_bias
-from heads_kernels.mask import UNBOUNDED, Intervals
 from heads_kernels.offset_bias import diagonals
 from heads_kernels.ops.operator import Call
 
@@ -59,20 +58,13 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
         T, count = call.query.shape[-2], query.shape[-2]
         first = T - (start + count)
         table = table[:, first : first + max(count + S - 1, 1)]
-    intervals = _intervals_of_rows(call.intervals, start, rows)
-    return call._replace(query=query, bias=bias, offset_bias=table, intervals=intervals)
-
-
-def _intervals_of_rows(intervals: Intervals, start: int, rows: slice) -> Intervals:
-    lo, hi, dense = intervals.band_lo, intervals.band_hi, intervals.dense
-    return Intervals(
-        band_lo=-UNBOUNDED if lo <= -UNBOUNDED else lo + start,
-        band_hi=UNBOUNDED if hi >= UNBOUNDED else hi + start,
-        k_lo=None if intervals.k_lo is None else intervals.k_lo[:, rows],
-        k_hi=None if intervals.k_hi is None else intervals.k_hi[:, rows],
-        key_visible=intervals.key_visible,
+    mask, dense = call.intervals, call.intervals.dense
+    mask = mask.from_row(start)._replace(
+        k_lo=None if mask.k_lo is None else mask.k_lo[:, rows],
+        k_hi=None if mask.k_hi is None else mask.k_hi[:, rows],
         dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
     )
+    return call._replace(query=query, bias=bias, offset_bias=table, intervals=mask)
 
 
 def bias_gradient(dscores: Tensor, grad: Tensor) -> None:

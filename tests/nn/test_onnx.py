@@ -1,0 +1,98 @@
+"""Exported models and operators: standard ONNX operators, and the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.testing import CASES, Case
+from tests.support.alike import assert_alike
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+runtime = pytest.importorskip("onnxruntime")
+pytestmark = [pytest.mark.check, pytest.mark.filterwarnings("ignore")]
+
+#: One for each part of a call.
+NAMES = {
+    "gate_bht_sigmoid", "gate_broadcast_tokens", "closed_batch_heads", "transposed_grouped", "padded_causal", "holes",
+    "window_lower_right", "packed_causal", "dense_heads", "bias_hides", "offsets", "softcap", "sinks",
+    "ragged_bias", "zero_chunks",
+}  # fmt: skip
+SMALL = [case for case in CASES if case.name in NAMES]
+
+
+def run(path: Path, inputs: dict[str, Tensor]) -> Tensor:
+    """The first output of a file in ONNX Runtime; only standard operators are in it."""
+    model = onnx.load(path)
+    onnx.checker.check_model(model)
+    assert {node.domain for node in model.graph.node} <= {"", "ai.onnx"}
+    session = runtime.InferenceSession(path)
+    names = {each.name for each in session.get_inputs()}
+    given = {name: each.numpy() for name, each in inputs.items() if name in names}
+    return torch.from_numpy(session.run(None, given)[0])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = hk.nn.GatedMultiheadAttention(16, 4, num_key_heads=2, output_gate="head")
+        self.shared = hk.nn.CollaborativeMultiheadAttention(16, 4, 12)
+        hk.heads.gate(self, lambda H: hk.nn.FixedGate(torch.tensor([1.0, 0.0, 0.5, -1.0])))
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        x = x + self.gated(x, key_padding_mask=hidden)[0]
+        return x + self.shared(x, is_causal=True)[0]
+
+
+def test_a_model_of_any_size(tmp_path: Path) -> None:
+    model = Model().eval()
+    B, T = torch.export.Dim("B"), torch.export.Dim("T")
+    sizes = {"x": {0: B, 1: T}, "hidden": {0: B, 1: T}}
+    example = torch.randn(2, 7, 16), torch.zeros(2, 7, dtype=torch.bool)
+    program = torch.export.export(model, example, dynamic_shapes=sizes)
+    hk.integrations.onnx.export(program, tmp_path / "model.onnx", verbose=False)
+    for b, t in ((2, 7), (3, 11)):
+        x, hidden = torch.randn(b, t, 16), torch.zeros(b, t, dtype=torch.bool)
+        hidden[0, 5:] = True
+        found = run(tmp_path / "model.onnx", {"x": x, "hidden": hidden})
+        assert_alike(found, model(x, hidden).detach())
+
+
+class Call(nn.Module):
+    """A call of an operator; what is not a floating tensor is constant."""
+
+    def __init__(self, operator: Any, constants: dict[str, Any]) -> None:
+        super().__init__()
+        self.operator, self.constants = operator, constants
+
+    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        arguments = {**tensors, **self.constants}
+        if "offset_table" in arguments:
+            arguments["bias"] = hk.OffsetBias(arguments.pop("offset_table"))
+        return self.operator(**arguments)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.operator}-{case}")
+def test_operators(case: Case, tmp_path: Path) -> None:
+    inputs = case.make(torch.float32)
+    call = Call(getattr(hk, case.operator), inputs.options)
+    with torch.no_grad():
+        program = torch.export.export(call, (inputs.tensors,))
+    hk.integrations.onnx.export(program, tmp_path / "call.onnx", verbose=False)
+    given = {f"tensors_{name}": tensor for name, tensor in inputs.tensors.items()}
+    found = run(tmp_path / "call.onnx", given)
+    assert_alike(found, inputs.call("eager"))
+
+
+def test_dropout_is_refused() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    call = Call(hk.gated_attention, {"dropout_p": 0.5})
+    program = torch.export.export(call, (dict.fromkeys(("query", "key", "value"), x),))
+    with pytest.raises(ValueError, match="gated_attention has dropout; export the model in eval"):
+        hk.integrations.onnx.export(program)
