@@ -209,6 +209,13 @@ STATED: Final = (
         work="gated_attention: *, D 64",
     ),
     Bound(
+        128,
+        "64 gates of elements a thread beside the sums, after the loop over keys",
+        kernel="triton.forward",
+        target="sm_90",
+        work="gated_attention: *gate of elements, D 128",
+    ),
+    Bound(
         256,
         "the bounds of loops for each width of the query; the loops over tiles spill nothing",
         kernel="triton.forward",

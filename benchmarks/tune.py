@@ -47,6 +47,8 @@ _TRIES: Final = 3
 _BLOCKS: Final = (16, 256)
 _WARPS: Final = (2, 8)
 _STAGES: Final = (1, 5)
+#: Full tiles of keys a step may take through descriptors (heuristic).
+_FULL_TILES: Final = (1, 4)
 #: Registers a thread may take at most: any, or those with which 2 and 3 programs of 8 warps share a multiprocessor.
 _REGISTERS: Final = (0, 128, 80)
 
@@ -66,6 +68,7 @@ def neighbours(tiles: Tiles, used: Sequence[str]) -> Iterator[Tiles]:
         "num_stages": _STAGES,
         "partial_stages": _STAGES,
         "maxnreg": (0, 255),
+        "full_tiles": _FULL_TILES,
     }
     for count in (1, 2):
         for names in itertools.combinations(steps, count):

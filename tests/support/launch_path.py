@@ -11,7 +11,7 @@ import ctypes
 import re
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +26,7 @@ from heads_kernels.ops.philox import seed_of
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 MOST_PARAMETERS = 256  # of stub_driver.c
+MOST_WORDS = 16  # of a parameter, 8 bytes each
 
 
 class Driver(nvidia.CudaDriver):
@@ -59,7 +60,9 @@ class Stub:
         self._array("stub_parameter_bytes", ctypes.c_int)[: len(sizes)] = sizes
 
     def parameters(self, count: int) -> list[int]:
-        return self._array("stub_parameters", ctypes.c_uint64)[:count]
+        """The bits of the first ones, which may have 128 bytes."""
+        found = self._array("stub_parameters", ctypes.c_uint64 * MOST_WORDS)[:count]
+        return [as_bits(words) for words in found]
 
     def numbers(self) -> dict[str, Any]:
         """Launches so far, and the size of the last one."""
@@ -78,6 +81,11 @@ class Stub:
         return kind.in_dll(self._library, name)
 
 
+def as_bits(words: Sequence[int]) -> int:
+    """Words of 64 bits as one number, the first lowest."""
+    return sum(word << 64 * i for i, word in enumerate(words))
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """What stands in nested tuples, in order."""
     if isinstance(value, tuple):
@@ -87,15 +95,37 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def flattened(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The kinds and values of an argument's parameters: of a descriptor its tensor map, then sizes and strides."""
+    if kind.startswith("tensordesc"):
+        yield "map", value
+        yield from (("i32", size) for size in value.shape)
+        yield from (("i64", stride) for stride in value.strides)
+    elif kind != "constexpr":
+        yield kind, value
+
+
 def parameter_bytes(ptx: str) -> list[int]:
     """The size of each parameter of the kernel."""
     head = ptx[ptx.index(".entry") :]
     head = head[: head.index(")")]
-    return [BYTES[bits] for bits in re.findall(r"\.param\s+\.[a-z](\d+)", head)]
+    found = re.findall(r"\.param\s+(?:\.align \d+ )?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?", head)
+    return [BYTES[bits] * int(count or 1) for bits, count in found]
+
+
+def map_of(descriptor: Any) -> list[int]:
+    """What stub_driver.c writes into the tensor map of a descriptor; the first dimension is the last one here."""
+    sizes, strides = descriptor.shape[::-1], descriptor.strides[-2::-1]
+    bytes_of = descriptor.base.element_size()
+    box = descriptor.block_shape[::-1]
+    box[0] = min(box[0], 128 // bytes_of)  # what swizzling allows: Triton issues several copies
+    return [descriptor.base.data_ptr(), *sizes, *(s * bytes_of for s in strides), 0, *box]
 
 
 def bits_of(kind: str, value: Any, size: int) -> int:
     """What a parameter of that kind and size holds for an argument."""
+    if kind == "map":
+        return as_bits(map_of(value))
     if kind.startswith("*"):
         return value.data_ptr()
     if kind.startswith("fp"):
@@ -113,7 +143,7 @@ def differences(
     values = list(leaves(arguments))
     if len(kinds) != len(values):
         return [f"{len(values)} arguments for a signature of {len(kinds)}"]
-    passed = [(k, v) for k, v in zip(kinds, values, strict=True) if k != "constexpr"]
+    passed = [each for k, v in zip(kinds, values, strict=True) for each in flattened(k, v)]
     words = []
     # Behind them Triton passes its own scratch memory.
     if len(sizes) < len(passed):

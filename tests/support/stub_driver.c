@@ -15,7 +15,7 @@ typedef struct {
 int stub_parameter_count;
 int stub_parameter_bytes[MOST_PARAMETERS];
 // What the last launch passed.
-uint64_t stub_parameters[MOST_PARAMETERS];
+uint64_t stub_parameters[MOST_PARAMETERS][16];  // of tensor maps 128 bytes
 int stub_grid[3], stub_block[3], stub_shared_bytes, stub_launches;
 
 int cuLaunchKernelEx(const LaunchConfig *config, void *function, void **parameters, void **extra) {
@@ -27,8 +27,8 @@ int cuLaunchKernelEx(const LaunchConfig *config, void *function, void **paramete
   }
   stub_shared_bytes = (int)config->shared_bytes;
   for (int i = 0; i < stub_parameter_count; ++i) {
-    stub_parameters[i] = 0;
-    memcpy(&stub_parameters[i], parameters[i], (size_t)stub_parameter_bytes[i]);
+    memset(stub_parameters[i], 0, sizeof stub_parameters[i]);
+    memcpy(stub_parameters[i], parameters[i], (size_t)stub_parameter_bytes[i]);
   }
   return 0;
 }
@@ -83,5 +83,17 @@ int cuModuleGetFunction(void **f, void *m, const char *n) { return (void)m, (voi
 int cuFuncSetAttribute(void *f, int a, int v) { return (void)f, (void)a, (void)v, 0; }
 int cuFuncSetCacheConfig(void *f, int c) { return (void)f, (void)c, 0; }
 int cuOccupancyMaxActiveClusters(int *n, void *f, void *c) { return (void)f, (void)c, number(n, 1); }
-int cuTensorMapEncodeTiled(void *map) { return memset(map, 0, 128), 0; }
+
+// A tensor map of at most 4 dimensions holds what it was made of: address, sizes, strides in bytes, box.
+int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes,
+                           const uint64_t *strides, const uint32_t *box) {
+  (void)type;
+  uint64_t words[16] = {(uint64_t)address};
+  for (uint32_t i = 0; i < rank && i < 4; ++i) {
+    words[1 + i] = sizes[i];
+    words[5 + i] = i + 1 < rank ? strides[i] : 0;
+    words[9 + i] = box[i];
+  }
+  return memcpy(map, words, sizeof words), 0;
+}
 int cuTensorMapEncodeIm2col(void *map) { return memset(map, 0, 128), 0; }

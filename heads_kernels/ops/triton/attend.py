@@ -18,6 +18,7 @@ from heads_kernels.ops.triton.chunks import (
     load_content_bias,
     mixed,
 )
+from heads_kernels.ops.triton.descriptors import load_keys
 from heads_kernels.ops.triton.load import load_columns, load_features, load_tile
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import (
@@ -40,14 +41,15 @@ from heads_kernels.ops.triton.visible import (
 
 @triton.jit
 def attend(
-    of, b, h, first_row, T, S, GROUP, scale,
+    of, key_tiles, value_tiles, b, h, first_row, T, S, GROUP, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
 
     Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse is
-    -inf. `scale` is not negative. The query tile, scores, probabilities and the accumulator stay on chip.
+    -inf. Full tiles of keys come through the descriptors `key_tiles` and `value_tiles`, unless those are None.
+    `scale` is not negative. The query tile, scores, probabilities and the accumulator stay on chip.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     if of.mixing is None:
@@ -55,7 +57,7 @@ def attend(
             of.query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D
         )  # [BLOCK_M, BLOCK_D]
         attended, lse, sees = _stream(
-            of, q, None, None, 1, 0, b, h, first_row, T, S, GROUP, scale,
+            of, key_tiles, value_tiles, q, None, None, 1, 0, b, h, first_row, T, S, GROUP, scale,
             D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
         )  # fmt: skip
     else:
@@ -70,13 +72,13 @@ def attend(
                     q = load_features(of.query, b, first_row, rows < T, columns, used, BLOCK_M)
                     q = mixed(q, of.mixing, h, columns, used)  # [BLOCK_M, BLOCK_D << doubling]
                     attended, lse, sees = _stream(
-                        of, q, columns, used, count, numbers, b, h, first_row, T, S, GROUP, scale,
-                        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
+                        of, key_tiles, value_tiles, q, columns, used, count, numbers, b, h, first_row, T, S, GROUP,
+                        scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
                     )  # fmt: skip
         if CHUNKS * BLOCK_D > RESIDENT:  # noqa: SIM102
             if count * BLOCK_D > RESIDENT:
                 attended, lse, sees = _stream(
-                    of, None, None, None, count, numbers, b, h, first_row, T, S, GROUP, scale,
+                    of, key_tiles, value_tiles, None, None, None, count, numbers, b, h, first_row, T, S, GROUP, scale,
                     D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
                 )  # fmt: skip
     return attended, lse, sees
@@ -84,7 +86,7 @@ def attend(
 
 @triton.jit
 def _stream(
-    of, q, columns, used, count, numbers, b, h, first_row, T, S, GROUP, scale,
+    of, key_tiles, value_tiles, q, columns, used, count, numbers, b, h, first_row, T, S, GROUP, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -97,17 +99,21 @@ def _stream(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for place in range(full_start, full_end):
-        tile = full_tile(of.visible, b, h, own, place)
+    STEP_N: tl.constexpr = BLOCK_N if key_tiles is None else key_tiles.block_shape[2]
+    STEP: tl.constexpr = STEP_N // BLOCK_N
+    # Full tiles that do not fill a step are visited as partial ones.
+    full_end = full_start + (full_end - full_start) // STEP * STEP
+    for place in range(full_start, full_end, STEP):
+        first = full_tile(of.visible, b, h, own, place) * BLOCK_N
         acc, row_max, row_sum = _attend_tile(
-            of, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, tile, b, h, first_row, T, S, GROUP,
-            scale, scale_log2, False, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            of, key_tiles, value_tiles, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, first,
+            b, h, first_row, T, S, GROUP, scale, scale_log2, False, D, DV, BLOCK_M, STEP_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=PARTIAL_STAGES):
-        tile = partial_tile(of.visible, b, h, own, index, start, full_start, full_end)
+        first = partial_tile(of.visible, b, h, own, index, start, full_start, full_end) * BLOCK_N
         acc, row_max, row_sum = _attend_tile(
-            of, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, tile, b, h, first_row, T, S, GROUP,
-            scale, scale_log2, True, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            of, key_tiles, value_tiles, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, first,
+            b, h, first_row, T, S, GROUP, scale, scale_log2, True, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if of.dropout is not None:
@@ -122,13 +128,12 @@ def _stream(
 
 @triton.jit
 def _attend_tile(
-    of, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, tile, b, h, first_row, T, S, GROUP, scale,
-    scale_log2,
+    of, key_tiles, value_tiles, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, first,
+    b, h, first_row, T, S, GROUP, scale, scale_log2,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: `acc`, `row_max` and `row_sum` after it. In a PARTIAL tile pairs are masked one by one."""
-    first = tile * BLOCK_N
+    """`acc`, `row_max` and `row_sum` after BLOCK_N keys from `first` on. Where PARTIAL, pairs are masked one by one."""
     hk = h // GROUP
     rows = first_row + tl.arange(0, BLOCK_M)
     keys = first + tl.arange(0, BLOCK_N)
@@ -151,9 +156,13 @@ def _attend_tile(
         k = load_features(of.key, b, first, there, columns, used, BLOCK_N)
         raw = product(q, tl.trans(k), raw)
     else:
-        k = load_tile(of.key, b, hk, first, there, D, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
+        k = load_keys(
+            of.key, key_tiles, b, hk, first, there, D, BLOCK_N, BLOCK_D
+        )  # [BLOCK_N, BLOCK_D]
         raw = product(q, tl.trans(k), raw)
-    v = load_tile(of.value, b, hk, first, there, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+    v = load_keys(
+        of.value, value_tiles, b, hk, first, there, DV, BLOCK_N, BLOCK_DV
+    )  # [BLOCK_N, BLOCK_DV]
     if of.content_bias is not None:
         raw += content[None, :]
     scores, _ = finish(raw, bias, of.terms, scale)  # [BLOCK_M, BLOCK_N]

@@ -14,10 +14,12 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.operator import Call, Results
 from heads_kernels.ops.triton.attend import attend
+from heads_kernels.ops.triton.descriptors import describable, tiles_in
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
@@ -29,7 +31,7 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, launch, padded, tiles_for
+from heads_kernels.ops.triton.tiles import Tiles, chunks_of, launch, padded, tiles_for
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def _own_rows(of, H, T, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    of, gate, out, attended_out, lse_out, H, T, S, GROUP, scale,
+    of, key_tiles, value_tiles, gate, out, attended_out, lse_out, H, T, S, GROUP, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
@@ -60,7 +62,7 @@ def _forward_kernel(
     b, h, first_row = _own_rows(of, H, T, BLOCK_M)
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
     attended, lse, sees = attend(
-        of, b, h, first_row, taking_part, S, GROUP, scale,
+        of, key_tiles, value_tiles, b, h, first_row, taking_part, S, GROUP, scale,
         D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
     )  # fmt: skip
     if attended_out is not None:
@@ -85,7 +87,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
 
 @triton.jit
 def _closed_kernel(
-    of, gate, dout, dgate_rows, H, T, S, GROUP, scale,
+    of, key_tiles, value_tiles, gate, dout, dgate_rows, H, T, S, GROUP, scale,
     D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
@@ -95,7 +97,7 @@ def _closed_kernel(
     b, h, first_row = _own_rows(of, H, T, BLOCK_M)
     closed = T - open_rows(gate, b, h, T, "heads", "identity")
     attended, _, sees = attend(
-        of, b, h, first_row, closed, S, GROUP, scale,
+        of, key_tiles, value_tiles, b, h, first_row, closed, S, GROUP, scale,
         D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
     )  # fmt: skip
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -113,15 +115,37 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
         _launch(_closed_kernel, call, rows_of(dout), dgate_rows)
 
 
+def _has_descriptors(call: Call) -> bool:
+    """Whether full tiles may come through descriptors.
+
+    Not where loops read terms: their lists of tiles do not say which full tiles are neighbours, and terms of larger
+    tiles need the registers that descriptors save. Not in collaborative attention: heads gather features of the key,
+    and the loop is no shorter with the value alone.
+    """
+    described = call.mixing is None and not has_terms(call)
+    return described and describable(call.key) and describable(call.value)
+
+
+def _descriptors(
+    call: Call, tiles: Tiles
+) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
+    if not tiles.full_tiles:
+        return None, None
+    block = tiles.block_n * tiles.full_tiles
+    key, value = (tiles_in(x, block, padded(x.shape[3])) for x in (call.key, call.value))
+    return key, value
+
+
 def _launch(kernel: Any, call: Call, *results: Any, **constants: Any) -> None:
     B, H, T, S, width, Dv = call.sizes
     operator = "gated_attention" if call.mixing is None else "collaborative_attention"
-    tiles = tiles_for(f"{operator}.forward", call.query, width, Dv, has_terms(call))
+    descriptors = _has_descriptors(call)
+    tiles = tiles_for(f"{operator}.forward", call.query, width, Dv, has_terms(call), descriptors)
     scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
     given = call._replace(query=query, content_bias=content_bias)
     launch(
         kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        operands_of(given, visible_to_tiles(call, tiles)), gate_of(call.gate), *results,
+        operands_of(given, visible_to_tiles(call, tiles)), *_descriptors(call, tiles), gate_of(call.gate), *results,
         H, T, S, H // max(call.value.shape[1], 1), scale, **constants,
         D=width, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         BLOCK_D=padded(width) if call.mixing is None else tiles.block_d, BLOCK_DV=padded(Dv),

@@ -10,6 +10,8 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
   other.
 - In the passes over keys scores are transposed: query rows are the columns of a tile and take a register each. So tiles
   have few query rows and 128 keys.
+- A tile of keys that comes through a descriptor takes no registers for addresses, so that a step over full tiles has
+  two of them; of heads of 64 features two would not leave 128 registers.
 - float32 is multiplied without tensor cores; an operand is in registers then, and tiles are small.
 - "other" fits into 64 KiB of shared memory: AMD's, and NVIDIA's small parts (sm_86, sm_89, sm_120).
 """
@@ -46,7 +48,8 @@ class Tiles:
 
     `num_stages` is that of loops over full tiles, `partial_stages` that of loops over partial ones, whose mask takes
     registers that loads in flight need too. `maxnreg` is how many registers a thread may take at most, so that several
-    programs share a multiprocessor; 0: as many as there are.
+    programs share a multiprocessor; 0: as many as there are. `full_tiles` is how many full tiles of keys a step takes
+    through tensor descriptors; 0: it takes one, through pointers.
     """
 
     block_m: int
@@ -57,6 +60,7 @@ class Tiles:
     num_stages: int
     partial_stages: int = 1
     maxnreg: int = 0
+    full_tiles: int = 0
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -71,18 +75,20 @@ class Tiles:
         return options
 
 
-def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False) -> Tiles:
+def tiles_for(
+    kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False, descriptors: bool = False
+) -> Tiles:
     """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths with the rows and dtype of `like`.
 
     D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 where there are none; `terms`
     whether scores have a bias or a cap, the mask is dense or there is dropout: then tiles measured without them may not
-    fit.
+    fit. `descriptors`: tensor descriptors can describe the key and the value.
     """
     if TRITON_INTERPRETED:
-        return _interpreted(like, D)
+        return _interpreted(like, D, descriptors)
     gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
     short = like.shape[-2] <= _SHORT and kernel.endswith((".forward", ".queries"))
-    return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short)
+    return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short, descriptors)
 
 
 def launch(
@@ -108,15 +114,18 @@ def chunks_of(Ds: int, block_d: int) -> int:
 
 @functools.cache
 def _chosen(
-    kernel: str, gpu: str, kind: str, dtype: torch.dtype, D: int, Dv: int, terms: bool, short: bool
-) -> Tiles:
+    kernel: str, gpu: str, kind: str, dtype: torch.dtype, D: int, Dv: int, terms: bool, short: bool,
+    descriptors: bool,
+) -> Tiles:  # fmt: skip
     name = str(dtype).removeprefix("torch.")
     tuned = _tuned(gpu).get((kernel, name, padded(D), padded(Dv)))
-    if tuned is not None and not (terms or short):  # measured without terms, on long queries
+    usable = not (terms or short)  # they were measured without terms, on long queries
+    if tuned is not None and usable and (descriptors or not tuned.full_tiles):
         return tuned
     shared = "collaborative" in kernel
     width = padded(Dv if shared else max(D, Dv))
-    tiles = Tiles(*_numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, terms))
+    variant = "terms" if terms else "descriptors" if descriptors and not short else ""
+    tiles = Tiles(*_numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, variant))
     if short:
         tiles = replace(tiles, block_m=_SHORT, num_warps=4, maxnreg=0)
     return _within(tiles, D) if shared else tiles
@@ -128,11 +137,13 @@ def _within(tiles: Tiles, Ds: int) -> Tiles:
     return replace(tiles, block_d=step, block_slice=min(tiles.block_slice, padded(Ds)))
 
 
-def _interpreted(like: Tensor, D: int) -> Tiles:
+def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
     """Tiles that leave several to a short sequence, several chunks to a narrow query, and few to what is long."""
     T = like.shape[-2]
     block_m, block_n = (16, 64) if T <= 16 else (32, 32) if T <= 128 else (128, 128)
-    return Tiles(block_m, block_n, padded(-(-D // 8)), min(64, padded(D)), 4, 1)
+    return Tiles(
+        block_m, block_n, padded(-(-D // 8)), min(64, padded(D)), 4, 1, full_tiles=2 * descriptors
+    )
 
 
 @functools.cache
@@ -172,6 +183,11 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
             256: (128, 32, 0, 0, 8, 2),
         },
         "gated_attention.forward, terms": {64: (128, 64, 0, 0, 8, 3)},
+        "gated_attention.forward, descriptors": {
+            64: (128, 64, 0, 0, 8, 3, 1, 128, 1),
+            128: (128, 64, 0, 0, 8, 2, 3, 0, 2),
+            256: (128, 32, 0, 0, 8, 2, 1, 0, 2),
+        },
         "gated_attention.keys": {64: (64, 128, 0, 0, 8, 2), 256: (32, 128, 0, 0, 8, 2)},
         "gated_attention.queries": {
             64: (128, 64, 0, 0, 8, 3),
@@ -251,16 +267,15 @@ _FLOAT: Final[dict[str, dict[int, Numbers]]] = {
 }
 
 
-def _numbers_of_kind(
-    kind: str, kernel: str, half: bool, width: int, terms: bool = False
-) -> Numbers:
+def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: str = "") -> Numbers:
     """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
 
-    `terms`: the kernel reads a bias, a cap or a dense mask or drops, for which some have rows of their own.
+    Some kernels have rows of their own for a `variant`: "terms", where loops read a bias, a cap or a dense mask or
+    drop; "descriptors", where none of that is so and descriptors can describe the key and the value.
     """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
     table = _HALF[kind] if half else _FLOAT
-    rows = table[kernel] | (table.get(f"{kernel}, terms", {}) if terms else {})
+    rows = table[kernel] | table.get(f"{kernel}, {variant}", {})
     return next(numbers for widest, numbers in sorted(rows.items()) if width <= widest)
 
 
