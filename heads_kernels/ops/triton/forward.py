@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.operator import Call, Results
 from heads_kernels.ops.triton.attend import attend
-from heads_kernels.ops.triton.descriptors import describable, tiles_in
+from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable, tiles_in
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
@@ -122,8 +122,8 @@ def _has_descriptors(call: Call) -> bool:
     tiles need the registers that descriptors save. Not in collaborative attention: heads gather features of the key,
     and the loop is no shorter with the value alone.
     """
-    described = call.mixing is None and not has_terms(call)
-    return described and describable(call.key) and describable(call.value)
+    suits = call.mixing is None and not has_terms(call) and call.key.shape[2] >= FEWEST_KEYS
+    return suits and describable(call.key) and describable(call.value)
 
 
 def _descriptors(
