@@ -71,7 +71,7 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
             )
         order = f"{backend!r} {failed[backend]}: {found.source}" if backend in failed else ""
     else:
-        rows = _asked(table, problem)
+        rows = in_order(table, problem.operator, problem.query.device)
         order = f"order: {found.source}"
     refusals: dict[str, list[str]] = {}
     chosen: BackendName | None = None
@@ -94,7 +94,7 @@ def select(table: Sequence[Backend], problem: Problem, backend: str | None = Non
     Warns once if only `eager` can, which holds `[B, H, T, S]` in memory.
     """
     if backend is None:
-        for row in _asked(table, problem):
+        for row in in_order(table, problem.operator, problem.query.device):
             if not row.unsupported(problem):
                 wide = problem.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
                 if row.name == "eager" and not wide and not torch.compiler.is_compiling():
@@ -106,9 +106,9 @@ def select(table: Sequence[Backend], problem: Problem, backend: str | None = Non
     return choice.backend
 
 
-def _asked(table: Sequence[Backend], problem: Problem) -> Sequence[Backend]:
+def in_order(table: Sequence[Backend], operator: str, device: torch.device) -> Sequence[Backend]:
     """The rows in the order in which they are tried, without those that failed on this machine."""
-    found = doctor_record.found(problem.operator, problem.query.device)
+    found = doctor_record.found(operator, device)
     if not (found.verified or found.failed):
         return table
     first = [row for name in found.verified for row in table if row.name == name]

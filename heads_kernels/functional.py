@@ -14,6 +14,7 @@ from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import attention_statistics as statistics
+from heads_kernels.ops import direct
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
@@ -87,6 +88,16 @@ def gated_attention(
         ValueError, TypeError: an argument is invalid; the message names it, its value and what would work. Also raised
             with the reasons if `backend` is unknown or cannot serve the call.
     """
+    if (
+        (type(dropout_p) is float and dropout_p == 0.0)
+        and (type(closed_grad) is bool and enable_gqa is True)
+        and (bias is None and softcap is None and sinks is None)
+    ):
+        out = direct.forward(
+            GATED, query, key, value, None, None, attn_mask, is_causal, gate, gate_activation, scale, backend
+        )  # fmt: skip
+        if out is not None:
+            return out
     problem = Problem.gated(
         query,
         key,
@@ -153,6 +164,15 @@ def collaborative_attention(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
+    if (type(dropout_p) is float and dropout_p == 0.0 and type(closed_grad) is bool) and (
+        bias is None and softcap is None and sinks is None
+    ):
+        out = direct.forward(
+            COLLABORATIVE, query, key, value, mixing, content_bias, attn_mask, is_causal, gate, gate_activation, scale,
+            backend,
+        )  # fmt: skip
+        if out is not None:
+            return out
     problem = Problem.collaborative(
         query,
         key,

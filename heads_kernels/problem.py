@@ -123,7 +123,7 @@ class Problem(NamedTuple):
             bias=dense,
             offset_bias=table,
             sinks=sinks,
-            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
+            intervals=intervals_of(attn_mask, is_causal, query, (B, H, T, S), batch),
             softcap=check_softcap(softcap),
             scale=check_scale(scale, D, query.dtype),
             gate_activation=gate_activation,
@@ -179,7 +179,7 @@ class Problem(NamedTuple):
             bias=dense,
             offset_bias=table,
             sinks=sinks,
-            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
+            intervals=intervals_of(attn_mask, is_causal, query, (B, H, T, S), batch),
             softcap=check_softcap(softcap),
             scale=check_scale(scale, Ds / max(H, 1), query.dtype),
             gate_activation=gate_activation,
@@ -234,7 +234,7 @@ class Problem(NamedTuple):
             bias=dense,
             offset_bias=table,
             sinks=sinks,
-            intervals=_intervals(attn_mask, is_causal, query, (B, H, T, S), batch),
+            intervals=intervals_of(attn_mask, is_causal, query, (B, H, T, S), batch),
             softcap=check_softcap(softcap),
             scale=check_scale(scale, width, query.dtype),
             exclude_keys=check_excluded(excluded, query, (B, S)),
@@ -402,13 +402,17 @@ def _biases(
     return attn_mask, flatten_bias(bias, lead, (H, T, S), argument), None
 
 
-def _intervals(
+def intervals_of(
     attn_mask: Mask | Tensor | None,
     is_causal: bool,
     query: Tensor,
     shape: tuple[int, int, int, int],
     batch: Batch,
 ) -> Intervals:
+    """The mask of a call of `shape` = (B, H, T, S)."""
+    check_flag("is_causal", is_causal)
+    if attn_mask is None:
+        return Intervals(band_hi=1) if is_causal else Intervals()
     if (
         batch is not None
         and isinstance(attn_mask, Tensor)
@@ -417,7 +421,6 @@ def _intervals(
         missing = len(batch) + 3 - attn_mask.dim()
         attn_mask = _flatten("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
     mask = as_mask(attn_mask, shape)
-    check_flag("is_causal", is_causal)
     read = mask.intervals if mask is attn_mask else mask.work_out
     intervals = read(*shape, device=query.device)
     return intervals & Intervals(band_hi=1) if is_causal else intervals

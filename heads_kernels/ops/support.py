@@ -19,7 +19,8 @@ from heads_kernels.checks import is_int
 from heads_kernels.ops.buffers import FARTHEST_ROW
 from heads_kernels.problem import Problem
 
-_CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
+#: Whether the kernels for the CPU are built.
+CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
 _OLDEST_TRITON: Final = (3, 6)
 
 
@@ -85,7 +86,7 @@ def eager(problem: Problem) -> list[str]:
 def cpu(problem: Problem) -> list[str]:
     """The C++ kernels read tensors in CPU memory, rows contiguous, and every mask."""
     reasons = []
-    if not _CPU_EXTENSION:
+    if not CPU_EXTENSION:
         reasons.append(
             "the extension heads_kernels._cpu is not built (install the package with a C++ compiler)"
         )

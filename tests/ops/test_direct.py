@@ -1,0 +1,303 @@
+"""Calls that go straight to the extension: which do, that they give what the op gives, and that nothing is skipped that
+acts on ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import heads_kernels as hk
+from heads_kernels import doctor_record
+from heads_kernels.doctor_record import Found
+from heads_kernels.ops import direct, support
+from tests.ops.calls import tensors
+from tests.ops.functions import B, D, Dv, H, S, T
+
+pytestmark = pytest.mark.skipif(not support.CPU_EXTENSION, reason="the extension is not built")
+
+OPERATORS = ("gated_attention", "collaborative_attention")
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """For every call the way that it took, "direct" or "op"."""
+    taken: list[str] = []
+    forward = direct.forward
+
+    def watched(*arguments: Any) -> Tensor | None:
+        out = forward(*arguments)
+        taken.append("op" if out is None else "direct")
+        return out
+
+    monkeypatch.setattr(direct, "forward", watched)
+    return taken
+
+
+def by_op(operator: str, **arguments: Any) -> Tensor:
+    """The call as an op, which a mode acts on."""
+    with SeesOps():
+        return getattr(hk, operator)(**arguments)
+
+
+class SeesOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------- which calls
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "gate": {"gate": torch.tensor([0.0, 2.0, -1.0, 0.5])[:H]},
+    "logits": {"gate": torch.randn(B, H, T), "gate_activation": "sigmoid"},
+    "elements": {"gate": torch.randn(B, H, T, Dv).to(torch.float16)},
+    "key mask": {"attn_mask": hk.Mask(key_mask=torch.rand(B, S) < 0.6)},
+    "band": {"attn_mask": hk.Mask(causal="lower_right", window=(3, -1))},
+    "both": {"attn_mask": hk.Mask(key_lengths=[2] * B), "is_causal": True},
+    "bool mask": {"attn_mask": torch.rand(B, 1, 1, S) < 0.6},
+    "dense mask": {"attn_mask": torch.rand(T, S) < 0.6},
+    "backend": {"backend": "cpu"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways: list[str]) -> None:
+    arguments = tensors(operator, dtype=dtype)
+    out = getattr(hk, operator)(**arguments, **CALLS[case])
+    expected = by_op(operator, **arguments, **CALLS[case])
+    assert ways == ["direct", "op"]
+    assert torch.equal(out, expected)
+    assert out.stride() == expected.stride()
+    assert not out.requires_grad
+
+
+def test_memory_order_is_that_of_the_op() -> None:
+    query, key, value = torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
+    out = hk.gated_attention(query, key, value)
+    expected = by_op("gated_attention", query=query, key=key, value=value)
+    assert out.stride() == expected.stride()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parameters_without_gradients(mode: Callable[[], Any], ways: list[str]) -> None:
+    arguments = tensors("gated_attention", dtype=torch.float32)
+    gate = torch.nn.Parameter(torch.ones(H))
+    with mode():
+        out = hk.gated_attention(**arguments, gate=gate)
+    assert ways == ["direct"]
+    assert out.is_inference() == (mode is torch.inference_mode)
+    assert hk.gated_attention(**arguments, gate=gate).requires_grad
+    assert ways == ["direct", "op"]
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout_p": 0.5},
+    "float mask": {"attn_mask": torch.randn(T, S)},
+    "bias": {"bias": torch.randn(H, T, S)},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.randn(H)},
+    "eager": {"backend": "eager"},
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_other_calls_are_ops(case: str, ways: list[str]) -> None:
+    hk.gated_attention(**tensors("gated_attention", dtype=torch.float32), **OTHER[case])
+    assert "direct" not in ways
+
+
+def test_batch_dimensions(ways: list[str]) -> None:
+    query, key, value = torch.randn(3, H, 5, D)
+    expected = hk.gated_attention(query[None], key[None], value[None])
+    assert ways == ["direct"]
+    assert torch.equal(hk.gated_attention(query, key, value), expected[0])
+    assert ways == ["direct", "op"]
+
+
+def test_rows_that_are_not_contiguous_are_served_by_another_backend(ways: list[str]) -> None:
+    query = torch.randn(B, H, D, T).mT
+    hk.gated_attention(query, query, query, backend="eager")
+    with pytest.raises(ValueError, match="query has stride"):
+        hk.gated_attention(query, query, query, backend="cpu")
+    assert "direct" not in ways
+
+
+def test_a_sign_that_is_not_in_memory_is_read(ways: list[str]) -> None:
+    plain = torch.randn(B, H, T, D)
+    negative = torch._neg_view(plain)
+    out = hk.gated_attention(negative, plain, plain)
+    assert ways == ["op"]
+    assert torch.equal(out, hk.gated_attention(-plain, plain, plain))
+
+
+def test_a_tensor_without_memory_is_refused_as_by_the_op() -> None:
+    zero, key = torch._efficientzerotensor((B, H, T, D)), torch.randn(B, H, T, D)
+    with pytest.raises(ValueError, match="query"):
+        hk.gated_attention(zero, key, key)
+
+
+def test_a_failed_backend_is_not_taken(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"gated_attention": Found(failed=(("cpu", "failed plain"),), source="a test")}
+    monkeypatch.setattr(doctor_record, "IGNORED", False)
+    monkeypatch.setattr(doctor_record, "_READ", {torch.device("cpu"): found})
+    arguments = tensors("gated_attention", dtype=torch.float64)
+    hk.gated_attention(**arguments)
+    hk.gated_attention(**arguments, backend="cpu")
+    assert ways == ["op", "direct"]
+
+
+# ---------------------------------------------------------------------- what acts on ops
+NAME = "heads_kernels::gated_attention"
+
+
+def attend(*operands: Tensor) -> Tensor:
+    return hk.gated_attention(*operands)
+
+
+def operands() -> tuple[Tensor, ...]:
+    return tuple(tensors("gated_attention", dtype=torch.float32).values())
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(Tensor):
+    """A subclass that says what was called with it."""
+
+    names: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.names.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_dispatch_modes_see_the_op() -> None:
+    with SeesOps() as seen:
+        attend(*operands())
+    assert NAME in seen.names
+
+
+def test_function_modes_see_the_op() -> None:
+    with SeesFunctions() as seen:
+        attend(*operands())
+    assert "heads_kernels.gated_attention.default" in seen.names
+
+
+def test_subclasses_see_the_op() -> None:
+    query, key, value = operands()
+    Wrapped.names.clear()
+    out = attend(query, key.as_subclass(Wrapped), value)
+    assert "heads_kernels.gated_attention.default" in Wrapped.names
+    assert type(out) is Wrapped
+
+
+def test_flops_are_counted() -> None:
+    with FlopCounterMode(display=False) as counter:
+        attend(*operands())
+    assert counter.get_total_flops() == 2 * B * H * T * S * (D + Dv)
+
+
+def test_profiler_sees_the_op() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attend(*operands())
+    assert NAME in {event.key for event in profile.key_averages()}
+
+
+def test_fake_tensors_run_nothing(ways: list[str]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out = attend(*operands())
+        fake = attend(*map(mode.from_tensor, operands()))
+    assert type(out) is type(fake)
+    assert fake.fake_mode is mode
+    assert "direct" not in ways
+
+
+def test_make_fx_records_the_op() -> None:
+    graph = make_fx(attend)(*operands())
+    assert "heads_kernels.gated_attention.default" in graph.code
+
+
+def test_export_records_the_op() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *operands: Tensor) -> Tensor:
+            return attend(*operands)
+
+    program = torch.export.export(Module(), operands(), strict=False)
+    assert "heads_kernels.gated_attention.default" in program.graph_module.code
+
+
+def test_compile_records_the_op() -> None:
+    torch.compiler.reset()
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(graph.code)
+        return graph
+
+    torch.compile(attend, backend=backend, fullgraph=True)(*operands())
+    assert "torch.ops.heads_kernels.gated_attention.default" in "".join(seen)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jit_trace_does_not_record_a_constant(ways: list[str]) -> None:
+    with contextlib.suppress(
+        RuntimeError, SystemError
+    ):  # sizes are tensors in it, which a `Problem` is not made for
+        torch.jit.trace(attend, operands(), check_trace=False)
+    assert "direct" not in ways
+
+
+def test_autocast_casts() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(*operands()).dtype == torch.bfloat16
+
+
+def test_derivatives_that_are_not_there_are_refused() -> None:
+    query, key, value = operands()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="reverse-mode"):
+        attend(forward_ad.make_dual(query, query), key, value)
+    with pytest.raises(RuntimeError, match="reverse-mode"):
+        torch.func.grad(lambda q: attend(q, key, value).sum())(query)
+
+
+def test_vmap_does_not_read_one_element_for_all(ways: list[str]) -> None:
+    query, key, value = operands()
+    with contextlib.suppress(RuntimeError):  # the op has no batching rule
+        torch.vmap(lambda q: attend(q, key, value))(torch.stack([query, 2 * query]))
+    assert "direct" not in ways
+
+
+def test_functionalization_sees_the_op(ways: list[str]) -> None:
+    torch.func.functionalize(attend)(*operands())
+    functional = torch._to_functional_tensor(operands()[0])
+    with contextlib.suppress(RuntimeError, ValueError):
+        attend(functional, functional, functional)
+    assert "direct" not in ways
