@@ -295,11 +295,12 @@ struct Outputs {
   void* lse;      // [T] in the compute type, null if not requested
 };
 
-// Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse.
+// Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse;
+// absent outputs are left out.
 template <typename Real>
 inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& terms, int64_t first,
                              int64_t count, int64_t Dv) {
-  store_zeros<Real>(outputs.out, first, count, Dv);
+  if (outputs.out) store_zeros<Real>(outputs.out, first, count, Dv);
   if (outputs.attended) store_zeros<Real>(outputs.attended, first, count, Dv);
   if (outputs.lse)
     for (int64_t i = first; i < first + count; ++i)

@@ -1,11 +1,51 @@
 // The forward pass of an operator: divides its query tiles among the threads.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
 #include "cpu/attend.h"
 #include "cpu/parallel.h"
 #include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
+
+// Stores the zeros of closed heads in `out`, in the order of memory: where rows hold the heads side
+// by side, [B, T, H, Dv], head by head every page would be visited again for each head.
+template <typename Real, typename Operator>
+void store_closed_heads(const ForwardParams& params, const Operator& op) {
+  const Tensor& out = params.out;
+  if (!op.gate || !out) return;
+  std::vector<std::vector<Range>> closed(op.B);  // runs of neighbours, for each batch element
+  int64_t count = 0;
+  for (int64_t b = 0; b < op.B; ++b) {
+    for (int64_t h = 0; h < op.H; ++h) {
+      if (!op.gate.closed(b, h)) continue;
+      if (closed[b].empty() || closed[b].back().end != h) closed[b].push_back({h, h});
+      closed[b].back().end = h + 1;
+      ++count;
+    }
+  }
+  if (count == 0) return;
+  const int64_t work = count * op.T * op.Dv, bytes = element_size(out.dtype);
+  if (out.stride[3] != 1 || out.stride[1] != op.Dv || out.stride[2] < op.H * op.Dv) {
+    parallel_for(op.B * op.H, params.threads, work, 0, [&](int64_t item, Workspace&) {
+      const int64_t b = item / op.H, h = item % op.H;
+      if (op.gate.closed(b, h)) store_zeros<Real>(rows_at(out, b, h), 0, op.T, op.Dv);
+    });
+    return;
+  }
+  const int64_t blocks = ceil_div(op.T, BLOCK_M);
+  parallel_for(op.B * blocks, params.threads, work, 0, [&](int64_t item, Workspace&) {
+    const int64_t b = item / blocks, first = item % blocks * BLOCK_M;
+    char* rows = static_cast<char*>(out.data) + b * out.stride[0] * bytes;
+    for (int64_t i = first; i < std::min<int64_t>(op.T, first + BLOCK_M); ++i)
+      for (const Range& heads : closed[b])
+        std::memset(rows + (i * out.stride[2] + heads.begin * op.Dv) * bytes, 0,
+                    (heads.end - heads.begin) * op.Dv * bytes);
+  });
+}
 
 // `Operator` describes a head (`head`), packs a query tile of it (`pack`) and knows sizes and gate.
 template <typename Real, typename Operand, typename Operator>
@@ -13,6 +53,7 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
   const int64_t tile_bytes =
       buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
+  store_closed_heads<Real>(params, op);
   const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op.D, op.Dv);
   parallel_for(
       items.count(), params.threads, op.multiply_adds(), bytes,
@@ -27,10 +68,17 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
             workspace.take_objects<QueryTile<Real, Operand>>(items.size);
         int64_t count = 0;
         for (const TilePlace& at : items.tiles(item)) {
+          Outputs empty = outputs(at.b, at.h);
+          if (op.gate.closed(at.b, at.h)) {
+            empty.out = {};  // stored above
+            store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
+                             std::min<int64_t>(BLOCK_M, op.T - at.first_row), op.Dv);
+            continue;
+          }
           const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
-          if (op.gate.closed(at.b, at.h) || !visible.any) {
-            const HeadTerms<Real> terms(params.terms, at.b, at.h, op.T);
-            store_empty_rows(outputs(at.b, at.h), terms, at.first_row, visible.count, op.Dv);
+          if (!visible.any) {
+            store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
+                             visible.count, op.Dv);
             continue;
           }
           QueryTile<Real, Operand>* tile =

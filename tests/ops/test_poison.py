@@ -112,6 +112,29 @@ def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     assert of_gate[~closed].isfinite().all()
 
 
+@pytest.mark.parametrize("layout", ["BHTD", "BTHD"])
+@pytest.mark.parametrize(("T", "Dv"), [(1, 8), (63, 5), (65, 8), (130, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_of_closed_heads_are_written(
+    dtype: torch.dtype, T: int, Dv: int, layout: str
+) -> None:
+    """In every memory order, with neighbours that are closed in one batch element and open in the next."""
+    B, H = 3, 5
+
+    def operand(width: int) -> Tensor:
+        if layout == "BHTD":
+            return torch.randn(B, H, T, width, dtype=dtype)
+        return torch.randn(B, T, H, width, dtype=dtype).transpose(1, 2)
+
+    query, key, value = operand(8), operand(8), operand(Dv)
+    gate = torch.tensor([[0, 0, 1, 0, 2], [1, 0, 0, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.float32)
+    expected = hk.gated_attention(query, key, value) * gate[:, :, None, None].to(dtype)
+    for leaf in (gate, gate.clone().requires_grad_()):
+        dirty_allocator(query)
+        out = call("gated_attention", "cpu", query=query, key=key, value=value, gate=leaf)
+        assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
 def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
     """The tile on the diagonal holds visible and hidden keys at once."""
