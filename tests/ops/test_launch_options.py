@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.ops import buffers
 from heads_kernels.ops.triton import tiles
-from heads_kernels.ops.triton.tiles import Tiles, launch, tiles_for
+from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 
 
 class Recorder:

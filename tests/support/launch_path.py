@@ -1,5 +1,7 @@
 """`python -m tests.support.launch_path LIBRARY WORK...`: works of `benchmarks.ahead_of_time` through Triton's launcher.
 
+Every work runs twice: the second time `launch` has the compiled kernels, and Triton does not look for them.
+
 LIBRARY is `stub_driver.c`, which stands in for libcuda and keeps what each launch passed. Every argument is held
 against the parameter of the kernel's PTX that it belongs to. Prints the kernels that were launched, one a line; exit
 status 1, with what differs, where an argument did not arrive. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
@@ -18,6 +20,7 @@ from unittest.mock import patch
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -165,6 +168,8 @@ def differences(
 
 def main(path: str, names: list[str]) -> int:
     stub, failures = Stub(path), []
+    searched: list[str] = []
+    kept: list[str] = []
     run = JITFunction.run
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -176,16 +181,43 @@ def main(path: str, names: list[str]) -> int:
         arguments = tuple(by_name[name] for name in self.arg_names)
         name = f"{self.fn.__module__}.{self.fn.__name__}"
         print(name, flush=True)
+        searched.append(name)
         found = differences(compiled, arguments, grid, stub, before)
         failures.extend(f"{name}: {words}" for words in found)
         return compiled
 
+    runner = CompiledKernel.__getitem__
+
+    def launch_kept(self: Any, grid: tuple[int, ...]) -> Any:
+        def launched(*args: Any) -> None:
+            stub.expect(parameter_bytes(self.asm["ptx"]))
+            before = stub.numbers()["launches"]
+            runner(self, grid)(*args)
+            name = f"{self.src.fn.__module__}.{self.src.fn.__name__}"
+            kept.append(name)
+            found = differences(self, args, grid, stub, before)
+            failures.extend(f"{name}, kept: {words}" for words in found)
+
+        return launched
+
     driver.set_active(Driver())
-    with patch.object(JITFunction, "run", launch):
-        for name in names:
-            work = next(work for work in ahead_of_time.WORKS if work.name == name)
-            seed = seed_of(1) if work.case.dropout_p else None
-            work.drive(work.case.make(torch.bfloat16), seed)
+    for name in names:
+        work = next(work for work in ahead_of_time.WORKS if work.name == name)
+        seed = seed_of(1) if work.case.dropout_p else None
+        inputs = work.case.make(torch.bfloat16)
+        searched.clear()
+        kept.clear()
+        with (
+            patch.object(JITFunction, "run", launch),
+            patch.object(CompiledKernel, "__getitem__", launch_kept),
+        ):
+            work.drive(inputs, seed)
+            every = sorted(searched + kept)
+            searched.clear()
+            kept.clear()
+            work.drive(inputs, seed)
+        if searched or sorted(kept) != every:
+            failures.append(f"{name}: kept {sorted(kept)} of {every}, not {searched}")
     print(*failures, sep="\n", file=sys.stderr)
     return int(bool(failures))
 

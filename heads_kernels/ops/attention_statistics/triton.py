@@ -12,6 +12,7 @@ from torch import Tensor
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     bytes_of,
@@ -25,7 +26,7 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import LN2, SMALLEST, log_sum_exp, online_softmax, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, launch, padded, tiles_for
+from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,

@@ -23,6 +23,7 @@ from heads_kernels.ops.triton.chunks import (
     mixed,
 )
 from heads_kernels.ops.triton.gate import head_gate, open_rows
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile, store_columns, store_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -38,7 +39,7 @@ from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import kept, probabilities, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, launch, padded, tiles_for
+from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,

@@ -15,6 +15,7 @@ from torch import Tensor
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.gate import head_gate, open_rows
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     dropout_of,
@@ -28,7 +29,7 @@ from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import kept, probabilities, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import launch, padded, tiles_for
+from heads_kernels.ops.triton.tiles import padded, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,

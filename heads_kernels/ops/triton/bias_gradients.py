@@ -17,6 +17,7 @@ from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
 from heads_kernels.ops.triton.gate import head_gate, open_rows
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
     content_bias_of,
@@ -31,7 +32,7 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import kept, probabilities, product
-from heads_kernels.ops.triton.tiles import Tiles, chunks_of, launch, padded, tiles_for
+from heads_kernels.ops.triton.tiles import Tiles, chunks_of, padded, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
 

@@ -21,6 +21,7 @@ from heads_kernels.ops.operator import Call, Results
 from heads_kernels.ops.triton.attend import attend
 from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable, tiles_in
 from heads_kernels.ops.triton.gate import open_rows, times_gate
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     gate_kind,
@@ -31,7 +32,7 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import Tiles, chunks_of, launch, padded, tiles_for
+from heads_kernels.ops.triton.tiles import Tiles, chunks_of, padded, tiles_for
 
 
 @triton.jit
@@ -142,10 +143,11 @@ def _launch(kernel: Any, call: Call, *results: Any, **constants: Any) -> None:
     descriptors = _has_descriptors(call)
     tiles = tiles_for(f"{operator}.forward", call.query, width, Dv, has_terms(call), descriptors)
     scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
-    given = call._replace(query=query, content_bias=content_bias)
+    if query is not call.query:
+        call = call._replace(query=query, content_bias=content_bias)
     launch(
         kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        operands_of(given, visible_to_tiles(call, tiles)), *_descriptors(call, tiles), gate_of(call.gate), *results,
+        operands_of(call, visible_to_tiles(call, tiles)), *_descriptors(call, tiles), gate_of(call.gate), *results,
         H, T, S, H // max(call.value.shape[1], 1), scale, **constants,
         D=width, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         BLOCK_D=padded(width) if call.mixing is None else tiles.block_d, BLOCK_DV=padded(Dv),

@@ -6,7 +6,7 @@ compile time; a tuple that may be None has no such fields, for Triton 3.6 cannot
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,6 +138,10 @@ class Operands(NamedTuple):
     dropout: Dropout | None
 
 
+#: Tuples of a pointer and numbers.
+POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Dropout)
+
+
 def operands_of(call: Call, visible: Visible) -> Operands:
     return Operands(
         rows_of(call.query),
@@ -152,13 +156,12 @@ def operands_of(call: Call, visible: Visible) -> Operands:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    if tensor.dim() == 3:
-        return Rows(tensor, tensor.stride(0), 0, tensor.stride(1))
-    return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
+    *batch, row, _ = tensor.stride()
+    return Rows(tensor, *batch, row) if len(batch) == 2 else Rows(tensor, *batch, 0, row)
 
 
 def mixing_of(mixing: Tensor) -> Mixing:
-    return Mixing(mixing, mixing.stride(0), mixing.stride(1))
+    return Mixing(mixing, *mixing.stride())
 
 
 def content_bias_of(content_bias: Tensor | None) -> ContentBias | None:
@@ -255,6 +258,8 @@ def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:
 
 def _strides(tensor: Tensor) -> list[int]:
     """Its strides, 0 where it broadcasts."""
+    if 1 not in tensor.shape:
+        return list(tensor.stride())
     return [s if size != 1 else 0 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from heads_kernels.ops.operator import Call, Saved
 from heads_kernels.ops.triton.gate import element_gates, row_gates
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Rows,
@@ -32,7 +33,7 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.softmax import LOG2E
 from heads_kernels.ops.triton.tile_lists import varying_pairs
-from heads_kernels.ops.triton.tiles import launch, padded, tiles_for
+from heads_kernels.ops.triton.tiles import padded, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
 
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from heads_kernels.ops.operator import Call
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import TileLists, Visible, terms_of, visible_of
 from heads_kernels.ops.triton.scores import load_bias
-from heads_kernels.ops.triton.tiles import Tiles, launch
+from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges, tiles_that_see
 
 

@@ -1,4 +1,4 @@
-"""Which tiles a kernel runs with, and its launch.
+"""Which tiles a kernel runs with.
 
 `heads_kernels/tuned/<gpu>.json`, written by `python -m benchmarks.tune`, holds tiles measured on that very GPU. For all
 others there is a table for each kind of GPU. Every row of it is a heuristic: the largest tiles of a usual shape whose
@@ -18,13 +18,12 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
 from dataclasses import dataclass, fields, replace
 from importlib import resources
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -89,17 +88,6 @@ def tiles_for(
     gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
     short = like.shape[-2] <= _SHORT and kernel.endswith((".forward", ".queries"))
     return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short, descriptors)
-
-
-def launch(
-    kernel: Any, programs: int, like: Tensor, tiles: Tiles, *args: Any, **constants: Any
-) -> None:
-    """Run `programs` programs of `kernel` on the device and the current stream of `like`."""
-    if programs == 0:
-        return
-    elsewhere = like.is_cuda and like.device.index != torch.cuda.current_device()
-    with torch.cuda.device(like.device) if elsewhere else contextlib.nullcontext():
-        kernel[(programs,)](*args, **constants, **tiles.launch_options)
 
 
 def padded(width: int) -> int:

@@ -1,0 +1,76 @@
+"""The launch of a kernel.
+
+Triton finds the compiled kernel of a launch by its arguments in 20 us; a compiled one is launched in 6. So compiled
+kernels are kept here too, by what Triton may compile for and more: the values of numbers, not only whether they are 1
+or a multiple of 16. Triton's settings of how it compiles are those of the first launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from heads_kernels.ops.triton.operands import POINTERS
+from heads_kernels.ops.triton.tiles import Tiles
+
+#: Key of a launch -> the compiled kernel, and the values of its constants in the order of its parameters.
+_KEPT: Final[dict[tuple[object, ...], tuple[Any, tuple[object, ...]]]] = {}
+#: Calls with other numbers of rows or keys have other keys: so many are kept. Heuristic.
+_MOST_KEPT: Final = 4096
+_NUMBERS: Final = frozenset({int, float, bool})
+
+
+def launch(
+    kernel: Any, programs: int, like: Tensor, tiles: Tiles, *args: Any, **constants: Any
+) -> None:
+    """Run `programs` programs of `kernel` on the device and the current stream of `like`."""
+    if programs == 0:
+        return
+    if like.is_cuda and like.device.index != torch.cuda.current_device():
+        with torch.cuda.device(like.device):
+            _launch(kernel, programs, like, tiles, args, constants)
+    else:
+        _launch(kernel, programs, like, tiles, args, constants)
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    like: Tensor,
+    tiles: Tiles,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
+    facts: list[object] = [id(kernel), like.device, tiles, *constants, *constants.values()]
+    _collect_facts(args, facts)
+    key = tuple(facts)
+    if (kept := _KEPT.get(key)) is not None:
+        compiled, values = kept
+        compiled[programs, 1, 1](*args, *values)
+        return
+    compiled = kernel[(programs,)](*args, **constants, **tiles.launch_options)
+    # None: interpreted. On AMD kernels are compiled for the size of the memory behind a pointer too.
+    if compiled is None or torch.version.hip:
+        return
+    if len(_KEPT) >= _MOST_KEPT:
+        _KEPT.clear()
+    _KEPT[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+
+
+def _collect_facts(values: tuple[Any, ...], facts: list[object]) -> None:
+    """Append dtype and alignment of each tensor in nested tuples, the block of a descriptor, and each number."""
+    for value in values:
+        if value is None or type(value) in _NUMBERS:
+            facts.append(value)
+        elif isinstance(value, POINTERS):
+            ptr, *numbers = value
+            facts += ptr.dtype, ptr.data_ptr() & 15, *numbers
+        elif isinstance(value, TensorDescriptor):
+            facts += value.base.dtype, *value.block_shape
+        elif isinstance(value, tuple):
+            _collect_facts(value, facts)
+        else:
+            facts += value.dtype, value.data_ptr() & 15
