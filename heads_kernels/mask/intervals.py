@@ -114,7 +114,7 @@ class Intervals(NamedTuple):
 
 
 def _vectors(bounds: Tensor) -> Tensor:
-    return bounds.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+    return bounds.to(torch.int32).contiguous()
 
 
 def _both(

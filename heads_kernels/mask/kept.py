@@ -17,6 +17,9 @@ from torch import Tensor
 #: Most lists of lengths that stay on a GPU. Heuristic.
 _LISTS: Final = 64
 
+#: Most tables of `distances_on`, for different S. Heuristic.
+_TABLES: Final = 8
+
 
 def traced() -> bool:
     """Whether this code is being compiled or transformed."""
@@ -69,6 +72,26 @@ def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
 def _copied(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):  # a later call may not be in it
         return torch.tensor(lengths, dtype=torch.int64, device=device)
+
+
+def distances_on(device: torch.device, S: int) -> Tensor:
+    """int32 `[2, 1, S]` on `device`: the distance of each key from the end, S to 1, and from the start, 1 to S."""
+    real = device.type == "cpu" or _keeps(device)
+    if traced() or torch._C._len_torch_dispatch_stack() or not real or capturing(device):
+        return _distances(S, device)
+    return _kept_distances(S, device, _stream(device))
+
+
+@functools.lru_cache(maxsize=_TABLES)
+def _kept_distances(S: int, device: torch.device, stream: int) -> Tensor:
+    with torch.inference_mode(False):  # a later call may not be in it
+        return _distances(S, device)
+
+
+def _distances(S: int, device: torch.device) -> Tensor:
+    from_end = torch.arange(S, 0, -1, dtype=torch.int32, device=device)
+    from_start = torch.arange(1, S + 1, dtype=torch.int32, device=device)
+    return torch.stack((from_end, from_start)).unsqueeze(1)
 
 
 def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads_kernels.checks import is_int, refuse
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
-from heads_kernels.mask.kept import lengths_on, readable
+from heads_kernels.mask.kept import distances_on, lengths_on, readable
 
 Alignment = Literal["upper_left", "lower_right"]
 
@@ -32,7 +32,8 @@ class Term(ABC):
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         """Its `Intervals` for a call of these sizes; raises ValueError if it does not fit.
 
-        Before `laid_out`: bounds have any integer dtype and are `[B or 1, T or 1]`; `k_lo` may be None for 0.
+        Before `laid_out`: bounds have any integer dtype and are `[B or 1, T or 1]`; `k_lo` may be None for 0. Those of
+        int32 share no memory with tensors of the caller.
         """
 
     def __str__(self) -> str:
@@ -121,11 +122,10 @@ class KeyMask(Term):
         _check_rows(self.argument, self.real, B, S, "S", device)
         if S == 0:  # no key to take a maximum over, and none to hide
             return Intervals()
-        from_left = torch.arange(1, S + 1, dtype=torch.int32, device=device)
-        from_right = torch.arange(S, 0, -1, dtype=torch.int32, device=device)
-        first = S - (self.real * from_right).amax(1, keepdim=True)  # [B or 1, 1]; S if all hidden
-        end = (self.real * from_left).amax(1, keepdim=True)  # [B or 1, 1]; 0 if all hidden
-        return Intervals(k_lo=first, k_hi=end, key_visible=self.real.contiguous())
+        distances = distances_on(torch.device(device), S)
+        # [B or 1, T] each, a view of [B or 1, 1]; 0 if all are hidden
+        from_end, end = (self.real * distances).amax(2, keepdim=True).expand(-1, -1, T).unbind()
+        return Intervals(k_lo=S - from_end, k_hi=end, key_visible=self.real.contiguous())
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,8 +264,9 @@ def _lengths(
     else:
         values = () if torch.compiler.is_compiling() else lengths
         lengths = lengths_on(torch.device(device), lengths)
+    lengths = lengths.to(torch.int64)
     if not values:
-        lengths = lengths.to(torch.int64).clamp(0, limit)
+        lengths = lengths.clamp(0, limit)
     elif not 0 <= min(values) <= max(values) <= limit:
         refuse(argument, f"is {list(values)}", f"lengths go from 0 to {letter} = {limit}")
     return lengths[:, None]

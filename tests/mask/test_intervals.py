@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads_kernels.mask import Mask, as_mask, kept
+from heads_kernels.mask import Mask, as_mask, kept, terms
 from heads_kernels.mask import mask as mask_module
 from tests.mask.masks import all_real, every_kind, in_a_call, longs
 
@@ -364,3 +366,54 @@ def test_export_with_a_dynamic_length() -> None:
         query, real = torch.zeros(2, 1, t, 3), torch.rand(2, s) > 0.3
         for got, expected in zip(program(query, real), Padded()(query, real), strict=True):
             assert torch.equal(got, expected)
+
+
+# ---------------------------------------------------------------------- what they cost, and whose memory they are
+class Kernels(TorchDispatchMode):
+    """Counts the ops that run a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_key_mask_takes_few_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    distances = kept.distances_on(torch.device("cpu"), 6)
+    assert kept.distances_on(torch.device("cpu"), 6) is distances
+    monkeypatch.setattr(terms, "distances_on", lambda device, S: distances)
+    real = torch.rand(3, 6) > 0.4
+    with Kernels() as kernels:
+        intervals = Mask(key_mask=real).intervals(3, 1, T, 6)
+    assert kernels.count <= 4
+    places = [[j for j in range(6) if row[j]] for row in real.tolist()]
+    assert intervals.k_lo is not None
+    assert intervals.k_hi is not None
+    assert intervals.k_lo.tolist() == [[min(row, default=6)] * T for row in places]
+    assert intervals.k_hi.tolist() == [[max(row, default=-1) + 1] * T for row in places]
+    for bound in (intervals.k_lo, intervals.k_hi):
+        assert bound.dtype == torch.int32
+        assert bound.is_contiguous()
+
+
+def test_distances_are_not_kept_where_they_belong_to_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = kept.distances_on(META, 5)
+    assert kept.distances_on(META, 5) is before
+    monkeypatch.setattr(kept, "capturing", lambda device: True)
+    assert kept.distances_on(META, 5) is not before
+    with FakeTensorMode():
+        assert kept.distances_on(torch.device("cuda"), 5).is_cuda
+    assert kept.distances_on(torch.device("cpu"), 3).tolist() == [[[3, 2, 1]], [[1, 2, 3]]]
+
+
+@pytest.mark.parametrize("argument", ["key_lengths", "query_lengths", "prefix_lengths"])
+def test_bounds_are_not_in_the_memory_of_lengths(argument: str) -> None:
+    lengths = torch.ones(2, dtype=torch.int32)
+    bounds = Mask(causal=True, **{argument: lengths}).intervals(2, 1, 1, 1).k_hi
+    lengths.zero_()
+    assert bounds is not None
+    assert bounds.tolist() == [[1], [1]]
