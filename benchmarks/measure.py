@@ -247,6 +247,8 @@ def overhead(effort: Effort) -> list[Overhead]:
     query, key, value = torch.randn(3, 1, 2, 4, 8)
     shared_query, shared_key = torch.randn(2, 1, 4, 8)
     gate, mixing = torch.rand(2), torch.rand(2, 8)
+    real = torch.arange(4)[None] < 3
+    mask = hk.Mask(key_mask=real)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     calls: dict[str, Call] = {
         "gated_attention": lambda: hk.gated_attention(query, key, value),
@@ -254,7 +256,9 @@ def overhead(effort: Effort) -> list[Overhead]:
         "collaborative_attention": lambda: hk.collaborative_attention(
             shared_query, shared_key, value, mixing
         ),
+        "gated_attention with a kept Mask": lambda: hk.gated_attention(query, key, value, mask),
         "SDPA": lambda: sdpa(query, key, value),
+        "SDPA with a mask": lambda: sdpa(query, key, value, attn_mask=real[:, None, None]),
         "SDPA times gate": lambda: sdpa(query, key, value) * gate[:, None, None],
         "eager times gate": lambda: (
             (query @ key.mT * 8**-0.5).softmax(-1) @ value * gate[:, None, None]

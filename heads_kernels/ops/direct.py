@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter, functional
+from torch.nn import Parameter
 
-from heads_kernels.checks import check_scale
+from heads_kernels.checks import check_scale, check_whole_sequence
 from heads_kernels.dispatch import in_order
 from heads_kernels.mask import Mask
 from heads_kernels.ops import support
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 #: Other classes may have an implementation of ops of their own.
 _CLASSES: Final = (Tensor, Parameter)
-#: torch's `context_parallel` replaces it: `checks.check_one_process`.
-_SDPA: Final = functional.scaled_dot_product_attention
 
 
 def forward(
@@ -68,6 +66,7 @@ def forward(
     ):
         return None
     try:
+        check_whole_sequence()
         if mixing is None:
             B, H, T, width = query.shape
         else:
@@ -90,7 +89,8 @@ def forward(
         out = empty_heads(query if mixing is None else value, B, H, T, Dv)
         if not out.numel():
             return None
-        load(operator.backends, "cpu").forward(call, Results(out, None, None))
+        results = Results(out, attended=None, lse=None)  # type: ignore[arg-type]
+        load(operator.backends, "cpu").forward(call, results)
     except (TypeError, ValueError, RuntimeError):
         return None
     return out
@@ -108,8 +108,7 @@ def _is_unobserved() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
         or torch.is_autocast_enabled("cpu")
         or forward_ad._current_level >= 0
-        or functional.scaled_dot_product_attention is not _SDPA
     )

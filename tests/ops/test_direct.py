@@ -4,6 +4,7 @@ acts on ops."""
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -55,7 +56,9 @@ class SeesOps(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, classes: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 
@@ -183,7 +186,9 @@ class SeesFunctions(TorchFunctionMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, classes: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -194,9 +199,9 @@ class Wrapped(Tensor):
     names: ClassVar[list[str]] = []
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.names.append(str(func))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, classes, args, kwargs or {})
 
 
 def test_dispatch_modes_see_the_op() -> None:
@@ -273,6 +278,14 @@ def test_jit_trace_does_not_record_a_constant(ways: list[str]) -> None:
     ):  # sizes are tensors in it, which a `Problem` is not made for
         torch.jit.trace(attend, operands(), check_trace=False)
     assert "direct" not in ways
+
+
+def test_a_part_of_a_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As inside torch's `context_parallel`, which replaces the function."""
+    replaced = types.SimpleNamespace(__module__="torch.distributed.tensor.experimental")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", replaced)
+    with pytest.raises(ValueError, match="context_parallel"):
+        attend(*operands())
 
 
 def test_autocast_casts() -> None:

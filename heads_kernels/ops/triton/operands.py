@@ -156,8 +156,11 @@ def operands_of(call: Call, visible: Visible) -> Operands:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    *batch, row, _ = tensor.stride()
-    return Rows(tensor, *batch, row) if len(batch) == 2 else Rows(tensor, *batch, 0, row)
+    if tensor.dim() == 3:
+        of_batch, of_row, _ = tensor.stride()
+        return Rows(tensor, of_batch, 0, of_row)
+    of_batch, of_head, of_row, _ = tensor.stride()
+    return Rows(tensor, of_batch, of_head, of_row)
 
 
 def mixing_of(mixing: Tensor) -> Mixing:
