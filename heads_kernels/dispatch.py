@@ -120,5 +120,5 @@ def in_order(table: Sequence[Backend], operator: str, device: torch.device) -> S
 def _warn_of_eager(choice: str) -> None:
     warnings.warn(
         f'{choice}\n  It is slow and holds [B, H, T, S] in memory; pass backend="eager" to silence this warning.',
-        stacklevel=4,  # the caller of the operator
+        stacklevel=5,  # the caller of the operator
     )

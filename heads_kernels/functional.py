@@ -240,12 +240,7 @@ def attention_statistics(
         scale=scale,
         exclude_keys=exclude_keys,
     )
-    part = _part_of(problem)
-    here = problem if part is None else part.problem
-    chosen = select(statistics.BACKENDS, here, backend)
-    results = statistics.attention_statistics(here, chosen)
-    whole = results if part is None else map(part.whole, results)
-    return AttentionStatistics(*map(problem.unflatten, whole))
+    return _measure(problem, backend)
 
 
 def _attend(operator: Operator, problem: Problem, backend: str | None) -> Tensor:
@@ -257,6 +252,16 @@ def _attend(operator: Operator, problem: Problem, backend: str | None) -> Tensor
     chosen = select(operator.backends, part.problem, backend)
     out = operator(part.problem, chosen, part.seed(_seed(part.problem)))
     return problem.unflatten(part.whole(out))
+
+
+def _measure(problem: Problem, backend: str | None) -> AttentionStatistics:
+    """The same for statistics."""
+    part = _part_of(problem)
+    here = problem if part is None else part.problem
+    chosen = select(statistics.BACKENDS, here, backend)
+    results = statistics.attention_statistics(here, chosen)
+    whole = results if part is None else map(part.whole, results)
+    return AttentionStatistics(*map(problem.unflatten, whole))
 
 
 def _part_of(problem: Problem) -> Part | None:
