@@ -53,6 +53,12 @@ def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
     operator.backward_op(*saved, *arguments, True, needs, "triton")
 
 
+def _forward(inputs: Inputs, seed: torch.Tensor | None) -> None:
+    p = inputs.problem()
+    operator = GATED if p.mixing is None else COLLABORATIVE
+    operator.forward_op(*operator.pack(p, seed), True, "triton")
+
+
 def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
     given = {name: tensor for name, tensor in inputs.tensors.items() if name != "value"}
     softcap = inputs.options.get("softcap")
@@ -63,7 +69,7 @@ def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A call whose kernels are compiled, forward and backward."""
+    """A call whose kernels are compiled."""
 
     name: str
     case: Case
@@ -109,6 +115,23 @@ def _works() -> tuple[Work, ...]:
             result.append(Work(f"collaborative_attention: {shared}", shared, _attention))
     wide = CollaborativeCase("plain, Dv 128, Ds 256", B, H, T, T, Ds=256, Dv=128)
     result.append(Work(f"collaborative_attention: {wide}", wide, _attention))
+    decoding: dict[str, dict[str, Any]] = {
+        "decoding": {"mask": mask.lower_right, "gate": "H"},
+        "decoding, dense mask, dropout, sinks": {
+            "mask": mask.dense_rows, "dropout_p": 0.1, "sinks": True, "gate": "BHTD",
+        },
+        "decoding, bias": {"mask": mask.padded(T, T // 2, queries=False), "bias": "1HTS", "gate": "BHT"},
+    }  # fmt: skip
+    for D, (words, options) in itertools.product((128, 64, 256), decoding.items()):
+        if D == 128 or words == "decoding":
+            case = GatedCase(f"{words}, D {D}", B, H, 1, T, D=D, Dv=D, Hk=1, **options)
+            result.append(Work(f"gated_attention: {case}", case, _forward))
+    for Ds in (256, 768):
+        shared = CollaborativeCase(
+            f"decoding, Ds {Ds}", B, H, 1, T, Ds=Ds, Dv=64, content_bias=True,
+            mask=mask.lower_right, gate="H",
+        )  # fmt: skip
+        result.append(Work(f"collaborative_attention: {shared}", shared, _forward))
     for D in (64, 128, 256):
         case = GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D)
         result.append(Work(f"attention_statistics: {case}", case, _statistics))
@@ -147,6 +170,8 @@ class Compiled:
         if newest and kernel.serialized:
             words.append(f"ptxas serializes {kernel.serialized} products")
         wanted = target.matrix_instruction
+        if "BLOCK_M 16," in kernel.options:  # those of Hopper and newer multiply 64 rows at least
+            wanted += "|HMMA"
         if kernel.narrow_products and not any(re.fullmatch(wanted, n) for n, _ in kernel.matrix):
             words.append(f"no {wanted} instruction, found {dict(kernel.matrix)}")
         return words

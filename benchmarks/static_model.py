@@ -39,11 +39,13 @@ KEPT: Final = Path(__file__).with_name("results") / "static-model.json"
 BACKENDS: Final = ("triton", "cuda")
 #: What is kept is few enough to be compiled by a test.
 TARGETS: Final = {"triton": ("sm_90",), "cuda": ("sm_80", "sm_90")}
+_ENDS: Final = (
+    "gate of heads, D 64", "gate of heads, D 128", "gate of heads, Ds 256", "decoding, D 128", "decoding, Ds 256",
+)  # fmt: skip
 WORKS: Final = tuple(
     work
     for work in ahead_of_time.WORKS
-    if work.name.startswith(("gated", "collaborative"))
-    and work.name.endswith(("gate of heads, D 64", "gate of heads, D 128", "gate of heads, Ds 256"))
+    if work.name.startswith(("gated", "collaborative")) and work.name.endswith(_ENDS)
 )
 _WIDTHS: Final = (64, 128)  # of the kernels of CUDA, without score terms
 

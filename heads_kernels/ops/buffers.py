@@ -1,5 +1,5 @@
 """Buffers that kernels fill: their dtype and memory order, the same for kernels and for the fakes used in tracing, and
-the partial sums of sums over heads that are split over the GPU.
+the partial sums of sums over heads, or over keys, that are split over the GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from torch import Tensor
 
 #: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
 FARTHEST_ROW: Final = 1 << 23
+#: Queries of at most so many rows are short: decoding. It is as many as tensor cores multiply at least.
+SHORT_QUERY: Final = 16
+#: Tiles of keys of a split: fewer would be computed before the next ones have arrived. Heuristic.
+_LEAST_TILES: Final = 4
 #: Programs per multiprocessor. With one, 133 programs on 132 multiprocessors take as long as 264; with three at most a
 #: quarter of the time is lost that way, and the parts stay small. Heuristic.
 _WAVES: Final = 3
@@ -50,13 +54,35 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def splits_of(heads: int, programs: int, like: Tensor) -> int:
-    """The number of programs to split a sum over `heads` into, so that multiprocessors are busy to the end.
+def splits_of(count: int, programs: int, like: Tensor) -> int:
+    """The number of programs to split a sum over `count` (heads) into, so that multiprocessors are busy to the end.
 
-    There are `programs` such sums. Every split has `cdiv(heads, splits)` heads, the last the rest; none is empty.
+    There are `programs` such sums. Every split has `cdiv(count, splits)` of them, the last the rest; none is empty.
     """
-    wanted = max(1, min(heads, -(-_programs_wanted(like.device) // max(programs, 1))))
-    return max(1, -(-heads // -(-heads // wanted))) if heads else 1
+    wanted = max(1, min(count, -(-_programs_wanted(like.device) // max(programs, 1))))
+    return max(1, -(-count // -(-count // wanted))) if count else 1
+
+
+def key_splits(T: int, programs: int, tiles: int, like: Tensor) -> int:
+    """The number of programs that the keys of a tile of query rows are split over in the forward pass; 1: no split.
+
+    There are `programs` tiles of query rows, and each sees up to `tiles` tiles of keys. Only a short query leaves most
+    of a GPU idle while its programs read one key after the other. It depends on sizes and the kind of device alone, so
+    the same call gives the same bits. On the CPU (interpreter, emulator, compiling ahead of time) it is the number for
+    one tile of rows, down to one tile of keys each: splits occur there in short sequences too.
+    """
+    if T > SHORT_QUERY:
+        return 1
+    if like.device.type != "cuda":
+        return splits_of(tiles, 1, like)
+    return splits_of(-(-tiles // _LEAST_TILES), programs, like)
+
+
+def split_attended(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Buffers for what each split leaves of `out` [B, H, T, Dv]: `acc` [splits, B, H, T, Dv] before the division by
+    `row_sum`, and `row_max`, `row_sum` [splits, B, H, T]; all float32."""
+    row_max, row_sum = out.new_empty((2, splits, *out.shape[:3]), dtype=torch.float32)
+    return out.new_empty((splits, *out.shape), dtype=torch.float32), row_max, row_sum
 
 
 def split_parts(grad: Tensor, splits: int, dtype: torch.dtype | None = None) -> Tensor:

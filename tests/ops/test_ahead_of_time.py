@@ -34,6 +34,7 @@ def works(*ends: str, features: str = "*") -> list[ahead_of_time.Work]:
 #: Every operator and pass, with a bias too.
 PASSES = works(", D 64", "heads, Ds 256", features="causal, gate")
 PASSES += works("bias, gate of elements, D 64", "bias, softcap, sinks, D 64", ": Ds 256")
+PASSES += works(": decoding, D 128", ": decoding, Ds 256")
 #: Every feature too, where registers are scarcest.
 FEATURES = list(dict.fromkeys([*PASSES, *works(", D 64", "elements, Ds 256", "causal, Ds 256")]))
 #: Those that spill there (`ahead_of_time.STATED`).
@@ -58,7 +59,7 @@ def test_kernels_compile_within_their_bounds(target: str) -> None:
 
 @pytest.mark.skipif(not NEWEST, reason="with the oldest Triton one target is compiled for")
 def test_small_parts() -> None:
-    hold(["sm_89", "sm_120"], works("heads, D 128"), "bfloat16")
+    hold(["sm_89", "sm_120"], works("heads, D 128", "decoding, D 128"), "bfloat16")
 
 
 @pytest.mark.skipif(not NEWEST, reason="with the oldest Triton one width is compiled")

@@ -4,51 +4,63 @@
     scores = scale * ((Q * mixing_h) K^T + content_bias_h)       collaborative attention
 
 Two kernels send a tile of query rows over every tile of keys that it sees (`attend`): the forward pass, and in the
-backward pass that of closed heads, whose forward pass was skipped and whose gate asks for a gradient.
+backward pass that of closed heads, whose forward pass was skipped and whose gate asks for a gradient. Where a short
+query has too few tiles for the GPU (`buffers.key_splits`), its keys are split over several programs, and another kernel
+combines what they leave.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from heads_kernels.ops.buffers import FARTHEST_ROW, key_splits, split_attended
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.operator import Call, Results
-from heads_kernels.ops.triton.attend import attend
+from heads_kernels.ops.triton.attend import accumulate, attend, normalized, softmax_scale
 from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable, tiles_in
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
+    Visible,
+    dropout_of,
     gate_kind,
     gate_of,
+    grouped_heads_of,
     has_terms,
     operands_of,
     rows_of,
+    terms_of,
+    visible_of,
     with_positive_scale,
 )
+from heads_kernels.ops.triton.softmax import online_softmax
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles, chunks_of, padded, tiles_for
 
+#: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
+_SPLITS_AT_ONCE: Final = 32
+
 
 @triton.jit
-def _own_rows(of, H, T, BLOCK_M: tl.constexpr):
-    """Batch, head and first row of a program; of a head the last rows (the longest of a causal mask) come first.
+def _own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
+    """Batch, head and first row of a `program`; of a head the last rows (the longest of a causal mask) come first.
 
     Heads are in order; those of collaborative attention follow each other on one tile of rows, for they read the same
     query and key.
     """
     tiles = tl.cdiv(T, BLOCK_M)
     if of.mixing is None:
-        pair = tl.program_id(0) // tiles
-        b, h, tile = pair // H, pair % H, tl.program_id(0) % tiles
+        pair = program // tiles
+        b, h, tile = pair // H, pair % H, program % tiles
     else:
-        h = tl.program_id(0) % H
-        b, tile = tl.program_id(0) // (H * tiles), tl.program_id(0) // H % tiles
+        h = program % H
+        b, tile = program // (H * tiles), program // H % tiles
     return b, h, (tiles - 1 - tile) * BLOCK_M
 
 
@@ -60,12 +72,24 @@ def _forward_kernel(
     CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program computes BLOCK_M rows of `out` of one head. A closed head writes its zeros and is done."""
-    b, h, first_row = _own_rows(of, H, T, BLOCK_M)
+    b, h, first_row = _own_rows(of, tl.program_id(0), H, T, BLOCK_M)
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
     attended, lse, sees = attend(
         of, key_tiles, value_tiles, b, h, first_row, taking_part, S, GROUP, scale,
         D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
     )  # fmt: skip
+    _store(
+        attended, lse, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
+        KIND, ACTIVATION, DV, BLOCK_M, BLOCK_DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store(
+    attended, lse, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Store what `attend` returned of BLOCK_M rows of a head, and their output."""
     if attended_out is not None:
         store_tile(attended_out, b, h, first_row, T, attended, DV, BLOCK_M, BLOCK_DV)
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -77,13 +101,124 @@ def _forward_kernel(
     store_tile(out, b, h, first_row, T, gated, DV, BLOCK_M, BLOCK_DV)
 
 
+@triton.jit
+def _split_kernel(
+    of, key_tiles, value_tiles, gate, acc_out, row_max_out, row_sum_out, B, splits, H, T, S, GROUP, scale,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program computes the sums of BLOCK_M rows over its share of the tiles of keys that they see.
+
+    They are rows of one head; or, `of.grouped`, heads of one key head, which is read once for them all then. Programs
+    of one split follow each other. A closed head stores nothing that is read.
+    """
+    programs = tl.num_programs(0) // splits
+    split, program = tl.program_id(0) // programs, tl.program_id(0) % programs
+    if of.grouped is not None:
+        b, hk, first_row = _own_rows(of, program, H // GROUP, GROUP, BLOCK_M)
+        length, head = GROUP, hk
+        heads = first_row + tl.arange(0, BLOCK_M)
+        h = hk * GROUP + tl.minimum(heads, GROUP - 1)  # [BLOCK_M]
+        taking_part = T
+        opened = (heads < GROUP) & (open_rows(gate, b, h, T, KIND, ACTIVATION) != 0)
+        rows = tl.where(opened, 0, T)
+    else:
+        b, h, first_row = _own_rows(of, program, H, T, BLOCK_M)
+        hk, head = h // GROUP, h
+        taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
+        length = taking_part
+        rows = first_row + tl.arange(0, BLOCK_M)
+    acc, row_max, row_sum = accumulate(
+        of, key_tiles, value_tiles, b, h, hk, first_row, rows, split, splits, taking_part, S, scale,
+        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
+    )  # fmt: skip
+    part = split * B + b
+    store_tile(acc_out, part, head, first_row, length, acc, DV, BLOCK_M, BLOCK_DV)
+    at = (part * H + h).to(tl.int64) * T + rows
+    tl.store(row_max_out + at, row_max, mask=rows < taking_part)
+    tl.store(row_sum_out + at, row_sum, mask=rows < taking_part)
+
+
+@triton.jit
+def _combine_kernel(
+    acc_in, row_max_in, row_sum_in, terms, dropout, gate, out, attended_out, lse_out, B, splits, H, T, scale,
+    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A program adds up what the splits left of one row, BLOCK_SPLITS at once, and stores it as the forward kernel."""
+    row, pair = tl.program_id(0) % T, tl.program_id(0) // T
+    b, h = pair // H, pair % H
+    taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
+    scale_log2 = softmax_scale(scale, terms)
+    columns = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros((1, BLOCK_DV), tl.float32)
+    row_max = tl.full((1,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((1,), tl.float32)
+    count = splits * tl.minimum(taking_part, 1)  # a closed head has stored none
+    for first in range(0, count, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        there = split < splits
+        at = ((split * B + b) * H + h).to(tl.int64) * T + row
+        maxima = tl.load(row_max_in + at, mask=there, other=float("-inf"))  # [BLOCK_SPLITS]
+        sums = tl.load(row_sum_in + at, mask=there, other=0.0)
+        parts = tl.load(
+            acc_in + at[:, None] * DV + columns[None, :],
+            mask=there[:, None] & (columns < DV)[None, :], other=0.0,
+        )  # [BLOCK_SPLITS, BLOCK_DV]  # fmt: skip
+        shares, row_max, _, alpha = online_softmax(maxima[None, :], row_max, row_sum, scale_log2)
+        row_sum = row_sum * alpha + tl.sum(shares * sums[None, :], 1)
+        acc = acc * alpha[:, None] + tl.sum(tl.trans(shares) * parts, 0)[None, :]
+    rows = row + tl.arange(0, 1)
+    attended, lse, sees = normalized(
+        acc, row_max, row_sum, terms, dropout, h, rows, taking_part, scale
+    )
+    _store(
+        attended, lse, sees, gate, out, attended_out, lse_out, b, h, row, H, T, KIND, ACTIVATION, DV, 1, BLOCK_DV
+    )  # fmt: skip
+
+
 def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
-    _launch(
-        _forward_kernel, call, rows_of(out), rows_of(attended) if attended.numel() else None,
-        lse if lse.numel() else None, KIND=gate_kind(call.gate), ACTIVATION=call.gate_activation,
+    B, H, T, S, _, Dv = call.sizes
+    tiles = _tiles(call)
+    key_tiles = -(-S // tiles.block_n)
+    grouped = key_tiles > 1 and is_grouped(call)
+    splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
+    results = (
+        rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None,
     )  # fmt: skip
+    gate = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
+    if splits == 1 and not grouped:
+        _launch(_forward_kernel, call, tiles, visible_to_tiles(call, tiles), *results, **gate)
+        return
+    acc, row_max, row_sum = split_attended(out, splits)
+    parts = acc.view(splits * B, H, T, Dv)
+    of_parts = grouped_heads_of(parts, call.key.shape[1]) if grouped else rows_of(parts)
+    visible = visible_of(call.intervals)
+    _launch(
+        _split_kernel, call, tiles, visible, of_parts, row_max, row_sum, B, splits, splits=splits,
+        grouped=grouped, **gate,
+    )  # fmt: skip
+    launch(
+        _combine_kernel, B * H * T, call.query, tiles, acc, row_max, row_sum, terms_of(call),
+        dropout_of(call.seed, call.dropout_p), gate_of(call.gate), *results, B, splits, H, T, abs(call.scale), **gate,
+        DV=Dv, BLOCK_DV=padded(Dv), BLOCK_SPLITS=_SPLITS_AT_ONCE,
+    )  # fmt: skip
+
+
+def is_grouped(call: Call) -> bool:
+    """Whether tiles have the heads that share a key head as rows, so that a key is read once for them all."""
+    _, H, T, *_ = call.sizes
+    if call.mixing is not None or T != 1 or call.query.stride(1) >= FARTHEST_ROW:
+        return False
+    return H > call.key.shape[1] > 0
+
+
+def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
+    B, H, T, *_ = call.sizes
+    heads, rows = (call.key.shape[1], H // call.key.shape[1]) if grouped else (H, T)
+    return B * heads * -(-rows // tiles.block_m)
 
 
 @triton.jit
@@ -95,7 +230,7 @@ def _closed_kernel(
 ):  # fmt: skip
     """A program computes `rowsum(dout * attended)` of BLOCK_M rows, as the forward kernel would; of an open head it
     computes nothing."""
-    b, h, first_row = _own_rows(of, H, T, BLOCK_M)
+    b, h, first_row = _own_rows(of, tl.program_id(0), H, T, BLOCK_M)
     closed = T - open_rows(gate, b, h, T, "heads", "identity")
     attended, _, sees = attend(
         of, key_tiles, value_tiles, b, h, first_row, closed, S, GROUP, scale,
@@ -113,7 +248,8 @@ def _closed_kernel(
 def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
     if call.gate is not None and can_close(call.gate, call.gate_activation):
-        _launch(_closed_kernel, call, rows_of(dout), dgate_rows)
+        tiles = _tiles(call)
+        _launch(_closed_kernel, call, tiles, visible_to_tiles(call, tiles), rows_of(dout), dgate_rows)
 
 
 def _has_descriptors(call: Call) -> bool:
@@ -137,17 +273,24 @@ def _descriptors(
     return key, value
 
 
-def _launch(kernel: Any, call: Call, *results: Any, **constants: Any) -> None:
-    B, H, T, S, width, Dv = call.sizes
+def _tiles(call: Call) -> Tiles:
     operator = "gated_attention" if call.mixing is None else "collaborative_attention"
-    descriptors = _has_descriptors(call)
-    tiles = tiles_for(f"{operator}.forward", call.query, width, Dv, has_terms(call), descriptors)
+    *_, width, Dv = call.sizes
+    terms, descriptors = has_terms(call), _has_descriptors(call)
+    return tiles_for(f"{operator}.forward", call.query, width, Dv, terms, descriptors)
+
+
+def _launch(
+    kernel: Any, call: Call, tiles: Tiles, visible: Visible, *results: Any, splits: int = 1, grouped: bool = False,
+    **constants: Any,
+) -> None:  # fmt: skip
+    _, H, T, S, width, Dv = call.sizes
     scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
     if query is not call.query:
         call = call._replace(query=query, content_bias=content_bias)
     launch(
-        kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        operands_of(call, visible_to_tiles(call, tiles)), *_descriptors(call, tiles), gate_of(call.gate), *results,
+        kernel, splits * _programs(call, tiles, grouped), query, tiles,
+        operands_of(call, visible, grouped), *_descriptors(call, tiles), gate_of(call.gate), *results,
         H, T, S, H // max(call.value.shape[1], 1), scale, **constants,
         D=width, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         BLOCK_D=padded(width) if call.mixing is None else tiles.block_d, BLOCK_DV=padded(Dv),

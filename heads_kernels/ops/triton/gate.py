@@ -1,4 +1,7 @@
-"""The gate inside a kernel: values of rows or of elements, activated."""
+"""The gate inside a kernel: values of rows or of elements, activated.
+
+`h` is the head of all rows, or [M] where each row is of a head of its own.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,9 @@ def element_gates(
 ):
     """float32 `[M, BLOCK_DV]`: the gates of every element of query rows."""
     columns = tl.arange(0, BLOCK_DV)
-    at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
-    at = (
-        at
-        + (rows.to(tl.int64) * gate.stride_t)[:, None]
-        + (columns.to(tl.int64) * gate.stride_d)[None, :]
-    )
+    of_rows = h.to(tl.int64) * gate.stride_h + rows.to(tl.int64) * gate.stride_t  # [M]
+    at = gate.ptr + b.to(tl.int64) * gate.stride_b + of_rows[:, None]
+    at = at + (columns.to(tl.int64) * gate.stride_d)[None, :]
     there = (rows < T)[:, None] & (columns < DV)[None, :]
     return activate(tl.load(at, mask=there, other=0.0).to(tl.float32), ACTIVATION)
 
@@ -76,7 +76,8 @@ def head_gate(gate, b, h, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
 @triton.jit
 def open_rows(gate, b, h, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
     """How many rows of a head take part: T, or 0 where an identity gate of heads is exactly 0."""
+    taking_part = T
     if KIND == "heads" and ACTIVATION == "identity":
         at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
-        return tl.where(tl.load(at) == 0.0, 0, T)
-    return T
+        taking_part = tl.where(tl.load(at) == 0.0, 0, T)
+    return taking_part

@@ -136,15 +136,16 @@ class Operands(NamedTuple):
     terms: Terms
     visible: Visible
     dropout: Dropout | None
+    grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
 
 
 #: Tuples of a pointer and numbers.
 POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Dropout)
 
 
-def operands_of(call: Call, visible: Visible) -> Operands:
+def operands_of(call: Call, visible: Visible, grouped: bool = False) -> Operands:
     return Operands(
-        rows_of(call.query),
+        grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
         rows_of(call.key),
         rows_of(call.value),
         None if call.mixing is None else mixing_of(call.mixing),
@@ -152,6 +153,7 @@ def operands_of(call: Call, visible: Visible) -> Operands:
         terms_of(call),
         visible,
         dropout_of(call.seed, call.dropout_p),
+        1 if grouped else None,
     )
 
 
@@ -161,6 +163,12 @@ def rows_of(tensor: Tensor) -> Rows:
         return Rows(tensor, of_batch, 0, of_row)
     of_batch, of_head, of_row, _ = tensor.stride()
     return Rows(tensor, of_batch, of_head, of_row)
+
+
+def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:
+    """`[B, H, 1, W]` as `[B, Hk, H / Hk, W]`: the heads that share a key head are its rows."""
+    batch, head = tensor.stride()[:2]
+    return Rows(tensor, batch, head * (tensor.shape[1] // key_heads), head)
 
 
 def mixing_of(mixing: Tensor) -> Mixing:

@@ -29,15 +29,12 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from heads_kernels.ops.buffers import SHORT_QUERY
 from heads_kernels.ops.support import TRITON_INTERPRETED
 from heads_kernels.ops.triton.chunks import MOST_CHUNKS
 
 #: Fields of `Tiles`: block_m, block_n, block_d, block_slice, num_warps, num_stages, and of the others as many as matter
 Numbers = tuple[int, ...]
-
-#: Queries of at most so many rows (decoding) have tiles of as many, the fewest that tensor cores multiply, where a
-#: program owns rows: larger ones would multiply rows that are not there.
-_SHORT: Final = 16
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def tiles_for(
     if TRITON_INTERPRETED:
         return _interpreted(like, D, descriptors)
     gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
-    short = like.shape[-2] <= _SHORT and kernel.endswith((".forward", ".queries"))
+    short = like.shape[-2] <= SHORT_QUERY and kernel.endswith((".forward", ".queries"))
     return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short, descriptors)
 
 
@@ -114,8 +111,8 @@ def _chosen(
     width = padded(Dv if shared else max(D, Dv))
     variant = "terms" if terms else "descriptors" if descriptors and not short else ""
     tiles = Tiles(*_numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, variant))
-    if short:
-        tiles = replace(tiles, block_m=_SHORT, num_warps=4, maxnreg=0)
+    if short:  # larger tiles would multiply rows that are not there
+        tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
     return _within(tiles, D) if shared else tiles
 
 

@@ -123,6 +123,14 @@ def _ordered(start, full_start, full_end, end):
 
 
 @triton.jit
+def tiles_of_split(start, full_start, full_end, end, split, splits):
+    """Share `split` of `splits` of these tiles: neighbours, as many in each share, fewer or none in the last ones."""
+    share = tl.cdiv(end - start, splits)
+    first = tl.minimum(start + split * share, end)
+    return _ordered(first, full_start, full_end, tl.minimum(first + share, end))
+
+
+@triton.jit
 def listed_tiles(visible, b, h, tile, T):
     """The same of what `tile_lists` wrote for a tile of rows or of keys; no tiles where T is 0 (a closed head)."""
     counts = visible.lists.counts + _number_of_list(visible, b, h, tile) * 2

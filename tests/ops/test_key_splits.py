@@ -1,0 +1,166 @@
+"""Keys of a short query that are split over programs: what the combined parts give, and how many splits there are."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+from heads_kernels.ops import buffers
+from heads_kernels.testing import (
+    Case,
+    CollaborativeCase,
+    GatedCase,
+    check,
+    dirty_allocator,
+    masks,
+)
+from heads_kernels.testing.masks import Sizes
+from tests.ops.calls import OPERATORS, serve
+
+#: The module of each backend that splits keys, as it names `buffers.key_splits`.
+MODULES = {"triton": "heads_kernels.ops.triton.forward"}
+
+
+def parts_of_rows(sizes: Sizes, device: torch.device) -> Tensor:
+    """Row 0 sees the first keys, row 1 the last, row 2 nothing, the others all: most splits hide all from some."""
+    lo = torch.zeros(sizes.B, sizes.T, dtype=torch.int32, device=device)
+    hi = torch.full_like(lo, sizes.S)
+    hi[:, 0] = 3
+    lo[:, 1] = sizes.S - 2
+    hi[:, 2:3] = 0
+    i = torch.arange(sizes.S, device=device)
+    return ((i >= lo[..., None]) & (i < hi[..., None]))[:, None]
+
+
+CASES: tuple[Case, ...] = (
+    GatedCase("rows", 2, 4, 5, 210, D=16, Dv=24, Hk=2, mask=parts_of_rows, gate="BHT", sinks=True),
+    GatedCase("window", 1, 2, 16, 400, D=16, Dv=16, mask=masks.fixed(hk.Mask(causal="lower_right",
+        window=(150, 0)))),
+    GatedCase("few_keys", 2, 2, 16, 200, D=16, Dv=16, mask=masks.padded(200, 3, queries=False),
+        gate="H"),
+    GatedCase("nothing_visible", 2, 3, 4, 150, D=16, Dv=16, mask=masks.padded(0, 150,
+        queries=False), sinks=True, gate="BHTD", gate_activation="sigmoid"),
+    GatedCase("closed", 2, 4, 1, 300, D=24, Dv=40, Hk=2, mask=masks.lower_right, gate="BH",
+        closed=0.5, sinks=True),
+    GatedCase("closed_group", 1, 4, 1, 150, D=16, Dv=16, Hk=2, gate="H", closed=1.0),
+    GatedCase("many_heads", 1, 20, 1, 130, D=16, Dv=24, Hk=1, bias="BHTS", bias_hides=True,
+        gate="BHTD", layout="transposed"),
+    GatedCase("dropout", 2, 6, 1, 200, D=16, Dv=24, Hk=2, dropout_p=0.3, mask=masks.holes),
+    GatedCase("dense_heads", 2, 4, 1, 200, D=16, Dv=24, Hk=2, mask=masks.dense_heads, gate="H",
+        closed=0.5, softcap=2.0),
+    GatedCase("offsets", 2, 6, 1, 131, D=16, Dv=24, Hk=2, offsets=9, mask=masks.lower_right,
+        gate="BHT", gate_activation="softplus"),
+    GatedCase("huge_row", 1, 2, 8, 300, D=64, Dv=64, outlier=40.0, scale=-0.125),
+    CollaborativeCase("holes", 2, 2, 16, 140, Ds=96, Dv=24, content_bias=True, mask=masks.holes,
+        gate="H", closed=0.5),
+    CollaborativeCase("chunks", 2, 2, 3, 200, Ds=128, Dv=24, mixing="chunks", sinks=True,
+        dropout_p=0.2, bias="1HTS"),
+)  # fmt: skip
+
+
+def with_splits(backend: str, splits: int) -> Any:
+    """Calls in this block have so many splits."""
+    module = importlib.import_module(MODULES[backend])
+    return mock.patch.object(module, "key_splits", return_value=splits)
+
+
+def in_one_pass(backend: str) -> Any:
+    """Calls in this block are computed by the kernel of long queries."""
+    module = importlib.import_module(MODULES[backend])
+    patches = {"key_splits": lambda *_: 1}
+    if hasattr(module, "is_grouped"):
+        patches["is_grouped"] = lambda *_: False
+    return mock.patch.multiple(module, **patches)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operator}-{case}")
+@pytest.mark.parametrize("backend", MODULES)
+def test_accuracy(backend: str, case: Case) -> None:
+    report = check(case, torch.float32, backend)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("splits", [2, 7, 33])
+@pytest.mark.parametrize("backend", MODULES)
+def test_shares_of_any_size(backend: str, splits: int) -> None:
+    """The last share is smaller, or some are empty; more of them than are combined at once."""
+    for case in (CASES[0], CASES[3]):
+        with with_splits(backend, splits):
+            report = check(case, torch.bfloat16, backend)
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("backend", MODULES)
+def test_what_is_not_finite(backend: str, grouped: bool, bad: float) -> None:
+    """It reaches the rows that see it, in the kernels with and without splits, and `lse` is the same."""
+    torch.manual_seed(0)
+    B, H, T, S = 3, 4, 1 if grouped else 3, 200
+    query, key, value = (torch.randn(B, *shape) for shape in ((H, T, 16), (2, S, 16), (2, S, 24)))
+    hidden = torch.zeros(B, S, dtype=torch.bool)
+    hidden[:, 70:80] = True
+    for b, at in enumerate((slice(70, 80), slice(150, 151), slice(10, 11))):
+        key[b, 0, at] = bad
+        value[b, 1, at] = bad
+    gate = torch.tensor([0.0, 1.0, 0.5, 0.0])
+    given = {"gate": gate, "sinks": torch.randn(H), "attn_mask": hk.Mask(key_mask=~hidden)}
+    serve("gated_attention", backend, query=query, key=key, value=value, **given)
+    problem = hk.problem.Problem.gated(query, key, value, **given)
+    run = OPERATORS["gated_attention"].with_lse
+    with in_one_pass(backend):
+        one = run(problem, backend)
+    with with_splits(backend, 4):
+        many = run(problem, backend)
+    for name, got, want in zip(one._fields, many, one, strict=True):
+        assert torch.equal(got.isfinite(), want.isfinite()), name
+        finite = want.isfinite()
+        torch.testing.assert_close(got[finite], want[finite])
+    assert one.out[0].isfinite().all()
+    assert not one.out[:, (0, 3)].any()  # closed
+    assert not one.out[1:, 1:3].isfinite().all()
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-1]], ids=str)
+@pytest.mark.parametrize("backend", MODULES)
+def test_the_same_bits_again(backend: str, case: Case) -> None:
+    problem = case.make(torch.bfloat16).problem()
+    seed = torch.tensor([1, 0, 0, 0, 0]) if case.dropout_p else None
+    first = OPERATORS[case.operator].with_lse(problem, backend, seed)
+    for _ in range(2):
+        dirty_allocator(first.out)
+        again = OPERATORS[case.operator].with_lse(problem, backend, seed)
+        assert all(torch.equal(got, want) for got, want in zip(again, first, strict=True))
+
+
+def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "_programs_wanted", lambda device: 3 * 132)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert buffers.key_splits(1, 8, 128, gpu) == 32  # of 4 tiles: fewer would be too short
+    assert buffers.key_splits(1, 32, 128, gpu) == 11  # 352 programs of 12 tiles, the last of 8
+    assert buffers.key_splits(1, 32, 2048, gpu) == 13
+    assert buffers.key_splits(1, 8, 5, gpu) == 2
+    assert buffers.key_splits(1, 8, 4, gpu) == 1
+    assert buffers.key_splits(1, 400, 2048, gpu) == 1  # there are programs enough
+    assert buffers.key_splits(17, 8, 128, gpu) == 1  # a longer query
+    assert buffers.key_splits(1, 0, 128, gpu) == 32  # an empty batch
+    assert buffers.key_splits(1, 8, 0, gpu) == 1
+
+
+def test_splits_occur_on_the_cpu() -> None:
+    like = torch.empty(0)
+    assert [buffers.key_splits(1, 1000, tiles, like) for tiles in (0, 1, 2, 5, 100)] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert buffers.key_splits(17, 1, 100, like) == 1
