@@ -16,6 +16,7 @@ def attention_forward(
     mask: _Mask,
     options: _Options,
     outputs: Sequence[Tensor | None],
+    parts: tuple[Tensor, Tensor, Tensor] | None,
     target: _LaunchTarget,
     /,
 ) -> None: ...

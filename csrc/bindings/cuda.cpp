@@ -123,8 +123,27 @@ void launch_either(void (*gated)(const Params&, const cuda::LaunchTarget&),
   launch(params.mixing ? collaborative : gated, params, target_of(target));
 }
 
+// (acc, row_max, row_sum) of the splits of the keys; None where they are not split.
+void set_splits(cuda::AttendParams& params, const Sizes& n, py::handle parts,
+                const py::object& device) {
+  if (parts.is_none()) return;
+  const py::tuple given = py::cast<py::tuple>(parts);
+  const hk::Tensor acc = needed(given[0], device, "acc");
+  const hk::Tensor row_max = needed(given[1], device, "row_max");
+  const hk::Tensor row_sum = needed(given[2], device, "row_sum");
+  require(acc.rank == 5, "acc");
+  const int64_t count = acc.size[0];
+  require(count >= 2, "acc", "has parts of less than two splits");
+  const hk::DType dtype = params.query.dtype;
+  check_rows(dtype, acc, {count, n.B, n.H, n.T, params.value.size[3]}, "acc");
+  check_rows(dtype, row_max, {count, n.B, n.H, n.T}, "row_max");
+  check_rows(dtype, row_sum, {count, n.B, n.H, n.T}, "row_sum");
+  params.splits = {static_cast<int>(count), static_cast<float*>(acc.data),
+                   static_cast<float*>(row_max.data), static_cast<float*>(row_sum.data)};
+}
+
 void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                       const py::tuple& options, const py::sequence& outputs,
+                       const py::tuple& options, const py::sequence& outputs, py::handle parts,
                        const py::tuple& target) {
   cuda::AttendParams params;
   const py::object device = device_of(target);
@@ -132,8 +151,10 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
   set_outputs(params, n, outputs, device);
   check_written(params.out, "out");
   check_written(params.attended, "attended");
+  set_splits(params, n, parts, device);
   launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
                 target);
+  if (params.splits.count > 1) launch(cuda::attention_combine, params, target_of(target));
 }
 
 // Rows of the gate's gradient of closed heads, into `dgate` [B, H, T].

@@ -18,9 +18,9 @@ namespace hk::cuda {
 
 // A block of threads computes kBlockM rows of one head. Heads of one tile of rows follow each
 // other, for they read the same query and key; the last rows (the longest of a causal mask) come
-// first. A closed head writes its zeros and is done. On chip stay the mixed query (where there is
-// space: else it is copied anew with every tile of keys), scores and the accumulator, two steps of
-// keys and two tiles of values.
+// first. A closed head writes its zeros and is done. Splits are as in gated attention. On chip stay
+// the mixed query (where there is space: else it is copied anew with every tile of keys), scores
+// and the accumulator, two steps of keys and two tiles of values.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeForward {
   struct Params : AttendParams {
@@ -53,14 +53,16 @@ struct CollaborativeForward {
 
   // What a block works on.
   struct BlockCoord {
-    int b, h, first_row;
+    int split, b, h, first_row;
 
     HK_DEVICE explicit BlockCoord(const Params& p) {
       const int tiles = ceil_div(static_cast<int>(p.query.size[1]), kBlockM);
-      const int64_t H = p.mixing.size[0];
+      const int64_t H = p.mixing.size[0], splits = p.splits.count;
+      const int64_t of_heads = block_index() / H, of_splits = of_heads / splits;
       h = static_cast<int>(block_index() % H);
-      b = static_cast<int>(block_index() / H / tiles);
-      first_row = (tiles - 1 - static_cast<int>(block_index() / H % tiles)) * kBlockM;
+      split = static_cast<int>(of_heads % splits);
+      b = static_cast<int>(of_splits / tiles);
+      first_row = (tiles - 1 - static_cast<int>(of_splits % tiles)) * kBlockM;
     }
   };
 
@@ -94,10 +96,11 @@ struct CollaborativeForward {
     };
     for (int i = thread_index(); i < kBlockM; i += kThreads)
       ranges[i] = visible().range(at.first_row + i);
-    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, scratch);
+    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, scratch)
+                              .share(at.split, p.splits.count);
     if (list.count()) features.set<kThreads>(at.h);
     const float scale = static_cast<float>(p.scale);
-    const float scale_log2 = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
+    const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
     const int steps = features.steps();
 
@@ -189,6 +192,11 @@ struct CollaborativeForward {
       if (sets_bias) bias[thread_index()] = next_bias;
       step = next;
     }
+    if (p.splits.count > 1) {
+      store_split(p, at.split, at.b, at.h, at.first_row + warp_row, visible().T(), attended,
+                  softmax);
+      return;
+    }
     softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
     const BlockCoord block = at;  // what follows writes over it
     Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended,
@@ -204,7 +212,7 @@ void collaborative_forward(const AttendParams& p, const LaunchTarget& target) {
       static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
       const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
       const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM),
+      launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM) * p.splits.count,
                      Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
     });
   });

@@ -55,7 +55,7 @@ void with_value_width(int64_t Dv, F&& f) {
     with_narrowest<64, 128, 256>(Dv, f);
 }
 
-// Of "keys" or "queries".
+// Of "forward", "keys" or "queries".
 template <typename T>
 Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
   Tiles tiles{};
@@ -63,6 +63,8 @@ Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
     with_value_width<T, there>(Dv, [&](auto width) {
       using Keys = CollaborativeKeysSizes<T, width>;
       using Queries = CollaborativeQueriesSizes<T, width, there>;
+      using Forward = CollaborativeForwardSizes<T, width, there>;
+      if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
       if (pass == "keys") tiles = {Keys::kOther, Keys::kWarps * Keys::kGroups * 16, Keys::kSlice};
       if (pass == "queries")
         tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};

@@ -13,9 +13,10 @@
 namespace hk::cuda {
 
 // A block of threads computes kBlockM rows of one head: heads in order, of each the last rows (the
-// longest of a causal mask) first. A closed head writes its zeros and is done. On chip stay the
-// query, one tile of keys and one of values, scores and the accumulator: the values arrive while
-// scores are computed, the next keys during the softmax and the product with the values.
+// longest of a causal mask) first. A closed head writes its zeros and is done. Where keys are
+// split, a block visits its share of the tiles and leaves sums (attention_combine.cu). On chip stay
+// the query, one tile of keys and one of values, scores and the accumulator: the values arrive
+// while scores are computed, the next keys during the softmax and the product with the values.
 template <typename T, int kWidth, bool kTerms>
 struct GatedForward {
   using Params = AttendParams;
@@ -35,7 +36,7 @@ struct GatedForward {
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
-    const HeadTile at(p.query.size[1], ceil_div(T_rows, kBlockM));
+    const HeadTile at(p.query.size[1], ceil_div(T_rows, kBlockM), p.splits.count);
     const int b = at.b, h = at.h, hk = h / (at.H / static_cast<int>(p.key.size[1]));
     const int first_row = at.tile * kBlockM;
     const Gate gate(p.gate, p.activation);
@@ -54,10 +55,11 @@ struct GatedForward {
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
       ranges[i] = visible.range(first_row + i);
-    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, scratch);
+    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, scratch)
+                              .share(at.split, p.splits.count);
     const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
     const float scale = static_cast<float>(p.scale);
-    const float scale_log2 = kTerms ? kLog2e : fmaxf(fabsf(scale) * kLog2e, kSmallest);
+    const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
     Accumulator<kGroups, kWidth> attended;
     attended.clear();
@@ -109,6 +111,10 @@ struct GatedForward {
       }
       multiply_weights(attended, scores, value);
     }
+    if (p.splits.count > 1) {
+      store_split(p, at.split, b, h, first_row + warp_row, visible.T(), attended, softmax);
+      return;
+    }
     softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
     Output::store(p, gate, b, h, first_row, attended, softmax.row_max);
   }
@@ -120,7 +126,8 @@ void gated_forward(const AttendParams& p, const LaunchTarget& target) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
       using Kernel = GatedForward<T, width, terms>;
       const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, target);
+      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles * p.splits.count,
+                     Kernel::kSharedBytes, p, target);
     });
   });
 }

@@ -9,15 +9,23 @@ namespace hk::cuda {
 // of 64.
 HK_DEVICE unsigned block_number() { return static_cast<unsigned>(block_index()); }
 
-// Tiles of query rows: heads in order, of each the last rows (the longest of a causal mask) first.
+// Tiles of query rows: heads in order, of each the last rows (the longest of a causal mask) first;
+// the splits of a tile's keys follow each other.
 struct HeadTile {
-  int b, h, H, tile;
+  int split, b, h, H, tile;
 
-  HK_DEVICE HeadTile(int64_t heads, unsigned tiles) : H(static_cast<int>(heads)) {
-    const unsigned pair = block_number() / tiles, count = static_cast<unsigned>(heads);
+  HK_DEVICE HeadTile(int64_t heads, unsigned tiles, int splits = 1)
+      : split(0), H(static_cast<int>(heads)) {
+    const unsigned count = static_cast<unsigned>(heads);
+    unsigned number = block_number();
+    if (splits > 1) {
+      split = static_cast<int>(number % static_cast<unsigned>(splits));
+      number /= static_cast<unsigned>(splits);
+    }
+    const unsigned pair = number / tiles;
     b = static_cast<int>(pair / count);
     h = static_cast<int>(pair % count);
-    tile = static_cast<int>(tiles - 1 - block_number() % tiles);
+    tile = static_cast<int>(tiles - 1 - number % tiles);
   }
 };
 

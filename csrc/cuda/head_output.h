@@ -20,6 +20,37 @@ HK_DEVICE float sink_of(const AttentionParams& p, int h) {
   return t.rank > 0 ? load_number(t.data, t.dtype, h * t.stride[0]) : -kInfinity;
 }
 
+// Where `splits` of a call keep row `row` of a head: its index among all.
+HK_DEVICE int64_t index_of_split(const AttendParams& p, int split, int b, int h, int row) {
+  const int64_t B = p.out.size[0], H = p.out.size[1], T = p.out.size[2];
+  return ((split * B + b) * H + h) * T + row;
+}
+
+// What one split leaves of the warp's rows, from `first_row` of head (b, h) up to row T.
+template <int kGroups, int kWidth>
+HK_DEVICE void store_split(const AttendParams& p, int split, int b, int h, int first_row, int T,
+                           Accumulator<kGroups, kWidth>& acc,
+                           const OnlineSoftmax<kGroups>& softmax) {
+  const int width = static_cast<int>(p.out.size[3]);
+  HK_UNROLL
+  for (int m = 0; m < kGroups; ++m) {
+    HK_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + row_of(m, 2 * half);
+      const float sum = sum_of_row(softmax.row_sum[m][half]);
+      if (row >= T || lane() % 4 != 0) continue;
+      const int64_t index = index_of_split(p, split, b, h, row);
+      p.splits.row_max[index] = softmax.row_max[m][half];
+      p.splits.row_sum[index] = sum;
+    }
+  }
+  acc.each([&](float& value, int m, int n, int e) {
+    const int row = first_row + row_of(m, e), column = column_of(n, e);
+    if (row < T && column < width)
+      p.splits.acc[index_of_split(p, split, b, h, row) * width + column] = value;
+  });
+}
+
 // The rows of all warps go through shared memory (its start, whatever stood there before), so that
 // a warp reads and writes whole rows in global memory. Only with kTerms are there sinks.
 template <typename T, int kWarps, int kGroups, int kWidth, bool kTerms>
@@ -33,10 +64,9 @@ class HeadOutput {
   HK_DEVICE static void store(const AttendParams& p, const Gate& gate, int b, int h, int first_row,
                               const Accumulator<kGroups, kWidth>& attended,
                               const float (&lse)[kGroups][2]) {
-    SharedMemory memory;
-    const AttendedTile tile = memory.ring<AttendedTile>(kWarps)[warp()];
-    float* const row_lse = memory.take<float>(kRows) + warp() * kWarpRows;
-    float* const factors = memory.take<float>(kRows) + warp() * kWarpRows;
+    const HeadOutput rows(warp());
+    const AttendedTile tile = rows.tile;
+    float* const row_lse = rows.lse;
     sync_block();
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
@@ -49,12 +79,29 @@ class HeadOutput {
       }
     }
     sync_warp();
-    const BlockCoord at = {b, h, first_row + warp() * kWarpRows};
-    if (kTerms && p.terms.sinks.rank > 0) add_sink(tile, row_lse, sink_of(p, h));
+    rows.store(p, gate, b, h, first_row + warp() * kWarpRows);
+  }
+
+  // Of a warp's rows in shared memory: attended and lse without the sink, and what stores them
+  // uses.
+  AttendedTile tile;
+  float *lse, *factors;
+
+  HK_DEVICE explicit HeadOutput(int warp) {
+    SharedMemory memory;
+    tile = memory.ring<AttendedTile>(kWarps)[warp];
+    lse = memory.take<float>(kRows) + warp * kWarpRows;
+    factors = memory.take<float>(kRows) + warp * kWarpRows;
+  }
+
+  // By the warp that owns them; the first is `first_row` of head (b, h).
+  HK_DEVICE void store(const AttendParams& p, const Gate& gate, int b, int h, int first_row) const {
+    const BlockCoord at = {b, h, first_row};
+    if (kTerms && p.terms.sinks.rank > 0) add_sink(tile, lse, sink_of(p, h));
     if (p.dgate)
-      store_products(p, at, tile, row_lse);
+      store_products(p, at, tile, lse);
     else
-      store_rows(p, gate, at, tile, row_lse, factors);
+      store_rows(p, gate, at, tile, lse, factors);
   }
 
  private:

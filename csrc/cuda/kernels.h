@@ -32,10 +32,19 @@ inline bool has_terms(const AttentionParams& p) {
   return p.terms.bias || p.terms.offset_bias || p.terms.softcap != 0.0 || p.mask.dense;
 }
 
+// How many blocks of threads share the keys of a tile of query rows, and what each leaves of its
+// rows where there are several: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H,
+// T] as of OnlineSoftmax. All are contiguous. A closed head leaves nothing.
+struct KeySplits {
+  int count = 1;
+  float *acc = nullptr, *row_max = nullptr, *row_sum = nullptr;
+};
+
 // The forward pass; or, where `dgate` is there, the rows of the gate's gradient of closed heads,
 // rowsum(dout * attended), and nothing else.
 struct AttendParams : ForwardParams {
   DenseCells dense_cells;
+  KeySplits splits;
   Tensor dout;   // [B, H, T, Dv]
   Tensor dgate;  // [B, H, T] float
 };
@@ -89,6 +98,8 @@ struct StatisticsPass : StatisticsParams {
 void gated_attention_forward(const AttendParams&, const LaunchTarget&);
 void gated_attention_keys(const KeysParams&, const LaunchTarget&);
 void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
+// Of what `splits` of a forward pass left, its outputs.
+void attention_combine(const AttendParams&, const LaunchTarget&);
 void collaborative_attention_forward(const AttendParams&, const LaunchTarget&);
 void collaborative_attention_keys(const KeysParams&, const LaunchTarget&);
 void collaborative_attention_queries(const QueriesParams&, const LaunchTarget&);

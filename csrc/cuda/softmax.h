@@ -13,6 +13,16 @@ constexpr float kInfinity = INFINITY;
 // The smallest normal float stands for a scale of 0: -inf * 0 is nan.
 constexpr float kSmallest = 1.17549435e-38f;
 
+// What scores are multiplied by in the softmax, above 0: those with terms are final.
+HK_DEVICE float softmax_scale(double scale, bool terms) {
+  return terms ? kLog2e : fmaxf(fabsf(static_cast<float>(scale)) * kLog2e, kSmallest);
+}
+
+// lse of a row, -inf if it saw nothing.
+HK_DEVICE float log_sum_exp(float row_max, float row_sum, float scale_log2) {
+  return row_sum == 0.0f ? -kInfinity : row_max * scale_log2 * kLn2 + logf(row_sum);
+}
+
 // The largest value and the sum of a row's four lanes.
 HK_DEVICE float most_of_row(float value) {
   value = fmaxf(value, shuffle_xor(value, 1));
@@ -76,8 +86,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         const float sum = sum_of_row(row_sum[m][half]);
         row_sum[m][half] = sum == 0.0f ? 0.0f : keep_scale / sum;
-        row_max[m][half] =
-            sum == 0.0f ? -kInfinity : row_max[m][half] * scale_log2 * kLn2 + logf(sum);
+        row_max[m][half] = log_sum_exp(row_max[m][half], sum, scale_log2);
       }
     }
     acc.each([&](float& value, int m, int, int e) { value *= row_sum[m][e / 2]; });

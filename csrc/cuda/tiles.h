@@ -69,7 +69,7 @@ void with_width(int64_t D, int64_t Dv, F&& f) {
     with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
 }
 
-// Of "keys" or "queries".
+// Of "forward", "keys" or "queries".
 template <typename T>
 Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms) {
   Tiles tiles{};
@@ -77,6 +77,8 @@ Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms) {
     with_width<T, there>(D, Dv, [&](auto width) {
       using Sizes = BackwardSizes<T, width, there>;
       constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
+      using Forward = ForwardSizes<T, width, there>;
+      if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
       if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
       if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};
     });

@@ -101,6 +101,13 @@ class TileList {
         full_end_(max_of(min_of(full_end, end), full_start_)),
         end_(end) {}
 
+  // Share `split` of `splits`: neighbours, as many in each share, fewer or none in the last ones.
+  HK_DEVICE TileList share(int split, int splits) const {
+    const int each = static_cast<int>(ceil_div(end_ - start_, splits));
+    const int first = min_of(start_ + split * each, end_);
+    return {first, full_start_, full_end_, min_of(first + each, end_)};
+  }
+
   HK_DEVICE int count() const { return end_ - start_; }
   HK_DEVICE bool is_full(int index) const { return index < full_end_ - full_start_; }
   HK_DEVICE int operator[](int index) const {

@@ -21,7 +21,14 @@ from heads_kernels.ops.arguments import (
     options_of,
     scores_of,
 )
-from heads_kernels.ops.buffers import contiguous_rows, split_parts, splits_of, sum_parts
+from heads_kernels.ops.buffers import (
+    contiguous_rows,
+    key_splits,
+    split_attended,
+    split_parts,
+    splits_of,
+    sum_parts,
+)
 from heads_kernels.ops.gate import can_close, is_elementwise
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 from heads_kernels.ops.support import CUDA_EMULATED
@@ -60,7 +67,11 @@ class _Tiles(NamedTuple):
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
     outputs = [asked_for(result) for result in results]
-    _cuda.attention_forward(*_arguments(call), outputs, _launch_target(results.out))
+    B, H, T, S, *_ = call.sizes
+    tiles = _tiles(call, "forward")
+    splits = key_splits(T, B * H * -(-T // tiles.block_m), -(-S // tiles.block_n), call.query)
+    parts = split_attended(results.out, splits) if splits > 1 else None
+    _cuda.attention_forward(*_arguments(call), outputs, parts, _launch_target(results.out))
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
@@ -224,6 +235,8 @@ def _tiles(call: Call, name: str) -> _Tiles:
     operator = "gated_attention" if call.mixing is None else "collaborative_attention"
     terms = call.bias, call.offset_bias, call.intervals.dense
     has_terms = call.softcap != 0.0 or any(term is not None for term in terms)
+    if name == "forward":  # its kernels with terms have the sinks too
+        has_terms = has_terms or call.sinks is not None
     D, Dv = call.query.shape[-1], call.value.shape[-1]
     return _tiles_of(f"{operator}.{name}", call.query.dtype, D, Dv, has_terms)
 

@@ -116,7 +116,7 @@ def cpu_statistics(c: Call) -> None:
 
 
 def forward(c: Call) -> None:
-    cuda.attention_forward(*cuda_arguments(c), (c["out"], c["attended"], c["lse"]), HERE)
+    cuda.attention_forward(*cuda_arguments(c), (c["out"], c["attended"], c["lse"]), None, HERE)
 
 
 def closed(c: Call) -> None:
@@ -318,6 +318,28 @@ def test_rows_that_are_not_contiguous_for_cuda() -> None:
         spoiled[name] = torch.stack([spoiled[name]] * 2, -1)[..., 0]
         with pytest.raises(ValueError, match="does not fit"):
             run(spoiled)
+
+
+@needs_emulator
+@pytest.mark.parametrize("shared", [False, True])
+def test_parts_of_split_keys(shared: bool) -> None:
+    def run(c: Call, **changes: Any) -> None:
+        heads = c["out"].shape[:3]
+        given = {"acc": rows(3, *c["out"].shape), "row_max": rows(3, *heads)}
+        given |= {"row_sum": rows(3, *heads), **changes}
+        outputs = c["out"], c["attended"], c["lse"]
+        cuda.attention_forward(*cuda_arguments(c), outputs, tuple(given.values()), HERE)
+
+    c = call(shared=shared)
+    run(c)
+    assert c["out"].isfinite().all()
+    for name, wrong in {
+        "acc": rows(1, *c["out"].shape),
+        "row_max": rows(2, *c["out"].shape[:3]),
+        "row_sum": empty(3, *c["out"].shape[:3]),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            run(c, **{name: wrong})
 
 
 @needs_emulator

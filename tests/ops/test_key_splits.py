@@ -25,7 +25,7 @@ from heads_kernels.testing.masks import Sizes
 from tests.ops.calls import OPERATORS, serve
 
 #: The module of each backend that splits keys, as it names `buffers.key_splits`.
-MODULES = {"triton": "heads_kernels.ops.triton.forward"}
+MODULES = {"triton": "heads_kernels.ops.triton.forward", "cuda": "heads_kernels.ops.cuda"}
 
 
 def parts_of_rows(sizes: Sizes, device: torch.device) -> Tensor:

@@ -1,0 +1,79 @@
+// The second pass of a forward call whose keys are split: what the splits left of a row is added up
+// in their order, and stored as the forward kernel stores it.
+#include "cuda/grid.h"
+#include "cuda/head_output.h"
+#include "cuda/launch.h"
+#include "cuda/passes.h"
+#include "cuda/tiles.h"
+
+namespace hk::cuda {
+
+// A block of threads computes all rows of one head, which are few: a warp adds up one row after the
+// other, each lane its columns, into shared memory, from where the first warp stores them. A closed
+// head, of which the splits leave nothing, gets its zeros.
+template <typename T, int kWidth>
+struct AttentionCombine {
+  struct Params : AttendParams {
+    bool terms;  // whether the scores that were summed up had terms
+  };
+  static constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+  using Output = HeadOutput<T, 1, 1, kWidth, true>;
+  static constexpr int kMostRows = Output::kRows;
+
+  HK_DEVICE static void run(const Params& p) {
+    const int length = static_cast<int>(p.out.size[2]);
+    const HeadTile at(p.out.size[1], 1);
+    const Gate gate(p.gate, p.activation);
+    const int splits = gate.closes(at.b, at.h) ? 0 : p.splits.count;
+    const Output output(0);
+    for (int row = warp(); row < length; row += kWarps) add_up(p, at, row, splits, output);
+    sync_block();
+    if (warp() == 0) output.store(p, gate, at.b, at.h, 0);
+  }
+
+ private:
+  HK_DEVICE static void add_up(const Params& p, const HeadTile& at, int row, int splits,
+                               const Output& output) {
+    constexpr int kColumns = kWidth / kWarp;  // of a lane
+    const int width = static_cast<int>(p.out.size[3]);
+    const float scale_log2 = softmax_scale(p.scale, p.terms);
+    float row_max = -kInfinity, row_sum = 0.0f, acc[kColumns] = {};
+    HK_UNROLL_BY(4)
+    for (int split = 0; split < splits; ++split)
+      row_max = fmaxf(row_max, p.splits.row_max[index_of_split(p, split, at.b, at.h, row)]);
+    const float base = row_max == -kInfinity ? 0.0f : row_max * scale_log2;
+    HK_UNROLL_BY(4)
+    for (int split = 0; split < splits; ++split) {
+      const int64_t index = index_of_split(p, split, at.b, at.h, row);
+      const float share = exp2_approx(p.splits.row_max[index] * scale_log2 - base);
+      row_sum += share * p.splits.row_sum[index];
+      HK_UNROLL
+      for (int i = 0; i < kColumns; ++i) {
+        const int column = i * kWarp + lane();
+        if (column < width) acc[i] += share * p.splits.acc[index * width + column];
+      }
+    }
+    const float factor =
+        row_sum == 0.0f ? 0.0f : static_cast<float>(p.dropout.keep_scale) / row_sum;
+    HK_UNROLL
+    for (int i = 0; i < kColumns; ++i) *output.tile.at(row, i * kWarp + lane()) = acc[i] * factor;
+    if (lane() == 0) output.lse[row] = log_sum_exp(row_max, row_sum, scale_log2);
+  }
+};
+
+template <typename T>
+void combine_pass(const AttendParams& p, const LaunchTarget& target) {
+  with_narrowest<64, 128, 256>(p.out.size[3], [&](auto width) {
+    using Kernel = AttentionCombine<T, width>;
+    if (p.out.size[2] > Kernel::kMostRows)
+      throw Error("keys are split for " + std::to_string(p.out.size[2]) +
+                  " query rows, but only up to " + std::to_string(Kernel::kMostRows) +
+                  " can be combined");
+    launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::kSharedBytes,
+                   {p, has_terms(p) || p.terms.sinks}, target);
+  });
+}
+
+template void combine_pass<HK_DTYPE>(const AttendParams&, const LaunchTarget&);
+
+}  // namespace hk::cuda
