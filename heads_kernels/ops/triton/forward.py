@@ -188,7 +188,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     results = (
         rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None,
     )  # fmt: skip
-    gate = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
+    gate: dict[str, Any] = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
     if splits == 1 and not grouped:
         _launch(_forward_kernel, call, tiles, visible_to_tiles(call, tiles), *results, **gate)
         return
