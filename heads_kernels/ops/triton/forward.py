@@ -249,7 +249,9 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
     if call.gate is not None and can_close(call.gate, call.gate_activation):
         tiles = _tiles(call)
-        _launch(_closed_kernel, call, tiles, visible_to_tiles(call, tiles), rows_of(dout), dgate_rows)
+        _launch(
+            _closed_kernel, call, tiles, visible_to_tiles(call, tiles), rows_of(dout), dgate_rows
+        )
 
 
 def _has_descriptors(call: Call) -> bool:
