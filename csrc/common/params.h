@@ -14,6 +14,17 @@ enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
 
+// A number of the call as double, which the CPU kernels need for float64, and as float, which the
+// CUDA kernels use: a conversion there would stand in their loops, where registers are short.
+struct Number {
+  double exact;
+  float rounded;
+
+  constexpr Number(double value) : exact(value), rounded(static_cast<float>(value)) {}
+  constexpr operator double() const { return exact; }
+  constexpr explicit operator float() const { return rounded; }
+};
+
 constexpr int kMaxRank = 5;
 
 // A strided tensor of one of the dtypes above; an absent optional tensor has rank 0.
@@ -48,7 +59,7 @@ struct ScoreTerms {
   int64_t bias_inner = 1;  // at least 1
   Tensor offset_bias;      // [H or 1, T + S - 1]: pair (i, j) reads column j - i + T - 1
   Tensor sinks;            // [H, T or 1]
-  double softcap = 0.0;    // 0: none
+  Number softcap = 0.0;    // 0: none
 };
 
 // Dropout of probabilities: one is kept if the Philox word of (b, h, i, j) is at least `threshold`.
@@ -58,7 +69,7 @@ struct DropoutParams {
   // 4. On the device of the tensors.
   const int64_t* seed = nullptr;
   uint32_t threshold = 0;
-  double keep_scale = 1.0;  // 1 / (1 - p)
+  Number keep_scale = 1.0;  // 1 / (1 - p)
 };
 
 // Common to both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D],
@@ -71,7 +82,7 @@ struct AttentionParams {
   ScoreTerms terms;
   MaskParams mask;
   DropoutParams dropout;
-  double scale = 1.0;
+  Number scale = 1.0;
   Activation activation = Activation::kIdentity;
   int threads = 1;
 };

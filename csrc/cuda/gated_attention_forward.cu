@@ -28,9 +28,17 @@ struct GatedForward {
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
-  static constexpr int kLoopBytes = QueryTile::kBytes + 2 * KeyTile::kBytes +
-                                    kBlockM * static_cast<int>(sizeof(Range)) + Sizes::kWarps * 16 +
-                                    kBlockN + Terms::kBytes;
+
+  // Which tiles are copied, and from where. It is in shared memory: there it takes no registers
+  // between its uses.
+  struct Sources {
+    Rows<T> key, value;
+    TileList list;
+  };
+
+  static constexpr int kLoopBytes =
+      QueryTile::kBytes + 2 * KeyTile::kBytes + kBlockM * static_cast<int>(sizeof(Range)) +
+      Sizes::kWarps * 16 + kBlockN + static_cast<int>(sizeof(Sources)) + 16 + Terms::kBytes;
   static constexpr int kSharedBytes = std::max(kLoopBytes, Output::kSharedBytes);
   static_assert(kSharedBytes <= kLeastShared);
 
@@ -39,10 +47,11 @@ struct GatedForward {
     const HeadTile at(p.query.size[1], ceil_div(T_rows, kBlockM), p.splits.count);
     const int b = at.b, h = at.h, hk = h / (at.H / static_cast<int>(p.key.size[1]));
     const int first_row = at.tile * kBlockM;
-    const Gate gate(p.gate, p.activation);
-    const bool closed = gate.closes(b, h);
+    const bool closed = Gate(p.gate, p.activation).closes(b, h);
     if (p.dgate.rank > 0 && !closed) return;
-    const Visible visible(p.mask, b, rows_taking_part(p, closed, T_rows), S);
+    const int taking_part = rows_taking_part(p, closed, T_rows);
+    // Made where it is used, as the gate is: its pointers take no registers in between.
+    const auto visible = [&] { return Visible(p.mask, b, taking_part, S); };
 
     SharedMemory memory;
     const auto query = memory.tile<QueryTile>();
@@ -50,14 +59,17 @@ struct GatedForward {
     Range* const ranges = memory.take<Range>(kBlockM);
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
     bool* const bad = memory.take<bool>(kBlockN);
+    Sources& rows = *memory.take<Sources>(1);
     const Terms terms(memory);
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
-      ranges[i] = visible.range(first_row + i);
-    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, scratch)
+      ranges[i] = visible().range(first_row + i);
+    const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), first_row, scratch)
                               .share(at.split, p.splits.count);
-    const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
+    if (thread_index() == 0) rows = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen};
+    sync_block();
+    const TileList& list = rows.list;
     const float scale = static_cast<float>(p.scale);
     const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
@@ -65,20 +77,20 @@ struct GatedForward {
     attended.clear();
     OnlineSoftmax<kGroups> softmax;
 
-    const Head head = {b, h, visible.T(), S};
+    const Head head = {b, h, taking_part, S};
     const auto from = [&](int index) { return Terms::shown_from(index, list, first_row, p, head); };
-    int i = from(0);
-    if (i < list.count()) {
+    const int count = list.count();
+    int i = from(0), first_key = i < count ? list[i] * kBlockN : 0;
+    if (i < count) {
       copy_rows<kThreads>(query, rows_of<T>(p.query, b, h), first_row);
-      copy_rows<kThreads>(key, keys, list[i] * kBlockN);
+      copy_rows<kThreads>(key, rows.key, first_key);
     }
     commit_copies();
-    for (int next; i < list.count(); i = next) {
+    for (int next, next_key; i < count; i = next, first_key = next_key) {
       next = from(i + 1);
-      const int first_key = list[i] * kBlockN;
       wait_copies<0>();
       sync_block();  // the keys have landed, and no thread reads the values before them
-      copy_rows<kThreads>(value, values, first_key);
+      copy_rows<kThreads>(value, rows.value, first_key);
       commit_copies();
       bool hides = false;
       if constexpr (kTerms) hides = terms.template stage<kThreads>(p, head, first_row, first_key);
@@ -92,12 +104,13 @@ struct GatedForward {
         hides = any_in_block(hides);
       else
         sync_block();
-      if (next < list.count()) copy_rows<kThreads>(key, keys, list[next] * kBlockN);
+      next_key = next < count ? list[next] * kBlockN : 0;
+      if (next < count) copy_rows<kThreads>(key, rows.key, next_key);
       commit_copies();
       terms.finish(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, ranges + warp_row, first_key);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
         if (hides) terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
         if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
@@ -112,11 +125,11 @@ struct GatedForward {
       multiply_weights(attended, scores, value);
     }
     if (p.splits.count > 1) {
-      store_split(p, at.split, b, h, first_row + warp_row, visible.T(), attended, softmax);
+      store_split(p, at.split, b, h, first_row + warp_row, taking_part, attended, softmax);
       return;
     }
     softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
-    Output::store(p, gate, b, h, first_row, attended, softmax.row_max);
+    Output::store(p, Gate(p.gate, p.activation), b, h, first_row, attended, softmax.row_max);
   }
 };
 
