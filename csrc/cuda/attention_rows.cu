@@ -15,49 +15,84 @@
 
 namespace hk::cuda {
 
-// A warp reads one row of a head once; the last rows of a head come first, as in the forward. Rows
-// that see nothing get 0, whatever stands in dout there. Their lse says so, -inf; with a sink it is
-// the sink's, as that of a row whose keys weigh nothing beside the sink: their keys are looked
-// through, and delta is nan where none is seen, so that the passes that follow leave the row out as
-// they do any that is not finite.
-template <typename T, bool kSinks>
+// A block of threads reads kBlockM rows of a head once, 16 bytes a lane: as many lanes beside each
+// other as a row has such units, or as its next power of two has, so that a warp reads several
+// narrow rows together. The last rows of a head come first, as in the forward. Rows that see
+// nothing get 0, whatever stands in dout there. Their lse says so, -inf; with a sink it is the
+// sink's, as that of a row whose keys weigh nothing beside the sink: their keys are looked through,
+// and delta is nan where none is seen, so that the passes that follow leave the row out as they do
+// any that is not finite.
+template <typename T, bool kSinks, bool kElementwise>
 struct AttentionRows {
   using Params = RowsParams;
-  static constexpr int kThreads = 256, kRows = kThreads / kWarp;
+  static constexpr int kThreads = 256;
+  static constexpr int kBlockM =
+      64;  // so that divisions by numbers of the call are made once for 64
+  static constexpr int kUnit = Unit<T>::kCount;
 
   HK_DEVICE static void run(const Params& p) {
     const int length = static_cast<int>(p.dout.size[2]), width = static_cast<int>(p.dout.size[3]);
-    const HeadTile at(p.dout.size[1], ceil_div(length, kRows));
-    const int b = at.b, h = at.h, row = at.tile * kRows + warp();
-    if (row >= length) return;
-    const int64_t index = (int64_t{b} * at.H + h) * length + row;  // among all
+    const HeadTile at(p.dout.size[1], ceil_div(length, kBlockM));
+    int shift = 0;  // 2^shift lanes read a row
+    while (1 << shift < kWarp && kUnit << shift < width) ++shift;
+    const int last_row = min_of(length, (at.tile + 1) * kBlockM);
+    HK_ROLLED
+    for (int i = 0; i < kBlockM; i += kThreads >> shift)
+      add_row(p, at, at.tile * kBlockM + i + (thread_index() >> shift), last_row, 1 << shift);
+  }
+
+ private:
+  // A row from `across` lanes. Lanes whose row is beyond the last one take part in the sums.
+  HK_DEVICE static void add_row(const Params& p, const HeadTile& at, int row, int last_row,
+                                int across) {
+    const int b = at.b, h = at.h, own = lane() & (across - 1);
+    const bool there = row < last_row;
+    const Rows<T> dout = rows_of<T>(p.dout, b, h), attended = rows_of<T>(p.attended, b, h);
+    const int64_t index = (int64_t{b} * at.H + h) * dout.length + row;  // among all
     const Gate gate(p.gate, p.activation);
-    const float lse = static_cast<const float*>(p.lse.data)[index];
+    const float lse = there ? static_cast<const float*>(p.lse.data)[index] : -kInfinity;
     bool sees = lse != -kInfinity;
     const float sink = kSinks ? sink_of(p, h) : 0.0f;
     if constexpr (kSinks) {
-      sees = !gate.closes(b, h);
-      if (sees && (lse == -kInfinity || lse == sink)) sees = sees_a_key(p, b, h, row);
-    }
-    const T* dout = rows_of<T>(p.dout, b, h).row(row);
-    const T* attended = rows_of<T>(p.attended, b, h).row(row);
-    float* const dgate = static_cast<float*>(p.dgate.data);
-    float total = 0.0f;
-    for (int column = lane(); column < width; column += kWarp) {
-      const float dout_value = to_float(dout[column]);
-      float product = sees ? dout_value * to_float(attended[column]) : 0.0f;
-      if (gate.elementwise()) {
-        const float g = gate.at(b, h, row, column);
-        if (p.dgate) dgate[index * width + column] = product;
-        rows_of<T>(p.dattended, b, h).row(row)[column] = from_float<T>(dout_value * g);
-        product *= g;
+      sees = there && !gate.closes(b, h);
+      const bool asks = sees && (lse == -kInfinity || lse == sink);
+      if (any_in_warp(asks)) {
+        const bool found = sees_a_key(p, b, h, asks ? row : dout.length, own, across);
+        if (asks) sees = found;
       }
-      total += sees ? product : 0.0f;
     }
-    for (int step = kWarp / 2; step; step /= 2) total += shuffle_xor(total, step);
-    if (lane() != 0) return;
-    if (!gate.elementwise()) {
-      if (p.dgate) dgate[index] = total;
+    float total = 0.0f;
+    for (int column = own * kUnit; there && column < dout.width; column += across * kUnit) {
+      const Unit<T> given = load_unit(dout, row, column);
+      const Unit<T> output = load_unit(attended, row, column);
+      const auto product = [&](int j) {
+        return sees ? to_float(given.values[j]) * to_float(output.values[j]) : 0.0f;
+      };
+      if constexpr (kElementwise) {
+        float g[kUnit];
+        HK_UNROLL
+        for (int j = 0; j < kUnit; ++j)
+          g[j] = column + j < dout.width ? gate.at(b, h, row, column + j) : 0.0f;
+        if (p.dgate) {
+          const Rows<float> dgate = rows_of<float>(p.dgate, b, h);
+          HK_UNROLL
+          for (int j = 0; j < kUnit; j += Unit<float>::kCount)
+            store_unit(dgate, row, column + j, [&](int k) { return product(j + k); });
+        }
+        store_unit(rows_of<T>(p.dattended, b, h), row, column,
+                   [&](int j) { return to_float(given.values[j]) * g[j]; });
+        HK_UNROLL
+        for (int j = 0; j < kUnit; ++j) total += sees ? product(j) * g[j] : 0.0f;
+      } else {
+        HK_UNROLL
+        for (int j = 0; j < kUnit; ++j) total += product(j);
+      }
+    }
+    HK_ROLLED
+    for (int step = across / 2; step; step /= 2) total += shuffle_xor(total, step);
+    if (!there || own != 0) return;
+    if constexpr (!kElementwise) {
+      if (p.dgate) static_cast<float*>(p.dgate.data)[index] = total;
       if (sees) total *= gate.at(b, h, row);
     }
     if constexpr (kSinks) {
@@ -68,18 +103,20 @@ struct AttentionRows {
     static_cast<float*>(p.delta.data)[index] = total;
   }
 
- private:
-  HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row) {
+  // Whether the row of this lane, one of `across`, sees a key; one that is not there sees none. All
+  // lanes of the warp come here.
+  HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row, int own, int across) {
     const Head at = {b, h, static_cast<int>(p.dout.size[2]),
                      static_cast<int>(p.key.size[p.key.rank - 2])};
     const Visible visible(p.mask, at.b, at.T, at.S);
     const Range range = visible.range(row);
     const Addends addends(p, at);
     bool sees = false;
-    for (int key = range.lo + lane(); key < range.hi; key += kWarp) {
+    HK_ROLLED
+    for (int key = range.lo + own; key < range.hi; key += across)
       sees |= visible.key(key) && addends.at(row, key, p.mask.dense != nullptr) != -kInfinity;
-    }
-    return any_in_warp(sees);
+    for (int step = across / 2; step; step /= 2) sees |= shuffle_xor(int{sees}, step) != 0;
+    return sees;
   }
 };
 
@@ -87,8 +124,10 @@ template <typename T>
 void rows_pass(const RowsParams& p, const LaunchTarget& target) {
   const int64_t heads = p.dout.size[0] * p.dout.size[1];
   with_terms(static_cast<bool>(p.terms.sinks), [&](auto sinks) {
-    using Kernel = AttentionRows<T, sinks>;
-    launch<Kernel>(heads * ceil_div(p.dout.size[2], Kernel::kRows), 0, p, target);
+    with_terms(p.gate.rank == 4 && p.gate.size[3] != 1, [&](auto elementwise) {
+      using Kernel = AttentionRows<T, sinks, elementwise>;
+      launch<Kernel>(heads * ceil_div(p.dout.size[2], Kernel::kBlockM), 0, p, target);
+    });
   });
 }
 

@@ -107,6 +107,40 @@ struct alignas(16) Unit {
   T values[kCount];
 };
 
+// Loads the unit at element `column` of a row; what the row lacks is 0.
+template <typename T>
+HK_DEVICE Unit<T> load_unit(const Rows<T>& rows, int row, int column) {
+  const T* const from = rows.row(row) + column;
+  if (rows.aligned && column + Unit<T>::kCount <= rows.width)
+    return *reinterpret_cast<const Unit<T>*>(from);
+  Unit<T> unit;
+  HK_UNROLL
+  for (int j = 0; j < Unit<T>::kCount; ++j)
+    unit.values[j] = column + j < rows.width ? from[j] : T{};
+  return unit;
+}
+
+// Stores the floats value(0), value(1), ... of a unit as T at element `column` of a row, as far as
+// the row goes.
+template <typename T, typename Value>
+HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, Value&& value) {
+  uint32_t words[4];
+  HK_UNROLL
+  for (int w = 0; w < 4; ++w) {
+    if constexpr (sizeof(T) == 4)
+      words[w] = float_bits(value(w));
+    else
+      words[w] = pack<T>(value(2 * w), value(2 * w + 1));
+  }
+  T* const to = rows.row(row) + column;
+  if (rows.aligned && column + Unit<T>::kCount <= rows.width) return store_words(to, words);
+  Unit<T> unit;
+  std::memcpy(&unit, words, sizeof unit);
+  HK_UNROLL
+  for (int j = 0; j < Unit<T>::kCount; ++j)
+    if (column + j < rows.width) to[j] = unit.values[j];
+}
+
 // Stores `count` rows of a tile of floats as T, each times factor(row): to rows `first_row` and on,
 // as far as they go from column `first_column` on. All lanes of a warp come here.
 template <typename T, int kRows, int kColumns, typename Factor>
@@ -115,26 +149,9 @@ HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T
   constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;
   HK_ROLLED
   for (int i = lane(); i < count * kUnits; i += kWarp) {
-    const int row = i / kUnits, from = i % kUnits * kCount, column = first_column + from;
-    const auto value = [&](int j) { return *tile.at(row, from + j) * factor(row); };
-    uint32_t words[4];
-    HK_UNROLL
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (sizeof(T) == 4)
-        words[w] = float_bits(value(w));
-      else
-        words[w] = pack<T>(value(2 * w), value(2 * w + 1));
-    }
-    T* const to = rows.row(first_row + row) + column;
-    if (rows.aligned && column + kCount <= rows.width) {
-      store_words(to, words);
-      continue;
-    }
-    Unit<T> unit;
-    std::memcpy(&unit, words, sizeof unit);
-    HK_UNROLL
-    for (int j = 0; j < kCount; ++j)
-      if (column + j < rows.width) to[j] = unit.values[j];
+    const int row = i / kUnits, from = i % kUnits * kCount;
+    store_unit(rows, first_row + row, first_column + from,
+               [&](int j) { return *tile.at(row, from + j) * factor(row); });
   }
 }
 
