@@ -49,8 +49,9 @@ struct GatedKeys {
     const int b = at.b, hk = at.head, first_key = at.tile * kBlockN, group = H / Hk;
     const int heads = ceil_div(group, p.splits), first_head = hk * group + at.split * heads;
     const int last_head = min_of(first_head + heads, (hk + 1) * group);
-    const Gate gate(p.gate, p.activation);
-    const Visible visible(p.mask, b, T_rows, S);
+    // Made where they are used: their pointers take no registers in between.
+    const auto gate = [&] { return Gate(p.gate, p.activation); };
+    const auto visible = [&] { return Visible(p.mask, b, T_rows, S); };
 
     SharedMemory memory;
     const auto key = memory.tile<KeyTile>(), value = memory.tile<KeyTile>();
@@ -60,10 +61,10 @@ struct GatedKeys {
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
     const Terms terms(memory);
 
-    const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible, first_key, scratch);
+    const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible(), first_key, scratch);
     const auto head_of = [&](int h) { return Head{b, h, T_rows, S}; };
     const auto open_from = [&](int h) {  // the first tile of the first open head
-      while (h < last_head && (list.count() == 0 || gate.closes(b, h))) ++h;
+      while (h < last_head && (list.count() == 0 || gate().closes(b, h))) ++h;
       return Step{h, 0};
     };
     // The step itself, or the next one of which the dense mask shows something.
@@ -83,7 +84,7 @@ struct GatedKeys {
     };
     const auto term_of = [&](const Step& step) {
       const int row = list[step.index] * kBlockM + thread_index();
-      return RowTerm(p, gate, visible, b, step.h, H, row);
+      return RowTerm(p, gate(), visible(), b, step.h, H, row);
     };
 
     Sum dkey, dvalue;
@@ -117,7 +118,7 @@ struct GatedKeys {
         sync_block();
       const bool partial = !list.is_full(step.index) || hides;
       if (partial) leave_out_non_finite<kThreads>(rows, query[stage], dout[stage]);
-      add_tile(p, visible, key, value, query[stage], dout[stage], rows, terms, partial, hides, b,
+      add_tile(p, visible(), key, value, query[stage], dout[stage], rows, terms, partial, hides, b,
                step.h, first_key, first_row, dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
       if (next.h < last_head && thread_index() < kBlockM) rows.set(thread_index(), term);
