@@ -177,7 +177,7 @@ def of_cuda(
                     sass.loops(codes[entry]), pipes.PARTS[target], threads[entry] // 32, None,
                     kernel.registers, backend="cuda", target=target, kernel=kernel.name,
                     work=f"{dtype}, width {kernel.numbers[0]}", spilled=kernel.stack,
-                    variant=sum(kernel.numbers[2:]),  # which sums of several heads it writes
+                    variant=sum(kernel.numbers[2:]),  # which sums it writes, or small sizes
                 )  # fmt: skip
     return sorted(result, key=lambda row: (row.work, row.target, row.kernel, row.variant))
 

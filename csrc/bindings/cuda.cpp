@@ -11,6 +11,7 @@
 #include "cuda/wrapper_checks.h"
 
 #ifdef HK_EMULATED
+#include "emulator/part.h"
 #include "emulator/schedule.h"
 #define HK_MODULE _cuda_emulated
 #else
@@ -365,5 +366,11 @@ PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
 #ifdef HK_EMULATED
   m.def("schedule_names", &hk::emulator::schedule_names);
   m.def("use_schedule", &hk::emulator::use_schedule, "For all launches from now on (for tests).");
+  m.def("use_shared_bytes", &hk::emulator::use_shared_bytes,
+        "Bytes of shared memory of a block and of a multiprocessor, from now on (for tests).");
+  m.def("last_launch", [] {
+    const hk::emulator::Launch launch = hk::emulator::last_launch();
+    return py::make_tuple(launch.blocks, launch.threads, launch.shared_bytes);
+  });
 #endif
 }

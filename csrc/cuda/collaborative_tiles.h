@@ -87,11 +87,9 @@ constexpr int owned_tiles(int64_t width, bool kept) {
 // where only one fits in either way.
 template <typename Kernel>
 bool keeps_rows(int64_t width, int device) {
-  constexpr int kOfBlock = 1 << 10;  // what CUDA takes of each
-  const SharedMemoryLimits limits = shared_memory_limits(device);
   const int kept = Kernel::shared_bytes(width, true), copied = Kernel::shared_bytes(width, false);
-  if (2 * (kept + kOfBlock) <= limits.per_multiprocessor) return true;
-  return kept <= limits.per_block && 2 * (copied + kOfBlock) > limits.per_multiprocessor;
+  if (two_blocks_fit(kept, device)) return true;
+  return kept <= shared_memory_limits(device).per_block && !two_blocks_fit(copied, device);
 }
 
 }  // namespace hk::cuda

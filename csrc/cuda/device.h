@@ -15,4 +15,12 @@ struct SharedMemoryLimits {
 };
 SharedMemoryLimits shared_memory_limits(int device);
 
+// What CUDA takes of every block.
+constexpr int kSharedOfBlock = 1 << 10;
+
+// Whether two blocks of that many bytes fit into a multiprocessor.
+inline bool two_blocks_fit(int bytes, int device) {
+  return 2 * (bytes + kSharedOfBlock) <= shared_memory_limits(device).per_multiprocessor;
+}
+
 }  // namespace hk::cuda

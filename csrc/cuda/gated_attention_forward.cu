@@ -2,6 +2,7 @@
 // scores are made of scale * Q K^T.
 #include <algorithm>
 
+#include "cuda/device.h"
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
@@ -17,10 +18,10 @@ namespace hk::cuda {
 // split, a block visits its share of the tiles and leaves sums (attention_combine.cu). On chip stay
 // the query, one tile of keys and one of values, scores and the accumulator: the values arrive
 // while scores are computed, the next keys during the softmax and the product with the values.
-template <typename T, int kWidth, bool kTerms>
+template <typename T, int kWidth, bool kTerms, bool kSmall>
 struct GatedForward {
   using Params = AttendParams;
-  using Sizes = ForwardSizes<T, kWidth, kTerms>;
+  using Sizes = ForwardSizes<T, kWidth, kTerms, kSmall>;
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kBlockN;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kWarps * kGroups * 16;
@@ -41,6 +42,7 @@ struct GatedForward {
       Sizes::kWarps * 16 + kBlockN + static_cast<int>(sizeof(Sources)) + 16 + Terms::kBytes;
   static constexpr int kSharedBytes = std::max(kLoopBytes, Output::kSharedBytes);
   static_assert(kSharedBytes <= kLeastShared);
+  static_assert(!kSmall || 2 * (kSharedBytes + kSharedOfBlock) <= kLeastOfMultiprocessor);
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -135,12 +137,19 @@ struct GatedForward {
 
 template <typename T>
 void gated_forward(const AttendParams& p, const LaunchTarget& target) {
+  const auto run = [&](auto width, auto terms, auto small) {
+    using Kernel = GatedForward<T, width, terms, small>;
+    const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
+    const int64_t blocks = p.query.size[0] * p.query.size[1] * tiles * p.splits.count;
+    launch<Kernel>(blocks, Kernel::kSharedBytes, p, target);
+  };
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
-      using Kernel = GatedForward<T, width, terms>;
-      const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles * p.splits.count,
-                     Kernel::kSharedBytes, p, target);
+      if constexpr (kHasSmall<T, width, terms>) {
+        constexpr int kBytes = GatedForward<T, width, terms, false>::kSharedBytes;
+        if (!two_blocks_fit(kBytes, target.device)) return run(width, terms, std::true_type{});
+      }
+      run(width, terms, std::false_type{});
     });
   });
 }

@@ -136,12 +136,16 @@ SharedMemoryLimits shared_memory_limits(int device) {
 
 #else
 
+#include "emulator/part.h"
+
 namespace hk::cuda {
 
 std::string unsupported_device(int) { return ""; }
 
-// The least that a part of sm_80 and up has (sm_86).
-SharedMemoryLimits shared_memory_limits(int) { return {99 << 10, 100 << 10}; }
+SharedMemoryLimits shared_memory_limits(int) {
+  const emulator::SharedBytes bytes = emulator::shared_bytes();
+  return {bytes.per_block, bytes.per_multiprocessor};
+}
 
 }  // namespace hk::cuda
 

@@ -2,7 +2,9 @@
 //
 // Each is the largest whose sums stay in registers (255 a thread; tests hold what is spilled to
 // words) and whose tiles fit into 99 KiB of shared memory, the least that a part of sm_80 and up
-// gives to a block (sm_86, sm_89, sm_120). Nothing here was measured on a GPU: heuristic.
+// gives to a block (sm_86, sm_89, sm_120). The machine code is the same for several parts, so the
+// host chooses between sizes, by the shared memory of the device. Nothing here was measured on a
+// GPU: heuristic.
 //
 // kGroups is the number of 16-row groups a warp owns: with two, what is loaded of the other operand
 // serves twice.
@@ -18,16 +20,28 @@ namespace hk::cuda {
 
 // Bytes of shared memory that every part gives to a block.
 constexpr int kLeastShared = 99 << 10;
+// And to all blocks of a multiprocessor: sm_86, sm_89, sm_120.
+constexpr int kLeastOfMultiprocessor = 100 << 10;
 
 // kernels with terms (scores.h) have a tile of numbers more in shared memory and more arithmetic:
-// of them there are fewer widths, and a warp owns one group.
-template <typename T, int kWidth, bool kTerms>
+// of them there are fewer widths, and a warp owns one group. kSmall is for parts where a
+// multiprocessor holds only one block of the other sizes: half the rows, so that two fit into
+// 100 KiB, and one multiplies while the other one waits. FlashAttention-2 has 64 x 64 there for
+// causal masks; rows padded by 16 bytes leave 48 keys of width 128.
+template <typename T, int kWidth, bool kTerms, bool kSmall>
 struct ForwardSizes {
   static constexpr bool kWide = sizeof(T) * kWidth > 256;  // bytes of a row
   static constexpr int kWarps = sizeof(T) * kWidth > 512 && kTerms ? 2 : 4;
-  static constexpr int kGroups = sizeof(T) == 4 || kWide || kTerms ? 1 : 2;
-  static constexpr int kBlockN = sizeof(T) * kWidth > 512 ? 16 : kWide || kTerms ? 32 : 64;
+  static constexpr int kGroups = sizeof(T) == 4 || kWide || kTerms || kSmall ? 1 : 2;
+  static constexpr int kBlockN = sizeof(T) * kWidth > 512 ? 16
+                                 : kWide || kTerms        ? 32
+                                 : kSmall && kWidth > 96  ? 48
+                                                          : 64;
 };
+
+// Whether a kernel exists in small sizes too.
+template <typename T, int kWidth, bool kTerms>
+constexpr bool kHasSmall = sizeof(T) == 2 && !kTerms && (kWidth == 96 || kWidth == 128);
 
 // Of both passes of the backward: a warp owns rows (keys or query rows) and goes through tiles of
 // kOther of the other side, two of which are in shared memory. Two operands of each side.

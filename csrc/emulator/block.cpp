@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "emulator/fiber.h"
+#include "emulator/part.h"
 #include "emulator/schedule.h"
 
 namespace hk::emulator {
@@ -26,6 +27,8 @@ struct Schedule {
 constexpr Schedule kSchedules[] = {
     {"round_robin", false, false}, {"greedy", true, false}, {"reversed", true, true}};
 std::atomic<const Schedule*> chosen{kSchedules};
+std::atomic<SharedBytes> of_part{SharedBytes{}};
+thread_local Launch last;
 
 struct Copy {
   char* to;
@@ -250,8 +253,15 @@ std::vector<std::string> schedule_names() {
   return names;
 }
 
+void use_shared_bytes(int per_block, int per_multiprocessor) {
+  of_part = {per_block, per_multiprocessor};
+}
+SharedBytes shared_bytes() { return of_part; }
+Launch last_launch() { return last; }
+
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes,
               const std::function<void()>& kernel) {
+  last = {blocks, threads, shared_bytes};
   Block(threads, shared_bytes, kernel).run_grid(blocks);
 }
 

@@ -1,0 +1,73 @@
+"""Sizes of blocks that the CUDA kernels choose by the shared memory of a GPU; the emulator stands for several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import heads_kernels as hk
+from heads_kernels.dispatch import BackendName
+from heads_kernels.ops.support import CUDA_EMULATED
+from heads_kernels.testing import check, masks
+from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
+
+pytestmark = [
+    pytest.mark.parametrize("backend", ["cuda"]),
+    pytest.mark.skipif(not CUDA_EMULATED, reason="needs HEADS_KERNELS_EMULATE_CUDA=1"),
+]
+
+KIB = 1 << 10
+OF_BLOCK = KIB  # that CUDA takes of every block
+#: Shared memory of a block and of a multiprocessor: CUDA C++ Programming Guide, "Compute Capabilities".
+PARTS = {"sm_80": (163, 164), "sm_86": (99, 100), "sm_90": (227, 228)}
+
+
+@pytest.fixture(params=PARTS)
+def part(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a part that the emulator stands for meanwhile."""
+    emulated = emulator()
+    emulated.use_shared_bytes(*(number * KIB for number in PARTS[request.param]))
+    yield request.param
+    emulated.use_shared_bytes(*(number * KIB for number in PARTS["sm_86"]))
+
+
+def emulator() -> Any:
+    return import_module("heads_kernels._cuda_emulated")
+
+
+@pytest.mark.parametrize("D", [64, 96, 128])
+def test_a_multiprocessor_holds_two_blocks_of_the_gated_forward(
+    D: int, part: str, backend: BackendName
+) -> None:
+    B, H, T = 1, 2, 130
+    query, key, value = torch.randn(3, B, H, T, D, dtype=torch.bfloat16)
+    hk.gated_attention(query, key, value, is_causal=True, backend=backend)
+    blocks, threads, shared = emulator().last_launch()
+    of_block, of_multiprocessor = (number * KIB for number in PARTS[part])
+    assert shared <= of_block
+    assert 2 * (shared + OF_BLOCK) <= of_multiprocessor
+    rows = 64 if part == "sm_86" and D > 64 else 128
+    assert (blocks, threads) == (B * H * -(-T // rows), 128)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        GatedCase("causal", 1, 2, 130, 200, D=128, Dv=128, is_causal=True, gate="BHT"),
+        GatedCase(
+            "lengths", 2, 1, 70, 150, D=96, Dv=72, mask=masks.holes, gate="H", dropout_p=0.25
+        ),
+        CollaborativeCase("causal", 1, 2, 70, 70, Ds=256, Dv=64, is_causal=True, gate="H"),
+    ],
+    ids=lambda case: f"{type(case).__name__}-{case.name}",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_part_computes_the_same(
+    case: Case, dtype: torch.dtype, part: str, backend: str
+) -> None:
+    report = check(case, dtype, backend)
+    assert report.ok, str(report)
