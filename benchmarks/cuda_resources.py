@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Final
 
 #: Bytes that a kernel may spill a thread, where 255 registers do not do: few enough to be what a loop keeps
-#: but does not use. Most is that of two kernels on sm_80: the gated forward 128 wide, whose straight copies take a full
-#: tile from about 1285 instructions to 1113 (on sm_90 with 48 bytes), and the pass by keys 64 wide with terms, which
-#: gets 168 registers. float kernels hold every operand twice, as its high and its low part.
-MOST_STACK: Final = {"bf16": 104, "fp16": 104, "float": 160}
+#: but does not use. Most is that of the gated forward 128 wide on sm_100 (on sm_80 24 bytes, on sm_90 8). float kernels
+#: hold every operand twice, as its high and its low part.
+MOST_STACK: Final = {"bf16": 32, "fp16": 32, "float": 160}
 
 _SECTION: Final = re.compile(
     r"^arch = (sm_\w+)$|^ Function (\S+):$|^\s+REG:(\d+) STACK:(\d+)", re.M

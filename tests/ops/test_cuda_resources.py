@@ -33,7 +33,7 @@ def test_reads_what_cuobjdump_prints() -> None:
     keys, rows = cuda_resources.parse(TEXT)
     assert keys == Kernel("GatedKeys", "bf16", (256, 1, 2), "sm_80", 255, 120)
     assert rows == Kernel("AttentionRows", "float", (0,), "sm_80", 52, 0)
-    assert keys.broken() == ["120 bytes of stack, of 104"]
+    assert keys.broken() == ["120 bytes of stack, of 32"]
     assert rows.broken() == []
     assert str(keys) == "GatedKeys<bf16, 256, 1, 2> on sm_80"
     last = cuda_resources.table([keys, rows])[-1].split()
