@@ -91,7 +91,7 @@ Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms) {
     with_width<T, there>(D, Dv, [&](auto width) {
       using Sizes = BackwardSizes<T, width, there>;
       constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
-      using Forward = ForwardSizes<T, width, there>;
+      using Forward = ForwardSizes<T, width, there, false>;  // what splits of keys are counted by
       if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
       if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
       if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};
