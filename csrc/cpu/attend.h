@@ -295,6 +295,14 @@ struct Outputs {
   void* lse;      // [T] in the compute type, null if not requested
 };
 
+// The outputs of a head.
+template <typename Real>
+inline Outputs outputs_of(const ForwardParams& p, int64_t b, int64_t h) {
+  const int64_t row = (b * p.out.size[1] + h) * p.out.size[2];
+  return {rows_at(p.out, b, h), rows_at(p.attended, b, h),
+          p.lse ? static_cast<Real*>(p.lse.data) + row : nullptr};
+}
+
 // Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse;
 // absent outputs are left out.
 template <typename Real>
@@ -307,61 +315,62 @@ inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& term
       static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2 * terms.sink(i));
 }
 
-// The normalisation of row m after `attend`: the factor of the unnormalised output, and lse as a
-// natural logarithm in double. Requires a nonzero sum.
+// The normalisation of a row whose weights, relative to `reference`, have this sum: the factor of
+// the unnormalised output, and lse as a natural logarithm in double. Requires a nonzero sum.
 template <typename Real>
 struct Normalisation {
   Real inverse;
   double lse;
 
-  Normalisation(const OnlineSoftmax<Real>& softmax, const HeadTerms<Real>& terms, int m,
-                int64_t row)
-      : inverse(Real(1) / softmax.sum[m]),
-        lse(kLn2 * softmax.reference[m] + std::log(static_cast<double>(softmax.sum[m]))) {
-    const double sink = terms.sink(row), top = std::max<double>(softmax.reference[m], sink);
+  Normalisation(Real reference, Real sum, const HeadTerms<Real>& terms, int64_t row)
+      : inverse(Real(1) / sum), lse(kLn2 * reference + std::log(static_cast<double>(sum))) {
+    const double sink = terms.sink(row), top = std::max<double>(reference, sink);
     if (sink == kHidden<Real>) return;
-    const double share = std::exp2(softmax.reference[m] - top);
-    const double total = share * softmax.sum[m] + std::exp2(sink - top);
+    const double share = std::exp2(reference - top);
+    const double total = share * sum + std::exp2(sink - top);
     inverse = static_cast<Real>(share / total);
     lse = kLn2 * top + std::log(total);
   }
 };
 
-// Normalise, gate and store a tile after `attend`.
+// Normalises, gates and stores row i of a head: `row` is its unnormalised output, `sum` the sum of
+// its weights relative to `reference`. `token` is its gate, unless that is elementwise. `row` and
+// `scratch` are whole vectors.
+template <typename Real>
+inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real token,
+                       const Outputs& outputs, int64_t i, Real reference, Real sum, Real* row,
+                       Real* scratch) {
+  if (sum == Real(0)) return store_empty_rows(outputs, head.terms, i, 1, head.Dv);
+  const Normalisation<Real> norm(reference, sum, head.terms, i);
+  for (int64_t w = 0; w < head.Dv; w += kLanes<Real>)
+    store<Real>(row + w, load(row + w) * norm.inverse);
+  if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
+  if (gate.elementwise) {
+    gate.elements(head.b, head.h, i, head.Dv, scratch);
+    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>)
+      store<Real>(row + w, load(row + w) * load(scratch + w));
+  } else if (gate) {
+    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * token);
+  }
+  write_row(outputs.out, i, head.Dv, row);
+  if (outputs.lse)  // rounded once: every probability of the backward pass reads it
+    static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse);
+}
+
+// Finishes the rows of a tile after `attend`.
 template <typename Real, typename Operand>
 inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& gate,
                         const TileScratch<Real, Operand>& scratch, const Outputs& outputs) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
-  const OnlineSoftmax<Real>& softmax = tile.softmax;
   const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
   transpose(tile.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   alignas(64) Real tokens[BLOCK_M];
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
-  for (int m = 0; m < visible.count; ++m) {
-    const int64_t i = visible.first + m;
-    Real* row = scratch.rows + m * stride;
-    if (!visible.sees(m) || softmax.sum[m] == Real(0)) {  // no visible key
-      store_empty_rows(outputs, head.terms, i, 1, head.Dv);
-      continue;
-    }
-    const Normalisation<Real> norm(softmax, head.terms, m, i);
-    for (int64_t w = 0; w < padded; w += kLanes<Real>)
-      store<Real>(row + w, load(row + w) * norm.inverse);
-    if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
-    if (gate.elementwise) {
-      Real* values = scratch.row;
-      gate.elements(head.b, head.h, i, head.Dv, values);
-      for (int64_t w = 0; w < padded; w += kLanes<Real>)
-        store<Real>(row + w, load(row + w) * load(values + w));
-    } else if (gate) {
-      for (int64_t w = 0; w < padded; w += kLanes<Real>)
-        store<Real>(row + w, load(row + w) * tokens[m]);
-    }
-    write_row(outputs.out, i, head.Dv, row);
-    if (outputs.lse)  // rounded once: every probability of the backward pass reads it
-      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse);
-  }
+  for (int m = 0; m < visible.count; ++m)
+    finish_row(head, gate, tokens[m], outputs, visible.first + m, tile.softmax.reference[m],
+               visible.sees(m) ? tile.softmax.sum[m] : Real(0), scratch.rows + m * stride,
+               scratch.row);
 }
 
 }  // namespace hk::HK_LEVEL

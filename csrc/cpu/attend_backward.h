@@ -358,7 +358,8 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
     const bool sees = visible.sees(m) && tile.softmax.sum[m] != Real(0);
     Real* row = scratch.rows + m * stride;
     if (sees) {
-      const Normalisation<Real> norm(tile.softmax, tile.head.terms, m, visible.first + m);
+      const Normalisation<Real> norm(tile.softmax.reference[m], tile.softmax.sum[m],
+                                     tile.head.terms, visible.first + m);
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(row + w, load(row + w) * norm.inverse);
       for (int64_t w = Dv; w < padded; ++w) row[w] = 0;

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cpu/bias_backward.h"
+#include "cpu/decode.h"
 #include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {
@@ -88,11 +89,13 @@ struct CollaborativeAttention {
     return {features[h].data(), static_cast<int64_t>(features[h].size())};
   }
 
+  Rows query_rows(int64_t b, int64_t) const { return rows_at(params.query, b); }
+  const Real* factors_of(int64_t h) const { return factors.data() + h * D; }
+
   // The mixed query tile of head h, skipped features left undefined; `rows` is scratch.
   void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
             PackedQuery<Operand>& query) const {
-    pack_query(rows_at(params.query, b), visible, features_of(h), factors.data() + h * D, rows,
-               query);
+    pack_query(query_rows(b, h), visible, features_of(h), factors_of(h), rows, query);
   }
 
   int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
@@ -100,6 +103,8 @@ struct CollaborativeAttention {
 
 template <typename Real, typename Operand>
 void collaborative_attention_forward(const ForwardParams& params) {
+  // The mixed query would be two pairs: no gain where the time goes into reading values.
+  if (few_rows(params)) return decode<Real>(params, CollaborativeAttention<Real, Real>(params));
   attention_forward<Real, Operand>(params, CollaborativeAttention<Real, Operand>(params));
 }
 

@@ -59,16 +59,11 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
       items.count(), params.threads, op.multiply_adds(), bytes,
       [&](int64_t item, Workspace& workspace) {
         TileScratch<Real, Operand> scratch(workspace, op.D, op.Dv, items.size);
-        const auto outputs = [&](int64_t b, int64_t h) {
-          return Outputs{
-              rows_at(params.out, b, h), rows_at(params.attended, b, h),
-              params.lse ? static_cast<Real*>(params.lse.data) + (b * op.H + h) * op.T : nullptr};
-        };
         QueryTile<Real, Operand>* tiles =
             workspace.take_objects<QueryTile<Real, Operand>>(items.size);
         int64_t count = 0;
         for (const TilePlace& at : items.tiles(item)) {
-          Outputs empty = outputs(at.b, at.h);
+          Outputs empty = outputs_of<Real>(params, at.b, at.h);
           if (op.gate.closed(at.b, at.h)) {
             empty.out = {};  // stored above
             store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
@@ -87,7 +82,8 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
         }
         attend(tiles, count, params.dropout, scratch);
         for (int64_t i = 0; i < count; ++i)
-          finish_tile(tiles[i], op.gate, scratch, outputs(tiles[i].head.b, tiles[i].head.h));
+          finish_tile(tiles[i], op.gate, scratch,
+                      outputs_of<Real>(params, tiles[i].head.b, tiles[i].head.h));
       });
 }
 

@@ -43,10 +43,13 @@ struct GatedAttention {
         D, Dv, Ranges{&features, 1},       image.terms(params.terms, b, h, T)};
   }
 
+  Rows query_rows(int64_t b, int64_t h) const { return rows_at(params.query, b, h); }
+  const Real* factors_of(int64_t) const { return factors.data(); }
+
   // The query tile of head h; `rows` is scratch.
   void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
             PackedQuery<Operand>& query) const {
-    pack_query(rows_at(params.query, b, h), visible, {&features, 1}, factors.data(), rows, query);
+    pack_query(query_rows(b, h), visible, {&features, 1}, factors_of(h), rows, query);
   }
 
   int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
@@ -54,12 +57,9 @@ struct GatedAttention {
 
 template <typename Real, typename Operand>
 void gated_attention_forward(const ForwardParams& params) {
-  if (FoldedHeads::serves(params, Gate<Real>(params.gate, params.activation))) {
-    const FoldedHeads folded(params);
-    return attention_forward<Real, Operand>(folded.params,
-                                            GatedAttention<Real, Operand>(folded.params));
-  }
-  attention_forward<Real, Operand>(params, GatedAttention<Real, Operand>(params));
+  const GatedAttention<Real, Operand> op(params);
+  if (few_rows(params)) return decode<Operand>(params, op);
+  attention_forward<Real, Operand>(params, op);
 }
 
 template <typename Real, typename Operand>

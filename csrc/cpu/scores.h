@@ -61,6 +61,13 @@ struct HeadTerms {
            -std::numeric_limits<double>::infinity();
   }
 
+  // values[n] = bias of a row for key begin + n; requires a bias.
+  void load_bias_row(int64_t row, int64_t begin, int64_t count, Real* values) const {
+    const Rows part = bias ? Rows{bias.columns(begin).at(row), 0, bias.step, bias.dtype}
+                           : offsets.columns(begin - row + last_row);
+    load_row(values, part.data, part.dtype, count, part.step);
+  }
+
   // The sink of a row, a base-2 logarithm; -inf where there is none.
   double sink(int64_t row) const {
     return sinks ? value(sinks, row, 0) * kLog2e : -std::numeric_limits<double>::infinity();
