@@ -24,6 +24,14 @@ constexpr int64_t kWords = kPart / kWord;
 // Sums that are accumulated in registers at once: half of these.
 constexpr int kSums = HK_VECTOR_REGISTERS / 2;
 
+// Prefetches rows [first, last); g++ drops calls of a function that only prefetches.
+__attribute__((always_inline)) inline void prefetch_rows(const Rows& rows, int64_t first,
+                                                         int64_t last, int64_t width) {
+  const int64_t bytes = width * element_size(rows.dtype);
+  for (int64_t row = first; row < last; ++row)
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows.at(row) + at);
+}
+
 // Lane i of the result is the sum of the lanes of v[i], each in the same order.
 template <typename Real>
 __attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
@@ -61,24 +69,38 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
   Vec<Real> sum[R * K];
 #pragma GCC unroll 16
   for (int i = 0; i < R * K; ++i) sum[i] = Vec<Real>{};
-  const auto add = [&](int64_t d, auto load_key) __attribute__((always_inline)) {
-    Vec<Operand> q[R];
+  // Features [d, d + C * kWidth) of one key after the other: rows are read as they lie in memory.
+  const auto add = [&](int64_t d, auto chunk, auto load_key) __attribute__((always_inline)) {
+    constexpr int C = chunk;
+    Vec<Operand> q[R][C];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) q[r] = load(query + r * query_stride + d / kNumbers<Operand>);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c)
+        q[r][c] = load(query + r * query_stride + d / kNumbers<Operand> + c * kLanes<Operand>);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
-      const int64_t row = kLast ? std::min<int64_t>(k, count - 1) : k;
-      const Vec<Operand> x = load_key(keys + row * key_stride + d);
+      const Number* row = keys + (kLast ? std::min<int64_t>(k, count - 1) : k) * key_stride + d;
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[r * K + k] = add_product<Operand>(x, q[r], sum[r * K + k]);
+      for (int c = 0; c < C; ++c) {
+        const Vec<Operand> x = load_key(row + c * kWidth<Operand>);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+          sum[r * K + k] = add_product<Operand>(x, q[r][c], sum[r * K + k]);
+      }
     }
   };
+  constexpr int kChunk = std::max(1, kSums / (4 * R));
+  constexpr std::integral_constant<int, kChunk> chunk{};
+  constexpr std::integral_constant<int, 1> one{};
+  const auto whole = [](const Number* p) { return load_as<Operand>(p); };
   for (const Range& range : features) {
     int64_t d = range.begin;
-    for (; d + kWidth<Operand> <= range.end; d += kWidth<Operand>)
-      add(d, [](const Number* p) { return load_as<Operand>(p); });
+    for (; d + kChunk * kWidth<Operand> <= range.end; d += kChunk * kWidth<Operand>)
+      add(d, chunk, whole);
+    for (; d + kWidth<Operand> <= range.end; d += kWidth<Operand>) add(d, one, whole);
     if (const int64_t rest = range.end - d)
-      add(d, [rest](const Number* p) { return load_as<Operand>(p, rest); });
+      add(d, one, [rest](const Number* p) { return load_as<Operand>(p, rest); });
   }
   alignas(64) Real sums[R * K];
 #pragma GCC unroll 4
@@ -422,7 +444,11 @@ class Decoder {
       for (int64_t r = 0; r < count; ++r) some |= rows[r].seen[w];
       if (!some) continue;
       const int64_t last = w * kWord + kWord - __builtin_clzll(some);
-      for (int64_t n = w * kWord + __builtin_ctzll(some) / kSums * kSums; n < last; n += kSums)
+      for (int64_t n = w * kWord + __builtin_ctzll(some) / kSums * kSums; n < last; n += kSums) {
+        // The sums over lanes fill the queues of a core before it comes to the next keys: without
+        // this it reads 11 GB/s instead of 17 (Zen 4).
+        const int64_t next_keys = begin + n + kSums;
+        prefetch_rows(keys, next_keys, std::min(end, next_keys + kSums), op_.D);
         for (int64_t r = 0; r < count;) {
           int64_t next = r + 1;
           while (next < count && rows[next].same_features) ++next;
@@ -433,6 +459,7 @@ class Decoder {
           });
           r = next;
         }
+      }
     }
   }
 
@@ -561,8 +588,10 @@ class Decoder {
   }
 };
 
-// How many query rows at most make a call one of decoding.
-constexpr int64_t kFewRows = 16;
+// Up to this many query rows are decoding. Measured on Zen 4 with AVX-512 against tiles of rows (S
+// 512, widths 64 and 128, heads grouped or not, both operators): 1.3 to 2 times as fast at 8 rows,
+// 0.9 to 1.5 times at 12, since a tile computes 16 rows at the price of one.
+constexpr int64_t kFewRows = 10;
 
 inline bool few_rows(const AttentionParams& p) {
   return p.query.size[p.mixing ? 1 : 2] <= kFewRows;

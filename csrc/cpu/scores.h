@@ -27,7 +27,7 @@ template <typename Real>
 struct HeadTerms {
   Rows bias;     // [T][S], strides 0 where it broadcasts; absent: none
   Rows offsets;  // [1][T + S - 1], pair (i, j) reads column j - i + last_row; absent: none
-  Rows sinks;    // [T][1], stride 0 unless rows are heads (decode.h); absent: none
+  Rows sinks;    // [T][1], stride 0; absent: none
   int64_t last_row = 0;
   Real cap = 0;                 // 0: none
   const Real* image = nullptr;  // the bias tile by tile (BiasImage), or null

@@ -1,0 +1,89 @@
+"""Few query rows on the CPU: keys longer than a part of a task, every mask and term, bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heads_kernels as hk
+from heads_kernels.testing import compare, reference
+from tests.ops.test_properties import DTYPE, cases
+
+OPERATORS = ["gated_attention", "collaborative_attention"]
+#: Around the ends of words of 64 keys and of parts of 256.
+KEYS = st.sampled_from([1, 15, 17, 63, 65, 255, 256, 257, 300, 513, 600])
+ROWS = st.integers(1, 12)  # kFewRows in csrc/cpu/decode.h is 10
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@given(data=st.data(), T=ROWS, S=KEYS, dtype=DTYPE)
+@settings(max_examples=25)
+def test_few_rows_are_accurate(
+    operator: str, data: st.DataObject, T: int, S: int, dtype: torch.dtype
+) -> None:
+    inputs = replace(data.draw(cases(operator)), T=T, S=S).make(dtype)
+    report = compare(reference(inputs, backward=False), "cpu")
+    assert report.ok, str(report)
+
+
+def _call(
+    operator: str, dtype: torch.dtype, B: int, S: int = 700
+) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    H, Hk, T, D = 6, 2, 3, 40
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(4, *size, generator=generator)[:B].to(dtype)
+
+    if operator == "gated_attention":
+        tensors = {"query": draw(H, T, D), "key": draw(Hk, S, D), "value": draw(Hk, S, D)}
+    else:
+        tensors = {"query": draw(T, 96), "key": draw(S, 96), "value": draw(H, S, D)}
+        tensors["mixing"] = torch.randn(H, 96, generator=generator).to(dtype)
+    lengths = torch.tensor([S, 255, 513, 1])[:B]
+    return tensors, {"attn_mask": hk.Mask(key_lengths=lengths)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_bits_depend_neither_on_threads_nor_on_the_batch(operator: str, dtype: torch.dtype) -> None:
+    call = getattr(hk, operator)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            tensors, options = _call(operator, dtype, 4)
+            results.append(call(**tensors, **options, backend="cpu"))
+        assert all(torch.equal(results[0], other) for other in results[1:])
+        tensors, options = _call(operator, dtype, 2)
+        assert torch.equal(results[0][:2], call(**tensors, **options, backend="cpu"))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_hidden_numbers_reach_no_row(operator: str, bad: float, dtype: torch.dtype) -> None:
+    """A key that one row sees and another does not: only the first may get its NaN."""
+    tensors, _ = _call(operator, dtype, 2)
+    T, S = 3, 700
+    hidden = torch.rand(S, generator=torch.Generator().manual_seed(2)) < 0.3
+    for row_hides in ([True, True, True], [True, False, True]):
+        dense = torch.ones(T, S, dtype=torch.bool)
+        dense[torch.tensor(row_hides)] = ~hidden
+        poisoned = dict(tensors)
+        for name in ("key", "value"):
+            poisoned[name] = tensors[name].clone()
+            poisoned[name][..., hidden, :] = bad
+        call = getattr(hk, operator)
+        want = call(**tensors, attn_mask=dense, backend="cpu")
+        got = call(**poisoned, attn_mask=dense, backend="cpu")
+        kept = torch.tensor(row_hides)
+        assert torch.equal(got[:, :, kept], want[:, :, kept])
+        assert all(row_hides) or not got[:, :, ~kept].isfinite().all()
