@@ -263,10 +263,7 @@ inline void drop_row(const DropoutParams& dropout, const Head<Real>& head, int64
   const Real scale = static_cast<Real>(dropout.keep_scale);
   Philox4 random{};
   for (int64_t n = 0; n < count; ++n) {
-    if (n % 4 == 0)
-      random = philox(static_cast<uint32_t>((begin + n) / 4), static_cast<uint32_t>(i),
-                      static_cast<uint32_t>(head.h), static_cast<uint32_t>(head.b),
-                      static_cast<uint64_t>(*dropout.seed));
+    if (n % 4 == 0) random = dropout_words(dropout, head.b, head.h, i, (begin + n) / 4);
     weights[n] = random.word[n % 4] >= dropout.threshold ? weights[n] * scale : Real(0);
   }
 }

@@ -95,20 +95,25 @@ struct OnlineSoftmax {
   }
 };
 
+// The random words of keys [4 group, 4 group + 4) of row i of head (b, h).
+inline Philox4 dropout_words(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i,
+                             int64_t group) {
+  const int64_t* const first = dropout.seed + 1;  // element (b, h, i, j)
+  const auto word = [](int64_t index) { return static_cast<uint32_t>(index); };
+  return philox(word(first[3] / 4 + group), word(first[2] + i), word(first[1] + h),
+                word(first[0] + b), static_cast<uint64_t>(*dropout.seed));
+}
+
 // Dropout of a tile of probabilities [keys][query rows] of head (b, h): kept ones are scaled,
 // others become 0. Applies the same mask to `target` unless it is null.
 template <typename Real>
 inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeyTile& keys,
                  int64_t first_row, int columns, Real* tile, Real* target = nullptr) {
   const Real scale = static_cast<Real>(dropout.keep_scale);
-  const int64_t* const first = dropout.seed + 1;  // element (b, h, i, j)
-  const auto word = [](int64_t index) { return static_cast<uint32_t>(index); };
   for (int64_t group = keys.begin / 4; group * 4 < keys.end; ++group) {
     uint32_t words[4][BLOCK_M];
     for (int m = 0; m < columns; ++m) {
-      const Philox4 random =
-          philox(word(first[3] / 4 + group), word(first[2] + first_row + m), word(first[1] + h),
-                 word(first[0] + b), static_cast<uint64_t>(*dropout.seed));
+      const Philox4 random = dropout_words(dropout, b, h, first_row + m, group);
       for (int w = 0; w < 4; ++w) words[w][m] = random.word[w];
     }
     for (int w = 0; w < 4; ++w) {
