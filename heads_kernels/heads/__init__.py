@@ -4,7 +4,7 @@ from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
 from heads_kernels.heads.layers import AttentionLayer, Projection, attention_layers, register_layout
 from heads_kernels.heads.layouts import HeadLayout
 from heads_kernels.heads.pruning import prune
-from heads_kernels.heads.saving import load, reshape, save, shapes
+from heads_kernels.heads.saving import apply_shapes, load, save, shapes
 from heads_kernels.heads.schedule import GateSchedule
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "GateSchedule",
     "HeadLayout",
     "Projection",
+    "apply_shapes",
     "attention_layers",
     "close",
     "closed",
@@ -20,7 +21,6 @@ __all__ = [
     "prune",
     "register_layout",
     "reopen",
-    "reshape",
     "save",
     "shapes",
     "ungate",

@@ -135,7 +135,7 @@ def shapes(model: nn.Module) -> dict[str, Any]:
         ...
         state = {"heads": ""}
         dcp.load(state, checkpoint_id=path)
-        hk.heads.reshape(model, json.loads(state["heads"]))  # then shard it, and load "model"
+        hk.heads.apply_shapes(model, json.loads(state["heads"]))  # then shard it, and load "model"
 
     Returns:
         `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}, "converted": {layer name: {dim, ragged}}}`;
@@ -148,7 +148,7 @@ def shapes(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.inference_mode(False)
-def reshape(model: nn.Module, shapes: Mapping[str, Any]) -> None:
+def apply_shapes(model: nn.Module, shapes: Mapping[str, Any]) -> None:
     """Convert and prune a model of the original shape to `shapes`, before weights are loaded.
 
     New parameters are uninitialised. On an error the model is unchanged.

@@ -83,7 +83,7 @@ def check_checkpoint(folder: str) -> None:
     loaded = made(gated=False)
     heads = {"heads": ""}
     checkpoint.load(heads, checkpoint_id=folder)
-    hk.heads.reshape(loaded, json.loads(heads["heads"]))
+    hk.heads.apply_shapes(loaded, json.loads(heads["heads"]))
     sharded(loaded, mesh, "tensor parallel")
     for weight in loaded.parameters():
         weight.data.zero_()
@@ -124,8 +124,8 @@ def test_shapes_that_do_not_fit() -> None:
     hk.heads.prune(model, {0: [1]})
     shapes = hk.heads.shapes(model)
     with pytest.raises(ValueError, match="layer '0' does not exist in the model; it has layer"):
-        hk.heads.reshape(nn.ModuleDict({"layer": made(gated=False)[1]}), shapes)
+        hk.heads.apply_shapes(nn.ModuleDict({"layer": made(gated=False)[1]}), shapes)
     fresh = made(gated=False)
-    hk.heads.reshape(fresh, shapes)
+    hk.heads.apply_shapes(fresh, shapes)
     assert hk.heads.shapes(fresh) == shapes
     assert fresh[0].num_heads == H - 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 #: Imported once, by the server that ranks are forked from.
@@ -60,6 +62,8 @@ class Processes:
         self._ranks = []
 
     def _start(self) -> None:
+        # multiprocessing looks at it, and the processes of xdist have none.
+        sys.modules.setdefault("__main__", ModuleType("__main__"))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         store = os.path.join(tempfile.mkdtemp(), "store")

@@ -46,7 +46,9 @@ def gather(model: nn.Module, into: Module) -> Module:
         if weight.shape != state[name].shape:
             was = f"has {name} of shape {list(weight.shape)}, model {list(state[name].shape)}"
             refuse(
-                "into", was, "make it as model was made; hk.heads.reshape prunes and converts it"
+                "into",
+                was,
+                "make it as model was made; hk.heads.apply_shapes prunes and converts it",
             )
     into.load_state_dict(state)
     return into
