@@ -369,6 +369,20 @@ def test_release_and_copies() -> None:
     assert len(packed_layers(use(model))) == 0  # the whole says what its parts do
 
 
+@pytest.mark.parametrize("name", ["llama", "mpnet", "t5"])
+def test_one_call_switches_a_model_in_use(name: str) -> None:
+    model = build(name)
+    expected = outputs(model)
+    stock = {n: type(m) for n, m in model.named_modules()}
+    hooks = [len(m._forward_hooks) for m in use(model).modules()]
+    for unpad in (True, True, False, True):
+        assert use(model, unpad=unpad) is model
+        assert_alike(outputs(model), expected)
+        assert all(packed_layers(model)) and bool(packed_layers(model)) == unpad
+    assert [len(m._forward_hooks) for m in use(model).modules()] == hooks
+    assert {n: type(m) for n, m in release(model).named_modules()} == stock
+
+
 def test_save_pretrained(tmp_path: Any) -> None:
     model = use(build("bert"), unpad=True)
     expected = outputs(model)
@@ -403,13 +417,13 @@ def test_layer_that_looks_at_its_neighbours_is_refused() -> None:
     layer = model.encoder.layer[1]
     layer.intermediate.dense = Neighbours(layer.intermediate.dense)
     use(model, unpad=True)
-    refusal = r"unpad is True, but on real tokens alone 'encoder\.layer\.1', a BertLayer, .*; call release"
+    refusal = r"unpad is True, but on real tokens alone 'encoder\.layer\.1', a BertLayer, .*; call use"
     with pytest.raises(ValueError, match=refusal):
         outputs(model)
     with pytest.raises(ValueError, match=refusal):
         outputs(model)
     assert not layer.training
-    release(model)
+    use(model, unpad=False)
     outputs(model)
 
 
@@ -447,5 +461,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=refusal):
         use(model, unpad=True)
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="is in use already"):
-        use(use(build("bert")), unpad=True)
+    model = use(model)
+    with pytest.raises(ValueError, match=refusal):
+        use(model, unpad=True)
+    assert model.config._attn_implementation == "heads_kernels"

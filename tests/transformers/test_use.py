@@ -20,7 +20,7 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import release, use
-from tests.support.tiny_models import TINY, build, outputs, small
+from tests.support.tiny_models import TINY, batch, build, outputs, small
 
 
 def test_release_takes_everything_back() -> None:
@@ -146,6 +146,16 @@ def test_release_of_a_model_that_was_made_with_the_name() -> None:
     assert not torch.equal(outputs(model), outputs(model, head_mask=torch.zeros(4)))
 
 
+def test_a_model_in_use_is_put_to_use_again() -> None:
+    model = build("bert")
+    before = model.config._attn_implementation
+    use(model).set_attn_implementation("eager")
+    use(model)
+    assert model.config._attn_implementation == "heads_kernels"
+    model(**batch(model), head_mask=torch.ones(4))
+    assert release(model).config._attn_implementation == before
+
+
 def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"model is a Linear; .*tested families: albert, bart"):
         use(nn.Linear(2, 2))
@@ -158,8 +168,8 @@ def test_refusals() -> None:
     model = build("bert")
     with pytest.raises(ValueError, match=r"model \(BertModel\) is not in use; call use"):
         release(model)
-    with pytest.raises(ValueError, match=r"model \(BertModel\) is in use already; call release"):
-        use(use(model))
+    with pytest.raises(TypeError, match="unpad is a int"):
+        use(use(model), unpad=1)  # type: ignore[arg-type]
 
 
 class Wrapper(nn.Module):

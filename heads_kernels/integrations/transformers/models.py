@@ -43,20 +43,19 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             pipeline, `torch.compile(model)`, `DistributedDataParallel`), pass the inner model.
         unpad: whether layers compute only the real tokens of a batch with a padding mask, packed into one row. Layers
             then give zeros for padding, and the same as before for real tokens. The first packed call of each layer is
-            compared with a padded one. Under `torch.compile` the graph breaks around each layer.
+            compared with a padded one. Under `torch.compile` the graph breaks around each layer. Call `use` again to
+            switch it.
 
     Returns:
         The model itself.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`; the message names those that it contains. `unpad` is not a bool.
-        ValueError: the model is in use already, has no attention, or computes attention in its own code; with `unpad`,
-            its layers get no padding mask. In a forward pass: a layer does not work token by token.
+        ValueError: the model has no attention, or computes attention in its own code; with `unpad`, its layers get no
+            padding mask. In a forward pass: a layer does not work token by token.
     """
     if not isinstance(model, PreTrainedModel):
         refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
-    if _BEFORE in vars(model):
-        refuse("model", f"({type(model).__name__}) is in use already", "call release(model) first")
     check_flag("unpad", unpad)
     check_model(model)
     layers = unpaddable_layers(model) if unpad else {}

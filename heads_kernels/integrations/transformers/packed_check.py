@@ -55,7 +55,7 @@ def check_packed(
     if not is_same:
         was = f"is True, but on real tokens alone {name!r}, a {type(layer).__name__}, computes something else"
         was += f" than on the padded batch (relative difference {worst:.1e})"
-        refuse("unpad", was, "call release(model), then use(model, unpad=False)")
+        refuse("unpad", was, "call use(model, unpad=False)")
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     packing = mask.padding.packing
     if any(map(is_packed, (collected() or {}).get("hidden_states", ()))):
         was = f"is asked for, but {type(layer).__name__} gives its own from within, of packed rows"
-        refuse("output_hidden_states", was, "call release(model), then use(model) without unpad")
+        refuse("output_hidden_states", was, "call use(model, unpad=False)")
     return tree_map(lambda each: packing.pad_back(each) if is_packed(each) else each, output)
 
 
