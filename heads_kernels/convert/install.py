@@ -124,8 +124,8 @@ def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
     of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
-    attention function uses them. Its cache then keeps one key and H content biases per token instead of H keys, and
-    cannot be static. Values, output, gates, scale, dropout and other attributes are kept; values that heads share are
+    attention function uses them. Its cache then keeps one key and H content biases per token instead of H keys.
+    Values, output, gates, scale, dropout and other attributes are kept; values that heads share are
     repeated for each.
 
     The new parameters have the dtype, device and `requires_grad` of the old projections: create the optimiser

@@ -12,6 +12,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
+from heads_kernels.heads.shared_cache import store_shared_keys
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.collaborative import check_unsharded
 from heads_kernels.nn.replacing import put
@@ -173,11 +174,11 @@ def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
 def check_runs_shared(
     module: Any, inputs: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
 ) -> None:
-    """Hook before the forward of a converted transformers module, whose queries and keys need this package.
+    """Hook before the forward of a converted transformers module, whose queries, keys and caches need this package.
 
     Raises:
-        ValueError: the config names another attention function; weights under tensor parallelism; a static cache, which
-            requires keys of as many heads and the same width as values.
+        ValueError: the config names another attention function; weights under tensor parallelism; a cache with keys of
+            separate heads.
     """
     runs = attention_function(module)
     if runs != NAME:
@@ -188,11 +189,8 @@ def check_runs_shared(
         )
         refuse("attn_implementation", was, instead)
     check_unsharded(module)
-    cache = (arguments or {}).get("past_key_values")
-    if getattr(cache, "is_compileable", False):
-        was = "is static: its keys and values have the same number of heads"
-        instead = "heads share keys here: pass cache_implementation='dynamic', or a DynamicCache"
-        refuse("past_key_values", was, instead)
+    if (past := (arguments or {}).get("past_key_values")) is not None:
+        store_shared_keys(past, module.layer_idx)
 
 
 def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) -> dict[str, Tensor]:

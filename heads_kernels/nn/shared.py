@@ -129,7 +129,7 @@ def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Te
 
     Args:
         query: `[B, n, T, D]`.
-        key: `[B, m, S, D]`.
+        key: `[B, m, S, D]`; from a cache `[B, 1, S, m * D]`, which is not copied.
         mixing: `[H, Ds]`.
 
     Returns:

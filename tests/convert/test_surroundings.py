@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.convert import Moments, calibrate, collaborate, curves, plot, solve_budget
@@ -77,16 +80,96 @@ def test_a_file_of_a_converted_encoder(prunes: bool, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- transformers
-def test_static_caches_are_refused() -> None:
-    model = tiny("gpt2", model="GPT2LMHeadModel")
-    ids = torch.randint(3, 40, (2, 6))
-    arguments = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    expected = model.generate(ids, **arguments)
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "model"), [("gpt2", "GPT2LMHeadModel"), ("t5", "T5ForConditionalGeneration")]
+)
+def test_generation_with_caches(name: str, model: str, beams: int) -> None:
+    model = tiny(name, model=model)
+    arguments = {
+        "input_ids": torch.randint(3, 40, (2, 6)), "max_new_tokens": 5, "min_new_tokens": 5,
+        "do_sample": False, "num_beams": beams,
+    }  # fmt: skip
+    arguments["attention_mask"] = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    expected = model.generate(**arguments)
     collaborate(model, 1000)
-    for cache in ({}, {"cache_implementation": "dynamic"}, {"use_cache": False}):
-        assert torch.equal(model.generate(ids, **arguments, **cache), expected)
-    with pytest.raises(ValueError, match=r"past_key_values is static.*cache_implementation='dyn"):
-        model.generate(ids, **arguments, cache_implementation="static")
+    for cache in ("dynamic", "static", None):
+        options = {"cache_implementation": cache} if cache else {"use_cache": False}
+        assert torch.equal(model.generate(**arguments, **options), expected)
+
+
+def filled(model: Any, cache: str) -> Any:
+    """A cache of 40 tokens."""
+    import transformers
+
+    past = transformers.DynamicCache()
+    if cache == "static":
+        past = transformers.StaticCache(config=model.config, max_cache_len=60)
+    with torch.no_grad():
+        model(torch.randint(3, 40, (2, 40)), past_key_values=past)
+    return past
+
+
+class Copies(TorchDispatchMode):
+    """Shapes that operations write as a copy, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name in (
+            "clone",
+            "copy_",
+            "cat",
+            "_to_copy",
+            "repeat",
+            "index_select",
+            "constant_pad_nd",
+        ):
+            self.found.append((name, tuple(out.shape)))
+        return out
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_step_copies_no_cache(cache: str, converted: bool) -> None:
+    """But what transformers itself concatenates: keys and values of a dynamic cache."""
+    model = tiny("gpt2", model="GPT2LMHeadModel")
+    hk.integrations.transformers.use(model)
+    if converted:
+        collaborate(model, 16)
+    past = filled(model, cache)
+    with torch.no_grad(), Copies() as copies:
+        model(torch.randint(3, 40, (2, 1)), past_key_values=past)
+    large = [name for name, shape in copies.found if len(shape) > 2 and {41, 60} & set(shape)]
+    layers = model.config.num_hidden_layers
+    assert large == (["cat"] * 2 * layers if cache == "dynamic" else [])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_cache_of_shared_keys_is_copied(cache: str) -> None:
+    model = tiny("gpt2", model="GPT2LMHeadModel")
+    collaborate(model, 16)
+    past = filled(model, cache)
+    token = torch.randint(3, 40, (2, 1))
+    with torch.no_grad():
+        copies = copy.deepcopy(past), pickle.loads(pickle.dumps(past))
+        expected, *found = (model(token, past_key_values=each).logits for each in (past, *copies))
+    for each in found:
+        assert torch.equal(each, expected)
+
+
+def test_a_cache_of_separate_keys_is_refused() -> None:
+    model = tiny("gpt2", model="GPT2LMHeadModel")
+    past = filled(model, "dynamic")
+    collaborate(model, 16)
+    with pytest.raises(
+        ValueError, match=r"past_key_values has keys of 4 heads in layer 0; .*an empty"
+    ):
+        model(torch.randint(3, 40, (2, 1)), past_key_values=past)
 
 
 def test_configs_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
