@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch import Tensor
 import heads_kernels as hk
 from benchmarks import minilm
 from benchmarks.report import make_console
-from benchmarks.results import this_machine, write_whole
+from benchmarks.results import kept_file, this_machine, write_whole
 from heads_kernels.testing import time_in_turn
 
 #: Of hidden states that LayerNorm holds near 1, after all layers in float32.
@@ -204,8 +206,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--smoke", action="store_true", help="two layers of MiniLM on few sentences: does it run?"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
+    parser.add_argument(
+        "--keep", action="store_true", help="write a whole run beside the kept results"
+    )
     options = parser.parse_args(arguments)
-    console = make_console()
+    if options.keep and options.smoke:
+        parser.error("--keep is for whole runs; leave out --smoke")
+    console, load_before = make_console(), os.getloadavg()[0]
     shortened = {"num_hidden_layers": 2} if options.smoke else {}
     try:
         jobs: list[tuple[str, Callable[[], Model], int]] = [
@@ -233,9 +240,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = measure(name, models, batch, *((0.1, 1) if options.smoke else (60.0, 9)))
             console.print(table(found))
             rows += found
-    if options.json:
-        numbers = {"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}
-        write_whole(options.json, json.dumps(numbers, indent=1) + "\n")
+    machine = this_machine()
+    numbers = {
+        "machine": asdict(machine),
+        "transformers": version("transformers"),
+        "load": load_before,
+        "rows": [asdict(row) for row in rows],
+    }
+    kept = kept_file(machine).with_suffix(".models.json")
+    for path in (options.json, kept if options.keep else None):
+        if path:
+            write_whole(path, json.dumps(numbers, indent=1) + "\n")
+            console.print(f"written to {path}")
     return 0
 
 
