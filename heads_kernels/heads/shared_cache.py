@@ -37,7 +37,8 @@ def store_shared_keys(past: Any, layer_idx: int) -> None:
     if layer.is_initialized and layer.keys.dim() == 4 and layer.keys.shape[1] != 1:
         was = f"has keys of {layer.keys.shape[1]} heads in layer {layer_idx}"
         refuse("past_key_values", was, "heads share keys here: pass an empty cache")
-    layer.__class__ = _with_shared_keys(type(layer))
+    stock: Any = type(layer)
+    layer.__class__ = _with_shared_keys(stock)
 
 
 @cache

@@ -219,7 +219,7 @@ def test_a_cache_keeps_one_key_for_all_heads() -> None:
     with torch.no_grad():
         cache = model(batch(model)["input_ids"], use_cache=True).past_key_values
     for layer in cache.layers:
-        assert layer.keys.shape == (3, 2, 9, 8)  # 12 features, 4 content biases
+        assert layer.keys.shape == (3, 1, 9, 16)  # 12 features, 4 content biases
         assert layer.values.shape == (3, 4, 9, 8)
 
 
