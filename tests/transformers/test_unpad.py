@@ -378,7 +378,8 @@ def test_one_call_switches_a_model_in_use(name: str) -> None:
     for unpad in (True, True, False, True):
         assert use(model, unpad=unpad) is model
         assert_alike(outputs(model), expected)
-        assert all(packed_layers(model)) and bool(packed_layers(model)) == unpad
+        assert all(packed_layers(model))
+        assert bool(packed_layers(model)) == unpad
     assert [len(m._forward_hooks) for m in use(model).modules()] == hooks
     assert {n: type(m) for n, m in release(model).named_modules()} == stock
 
@@ -417,7 +418,9 @@ def test_layer_that_looks_at_its_neighbours_is_refused() -> None:
     layer = model.encoder.layer[1]
     layer.intermediate.dense = Neighbours(layer.intermediate.dense)
     use(model, unpad=True)
-    refusal = r"unpad is True, but on real tokens alone 'encoder\.layer\.1', a BertLayer, .*; call use"
+    refusal = (
+        r"unpad is True, but on real tokens alone 'encoder\.layer\.1', a BertLayer, .*; call use"
+    )
     with pytest.raises(ValueError, match=refusal):
         outputs(model)
     with pytest.raises(ValueError, match=refusal):
