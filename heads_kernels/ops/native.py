@@ -8,12 +8,16 @@ from __future__ import annotations
 import torch
 
 from heads_kernels import _cpu
+from heads_kernels.ops import eager
 from heads_kernels.ops.arguments import asked_for, mask_of, options_of, scores_of
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
+    if not call.value.shape[-1]:  # no output: the kernels compute `lse` beside one
+        eager.forward(call, results)
+        return
     _cpu.attention_forward(
         scores_of(call),
         call.value,

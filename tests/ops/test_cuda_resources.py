@@ -70,6 +70,7 @@ def test_every_part_has_every_kernel(kernels: list[Kernel]) -> None:
     names = {name for name, _, _ in next(iter(by_part.values()))}
     passes = ("Forward", "Keys", "Queries")
     assert names == {f"{op}{one}" for op in ("Gated", "Collaborative") for one in passes} | {
+        "AttentionCombine",
         "AttentionRows",
         "BiasGradient",
         "Statistics",

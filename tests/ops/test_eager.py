@@ -13,7 +13,9 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import functional
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.ops.philox import seed_of
+from heads_kernels.problem import Problem
 from heads_kernels.testing import Inputs, compare, reference
 from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, assert_same_bits, call, serve, tensors
 from tests.support.alike import assert_alike
@@ -339,6 +341,14 @@ def test_empty(operator: str, backend: str, empty: str, mask: hk.Mask | None) ->
     for name, grad in zip(arguments, grads, strict=True):
         assert grad.shape == arguments[name].shape
         assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("T", [5, 40])
+def test_lse_without_values(T: int) -> None:
+    query, key = torch.randn(2, 4, T, 8), torch.randn(2, 2, 6, 8)
+    problem = Problem.gated(query, key, torch.empty(2, 2, 6, 0))
+    scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
+    assert_alike(GATED.with_lse(problem, "cpu").lse, torch.logsumexp(scores, -1))
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)

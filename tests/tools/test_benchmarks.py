@@ -68,7 +68,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert {workload.name for workload in problems.standard()} <= checked
     assert all(row["ms"] > 0 and row["gflops"] > 0 for row in numbers["speed"])
     assert {row["candidate"] for row in numbers["memory"]} == {"ours", "eager", "sdpa"}
-    assert len(numbers["overhead"]) == 6
+    assert len(numbers["overhead"]) == 8
     if "No real input" not in done.stdout:
         assert set(minilm.NAMES) <= checked
         assert "equal the model's own attention" in done.stdout
