@@ -8,7 +8,7 @@ import pytest
 
 import heads_kernels as hk
 from benchmarks import cuda_resources
-from benchmarks.cuda_resources import Kernel
+from benchmarks.cuda_resources import MOST_STACK, Kernel
 
 pytestmark = pytest.mark.check
 
@@ -33,7 +33,7 @@ def test_reads_what_cuobjdump_prints() -> None:
     keys, rows = cuda_resources.parse(TEXT)
     assert keys == Kernel("GatedKeys", "bf16", (256, 1, 2), "sm_80", 255, 120)
     assert rows == Kernel("AttentionRows", "float", (0,), "sm_80", 52, 0)
-    assert keys.broken() == ["120 bytes of stack, of 32"]
+    assert keys.broken() == [f"120 bytes of stack, of {MOST_STACK['bf16']}"]
     assert rows.broken() == []
     assert str(keys) == "GatedKeys<bf16, 256, 1, 2> on sm_80"
     last = cuda_resources.table([keys, rows])[-1].split()
