@@ -25,12 +25,12 @@ def fake_mesh() -> Iterator[Callable[..., Any]]:
     """Makes a mesh of this process and others that do not exist: for what is refused before anything communicates."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
-    def make(*shape: int) -> Any:
+    def make(*shape: int, names: tuple[str, ...] | None = None) -> Any:
         world = torch.Size(shape).numel()
         torch.distributed.init_process_group(
             "fake", store=fake.FakeStore(), rank=0, world_size=world
         )
-        return torch.distributed.init_device_mesh("cpu", shape)
+        return torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     yield make
     torch.distributed.destroy_process_group()

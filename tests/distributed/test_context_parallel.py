@@ -15,6 +15,7 @@ import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.processes import Processes
 
+parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
 
 B, H, T, D = 2, 4, 24, 8
@@ -153,6 +154,47 @@ def check_layer(how: dict[str, Any]) -> None:
     assert_alike(results[1], results[0])
 
 
+def check_with_tensor_parallelism(how: dict[str, Any], dropout: float) -> None:
+    """Sequences and heads are split: outputs, and gradients of weights summed over sequences."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    results = []
+    x = torch.randn(B, T, 16, dtype=torch.float64)
+    for split in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList(
+            [
+                hk.nn.GatedMultiheadAttention(16, H, output_gate="element", dropout=dropout),
+                hk.nn.GatedMultiheadAttention(16, H, dropout=dropout),
+                hk.nn.CollaborativeMultiheadAttention(16, H, 12, dropout=dropout),
+            ]
+        )
+        if how.get("method") != "ulysses":
+            model.append(hk.nn.GatedMultiheadAttention(16, H, num_key_heads=1, dropout=dropout))
+        hk.heads.gate(model, lambda n: hk.nn.HardConcrete(n, log_alpha="voita"))
+        given = x
+        model.double()
+        if split:
+            plan = distributed.tensor_parallel_plan(model, mesh["tp"])
+            parallel.parallelize_module(model, mesh["tp"], plan)
+            distributed.context_parallel(model, mesh["tp", "cp"], **how)
+            context = distributed.ContextParallel(mesh["cp"], **how)
+            given = context.split(x, 1)
+        torch.manual_seed(5 + (torch.distributed.get_rank() if split else 0))
+        for layer in model:
+            given = given + layer(given, key_padding_mask=~REAL, is_causal=True)[0]
+        given.square().sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        # A key's bias adds the same to all scores of a row: its gradient is 0, and what is left is rounding.
+        grads = {name: grad for name, grad in grads.items() if not name.endswith("k_proj.bias")}
+        if split:
+            grads = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in grads.items()}
+            for gradient in grads.values():
+                torch.distributed.all_reduce(gradient, group=mesh.get_group("cp"))
+            given = context.join(given, 1)
+        results.append({"out": given.detach(), **grads})
+    assert_alike(results[1], results[0])
+
+
 # ---------------------------------------------------------------------- tests
 HOW = {
     "all_gather": {"method": "all_gather"},
@@ -210,6 +252,13 @@ def test_layers(how: str, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_layer, HOW[how])
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_with_tensor_parallelism(how: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(4).run(check_with_tensor_parallelism, HOW[how], 0.0)
+    if how != "balanced":
+        ranks(4).run(check_with_tensor_parallelism, HOW[how], 0.3)
+
+
 # ---------------------------------------------------------------------- refusals
 def call(mesh: Any, how: dict[str, Any], H: int = H, T: int = 6, **options: Any) -> None:
     q = torch.randn(B, H, T, D)
@@ -235,6 +284,20 @@ def test_refusals(fake_mesh: Callable[..., Any]) -> None:
         distributed.ContextParallel(mesh).split(torch.zeros(21), 0)
     with pytest.raises(ValueError, match=r"module is a Linear"):
         distributed.context_parallel(nn.Linear(3, 3), mesh)
+
+
+def test_tensor_parallelism_without_its_dimension(fake_mesh: Callable[..., Any]) -> None:
+    mesh = fake_mesh(2, 2, 1, names=("tp", "cp", "dp"))
+    layer = hk.nn.GatedMultiheadAttention(16, H)
+    plan = distributed.tensor_parallel_plan(layer, mesh["tp"])
+    parallel.parallelize_module(layer, mesh["tp"], plan)
+    distributed.context_parallel(layer, mesh["cp"])
+    with pytest.raises(
+        ValueError, match=r"query is a DTensor .*both dimensions: mesh\['tp', 'cp'\]"
+    ):
+        layer(torch.randn(B, 6, 16))
+    with pytest.raises(ValueError, match="mesh has 3 dimensions"):
+        distributed.ContextParallel(mesh)
 
 
 def test_layers_that_read_whole_sequences(fake_mesh: Callable[..., Any]) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from heads_kernels.checks import check_flag, check_size, refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask, as_mask
 from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
@@ -36,7 +38,7 @@ def context_parallel(
     is computed token by token. Gradients of weights are those of this process's tokens: sum or average them over the
     mesh, as in data parallelism (`fully_shard` over the processes of both). `HardConcrete` gates draw one noise.
 
-        context_parallel(model, mesh["cp"])
+        context_parallel(model, mesh["cp"])  # mesh["tp", "cp"] after a tensor_parallel_plan
         part = model.attention.context.split(tokens, dim=1)
 
     Args:
@@ -66,10 +68,12 @@ class ContextParallel:
     """How the processes of a mesh split sequences, and operator calls on the parts.
 
     Args:
-        mesh: of one dimension, W processes.
+        mesh: of one dimension, W processes. With tensor parallelism of two, such as `mesh["tp", "cp"]`: sequences are
+            split over the last one, and operands may be DTensors that are sharded along the heads over the first.
         method: "all_gather": every process computes its rows of all heads. Keys and values of the whole sequence are
             gathered; collaborative attention has one key for all heads. "ulysses" (Jacobs et al. 2023): every process
-            computes all rows of its heads; the open heads of a gate `[H]` or `[B, H]` are dealt out evenly.
+            computes all rows of its heads; the open heads of a gate `[H]` or `[B, H]` are dealt out evenly (with a mesh
+            of two dimensions heads keep their order).
         balanced: a sequence is cut into 2 W blocks, of which process r has r and 2 W - 1 - r, so that all have the same
             work under a causal mask; for "all_gather" without dropout and bias. False: it is cut into W parts.
         length: tokens of every sequence, if not all processes have equally many: all but the last ones have
@@ -87,8 +91,10 @@ class ContextParallel:
         balanced: bool = False,
         length: int | None = None,
     ) -> None:
-        if mesh.ndim != 1:
-            refuse("mesh", f"has {mesh.ndim} dimensions", "pass one of them, such as mesh['cp']")
+        names = mesh.mesh_dim_names
+        if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
+            instead = "pass mesh['cp'], or with tensor parallelism mesh['tp', 'cp']"
+            refuse("mesh", f"has {mesh.ndim} dimensions, named {names}", instead)
         if method not in METHODS:
             refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, METHODS))}")
         check_flag("balanced", balanced)
@@ -101,6 +107,8 @@ class ContextParallel:
         self.method = method
         self.balanced = balanced
         self.length = length
+        self._count = mesh.size(mesh.ndim - 1)  # W
+        self._heads = mesh[names[0]] if names is not None and mesh.ndim == 2 else None
 
     # ------------------------------------------------------------------ sequences
     def split(self, sequence: Tensor, dim: int) -> Tensor:
@@ -113,15 +121,18 @@ class ContextParallel:
     def join(self, part: Tensor, dim: int) -> Tensor:
         """The whole sequence, of which every process has a part. Its gradients on all processes are summed."""
         length = self.whole_length(part.shape[dim])
-        whole = self._shard(part, dim, length).redistribute(placements=[Replicate()])
-        joined = whole.to_local(grad_placements=[Partial()])
-        if not self.balanced:
+        split = self._placements_of_heads(part)
+        whole = self._shard(part, dim, length).redistribute(placements=[*split, Replicate()])
+        joined = whole.to_local(grad_placements=[*split, Partial()])
+        if self.balanced:
+            joined = joined.index_select(dim, self._order(length, part.device).argsort())
+        if not isinstance(part, DTensor):
             return joined
-        return joined.index_select(dim, self._order(length, part.device).argsort())
+        return DTensor.from_local(joined, part.device_mesh, split, run_check=False)
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """The positions of this process's tokens in a sequence of `length`: int64, in the order of its part."""
-        W, rank = self.mesh.size(), self.mesh.get_local_rank()
+        W, rank = self._count, self.mesh.get_local_rank(self.mesh.ndim - 1)
         if length % (2 * W) if self.balanced else self.length is None and length % W:
             was = f"has {length} tokens, which {W} processes cannot share evenly"
             instead = f"pad it to a multiple of {2 * W}" if self.balanced else f"pass {length=}"
@@ -131,7 +142,7 @@ class ContextParallel:
 
     def whole_length(self, part: int) -> int:
         """Tokens of a sequence of which this process has `part`."""
-        length = part * self.mesh.size() if self.length is None else self.length
+        length = part * self._count if self.length is None else self.length
         if part != (expected := self.positions(length).numel()):
             was = f"has {part} tokens, but this process has {expected} of {length}"
             refuse("sequence", was, "pass what split() returns")
@@ -142,7 +153,7 @@ class ContextParallel:
         positions = torch.arange(length, device=device)
         if not self.balanced:
             return positions
-        head, tail = positions.view(2, self.mesh.size(), -1)
+        head, tail = positions.view(2, self._count, -1)
         return torch.stack([head, tail.flip(0)], 1).flatten()
 
     # ------------------------------------------------------------------ operator calls
@@ -162,6 +173,12 @@ class ContextParallel:
         if isinstance(given.get("bias"), Tensor):
             instead = "pass an OffsetBias, or call the operator with DTensors"
             refuse("bias", "is a tensor, which is not split", instead)
+        for name, each in given.items():
+            if is_sharded(each) and each.device_mesh != self._heads:
+                was = (
+                    f"is a DTensor on the mesh {each.device_mesh}, but the context has {self.mesh}"
+                )
+                refuse(name, was, "make the context with both dimensions: mesh['tp', 'cp']")
         call = self._rows if self.balanced else self._shards
         return call(operator, given)
 
@@ -197,28 +214,48 @@ class ContextParallel:
             if name in heads and dealt and each.shape[heads[name]] != 1:
                 each = each.index_select(heads[name], dealt[each.shape[heads[name]]])
             if name not in sequences:
+                split = self._placements_of_heads(each)
                 parts[name] = DTensor.from_local(
-                    each, self.mesh, [Replicate()], run_check=False, grad_placements=[Partial()]
+                    _local(each),
+                    self.mesh,
+                    [*split, Replicate()],
+                    run_check=False,
+                    grad_placements=[*split, Partial()],
                 )
                 continue
             dim = sequences[name]
             parts[name] = self._shard(each, dim, self.whole_length(each.shape[dim]))
             if self.method == "ulysses":
                 by_head = Shard(heads[name] % each.dim()) if name in heads else Replicate()
-                parts[name] = parts[name].redistribute(placements=[by_head])
+                split = self._placements_of_heads(each)
+                parts[name] = parts[name].redistribute(placements=[*split, by_head])
         out: Any = operator(**parts)
-        part: Tensor = out.redistribute(placements=[Shard(out.dim() - 2)]).to_local()
-        return part.index_select(-3, dealt[part.shape[-3]].argsort()) if dealt else part
+        split = out.placements[:-1]
+        part: Tensor = out.redistribute(placements=[*split, Shard(out.dim() - 2)]).to_local()
+        if dealt:
+            part = part.index_select(-3, dealt[part.shape[-3]].argsort())
+        if not any(map(is_sharded, given.values())):
+            return part
+        return DTensor.from_local(part, self._heads, split, run_check=False)
 
     def _shard(self, part: Tensor, dim: int, length: int) -> DTensor:
         """A part as a DTensor of the whole."""
         dim %= part.dim()
-        part = part.contiguous()
         shape = torch.Size((*part.shape[:dim], length, *part.shape[dim + 1 :]))
-        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            part, self.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+            _local(part).contiguous(),
+            self.mesh,
+            [*self._placements_of_heads(part), Shard(dim)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
         )
+
+    def _placements_of_heads(self, operand: Tensor) -> list[Placement]:
+        """How an operand is split by tensor parallelism; empty if the mesh has no dimension for it."""
+        if isinstance(operand, DTensor):
+            return list(operand.placements)
+        return [Replicate()] * (self.mesh.ndim - 1)
 
     def _dealt(self, given: dict[str, Any], heads: dict[str, int]) -> dict[int, Tensor]:
         """With "ulysses" the order in which heads are dealt out, by their number; empty: the order that they have.
@@ -234,6 +271,8 @@ class ContextParallel:
                 f"is 'ulysses', but {groups} heads of values are not shared evenly by {W} processes"
             )
             refuse("method", was, "use 'all_gather'")
+        if self.mesh.ndim == 2:  # heads stay on their processes of tensor parallelism
+            return {}
         gate: Any = given.get("gate")
         activated = given.get("gate_activation", "identity") != "identity"
         if gate is None or activated or "gate" in _sequences(given) or gate.shape[-1] != H:
@@ -247,6 +286,10 @@ class ContextParallel:
             groups: order,
             H: (first + torch.arange(H // groups, device=order.device)).flatten(),
         }
+
+
+def _local(operand: Tensor) -> Tensor:
+    return operand.to_local() if isinstance(operand, DTensor) else operand
 
 
 # ---------------------------------------------------------------------- where operands have what
