@@ -1,0 +1,278 @@
+"""`python -m benchmarks.scaling`: bytes that a process receives, measured against the formulas of docs/scaling.md.
+
+Processes over gloo run one attention call or layer, forward and backward, split in each way. `CommDebugMode` sees the
+collectives, and the shapes of their operands give the bytes that each process receives: an all-gather or reduce-scatter
+of N bytes in all (W - 1) / W * N, and an all-reduce twice that, as rings do it. On gloo PyTorch replaces an all-to-all
+by an all-gather, which receives W times as much. Ulysses is predicted for that; other backends move 1 / W of it.
+
+The second table is the balance of Ulysses when half of the heads are closed: the mean over the largest number of open
+heads of a process, on random gates.
+
+Exit status: 0; 1 where a measured number is not the predicted one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+import heads_kernels as hk
+from benchmarks.report import make_console
+from benchmarks.results import this_machine, write_whole
+
+B, T, H, HK, D, DS = 2, 64, 8, 4, 16, 48
+E: Final = H * D
+SIZE: Final = 4  # bytes of float32
+WORLDS: Final = (2, 4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one process receives in a forward and backward pass."""
+
+    what: str
+    W: int
+    measured: int  # bytes
+    predicted: int
+    collectives: dict[str, int]
+
+
+# ---------------------------------------------------------------------- the formulas of docs/scaling.md
+def all_gather(W: int, keys: int) -> int:
+    """`keys`: numbers per token of a key and its value. Gathered, and their gradients reduced."""
+    return 2 * (W - 1) * B * T * keys * SIZE // W
+
+
+def ulysses(W: int, by_head: int, shared: int = 0) -> int:
+    """`by_head`: numbers per token that all-to-alls move, here all-gathers; `shared`: those that every process needs.
+
+    The latter are gathered, and their gradients are all-reduced.
+    """
+    return (W - 1) * B * T * (2 * by_head + 3 * shared) * SIZE // W
+
+
+def tensor_parallel(W: int) -> int:
+    """An all-reduce of the output, and one of the gradient of the input for each of three projections."""
+    return 4 * 2 * (W - 1) * B * T * E * SIZE // W
+
+
+def fully_sharded(W: int) -> int:
+    """Weights gathered in the forward and backward pass, and gradients reduced; biases are among them."""
+    return 3 * (W - 1) * 4 * (E * E + E) * SIZE // W
+
+
+CASES: Final[dict[str, Callable[[int], int]]] = {
+    "all_gather, gated": lambda W: all_gather(W, H * 2 * D),
+    "all_gather, grouped": lambda W: all_gather(W, HK * 2 * D),
+    "all_gather, collaborative": lambda W: all_gather(W, DS + H * D),
+    "ulysses, gated": lambda W: ulysses(W, H * 4 * D),
+    "ulysses, grouped": lambda W: ulysses(W, H * 2 * D + HK * 2 * D),
+    "ulysses, collaborative": lambda W: ulysses(W, H * 2 * D, 2 * DS),
+    "tensor parallel layer": tensor_parallel,
+    "fully_shard layer": fully_sharded,
+}
+
+
+# ---------------------------------------------------------------------- measured, in every process
+def step(case: str, mesh: Any) -> Callable[[], object]:
+    """A forward and backward pass, split over `mesh`."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from heads_kernels.integrations.distributed import ContextParallel, tensor_parallel_plan
+
+    torch.manual_seed(0)
+    if case.endswith("layer"):
+        layer: Any = hk.nn.GatedMultiheadAttention(E, H)
+        if case.startswith("tensor"):
+            parallelize_module(layer, mesh, tensor_parallel_plan(layer, mesh))
+        else:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        x = torch.randn(B, T, E, requires_grad=True)
+        return lambda: layer(x)[0].sum().backward()
+    method, kind = case.split(", ")
+    part = T // mesh.size()
+    draw = partial(torch.randn, requires_grad=True)
+    given: dict[str, Tensor] = {"value": draw(B, HK if kind == "grouped" else H, part, D)}
+    if kind == "collaborative":
+        given |= {
+            "query": draw(B, part, DS),
+            "key": draw(B, part, DS),
+            "mixing": torch.randn(H, DS),
+        }
+        call: Callable[..., Tensor] = hk.collaborative_attention
+    else:
+        given |= {"query": draw(B, H, part, D), "key": draw(*given["value"].shape)}
+        call = hk.gated_attention
+    context = ContextParallel(mesh, method)  # type: ignore[arg-type]
+    return lambda: context(call, **given).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def received(do: Callable[[], object], W: int) -> tuple[int, dict[str, int]]:
+    """Bytes that this process receives, and how many collectives of each kind ran."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    share = (W - 1) / W
+    total = 0.0
+
+    class Traffic(CommDebugMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal total
+            out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            name = str(func)
+            if name.startswith(("_c10d_functional.", "c10d.")):
+                # Those of c10d have the output first, and then the input.
+                if "_allgather_base" in name:
+                    total += share * args[0].nbytes
+                elif "_reduce_scatter_base" in name:
+                    total += share * args[1].nbytes
+                elif "all_gather" in name:
+                    total += share * out.nbytes
+                elif "reduce_scatter" in name:
+                    total += share * args[0].nbytes
+                elif "all_reduce" in name:
+                    total += 2 * share * args[0].nbytes
+            return out
+
+    with Traffic() as seen:  # type: ignore[no-untyped-call]
+        do()
+    counts = {str(name).split(".")[-1]: n for name, n in seen.get_comm_counts().items() if n}
+    return round(total), counts
+
+
+def serve(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = f"file://{folder}/store{world}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    rows = []
+    for case, predicted in CASES.items():
+        do = step(case, mesh)
+        bytes_, counts = received(do, world)
+        rows.append(Row(case, world, bytes_, predicted(world), counts))
+    if rank == 0:
+        Path(folder, f"{world}.json").write_text(json.dumps([asdict(row) for row in rows]))
+    distributed.destroy_process_group()
+
+
+def measure(worlds: Sequence[int]) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        for world in worlds:
+            spawn(serve, (world, folder), nprocs=world)  # type: ignore[no-untyped-call]
+        found = [json.loads(Path(folder, f"{world}.json").read_text()) for world in worlds]
+    return [Row(**row) for rows in found for row in rows]
+
+
+# ---------------------------------------------------------------------- balance, simulated
+def balances(heads: Sequence[int], worlds: Sequence[int], draws: int) -> Iterator[dict[str, float]]:
+    """Least balance over random gates of which half are closed: as dealt out, and in the order of the heads."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from heads_kernels.integrations.distributed import ContextParallel
+
+    generator = torch.Generator().manual_seed(0)
+    for W in worlds:
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=W)
+        context = ContextParallel(init_device_mesh("cpu", (W,)), "ulysses")
+        for n in (n for n in heads if n % W == 0):
+            found: list[tuple[float, float]] = []
+            for _ in range(draws):
+                gate = (torch.randperm(n, generator=generator) < n // 2).float()
+                given = torch.zeros(1, n, 1, 1)
+                seen: list[Tensor] = []
+
+                def operator(seen: list[Tensor] = seen, **parts: Any) -> Any:
+                    seen.append(parts["gate"].to_local())
+                    return parts["query"]
+
+                context(operator, query=given, key=given, value=given, gate=gate)
+                orders = (seen[0], gate)
+                largest = [g.view(W, -1).sum(1).max().item() for g in orders]
+                found.append((n // 2 / W / largest[0], n // 2 / W / largest[1]))
+            dealt, plain = zip(*found, strict=True)
+            best = n // 2 / W / -(-(n // 2) // W)
+            yield {
+                "H": n,
+                "W": W,
+                "dealt": min(dealt),
+                "best": best,
+                "undealt": sum(plain) / len(plain),
+            }
+        distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- the command
+def traffic_table(rows: Sequence[Row]) -> Table:
+    table = Table(
+        title="KiB that a process receives, forward and backward", title_justify="left", box=None
+    )
+    for head in ("", "W", "measured", "predicted", "collectives"):
+        table.add_column(head, justify="left" if head in ("", "collectives") else "right")
+    for row in rows:
+        kinds = ", ".join(f"{n} {name}" for name, n in row.collectives.items())
+        sizes = f"{row.measured / 1024:.1f}", f"{row.predicted / 1024:.1f}"
+        table.add_row(row.what, str(row.W), *sizes, kinds)
+    return table
+
+
+def balance_table(rows: Sequence[dict[str, float]]) -> Table:
+    table = Table(title="Balance with half of the heads closed", title_justify="left", box=None)
+    for head in ("H", "W", "dealt, least", "best possible", "not dealt, mean"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        shares = (f"{row[name]:.2f}" for name in ("dealt", "best", "undealt"))
+        table.add_row(f"{row['H']:.0f}", f"{row['W']:.0f}", *shares)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument(
+        "--smoke", action="store_true", help="two processes, few gates: does it run?"
+    )
+    parser.add_argument("--out", type=Path, metavar="PATH", help="write all numbers here, as JSON")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = measure(WORLDS[:1] if options.smoke else WORLDS)
+    heads, worlds, draws = (
+        ((12, 16), (2,), 3) if options.smoke else (range(12, 65, 4), (2, 4, 8), 100)
+    )
+    balance = list(balances(heads, worlds, draws))
+    console = make_console()
+    console.print(traffic_table(rows))
+    console.print(balance_table(balance))
+    if options.out:
+        numbers = {
+            "machine": asdict(this_machine()),
+            "sizes": {"B": B, "T": T, "H": H, "Hk": HK, "D": D, "Ds": DS},
+            "traffic": [asdict(row) for row in rows],
+            "balance": balance,
+        }
+        write_whole(options.out, json.dumps(numbers, indent=1) + "\n")
+    return int(any(row.measured != row.predicted for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
