@@ -23,6 +23,7 @@ from heads_kernels.heads.layouts import HeadLayout, at_path
 from heads_kernels.heads.pruning import read_key_heads
 from heads_kernels.heads.reshape import shrink
 from heads_kernels.nn.gates import FixedGate
+from heads_kernels.nn.multihead import Multihead
 
 #: Tokens of the random input: several rows that see different keys under a causal mask.
 _TOKENS: Final = 4
@@ -205,8 +206,8 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
     for name, value in vars(module).items():
         if name in ("forward", "_compiled_call_impl"):  # what wraps it
             continue
-        if name == "observer":
-            value = None
+        if name == "observer" or (name == "context" and isinstance(module, Multihead)):
+            value = None  # the copy runs alone, on whole sequences
         if names_attention_function(value):
             value = with_attention_function(value, function)
         copied.__dict__[name] = copy(value) if isinstance(value, (dict, list, set)) else value
