@@ -8,16 +8,14 @@ from __future__ import annotations
 import torch
 
 from heads_kernels import _cpu
-from heads_kernels.ops import eager
 from heads_kernels.ops.arguments import asked_for, mask_of, options_of, scores_of
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
-    if not call.value.shape[-1]:  # no output: the kernels compute `lse` beside one
-        eager.forward(call, results)
-        return
+    if not call.value.shape[-1]:
+        call, results = _of_one_column(call, results)
     _cpu.attention_forward(
         scores_of(call),
         call.value,
@@ -26,6 +24,13 @@ def forward(call: Call, results: Results) -> None:
         [asked_for(result) for result in results],
         torch.get_num_threads(),
     )
+
+
+def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
+    """A call without columns of values, with one of zeros: the kernels compute `lse` beside an output."""
+    value = call.value.new_zeros((*call.value.shape[:-1], 1))
+    out = value.new_empty((*call.scores[:3], 1))
+    return call._replace(value=value, gate=None), results._replace(out=out)
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
