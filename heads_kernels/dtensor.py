@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 def is_sharded(tensor: object) -> bool:
@@ -39,12 +40,19 @@ def distributed_as(values: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
+def replicated(values: Tensor, mesh: DeviceMesh) -> DTensor:
+    """`values`, which every process has, as a `DTensor`; they gather its gradient."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def local_part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """This process's part, along `dim`, of a tensor that all processes have; they gather its gradient."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Shard
 
-    whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=[Shard(dim)] * mesh.ndim).to_local()
+    parts = [Shard(dim)] * mesh.ndim
+    return replicated(tensor, mesh).redistribute(placements=parts).to_local()
 
 
 def of_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

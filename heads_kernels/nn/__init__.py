@@ -6,6 +6,7 @@ from heads_kernels.nn.collaborative import CollaborativeMultiheadAttention
 from heads_kernels.nn.gates import FixedGate, HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete, expected_open, l0_penalty
 from heads_kernels.nn.initialization import ds_init_, mixing_init_
+from heads_kernels.nn.merged import MergedAttention
 from heads_kernels.nn.replacing import replace_attention_
 from heads_kernels.nn.unpadding import unpad
 
@@ -16,6 +17,7 @@ __all__ = [
     "HardConcrete",
     "HeadGate",
     "KeyValueCache",
+    "MergedAttention",
     "ds_init_",
     "expected_open",
     "l0_penalty",

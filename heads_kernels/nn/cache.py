@@ -16,7 +16,7 @@ class KeyValueCache:
     Call the layer with the same cache in every step. In self-attention it appends the keys and values of the new
     tokens, whose rows see all cached keys; `is_causal=True` is then aligned at the last key. In encoder-decoder
     attention the first call fills the cache, and later calls ignore their key and value. Collaborative attention
-    keeps the shared key `[B, S, Ds]`, the values and the content bias.
+    keeps the shared key `[B, S, Ds]`, the values and the content bias; merged attention also the sum of earlier rows.
 
         cache = hk.nn.KeyValueCache()
         for token in tokens.split(1, dim=1):  # [B, 1, embed_dim]
@@ -43,6 +43,8 @@ class KeyValueCache:
         self._stored: tuple[Tensor, ...] = ()  # each [B, capacity, ...]
         self._length = 0
         self._appended = False
+        #: What a layer carries from row to row, `[B, ...]`, or None.
+        self.running: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -94,6 +96,8 @@ class KeyValueCache:
         if beams.dim() != 1:
             refuse("beams", f"has shape {list(beams.shape)}", instead)
         self._stored = tuple(stored.index_select(0, beams) for stored in self._stored)
+        if self.running is not None:
+            self.running = self.running.index_select(0, beams)
 
     def _reserve(self, new: tuple[Tensor, ...], length: int) -> None:
         """Allocate `length` positions for tensors like `new`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from heads_kernels.batch import Batch, flatten_companion, unflatten
 from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, refuse
-from heads_kernels.dtensor import is_sharded
+from heads_kernels.dtensor import is_sharded, replicated
 from heads_kernels.functional import attention_statistics
 from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
@@ -22,6 +22,7 @@ from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
+from heads_kernels.ops.gate import activate, as_4d
 
 
 class _OwnForward:
@@ -47,7 +48,7 @@ class Context(Protocol):
 class Multihead(nn.Module, ABC):
     """An attention module: four projections, one operator call.
 
-    Subclasses define `operator`, `source` and `operands`.
+    Subclasses define `operator`, `source` and `operands`, and may define `beside`.
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: `nn.Linear`; the heads are contiguous rows of `v_proj` and columns of
@@ -129,6 +130,10 @@ class Multihead(nn.Module, ABC):
     @abstractmethod
     def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
         """The tensor arguments of the operator, from the query's input and the result of `source`."""
+
+    def beside(self, query: Tensor, mask: Mask, cache: KeyValueCache | None) -> Tensor | None:
+        """What is added to the heads before their gates, `[B, H, T, Dv]`; `query` is the input `[B, T, embed_dim]`."""
+        return None
 
     @property
     def closed_grad(self) -> bool:
@@ -250,7 +255,7 @@ class Multihead(nn.Module, ABC):
             for name, each in operands.items()
         }
         arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
-        heads = self._attend(rows, arguments, batch)
+        heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
         output = unflatten(self.out_proj(heads.transpose(1, 2).flatten(2)), batch)
         output = output if self.batch_first else output.transpose(0, 1)
         if not need_statistics:
@@ -272,7 +277,9 @@ class Multihead(nn.Module, ABC):
             refuse("cache", was, "call reorder(beams) or reset() first")
         return source
 
-    def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch) -> Tensor:
+    def _attend(
+        self, query: Tensor, arguments: dict[str, Any], batch: Batch, beside: Tensor | None
+    ) -> Tensor:
         """Call the operator with the gates; returns `[B, H, T, Dv]`. `arguments` have batch dimensions `batch`."""
         gate, activation = None, "identity"
         if self.head_gate is not None:
@@ -281,6 +288,11 @@ class Multihead(nn.Module, ABC):
             gate = self.head_gate(*query.shape[:2])
         elif self.gate_proj is not None:
             gate, activation = self._logits(query), "sigmoid"
+        if beside is not None and gate is not None:
+            factor = as_4d(activate(gate, activation))
+            if is_sharded(beside) and not is_sharded(factor):
+                factor = replicated(factor, beside.device_mesh)  # type: ignore[attr-defined]
+            beside = beside * factor
         if batch is not None and gate is not None and gate.dim() > 1:
             gate = unflatten(gate.expand(len(query), *gate.shape[1:]), batch)
         operator: Callable[..., Tensor] = type(self).operator
@@ -295,6 +307,8 @@ class Multihead(nn.Module, ABC):
         )
         if batch is not None:
             heads = heads.flatten(0, len(batch) - 1)
+        if beside is not None:
+            heads = heads + beside
         if self.head_gate is not None and self.gate_proj is not None:
             heads = heads * self._logits(query).sigmoid()
         return heads

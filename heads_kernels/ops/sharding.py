@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from heads_kernels.batch import expand_bias
 from heads_kernels.checks import refuse
-from heads_kernels.dtensor import is_sharded, of_first
+from heads_kernels.dtensor import is_sharded, of_first, replicated
 from heads_kernels.problem import Problem
 
 #: The dimensions of operands; where heads share the query, those of `_SHARED` differ.
@@ -158,8 +158,7 @@ class Part:
         if tensor is None:
             return None
         if not isinstance(tensor, DTensor):
-            replicated = [Replicate()] * self.mesh.ndim
-            tensor = DTensor.from_local(tensor, self.mesh, replicated, run_check=False)
+            tensor = replicated(tensor, self.mesh)
         placements = self._placements(layout, tensor.shape)
         narrowed = None
         if "Hk" in layout and self._all_spans("H", tensor.shape[1]) != self._spans["Hk"]:

@@ -28,6 +28,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "ragged": lambda: hk.nn.CollaborativeMultiheadAttention(
         E, H, 12, ragged=True, output_gate="head"
     ),
+    "merged": lambda: hk.nn.MergedAttention(E, H, num_key_heads=2, output_gate="head"),
 }
 
 
@@ -45,13 +46,14 @@ def check_layer(name: str, gates: str | None) -> None:
     split.load_state_dict(plain.state_dict())
     parallel.parallelize_module(split, mesh, distributed.tensor_parallel_plan(split, mesh))
     x = torch.randn(B, T, E)
+    source = [torch.randn(B, T, E)] if name == "merged" else []
     real = torch.ones(B, T, dtype=torch.bool)
     real[1, 4:] = False
     results = []
     for model, seed in ((plain, 3), (split, 3 + torch.distributed.get_rank())):
         torch.manual_seed(seed)
         given = x.clone().requires_grad_()
-        out, _ = model[0](given, key_padding_mask=~real, is_causal=True)
+        out, _ = model[0](given, *source, key_padding_mask=~real, is_causal=True)
         out.square().sum().backward()
         grads = {key: whole(value.grad) for key, value in model.named_parameters()}
         results.append({"out": out.detach(), "dx": given.grad, **grads})
