@@ -10,6 +10,7 @@ runs one experiment; NAME is
     collaborative_from_scratch   collaborative against ordinary attention at smaller key widths
     l0_or_importance             L0 gates against importance at equal numbers of heads
     conversion_recovered         a model made collaborative, as it is and trained on
+    deep_decoders                12 layers without warm-up: depth-scaled initialisation, merged attention
 
 and writes NAME.json and NAME.svg into DIR. NAME.json grows by a run at a time: after an interruption the same command
 goes on with the runs that are missing, and a finished run is not computed again. With --quick everything is tiny, takes

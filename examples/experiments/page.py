@@ -19,6 +19,7 @@ EXPERIMENTS: Final = (
     "collaborative_from_scratch",
     "l0_or_importance",
     "conversion_recovered",
+    "deep_decoders",
 )
 DOCS: Final = Path(__file__).parents[2] / "docs"
 KEPT: Final = DOCS / "experiments"

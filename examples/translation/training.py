@@ -32,12 +32,14 @@ def learn(
     batches: Iterator[Batch],
     steps: int,
     penalty: Callable[[], Tensor | float] = no_penalty,
+    warmup: bool = True,
 ) -> Steps:
-    """`train` a new model. The learning rate rises over a sixth of the steps, then falls to a fifth."""
+    """`train` a new model. The learning rate rises over a sixth of the steps (`warmup`), and falls to a fifth."""
     optimizer = adam(model, RATE, steps)
 
     def slope(step: int) -> float:
-        return min(1.0, 6 * (step + 1) / steps) * (1 - 0.8 * step / steps)
+        rise = min(1.0, 6 * (step + 1) / steps) if warmup else 1.0
+        return rise * (1 - 0.8 * step / steps)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, [slope, lambda step: 1.0][: len(optimizer.param_groups)]

@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = EXAMPLES / "experiments", EXAMPLES / "translation"
 NAMES = (
     "heads_of_minilm", "pruning_curves", "l0_by_kind", "collaborative_from_scratch",
-    "l0_or_importance", "conversion_recovered",
+    "l0_or_importance", "conversion_recovered", "deep_decoders",
 )  # fmt: skip
 ON_MINILM = NAMES[:2]
 
