@@ -1,0 +1,287 @@
+// What every binding checks of the arguments of a call before it fills in the parameters of a
+// kernel. It ensures memory safety for every caller: tensors have memory on the right device, which
+// the binding ensures, and the sizes and dtypes that the kernels expect. Free of Python and torch.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+#include "common/params.h"
+
+namespace hk::bindings {
+
+[[noreturn]] inline void refuse(const char* name, const std::string& was) {
+  throw std::invalid_argument(std::string(name) + " " + was +
+                              ", which does not fit the call of the kernels");
+}
+
+inline void require(bool holds, const char* name, const char* was = "has another shape or dtype") {
+  if (!holds) refuse(name, was);
+}
+
+// The dtypes of arguments: those of DType, in its order, and others.
+enum class Element : int {
+  kFloat32,
+  kFloat64,
+  kBFloat16,
+  kFloat16,
+  kInt32,
+  kInt64,
+  kBool,
+};
+
+// An argument: a tensor with memory, or an absent one.
+struct Given {
+  Tensor tensor;  // its dtype is not set
+  Element element = Element::kFloat32;
+
+  explicit operator bool() const { return static_cast<bool>(tensor); }
+};
+
+// A floating-point tensor; an absent one stays absent.
+inline Tensor floating(const Given& given, const char* name) {
+  require(given.element <= Element::kFloat16, name, "is not of a floating-point dtype");
+  Tensor result = given.tensor;
+  result.dtype = static_cast<DType>(given.element);
+  return result;
+}
+
+// A required floating-point tensor.
+inline Tensor needed(const Given& given, const char* name) {
+  require(static_cast<bool>(given), name, "is None");
+  return floating(given, name);
+}
+
+inline bool is(const Tensor& t, std::initializer_list<int64_t> sizes) {
+  return t.rank == static_cast<int>(sizes.size()) && std::equal(sizes.begin(), sizes.end(), t.size);
+}
+
+inline bool is_dense(const Tensor& t) {
+  if (std::count(t.size, t.size + t.rank, 0)) return true;
+  int64_t expected = 1;
+  for (int d = t.rank - 1; d >= 0; expected *= t.size[d--])
+    if (t.size[d] > 1 && t.stride[d] != expected) return false;
+  return true;
+}
+
+// Whether the last dimension is contiguous.
+inline bool has_rows(const Tensor& t) {
+  const int last = t.rank - 1;
+  return t.size[last] <= 1 || t.stride[last] == 1 || std::count(t.size, t.size + t.rank, 0);
+}
+
+// A floating-point output; absent and empty tensors become absent ones.
+inline Tensor output(const Given& given, const char* name) {
+  const Tensor t = floating(given, name);
+  return std::count(t.size, t.size + t.rank, 0) ? Tensor{} : t;
+}
+
+// A contiguous integer tensor [B or 1, length]; `stride` becomes the step between batch entries.
+template <typename T>
+const T* batched(const Given& given, const char* name, Element element, int64_t B, int64_t length,
+                 int64_t* stride) {
+  if (!given) return nullptr;
+  const Tensor& t = given.tensor;
+  require(given.element == element, name);
+  require((is(t, {B, length}) || is(t, {1, length})) && is_dense(t), name);
+  *stride = t.size[0] == 1 ? 0 : length;
+  return static_cast<const T*>(t.data);
+}
+
+// MAX_LENGTH and MAX_COUNT of checks.py: the kernels hold rows, keys, heads and batches in 32 bits,
+// and a band limit that limits nothing is kUnbounded.
+constexpr int64_t kUnbounded = int64_t{1} << 30;
+constexpr int64_t kMaxLength = kUnbounded - 1024, kMaxCount = 0x7fffffff;
+
+// The sizes of a call, from its query, key and mixing.
+struct Sizes {
+  int64_t B, H, T, S, D;
+
+  explicit Sizes(const AttentionParams& p) {
+    const bool shared = static_cast<bool>(p.mixing);
+    const int rank = shared ? 3 : 4;
+    require(p.query.rank == rank, "query");
+    require(p.key.rank == rank, "key");
+    B = p.query.size[0];
+    H = shared ? p.mixing.size[0] : p.query.size[1];
+    T = p.query.size[rank - 2];
+    D = p.query.size[rank - 1];
+    S = p.key.size[rank - 2];
+    const int64_t Hk = shared ? 1 : p.key.size[1];
+    require(p.key.size[0] == B && p.key.size[rank - 1] == D && (Hk == 0 ? H == 0 : H % Hk == 0),
+            "key");
+    require(p.query.dtype == p.key.dtype, "key");
+    require(!shared || is(p.mixing, {H, D}), "mixing");
+    require(!p.content_bias || (shared && is(p.content_bias, {B, H, S})), "content_bias");
+    require(has_rows(p.query), "query", "has rows that are not contiguous");
+    require(has_rows(p.key), "key", "has rows that are not contiguous");
+    require(T <= kMaxLength && B <= kMaxCount && H <= kMaxCount, "query", "is too long");
+    require(S <= kMaxLength, "key", "is too long");
+  }
+};
+
+// The mask of a call.
+struct GivenMask {
+  Given k_lo, k_hi, key_visible, dense;
+  int64_t band_lo, band_hi;
+};
+
+inline MaskParams mask_of(const GivenMask& mask, const Sizes& n) {
+  MaskParams result;
+  int64_t k_hi_stride = 0;
+  result.k_lo =
+      batched<int32_t>(mask.k_lo, "k_lo", Element::kInt32, n.B, n.T, &result.interval_stride);
+  result.k_hi = batched<int32_t>(mask.k_hi, "k_hi", Element::kInt32, n.B, n.T, &k_hi_stride);
+  require(!result.k_lo == !result.k_hi && result.interval_stride == k_hi_stride, "k_hi",
+          "is not there or shaped as k_lo is");
+  result.key_visible = batched<uint8_t>(mask.key_visible, "key_visible", Element::kBool, n.B, n.S,
+                                        &result.visible_stride);
+  if (mask.dense) {
+    const Tensor& dense = mask.dense.tensor;
+    const int64_t full[4] = {n.B, n.H, n.T, n.S};
+    require(dense.rank == 4 && mask.dense.element == Element::kBool, "dense_mask");
+    for (int d = 0; d < 4; ++d) {
+      require(dense.size[d] == 1 || dense.size[d] == full[d], "dense_mask");
+      result.dense_stride[d] = dense.size[d] == 1 ? 0 : dense.stride[d];
+    }
+    result.dense = static_cast<const uint8_t*>(dense.data);
+  }
+  result.band_lo = mask.band_lo;
+  result.band_hi = mask.band_hi;
+  for (const int64_t limit : {result.band_lo, result.band_hi})
+    require(-kUnbounded <= limit && limit <= kUnbounded, "band", "is past 2^30");
+  return result;
+}
+
+inline void check_gate(const Tensor& gate, const int64_t (&full)[4]) {
+  const int first = gate.rank == 1 ? 1 : 0;
+  require(gate.rank <= 4, "gate");
+  for (int d = 0; d < gate.rank; ++d)
+    require(gate.size[d] == 1 || gate.size[d] == full[first + d], "gate");
+}
+
+// Whether the gate varies along the width of a head.
+inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.size[3] != 1; }
+
+inline void check_value(const AttentionParams& p, const Sizes& n) {
+  const int64_t heads = p.mixing ? n.H : p.key.size[1];
+  require(p.value.rank == 4 && is(p.value, {n.B, heads, n.S, p.value.size[3]}), "value");
+  require(p.value.dtype == p.query.dtype, "value");
+  require(has_rows(p.value), "value", "has rows that are not contiguous");
+}
+
+// Checks that a tensor is contiguous and in the compute type of `operand`; absent ones pass.
+inline void check_rows(DType operand, const Tensor& t, std::initializer_list<int64_t> sizes,
+                       const char* name) {
+  const DType compute = operand == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  require(!t || (is(t, sizes) && is_dense(t) && t.dtype == compute), name,
+          "has another shape or dtype, or is not dense");
+}
+
+// Absent ones pass.
+inline void check_like(const Tensor& t, const Tensor& other, const char* name) {
+  require(!t || (t.rank == other.rank && std::equal(t.size, t.size + t.rank, other.size) &&
+                 t.dtype == other.dtype),
+          name);
+}
+
+inline Activation activation_of(const std::string& name) {
+  if (name == "identity") return Activation::kIdentity;
+  if (name == "sigmoid") return Activation::kSigmoid;
+  if (name == "softplus") return Activation::kSoftplus;
+  refuse("gate_activation", "is '" + name + "'");
+}
+
+inline void set_dropout(DropoutParams& dropout, const Given& seed, double p) {
+  if (p == 0.0) return;
+  require(p > 0.0 && p < 1.0, "dropout_p", "is no probability in [0, 1)");
+  require(is(seed.tensor, {5}) && is_dense(seed.tensor) && seed.element == Element::kInt64, "seed");
+  dropout.active = true;
+  dropout.seed = static_cast<const int64_t*>(seed.tensor.data);
+  dropout.threshold = static_cast<uint32_t>(p * 4294967296.0);
+  dropout.keep_scale = 1.0 / (1.0 - p);
+}
+
+// Sets the strides of broadcast dimensions to 0; every size must be that of `full` or 1.
+inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char* name) {
+  require(t.rank == static_cast<int>(full.size()), name);
+  int d = 0;
+  for (const int64_t size : full) {
+    require(t.size[d] == 1 || t.size[d] == size, name);
+    if (t.size[d] == 1) t.stride[d] = 0;
+    ++d;
+  }
+}
+
+// The score terms of a call.
+struct GivenTerms {
+  Given bias, offset_bias, sinks;
+  double softcap = 0.0;
+};
+
+inline void set_terms(ScoreTerms& terms, const GivenTerms& given, const Sizes& n) {
+  if ((terms.bias = floating(given.bias, "bias"))) {
+    Tensor& bias = terms.bias;
+    require(bias.rank == 5, "bias");
+    const int64_t outer = bias.size[0], inner = bias.size[1];
+    terms.bias_inner = std::max<int64_t>(1, inner != 1            ? inner
+                                            : outer != 1 && outer ? n.B / outer
+                                                                  : 1);
+    require(n.B % terms.bias_inner == 0, "bias");
+    broadcast(bias, {n.B / terms.bias_inner, terms.bias_inner, n.H, n.T, n.S}, "bias");
+  }
+  if ((terms.offset_bias = floating(given.offset_bias, "offset_bias"))) {
+    broadcast(terms.offset_bias, {n.H, std::max<int64_t>(1, n.T + n.S - 1)}, "offset_bias");
+    require(!terms.bias, "offset_bias", "comes beside bias");
+  }
+  if ((terms.sinks = floating(given.sinks, "sinks"))) {
+    require(is(terms.sinks, {n.H}), "sinks");
+    terms.sinks.rank = 2;  // [H, 1]
+    terms.sinks.size[1] = 1;
+  }
+  terms.softcap = given.softcap;
+  require(terms.softcap >= 0.0 && terms.softcap < 1e300, "softcap", "is negative or not finite");
+}
+
+// Checks dbias, doffset_bias and dsinks.
+inline void check_term_gradients(const BackwardParams& params, const Sizes& n) {
+  const ScoreTerms& terms = params.terms;
+  require(terms.bias || !params.dbias, "dbias", "comes without bias");
+  require(terms.offset_bias || !params.doffset_bias, "doffset_bias", "comes without offset_bias");
+  require(terms.sinks || !params.dsinks, "dsinks", "comes without sinks");
+  const int64_t* size = terms.bias.size;
+  const DType dtype = params.query.dtype;
+  check_rows(dtype, params.dbias, {size[0], size[1], size[2], size[3], size[4]}, "dbias");
+  check_rows(dtype, params.doffset_bias, {n.B, n.H, std::max<int64_t>(1, n.T + n.S - 1)},
+             "doffset_bias");
+  check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
+}
+
+// The keys that statistics exclude from the maximum, and their outputs.
+inline void set_statistics(StatisticsParams& params, const Sizes& n, const Given& excluded,
+                           const Given& argmax) {
+  params.excluded =
+      batched<uint8_t>(excluded, "excluded", Element::kBool, n.B, n.S, &params.excluded_stride);
+  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(params.query.dtype, params.max_prob, {n.B, n.H, n.T}, "max_prob");
+  check_rows(params.query.dtype, params.entropy, {n.B, n.H, n.T}, "entropy");
+  require(is(argmax.tensor, {n.B, n.H, n.T}) && is_dense(argmax.tensor) &&
+              argmax.element == Element::kInt64,
+          "argmax");
+  params.argmax = static_cast<int64_t*>(argmax.tensor.data);
+}
+
+// Checks out, attended and lse, the last two of which are optional.
+inline void check_outputs(const ForwardParams& params, const Sizes& n) {
+  const int64_t Dv = params.value.size[3];
+  const bool empty = n.B == 0 || n.H == 0 || n.T == 0 || Dv == 0;
+  require(params.out ? is(params.out, {n.B, n.H, n.T, Dv}) && params.out.dtype == params.query.dtype
+                     : empty,
+          "out");
+  check_like(params.attended, params.out, "attended");
+  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+}
+
+}  // namespace hk::bindings
