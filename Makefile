@@ -83,12 +83,12 @@ test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator; needs 
 	  $(QEMU) build/selftest-aarch64/selftest; \
 	else echo "test-aarch64 skipped: needs $(CROSS) and $(QEMU)"; fi
 
-# The wheel is built from the archive, for this Python and for Linux with this machine's glibc. libgomp is
-# not included: torch provides it.
+# The wheel is built from the archive, for this Python and for Linux with this machine's glibc. libgomp and libtorch are
+# not included: torch provides them.
 wheel: .venv/stamp-wheel ## source archive and wheel, in dist/; needs nvcc
 	rm -rf build/wheel dist
 	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir build/wheel
-	PATH=.venv/bin:$$PATH auditwheel repair --exclude libgomp.so.1 -w dist build/wheel/*.whl
+	PATH=.venv/bin:$$PATH auditwheel repair --exclude libgomp.so.1 --exclude libtorch_cpu.so -w dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
 
 test-wheel: ## the wheel of dist/ in a fresh environment whose PATH has no compiler and no nvcc

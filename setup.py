@@ -1,4 +1,5 @@
-"""Builds `heads_kernels._cpu`, and `heads_kernels._cuda` where there is nvcc, from csrc/ by csrc/build.py.
+"""Builds `heads_kernels._cpu`, the library of ops beside it, and `heads_kernels._cuda` where there is nvcc, from csrc/
+by csrc/build.py.
 
 HEADS_KERNELS_CUDA=0 leaves the CUDA kernels out, 1 fails without nvcc. What was built stands in
 heads_kernels/build.json. The rest of the package is in pyproject.toml.
@@ -20,10 +21,11 @@ sys.path.insert(0, str(ROOT))
 from csrc import build  # noqa: E402
 
 PACKAGE = "heads_kernels"
+LIBRARY = f"{PACKAGE}.libheads_kernels"
 
 
 class BuildModules(build_ext):
-    """Both modules, and build.json beside them."""
+    """The modules and the library, and build.json beside them."""
 
     def run(self) -> None:
         self.nvcc, self.cuda = build.find_nvcc()
@@ -39,10 +41,19 @@ class BuildModules(build_ext):
         (folder / "build.json").write_text(json.dumps(self.information(), indent=1) + "\n")
 
     def build_extension(self, ext: Extension) -> None:
-        of_cuda = ext.name == f"{PACKAGE}._cuda"
-        folder = Path("build", "cuda" if of_cuda else "cpu")
-        module = build.cuda_module(folder, self.nvcc) if of_cuda else build.cpu_module(folder)
+        if ext.name == f"{PACKAGE}._cuda":
+            module = build.cuda_module(Path("build/cuda"), self.nvcc)
+        elif ext.name == LIBRARY:
+            module = build.ops_library(Path("build/cpu"))
+        else:
+            module = build.cpu_module(Path("build/cpu"))
         install(module, Path(self.get_ext_fullpath(ext.name)))
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The library is no module: its name says nothing about Python."""
+        name = super().get_ext_filename(fullname)
+        is_library = fullname.rpartition(".")[2] == LIBRARY.rpartition(".")[2]
+        return str(Path(name).with_name("libheads_kernels.so")) if is_library else name
 
     def information(self) -> dict[str, object]:
         """What `heads_kernels.build_info` returns."""
@@ -129,6 +140,7 @@ headers = sorted(glob("csrc/**/*.h", recursive=True))
 setup(
     ext_modules=[
         Extension(f"{PACKAGE}._cpu", sorted(glob("csrc/cpu/*.cpp")), depends=headers),
+        Extension(LIBRARY, sorted(glob("csrc/cpu/*.cpp")), depends=headers),
         Extension(f"{PACKAGE}._cuda", sorted(glob("csrc/cuda/*.cu")), depends=headers),
     ],
     cmdclass={"build_ext": BuildModules, "selftest": SelfTest, "emulator": Emulator},

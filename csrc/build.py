@@ -161,6 +161,21 @@ def cpu_module(folder: Path) -> Path:
     return build(folder, "_cpu.so", [bindings, *cpu_kernels({})], LINK_CPU)
 
 
+def ops_library(folder: Path) -> Path:
+    """`libheads_kernels.so`: the ops for PyTorch without Python, from the objects of `cpu_module`.
+
+    It is linked with an empty library that has the name of PyTorch's: the loader looks there for what torch_abi.h
+    declares, and refuses the library where a function is missing.
+    """
+    name = "libtorch_cpu.so"
+    empty = ["-shared", f"-Wl,-soname,{name}", "-x", "c++", os.devnull]
+    stub = build(folder / "stub", name, [], empty)
+    compiler = [*cxx(), *COMMON, "-O2", *cxx_flags()]
+    ops = Unit("ops", "csrc/bindings/torch.cpp", compiler)
+    link = [*LINK_CPU, "-s", "-Wl,-soname,libheads_kernels.so", "-Wl,--no-as-needed", str(stub)]
+    return build(folder, "libheads_kernels.so", [ops, *cpu_kernels({})], link)
+
+
 def cpu_selftest(folder: Path) -> Path:
     """The program csrc/selftest.cpp: the kernels without Python."""
     compiler = [*cxx(), *COMMON, *CPU, *cxx_flags()]

@@ -18,7 +18,19 @@ from heads_kernels.after_import import after_import
 from heads_kernels.dispatch import Backend
 
 NAMESPACE = "heads_kernels"
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+def _library() -> torch.library.Library:
+    try:
+        return torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ImportError(
+            "this process has loaded libheads_kernels.so, which defines the ops of heads_kernels for programs without"
+            " Python; import heads_kernels instead, or before it: the package has the same ops."
+        ) from error
+
+
+LIBRARY = _library()
 
 
 def define_op(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -19,9 +21,9 @@ import heads_kernels as hk
 from heads_kernels import _cpu, testing
 
 PACKAGE = Path(__file__).parents[2] / "heads_kernels"
-MODULES = ("_cpu", "_cuda")
-LARGEST = 10e6  # bytes
-POOL = b"$ORIGIN/../torch/lib"  # where _cpu looks for OpenMP
+MODULES = ("_cpu", "_cuda", "libheads_kernels")
+LARGEST = 15e6  # bytes
+POOL = b"$ORIGIN/../torch/lib"  # where _cpu and the library of ops look for OpenMP and torch
 OPERATORS = {"gated_attention": "closed_heads", "collaborative_attention": "ragged_bias"}
 
 
@@ -30,20 +32,22 @@ def built(path: Path) -> bool:
 
 
 def holds_the_package(wheel: Path) -> str:
-    """Every file of the package, both modules and what the build wrote down; no more, no library of others."""
+    """Every file of the package, the modules and what the build wrote down; no more, no library of others."""
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and not built(path)]
     wanted = {path.relative_to(PACKAGE.parent).as_posix() for path in files}
     wanted.add("heads_kernels/build.json")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         information = json.loads(archive.read("heads_kernels/build.json"))
-        (cpu,) = (archive.read(name) for name in names if "/_cpu." in name and name.endswith(".so"))
+        linked = [
+            archive.read(name) for name in names if re.search(r"/(_cpu|libheads).*\.so$", name)
+        ]
     held = {name for name in names if ".dist-info/" not in name}
     modules = {name for name in held if name.endswith(".so")}
     assert sorted(name.split("/")[-1].split(".")[0] for name in modules) == list(MODULES), modules
     assert held - modules == wanted, sorted((held - modules) ^ wanted)
     assert "manylinux" in wheel.name, wheel.name
-    assert POOL in cpu, "the repair took the path to torch's OpenMP"
+    assert all(POOL in each for each in linked), "the repair took the path to torch's libraries"
     size = wheel.stat().st_size
     assert size < LARGEST, f"{size} bytes"
     return f"{wheel.name}: {size / 1e6:.2f} MB, {information}"
@@ -121,11 +125,28 @@ def shares_the_pool() -> str:
     return f"{started} threads, {library}"
 
 
+def loads_without_the_package() -> str:
+    """The library of ops, in a process that does not import the package."""
+    try:
+        library = hk.integrations.cpp.library_path()
+    except RuntimeError as refusal:  # an older PyTorch
+        return str(refusal)
+    code = f"import torch; torch.ops.load_library({str(library)!r}); print(torch.ops.heads_kernels.gated_attention)"
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     (wheel,) = map(Path, sys.argv[1:])
     print(holds_the_package(wheel))
     print(is_what_runs(wheel))
-    for check in (is_accurate, serves_cpu_tensors, answers_cuda_tensors, shares_the_pool):
+    for check in (
+        is_accurate,
+        serves_cpu_tensors,
+        answers_cuda_tensors,
+        shares_the_pool,
+        loads_without_the_package,
+    ):
         print(check())
 
 

@@ -1,0 +1,339 @@
+// libheads_kernels.so: the ops of the operators with their CPU kernels, for programs without Python
+// and for Python without the package. Loading it registers them with PyTorch; `heads_kernels`, the
+// Python package, registers the same ops for all backends, so where it is loaded the library adds
+// nothing.
+//
+// Schemas, and how results are allocated, are those of heads_kernels/ops/operator.py and
+// attention_statistics/; tests compare them. There are no backward ops: programs that are exported
+// compute no gradients.
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "bindings/checks.h"
+#include "bindings/torch_abi.h"
+#include "cpu/kernels.h"
+
+// Python's own functions, null in a program without Python.
+extern "C" {
+struct _object;
+__attribute__((weak)) int Py_IsInitialized();
+__attribute__((weak)) int PyGILState_Ensure();
+__attribute__((weak)) void PyGILState_Release(int);
+__attribute__((weak)) _object* PyImport_GetModuleDict();
+__attribute__((weak)) _object* PyDict_GetItemString(_object*, const char*);
+}
+
+namespace {
+
+using namespace hk::bindings;
+
+#define HK_MASK                                                                       \
+  "SymInt band_lo, SymInt band_hi, Tensor? k_lo, Tensor? k_hi, Tensor? key_visible, " \
+  "Tensor? dense_mask, float scale, float softcap"
+#define HK_ATTENTION                                                                          \
+  "Tensor? gate, Tensor? bias, Tensor? offset_bias, Tensor? sinks, " HK_MASK                  \
+  ", Tensor? seed, str gate_activation, float dropout_p, bool save, str backend) -> (Tensor " \
+  "out, Tensor attended, Tensor lse)"
+
+const char kGatedAttention[] =
+    "gated_attention(Tensor query, Tensor key, Tensor value, " HK_ATTENTION;
+const char kCollaborativeAttention[] =
+    "collaborative_attention(Tensor query, Tensor key, Tensor value, Tensor mixing, Tensor? "
+    "content_bias, " HK_ATTENTION;
+const char kAttentionStatistics[] =
+    "attention_statistics(Tensor query, Tensor key, Tensor? mixing, Tensor? content_bias, Tensor? "
+    "bias, Tensor? offset_bias, Tensor? sinks, " HK_MASK
+    ", Tensor? excluded, str backend) -> (Tensor lse, Tensor max_prob, Tensor argmax, Tensor "
+    "entropy)";
+
+void check(AOTITorchError error) {
+  if (error) throw std::runtime_error("heads_kernels: PyTorch failed; its message is above");
+}
+
+// ---------------------------------------------------------------------- tensors
+struct Delete {
+  void operator()(AtenTensorOpaque* tensor) const { aoti_torch_delete_tensor_object(tensor); }
+};
+using Handle = std::unique_ptr<AtenTensorOpaque, Delete>;
+
+int32_t number_of(Element element) {
+  static const int32_t numbers[] = {aoti_torch_dtype_float32(),  aoti_torch_dtype_float64(),
+                                    aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
+                                    aoti_torch_dtype_int32(),    aoti_torch_dtype_int64(),
+                                    aoti_torch_dtype_bool()};
+  return numbers[static_cast<int>(element)];
+}
+
+Element element_of(AtenTensorHandle tensor, const char* name) {
+  int32_t number;
+  check(aoti_torch_get_dtype(tensor, &number));
+  for (int i = 0; i <= static_cast<int>(Element::kBool); ++i)
+    if (number_of(static_cast<Element>(i)) == number) return static_cast<Element>(i);
+  refuse(name, "has dtype number " + std::to_string(number));
+}
+
+// Pointer, dtype, sizes and strides of an input; null becomes an absent one.
+Given given(const Handle& handle, const char* name) {
+  AtenTensorHandle const tensor = handle.get();
+  if (!tensor) return {};
+  int32_t device, layout;
+  check(aoti_torch_get_device_type(tensor, &device));
+  check(aoti_torch_get_layout(tensor, &layout));
+  require(device == aoti_torch_device_type_cpu(), name, "is not on the CPU");
+  require(layout == aoti_torch_layout_strided(), name, "has no dense memory");
+  Given result;
+  result.element = element_of(tensor, name);
+  int64_t rank, *sizes, *strides;
+  check(aoti_torch_get_dim(tensor, &rank));
+  check(aoti_torch_get_sizes(tensor, &sizes));
+  check(aoti_torch_get_strides(tensor, &strides));
+  if (rank < 1 || rank > hk::kMaxRank) refuse(name, "has " + std::to_string(rank) + " dimensions");
+  hk::Tensor& to = result.tensor;
+  to.rank = static_cast<int>(rank);
+  std::copy_n(sizes, rank, to.size);
+  std::copy_n(strides, rank, to.stride);
+  const void* data;
+  check(torch_get_const_data_ptr(tensor, &data));
+  to.data = const_cast<void*>(data);  // one struct serves inputs and outputs of kernels
+  require(data || std::count(sizes, sizes + rank, 0), name, "has no memory");
+  return result;
+}
+
+// A tensor of these sizes whose dimensions lie in memory in this order, the last of them
+// contiguous.
+struct Output {
+  Handle handle;
+  Given given;
+
+  Output(std::initializer_list<int64_t> sizes, Element element,
+         std::initializer_list<int> order = {}) {
+    hk::Tensor& t = given.tensor;
+    given.element = element;
+    t.rank = static_cast<int>(sizes.size());
+    std::copy(sizes.begin(), sizes.end(), t.size);
+    int64_t step = 1;
+    for (int i = t.rank - 1; i >= 0; --i) {
+      const int d = order.size() ? order.begin()[i] : i;
+      t.stride[d] = step;
+      step *= std::max<int64_t>(t.size[d], 1);
+    }
+    AtenTensorHandle made;
+    check(aoti_torch_empty_strided(t.rank, t.size, t.stride, number_of(element),
+                                   aoti_torch_device_type_cpu(), 0, &made));
+    handle.reset(made);
+    check(torch_get_mutable_data_ptr(made, &t.data));
+  }
+};
+
+Element compute_dtype(Element element) {
+  return element == Element::kFloat64 ? Element::kFloat64 : Element::kFloat32;
+}
+
+// An output [B, H, T, Dv] in the memory order of `like`.
+Output heads_as(const Given& like, int64_t B, int64_t H, int64_t T, int64_t Dv) {
+  if (like.tensor.stride[1] < like.tensor.stride[2])
+    return {{B, H, T, Dv}, like.element, {0, 2, 1, 3}};
+  return {{B, H, T, Dv}, like.element};
+}
+
+// ---------------------------------------------------------------------- arguments
+// The arguments of an op, read one after the other; each becomes the reader's.
+class Arguments {
+ public:
+  explicit Arguments(const StableIValue* stack) : next_(stack) {}
+
+  Handle tensor() { return Handle(take<AtenTensorHandle>()); }
+
+  Handle optional_tensor() {
+    const std::unique_ptr<StableIValue> held(take<StableIValue*>());
+    return Handle(held ? reinterpret_cast<AtenTensorHandle>(*held) : nullptr);
+  }
+
+  int64_t integer() { return take<int64_t>(); }
+  double number() { return take<double>(); }
+  bool flag() { return take<bool>(); }
+
+  std::string text() {
+    StringHandle const string = take<StringHandle>();
+    size_t length = 0;
+    const char* characters = "";
+    torch_string_length(string, &length);
+    torch_string_c_str(string, &characters);
+    const std::string result(characters, length);
+    torch_delete_string(string);
+    return result;
+  }
+
+ private:
+  template <typename T>
+  T take() {
+    T value;
+    std::memcpy(&value, next_++, sizeof value);
+    return value;
+  }
+
+  const StableIValue* next_;
+};
+
+struct Call {
+  Handle query, key, value, mixing, content_bias, gate, bias, offset_bias, sinks;
+  int64_t band_lo, band_hi;
+  Handle k_lo, k_hi, key_visible, dense_mask;
+  double scale, softcap;
+
+  void read_terms_and_mask(Arguments& from) {
+    bias = from.optional_tensor();
+    offset_bias = from.optional_tensor();
+    sinks = from.optional_tensor();
+    band_lo = from.integer();
+    band_hi = from.integer();
+    k_lo = from.optional_tensor();
+    k_hi = from.optional_tensor();
+    key_visible = from.optional_tensor();
+    dense_mask = from.optional_tensor();
+    scale = from.number();
+    softcap = from.number();
+  }
+
+  Sizes set_scores(hk::AttentionParams& params) const {
+    params.query = needed(given(query, "query"), "query");
+    params.key = needed(given(key, "key"), "key");
+    params.mixing = floating(given(mixing, "mixing"), "mixing");
+    params.content_bias = floating(given(content_bias, "content_bias"), "content_bias");
+    params.scale = scale;
+    const Sizes n(params);
+    set_terms(
+        params.terms,
+        {given(bias, "bias"), given(offset_bias, "offset_bias"), given(sinks, "sinks"), softcap},
+        n);
+    params.mask =
+        mask_of({given(k_lo, "k_lo"), given(k_hi, "k_hi"), given(key_visible, "key_visible"),
+                 given(dense_mask, "dense_mask"), band_lo, band_hi},
+                n);
+    uint32_t threads;
+    check(torch_get_num_threads(&threads));
+    params.threads = static_cast<int>(threads);
+    return n;
+  }
+};
+
+void check_backend(const std::string& backend) {
+  if (backend != "cpu")
+    throw std::invalid_argument("backend is '" + backend +
+                                "', but this library has only 'cpu'; export the program with "
+                                "tensors on the CPU and without backend=.");
+}
+
+StableIValue owned(Output& output) {
+  return reinterpret_cast<StableIValue>(output.handle.release());
+}
+
+// ---------------------------------------------------------------------- ops
+void attention(StableIValue* stack, bool shared) {
+  Arguments from(stack);
+  Call call;
+  call.query = from.tensor();
+  call.key = from.tensor();
+  call.value = from.tensor();
+  if (shared) {
+    call.mixing = from.tensor();
+    call.content_bias = from.optional_tensor();
+  }
+  call.gate = from.optional_tensor();
+  call.read_terms_and_mask(from);
+  const Handle seed = from.optional_tensor();
+  const std::string activation = from.text();
+  const double dropout_p = from.number();
+  const bool save = from.flag();
+  const std::string backend = from.text();
+
+  check_backend(backend);
+  hk::ForwardParams params;
+  const Given query = given(call.query, "query"), value = given(call.value, "value");
+  const Sizes n = call.set_scores(params);
+  params.value = needed(value, "value");
+  params.gate = floating(given(call.gate, "gate"), "gate");
+  params.activation = activation_of(activation);
+  set_dropout(params.dropout, given(seed, "seed"), dropout_p);
+  check_value(params, n);
+  const int64_t Dv = params.value.size[3];
+  check_gate(params.gate, {n.B, n.H, n.T, Dv});
+  require(Dv > 0 || !save, "value", "has no columns");
+
+  const Given& like = shared ? value : query;
+  const Element compute = compute_dtype(query.element);
+  Output out = heads_as(like, n.B, n.H, n.T, Dv);
+  Output attended =
+      save && params.gate ? heads_as(like, n.B, n.H, n.T, Dv) : Output({0}, like.element);
+  Output lse = save ? Output({n.B, n.H, n.T}, compute) : Output({0}, compute);
+  params.out = output(out.given, "out");
+  params.attended = output(attended.given, "attended");
+  params.lse = output(lse.given, "lse");
+  check_outputs(params, n);
+  if (params.out) {
+    const hk::Kernels& k = hk::kernels();
+    (shared ? k.collaborative_attention_forward : k.gated_attention_forward)(params);
+  }
+  stack[0] = owned(out);
+  stack[1] = owned(attended);
+  stack[2] = owned(lse);
+}
+
+void gated_attention(StableIValue* stack, uint64_t, uint64_t) { attention(stack, false); }
+
+void collaborative_attention(StableIValue* stack, uint64_t, uint64_t) { attention(stack, true); }
+
+void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments from(stack);
+  Call call;
+  call.query = from.tensor();
+  call.key = from.tensor();
+  call.mixing = from.optional_tensor();
+  call.content_bias = from.optional_tensor();
+  call.read_terms_and_mask(from);
+  const Handle excluded = from.optional_tensor();
+  const std::string backend = from.text();
+
+  check_backend(backend);
+  hk::StatisticsParams params;
+  const Sizes n = call.set_scores(params);
+  const Element compute = compute_dtype(static_cast<Element>(params.query.dtype));
+  Output lse({n.B, n.H, n.T}, compute), max_prob({n.B, n.H, n.T}, compute);
+  Output argmax({n.B, n.H, n.T}, Element::kInt64), entropy({n.B, n.H, n.T}, compute);
+  params.lse = floating(lse.given, "lse");
+  params.max_prob = floating(max_prob.given, "max_prob");
+  params.entropy = floating(entropy.given, "entropy");
+  set_statistics(params, n, given(excluded, "excluded"), argmax.given);
+  hk::kernels().attention_statistics(params);
+  stack[0] = owned(lse);
+  stack[1] = owned(max_prob);
+  stack[2] = owned(argmax);
+  stack[3] = owned(entropy);
+}
+
+// ---------------------------------------------------------------------- registration
+bool package_is_loaded() {
+  if (!Py_IsInitialized || !Py_IsInitialized()) return false;
+  const int state = PyGILState_Ensure();
+  const bool loaded = PyDict_GetItemString(PyImport_GetModuleDict(), "heads_kernels.ops.library");
+  PyGILState_Release(state);
+  return loaded;
+}
+
+// Registered for as long as the process runs.
+const bool registered = [] {
+  if (package_is_loaded()) return false;
+  constexpr uint64_t kVersion = uint64_t{2} << 56 | uint64_t{10} << 48;  // of the ABI: PyTorch 2.10
+  TorchLibraryHandle schemas, kernels;
+  check(aoti_torch_library_init_def("heads_kernels", __FILE__, __LINE__, &schemas));
+  for (const char* schema : {kGatedAttention, kCollaborativeAttention, kAttentionStatistics})
+    check(aoti_torch_library_def(schemas, schema));
+  check(aoti_torch_library_init_impl("heads_kernels", "CPU", __FILE__, __LINE__, &kernels));
+  check(torch_library_impl(kernels, "gated_attention", &gated_attention, kVersion));
+  check(torch_library_impl(kernels, "collaborative_attention", &collaborative_attention, kVersion));
+  check(torch_library_impl(kernels, "attention_statistics", &attention_statistics, kVersion));
+  return true;
+}();
+
+}  // namespace

@@ -1,0 +1,180 @@
+"""The ops of `libheads_kernels.so` in a process without the package: the same schemas, results and refusals."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+import heads_kernels as hk
+from heads_kernels.testing import CASES
+from tests.ops.calls import TABLES, tensors
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("g++")
+
+try:
+    LIBRARY = hk.integrations.cpp.library_path()
+except (RuntimeError, FileNotFoundError) as refusal:
+    pytest.skip(str(refusal), allow_module_level=True)
+pytest.importorskip("heads_kernels._cpu", reason="pip install, with a C++ compiler")
+pytestmark = pytest.mark.check
+
+
+def without_package(code: str, *arguments: str) -> str:
+    """What `code` prints in a process that has loaded the library and cannot import the package."""
+    start = f"import sys, torch; torch.ops.load_library({str(LIBRARY)!r})"
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", f"{start}\n{code}", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_schemas_are_those_of_the_declarations() -> None:
+    found = without_package(
+        f"for name in {list(TABLES)}: print(getattr(torch.ops.heads_kernels, name).default._schema)"
+    )
+    ops = [getattr(torch.ops.heads_kernels, name).default for name in TABLES]
+    assert found.splitlines() == [str(op._schema) for op in ops]
+
+
+class Calls(TorchDispatchMode):
+    """Records the calls of the package's ops with what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = op(*args, **(kwargs or {}))
+        if op.namespace == "heads_kernels":
+            assert not kwargs
+            plain = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, (args, results))
+            self.recorded.append((op._schema.name.partition("::")[2], *plain))
+        return results
+
+
+REPEAT = """
+for name, arguments, expected in torch.load(sys.argv[1]):
+    results = getattr(torch.ops.heads_kernels, name).default(*arguments)
+    assert len(results) == len(expected)
+    for found, kept in zip(results, expected):
+        assert found.dtype == kept.dtype and found.stride() == kept.stride(), (name, found.stride())
+        assert torch.equal(found.nan_to_num(), kept.nan_to_num()), (name, arguments)
+    print(name)
+"""
+
+
+def repeated(calls: Calls, folder: Path) -> list[str]:
+    """The names of recorded calls that gave the same bits, in the same memory order, in the library."""
+    torch.save(calls.recorded, folder / "calls.pt")
+    return without_package(REPEAT, str(folder / "calls.pt")).split()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_those_of_the_package(dtype: torch.dtype, tmp_path: Path) -> None:
+    """With a gradient, so that what a backward pass reads is saved, in float32; without in bfloat16."""
+    cases = [case for case in CASES if case.name not in ("length_1000", "decode_long")]
+    with Calls() as calls:
+        for case in cases:
+            inputs = case.make(dtype, requires_grad=dtype == torch.float32)
+            inputs.call("cpu")
+    assert repeated(calls, tmp_path) == [case.operator for case in cases]
+
+
+def test_statistics_are_those_of_the_package(tmp_path: Path) -> None:
+    shared = tensors("collaborative_attention", dtype=torch.float32)
+    query, key = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 7, 8)
+    mask = hk.Mask(key_lengths=torch.tensor([7, 3]))
+    with Calls() as calls:
+        hk.attention_statistics(query, key, attn_mask=mask, sinks=torch.randn(4), softcap=3.0)
+        hk.attention_statistics(query, key, exclude_keys=torch.arange(7) == 0)
+        hk.attention_statistics(shared["query"], shared["key"], mixing=shared["mixing"])
+    assert repeated(calls, tmp_path) == ["attention_statistics"] * 3
+
+
+REFUSE = """
+import torch
+tensors, U = {"query": (2, 4, 5, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 6)}, 1 << 30
+good = {name: torch.zeros(sizes) for name, sizes in tensors.items()}
+good |= dict.fromkeys(("gate", "bias", "offset_bias", "sinks"))
+good |= {"band_lo": -U, "band_hi": U} | dict.fromkeys(("k_lo", "k_hi", "key_visible", "dense_mask"))
+good |= {"scale": 0.5, "softcap": 0.0, "seed": None, "gate_activation": "identity"}
+good |= {"dropout_p": 0.0, "save": False, "backend": "cpu"}
+op = torch.ops.heads_kernels.gated_attention.default
+op(*good.values())
+wrong = [
+    ("backend", "eager"), ("gate_activation", "relu"), ("key", torch.zeros(2, 3, 7, 8)), ("gate", torch.ones(5)),
+    ("value", torch.zeros(2, 2, 7)), ("gate", torch.ones(4, dtype=torch.int8)), ("dropout_p", 0.5), ("softcap", -1.0),
+    ("k_lo", torch.zeros(2, 5, dtype=torch.int32)), ("key_visible", torch.ones(2, 7)), ("band_hi", 1 << 40),
+    ("query", torch.zeros(2, 4, 5, 8, dtype=torch.int64)), ("query", torch.zeros(2, 4, 8, 5).mT),
+]
+blamed = {"dropout_p": "seed", "k_lo": "k_hi", "band_hi": "band"}
+for name, value in wrong:
+    try:
+        op(*{**good, name: value}.values())
+    except ValueError as error:
+        assert str(error).startswith(blamed.get(name, name)), error
+    else:
+        raise AssertionError(f"{name} {value} is served")
+"""
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    without_package(REFUSE)
+
+
+# ---------------------------------------------------------------------- beside the package
+def test_the_package_is_not_imported_after_it() -> None:
+    code = f"""
+sys.path.insert(0, {str(ROOT)!r})
+try:
+    import heads_kernels
+except ImportError as error:
+    print(error)
+"""
+    assert "has loaded libheads_kernels.so" in without_package(code)
+
+
+def test_it_adds_nothing_to_the_package() -> None:
+    torch.ops.load_library(str(LIBRARY))
+    query = torch.randn(1, 2, 3, 4)
+    for backend in ("cpu", "eager"):
+        with Calls() as calls:
+            hk.gated_attention(query, query, query, backend=backend)
+        assert [name for name, _, _ in calls.recorded] == ["gated_attention"]
+
+
+# ---------------------------------------------------------------------- the binary
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_functions_are_declared_as_in_pytorch(tmp_path: Path) -> None:
+    """Two declarations of a C function that differ do not compile together."""
+    headers = "torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h"
+    source = tmp_path / "both.cpp"
+    source.write_text(
+        "".join(f"#include <{header}>\n" for header in (*headers, "bindings/torch_abi.h"))
+    )
+    includes = [ROOT / "csrc", Path(torch.__file__).parent / "include"]
+    flags = ["-std=c++17", "-fsyntax-only", *(f"-I{folder}" for folder in includes)]
+    run = subprocess.run([COMPILER, *flags, source], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_it_is_not_served_by_an_older_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(RuntimeError, match=r"PyTorch is 2\.9\.1\+cpu; .* needs 2\.10 or newer"):
+        hk.integrations.cpp.library_path()
