@@ -17,7 +17,7 @@ GPU_TESTS := tests/ops tests/tools/test_doctor.py
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
-CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+CPP = $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
 .PHONY: help test check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel clean
