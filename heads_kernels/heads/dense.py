@@ -56,6 +56,26 @@ def check_unpacked(layer: AttentionLayer) -> None:
         refuse(f"{layer}: its output projection", was, instead)
 
 
+def check_passes_gradients(layer: AttentionLayer) -> None:
+    """Refuse a layer whose output projection passes no gradient to its heads: learned gates would not learn.
+
+    Raises:
+        ValueError: the output weights are a tensor that is not differentiable, as torchao's for quantised activations.
+    """
+    weight: Any = layer.output.linear.weight
+    plain = type(weight) in (torch.Tensor, nn.Parameter) or is_sharded(weight)
+    if plain or not weight.is_floating_point():
+        return
+    with torch.enable_grad():
+        like = {"dtype": weight.dtype, "device": weight.device}
+        x = torch.zeros(1, weight.shape[-1], **like, requires_grad=True)
+        passes = nn.functional.linear(x, weight).requires_grad
+    if not passes:
+        was = f"passes no gradient to its inputs (its weight is quantised: {type(weight).__name__})"
+        instead = "train gates before the model is quantised, or quantise its weights alone"
+        refuse(f"{layer}: its output projection", was, instead)
+
+
 def is_lora(linear: Any) -> bool:
     """Whether it is a layer of peft's LoRA: `base_layer(x) + scaling * lora_B[name](lora_A[name](x))`."""
     factors = (getattr(linear, name, None) for name in ("lora_A", "lora_B"))

@@ -11,7 +11,7 @@ from torch import nn
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
 from heads_kernels.heads.configs import attention_function
-from heads_kernels.heads.dense import check_unpacked
+from heads_kernels.heads.dense import check_passes_gradients, check_unpacked
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
@@ -46,9 +46,10 @@ def gate(
         layers: a list of indices or names of layers; default all.
 
     Raises:
-        TypeError, ValueError: a layer does not exist, has a gate already or has packed quantised weights; the model is
-            sharded by `fully_shard`; the attention function of a transformers model ignores gates; `make` does not
-            return a new `HeadGate` of that many heads each time.
+        TypeError, ValueError: a layer does not exist, has a gate already or has packed quantised weights; gates that
+            learn would get no gradient through quantised projections; the model is sharded by `fully_shard`; the
+            attention function of a transformers model ignores gates; `make` does not return a new `HeadGate` of that
+            many heads each time.
     """
     if isinstance(layers, str) or not isinstance(layers, (Iterable, type(None))):
         refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
@@ -159,6 +160,8 @@ def _made(
     if head_gate in others:
         was = f"returned the same gate for {layer} as for {others[head_gate]}"
         refuse("make", was, "return a new one each time")
+    if any(parameter.requires_grad for parameter in head_gate.parameters()):
+        check_passes_gradients(layer)
     weight: Any = layer.output.linear.weight
     if is_sharded(weight) and isinstance(head_gate, HardConcrete):  # tensor parallelism
         head_gate.meshes += (weight.device_mesh,)

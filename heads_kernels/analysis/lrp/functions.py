@@ -188,6 +188,11 @@ def _identity(carries: Carries, input: Tensor, *rest: Any, **options: Any) -> St
 
 
 def _linear(carries: Carries, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
+    if type(weight) not in (
+        Tensor,
+        nn.Parameter,
+    ):  # of torchao, which computes with few of its bits
+        return [input], refusing("linear", f"whose weight is quantised ({type(weight).__name__})")
     return [input], lambda given: [rules.linear(input, weight, bias, given[0])]
 
 

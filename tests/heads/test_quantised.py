@@ -1,0 +1,149 @@
+"""Projections quantised by torchao around the operators: what works, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support.alike import assert_alike
+from tests.support.nn_layers import B, E, Gates, H, S, formula, layer_of
+
+quantization = pytest.importorskip("torchao.quantization")
+pytestmark = [pytest.mark.check, pytest.mark.filterwarnings("ignore")]
+
+WEIGHTS = "Int8WeightOnlyConfig"
+DYNAMIC = "Int8DynamicActivationInt8WeightConfig"
+BOTH = pytest.mark.parametrize("kind", [WEIGHTS, DYNAMIC])
+#: Of the norm of the outputs of a float model, in int8: 8 bits have 1 % of the largest number. Heuristic.
+FAR = 0.1
+
+
+def quantised(model: nn.Module, kind: str) -> Any:
+    """A copy with int8 projections."""
+    made = copy.deepcopy(model)
+    quantization.quantize_(made, getattr(quantization, kind)())
+    return made
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).norm() < FAR * expected.norm()
+
+
+def modules() -> nn.Module:
+    torch.manual_seed(0)
+    gated = hk.nn.GatedMultiheadAttention(E, H, num_key_heads=2, output_gate="head")
+    shared = hk.nn.CollaborativeMultiheadAttention(E, H, 16)
+    return nn.ModuleList([gated, shared]).eval()
+
+
+def run(model: nn.Module, x: Tensor) -> Tensor:
+    for layer in model.children():
+        x = layer(x, is_causal=True)[0]
+    return x
+
+
+@BOTH
+def test_heads_are_those_of_the_formula(kind: str) -> None:
+    """Of what the quantised projections give; that of the output rounds the heads, so it is left out."""
+    layer, x = quantised(layer_of(dtype=torch.float32), kind), torch.randn(B, S, E)
+    layer.out_proj = nn.Identity()
+    assert type(layer.q_proj.weight) is not nn.Parameter
+    gates = torch.tensor([1.0, 0.0, 0.5, 2.0])
+    layer.head_gate = hk.nn.FixedGate(gates)
+    with torch.no_grad():
+        assert_alike(layer(x)[0], formula(layer, x, x, gates=gates[:, None, None]))
+
+
+@BOTH
+def test_modules(kind: str) -> None:
+    """Pruned before, closed, saved, compiled and exported after."""
+    model, x = modules(), torch.randn(B, S, E)
+    hk.heads.prune(model, {0: [1]})
+    made = quantised(model, kind)
+    with torch.no_grad():
+        assert_near(run(made, x), run(model, x))
+        for each in (model, made):
+            hk.heads.close(each, {0: [0], 1: [2, 3]})
+        out = run(made, x)
+        assert_near(out, run(model, x))
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        assert_near(compiled(made, x), out)
+
+        class Whole(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = made
+
+            def forward(self, x: Tensor) -> Tensor:
+                return run(self.layers, x)
+
+        sizes = {0: torch.export.Dim("B", min=1), 1: torch.export.Dim("T", min=2)}
+        program = torch.export.export(Whole(), (x,), dynamic_shapes=(sizes,))
+        longer = torch.randn(B + 1, S + 3, E)
+        assert_near(program.module()(longer), run(made, longer))
+
+
+@BOTH
+def test_a_model_of_transformers(kind: str) -> None:
+    """Run by the package, with head masks; quantised first."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=50, num_hidden_layers=2, **sizes)
+    stock = transformers.BertForSequenceClassification(config).eval()
+    made = quantised(stock, kind)
+    hk.integrations.transformers.use(made)
+    ids = torch.randint(50, (3, 9))
+    padded = torch.tensor([[1] * 9, [1] * 9, [1] * 4 + [0] * 5])
+    with torch.no_grad():
+        expected = stock(ids, attention_mask=padded).logits
+        assert_near(made(ids, attention_mask=padded).logits, expected)
+        hk.integrations.transformers.use(stock)
+        mask = torch.tensor([[1.0, 0, 1, 1], [0, 0, 1, 0.5]])
+        expected = stock(ids, head_mask=mask).logits
+        assert_near(made(ids, head_mask=mask).logits, expected)
+
+
+# ---------------------------------------------------------------------- refusals
+@BOTH
+@pytest.mark.parametrize(
+    ("change", "verb"),
+    [
+        (lambda model: hk.heads.prune(model, {0: [1]}), "prune"),
+        (lambda model: hk.convert.collaborate(model, 8), "convert"),
+    ],
+)
+def test_surgery_comes_first(kind: str, change: Callable[[nn.Module], object], verb: str) -> None:
+    made = quantised(modules(), kind)
+    text = rf"query projection has .*Int8Tensor.* as its weight; {verb} the model before it is quan"
+    with pytest.raises(ValueError, match=text):
+        change(made)
+
+
+def test_gates_learn_through_quantised_weights() -> None:
+    made = quantised(modules(), WEIGHTS)
+    hk.heads.gate(made, lambda heads: Gates([1.0] * heads))
+    run(made, torch.randn(B, S, E)).square().mean().backward()
+    for layer in made.children():
+        assert layer.head_gate.gates.grad.all()
+
+
+def test_gates_that_would_get_no_gradient() -> None:
+    made = quantised(modules(), DYNAMIC)
+    text = r"output projection passes no gradient .*Int8Tensor\); train gates before the model is"
+    with pytest.raises(ValueError, match=text):
+        hk.heads.gate(made, hk.nn.HardConcrete)
+    assert all(layer.head_gate is None for layer in made.children())
+    hk.heads.gate(made, lambda heads: hk.nn.FixedGate(torch.ones(heads)))
+
+
+@BOTH
+def test_relevance_has_no_rule(kind: str) -> None:
+    made = quantised(modules(), kind)
+    with pytest.raises(ValueError, match=r"computes linear, whose weight is quantised \(Int8Tens"):
+        hk.analysis.relevance(made, [torch.randn(B, S, E)], lambda model, x: run(model, x).mean(1))
