@@ -107,6 +107,27 @@ def test_statistics_are_those_of_the_package(tmp_path: Path) -> None:
     assert repeated(calls, tmp_path) == ["attention_statistics"] * 3
 
 
+class Attends(torch.nn.Module):
+    def forward(self, query: Tensor, lengths: Tensor) -> Tensor:
+        mask = hk.Mask(causal=True, key_lengths=lengths)
+        return hk.gated_attention(query, query, query, attn_mask=mask, gate=torch.arange(4.0))
+
+
+def test_an_exported_program_runs_without_the_package(tmp_path: Path) -> None:
+    sizes = {"query": {2: torch.export.Dim("T", min=2, max=64)}, "lengths": None}
+    example = torch.randn(2, 4, 7, 8), torch.tensor([7, 3])
+    program = torch.export.export(Attends(), example, dynamic_shapes=sizes)
+    torch.export.save(program, tmp_path / "program.pt2")
+    inputs = torch.randn(2, 4, 30, 8), torch.tensor([30, 11])
+    torch.save((inputs, Attends()(*inputs)), tmp_path / "call.pt")
+    without_package(
+        "inputs, expected = torch.load(sys.argv[1] + '/call.pt')\n"
+        "model = torch.export.load(sys.argv[1] + '/program.pt2').module()\n"
+        "assert torch.equal(model(*inputs), expected)",
+        str(tmp_path),
+    )
+
+
 REFUSE = """
 import torch
 tensors, U = {"query": (2, 4, 5, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 6)}, 1 << 30
