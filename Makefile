@@ -17,7 +17,7 @@ GPU_TESTS := tests/ops tests/tools/test_doctor.py
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
-CPP = $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
 .PHONY: help test check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel clean
@@ -46,7 +46,7 @@ lint: .venv/stamp-dev ## ruff, mypy and clang-format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	.venv/bin/clang-format --dry-run -Werror $(CPP)
+	.venv/bin/clang-format --dry-run -Werror $(CPP) examples/*/*.cpp
 
 bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
 	$(PY) -m benchmarks
@@ -57,7 +57,7 @@ docs: .venv/stamp-docs ## the documentation site, in build/site; a broken link f
 format: .venv/stamp-dev ## what ruff and clang-format can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	.venv/bin/clang-format -i $(CPP)
+	.venv/bin/clang-format -i $(CPP) examples/*/*.cpp
 
 # At every ISA level of this machine; the first shares the objects of the module.
 selftest: .venv/stamp-base ## the CPU kernels without Python, then under sanitizers
