@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse
-
 
 class SharedProjection(nn.Module):
     """The query or key that all heads share, for a module that expects heads of `head_dim` features.
@@ -23,7 +21,6 @@ class SharedProjection(nn.Module):
     Attributes:
         weight: `[Ds, D_in]`; there is no bias.
         content: a `nn.Linear` with weight `[H, D_in]` from the key's input to the content biases; None in a query.
-            Only its weight is used, so an adapter in its place is refused.
         head_dim: of the module.
     """
 
@@ -57,18 +54,14 @@ class SharedProjection(nn.Module):
         used = self.shared_dim + (0 if self.content is None else self.content.out_features)
         return -(-used // self.head_dim) * self.head_dim
 
-    @property
-    def rows(self) -> Tensor:
-        """`[n * head_dim, D_in]`: features, content weights, zeros."""
-        parts: list[Tensor] = [self.weight]
-        if self.content is not None:
-            parts.append(_plain("content", self.content).weight)
-        if missing := -sum(map(len, parts)) % self.head_dim:
-            parts.append(self.weight.new_zeros(missing, self.in_features))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
     def forward(self, inputs: Tensor) -> Tensor:
-        return nn.functional.linear(inputs, self.rows)
+        # Outputs are concatenated, not weights: those of one token are fewer than the weights.
+        parts = [nn.functional.linear(inputs, self.weight)]
+        if self.content is not None:
+            parts.append(self.content(inputs))
+        if missing := -sum(part.shape[-1] for part in parts) % self.head_dim:
+            parts.append(parts[0].new_zeros(*inputs.shape[:-1], missing))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, shared_dim={self.shared_dim}"
@@ -76,7 +69,7 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Projections of the same inputs as one product; their outputs are concatenated.
+    """Projections of the same inputs as one module; their outputs are concatenated.
 
     Args:
         parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order; each becomes a submodule with
@@ -91,37 +84,10 @@ class FusedProjection(nn.Module):
     @property
     def sizes(self) -> list[int]:
         """Output features of each part, by which a module splits the output."""
-        return [len(rows) for rows, _ in self._parts]
-
-    @property
-    def _parts(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Rows and bias of each."""
-        parts: list[tuple[Tensor, Tensor | None]] = []
-        for role, part in self.named_children():
-            if isinstance(part, SharedProjection):
-                parts.append((part.rows, None))
-            else:
-                linear = _plain(role, part)
-                parts.append((linear.weight, linear.bias))
-        return parts
+        return [part.out_features for part in self.children()]  # type: ignore[misc]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        parts = self._parts
-        bias = None
-        if any(own is not None for _, own in parts):
-            bias = torch.cat(
-                [rows.new_zeros(len(rows)) if own is None else own for rows, own in parts]
-            )
-        return nn.functional.linear(inputs, torch.cat([rows for rows, _ in parts]), bias)
-
-
-def _plain(name: str, linear: nn.Module) -> nn.Linear:
-    """Check that a part is a plain `nn.Linear`: only its weight is used, so a wrapper around it would be ignored."""
-    if not isinstance(linear, nn.Linear) or type(linear) is not nn.Linear:
-        was = f"of a converted layer is a {type(linear).__module__}.{type(linear).__name__}"
-        instead = f"only its weight is read: leave {name!r} out of target_modules, or merge it"
-        refuse(name, was, instead, TypeError)
-    return linear
+        return torch.cat([part(inputs) for part in self.children()], -1)
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:

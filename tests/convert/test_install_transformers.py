@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
@@ -221,6 +222,30 @@ def test_a_cache_keeps_one_key_for_all_heads() -> None:
     for layer in cache.layers:
         assert layer.keys.shape == (3, 1, 9, 16)  # 12 features, 4 content biases
         assert layer.values.shape == (3, 4, 9, 8)
+
+
+class Concatenated(TorchDispatchMode):
+    """The sizes of what is concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op is torch.ops.aten.cat.default:
+            self.numbers.append(out.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_step_copies_no_weights(name: str) -> None:
+    model = mixed(name, 12)
+    with torch.no_grad(), Concatenated() as seen:
+        model(input_ids=torch.tensor([[7]]))
+    assert (
+        max(seen.numbers) <= 3 * 32
+    )  # outputs for one token; the least of the weights has 12 * 32
 
 
 def test_left_padding_changes_nothing() -> None:

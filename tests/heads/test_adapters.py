@@ -14,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels.convert import collaborate, install, ragged, read_heads
 from heads_kernels.heads import attention_layers
 from tests.convert.model_state import state
+from tests.support.alike import assert_alike
 from tests.support.tiny_models import batch, build, outputs
 
 PARTS = ("query", "key", "value", "dense")
@@ -255,25 +256,27 @@ def test_converted_layers_say_how_wide_they_are(name: str) -> None:
         assert part(x).shape == (2, part.out_features)
 
 
-def test_adapters_on_content_weights_are_refused() -> None:
-    """They are read, not run, so that an adapter there would do nothing."""
-    model = adapted(parts=())
-    collaborate(model, 20, progress=False)
-    key = model.encoder.layer[0].attention.self.key
-    key.content = Lora(key.content)
-    with pytest.raises(
-        TypeError, match=r"content of a converted layer is a .*Lora; .*target_modules"
-    ):
-        outputs(model)
-
-
-def test_adapters_in_fused_projections_are_refused() -> None:
-    model = adapted("gpt2", parts=())
-    collaborate(model, 20, progress=False)
-    fused = model.transformer.h[0].attn.c_attn
-    fused.value = Lora(fused.value)
-    with pytest.raises(TypeError, match=r"value of a converted layer is a .*Lora"):
-        outputs(model)
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_adapters_on_converted_layers(name: str) -> None:
+    """Parts of a projection are run, not read: adapters there learn, and are pruned with their heads."""
+    model = adapted(name, parts=())
+    collaborate(model, [20, 20], progress=False)
+    without = outputs(model)
+    for layer in attention_layers(model):
+        layer.key.linear.content = Lora(layer.key.linear.content)
+        if name == "gpt2":
+            layer.module.c_attn.value = Lora(layer.module.c_attn.value)
+    expected = outputs(model)
+    assert not torch.allclose(expected, without)
+    expected.sum().backward()
+    adapters = [part for part in model.modules() if isinstance(part, Lora)]
+    assert len(adapters) == {"bert": 2, "gpt2": 4}[name]
+    for part in adapters:
+        assert part.lora_B["default"].weight.grad.any()
+    hk.heads.close(model, {0: [1, 3]})
+    expected = outputs(model)
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(outputs(model), expected)
 
 
 def test_replaced_modules_may_not_have_hooks() -> None:
