@@ -302,6 +302,8 @@ def outputs(model: Any, **changes: Any) -> Tensor:
     torch.manual_seed(2)  # ViTMAE shuffles its patches
     values: Tensor = model(**arguments)[0]
     real = arguments.get("decoder_attention_mask", arguments.get("attention_mask"))
+    if real is not None and model.main_input_name == "input_values":  # of samples of a sound
+        real = model._get_feature_vector_attention_mask(values.shape[1], real)
     whole = real is None or real.shape != values.shape[:2]
     return values.flatten(0, 1) if whole else values[real.bool()]
 
