@@ -1,0 +1,254 @@
+"""`use(model, unpad=True)` under what runs models: adapters, pipelines, sentence embeddings, the Trainer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.alike import assert_alike
+
+pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+import tokenizers
+import transformers
+
+from heads_kernels.integrations.transformers import use
+from tests.support.tiny_models import build, outputs, with_gradients
+from tests.transformers.test_unpad import packed_layers
+
+SENTENCES = ["w5 w9 w11 w8 w30", "w7 w6", "w12 w13 w14 w15 w16 w17 w18 w19", "w21 w5 w20"]
+#: Losses have gradients to compare, so nothing is dropped.
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def tokenizer(side: str = "right") -> Any:
+    """Words w4 to w39 are the tokens of these numbers."""
+    special = {
+        "pad_token": "[PAD]",
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "mask_token": "[M]",
+    }
+    vocabulary = {token: number for number, token in enumerate(special.values())}
+    vocabulary |= {f"w{number}": number for number in range(4, 40)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[PAD]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, padding_side=side, model_max_length=32, **special
+    )
+
+
+# ---------------------------------------------------------------------- peft
+TARGETS = {
+    "bert": ["query", "value", "dense"],
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj"],
+    "t5": ["q", "v", "wo"],
+}
+
+
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="a model with adapters")
+    torch.manual_seed(6)
+    config = peft.LoraConfig(
+        r=4, target_modules=TARGETS[model.config.model_type], init_lora_weights=False
+    )
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("order", ["adapters first", "use first"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_training_step_with_adapters(name: str, order: str) -> None:
+    """Gradients of the adapters, which alone are trained; and what the model gives after a step."""
+    stock = with_lora(build(name)).eval()
+    if order == "use first":
+        model = with_lora(use(build(name), unpad=True)).eval()
+    else:
+        model = with_lora(build(name)).eval()
+        use(model.get_base_model(), unpad=True)
+    expected = with_gradients(stock)
+    assert sum("lora_" in part for part in expected) == len(expected) - 1
+    assert_alike(with_gradients(model), expected)
+    for each in (stock, model):
+        torch.optim.SGD(each.parameters(), lr=1e-2).step()
+    assert_alike(outputs(model), outputs(stock))
+    assert all(packed_layers(model))
+
+
+def test_merged_and_disabled_adapters() -> None:
+    stock = with_lora(build("bert")).eval()
+    model = copy.deepcopy(stock)
+    use(model.get_base_model(), unpad=True)
+    with stock.disable_adapter(), model.disable_adapter():
+        assert_alike(outputs(model), outputs(stock))
+    stock.merge_adapter()
+    model.merge_adapter()
+    assert_alike(outputs(model), outputs(stock))
+    stock.unmerge_adapter()
+    model.unmerge_adapter()
+    whole = model.merge_and_unload()
+    assert_alike(outputs(whole), outputs(stock))
+    assert len(packed_layers(whole)) == 2
+    assert all(packed_layers(whole))
+
+
+# ---------------------------------------------------------------------- pipelines
+def pipelines(task: str, name: str, kind: str, side: str = "right") -> list[Any]:
+    """Of a stock model and of an unpadded one."""
+    made = []
+    for unpad in (False, True):
+        model = build(name, model=kind)
+        pipeline = transformers.pipeline(task, model=model, tokenizer=tokenizer(side), device="cpu")
+        if unpad:
+            use(pipeline.model, unpad=True)
+        made.append(pipeline)
+    return made
+
+
+def test_feature_extraction() -> None:
+    stock, pipeline = pipelines("feature-extraction", "bert", "BertModel")
+    found, expected = (
+        [
+            torch.tensor(rows)[0, : len(sentence.split())]
+            for rows, sentence in zip(each(SENTENCES, batch_size=4), SENTENCES, strict=True)
+        ]
+        for each in (pipeline, stock)
+    )
+    assert_alike(found, expected)
+    assert all(packed_layers(pipeline.model))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_text_classification(name: str) -> None:
+    """Of the first token, and of the last one that is no padding."""
+    kind = {"bert": "BertForSequenceClassification", "llama": "LlamaForSequenceClassification"}
+    stock, pipeline = pipelines("text-classification", name, kind[name])
+    found, expected = (
+        {
+            f"{number} {row['label']}": torch.tensor(row["score"])
+            for number, rows in enumerate(each(SENTENCES, batch_size=4, top_k=None))
+            for row in rows
+        }
+        for each in (pipeline, stock)
+    )
+    assert_alike(found, expected)
+    assert all(packed_layers(pipeline.model))
+
+
+def test_fill_mask() -> None:
+    stock, pipeline = pipelines("fill-mask", "bert", "BertForMaskedLM")
+    masked = [sentence.replace(sentence.split()[1], "[M]") for sentence in SENTENCES]
+    found, expected = (
+        {
+            f"{number} {row['token']}": torch.tensor(row["score"])
+            for number, rows in enumerate(each(masked, batch_size=4, top_k=40))
+            for row in rows
+        }
+        for each in (pipeline, stock)
+    )
+    assert_alike(found, expected)
+    assert all(packed_layers(pipeline.model))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_text_generation(name: str) -> None:
+    kind = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+    stock, pipeline = pipelines("text-generation", name, kind[name], "left")
+    found, expected = (
+        [
+            rows[0]["generated_text"]
+            for rows in each(SENTENCES, batch_size=4, max_new_tokens=6, do_sample=False)
+        ]
+        for each in (pipeline, stock)
+    )
+    assert found == expected
+    assert all(packed_layers(pipeline.model))
+
+
+# ---------------------------------------------------------------------- sentence embeddings
+class Embedder(nn.Module):
+    """A model, the mean over real tokens and a norm, as sentence-transformers has them."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        weights = attention_mask[..., None].to(states.dtype)
+        mean = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+        return nn.functional.normalize(mean, dim=-1)
+
+
+@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert", "distilbert"])
+def test_mean_pooling(name: str) -> None:
+    """Embeddings of a padded batch, and gradients of a contrastive loss on them."""
+    found = []
+    for unpad in (False, True):
+        embedder = Embedder(build(name))
+        if unpad:
+            use(embedder.model, unpad=True)
+        tokens = tokenizer()(SENTENCES, padding=True, return_tensors="pt")
+        embeddings = embedder(tokens["input_ids"], tokens["attention_mask"])
+        scores = embeddings @ embeddings.T.roll(1, 0) * 5
+        nn.functional.cross_entropy(scores, torch.arange(len(scores))).backward()
+        gradients = {n: p.grad for n, p in embedder.named_parameters() if p.grad is not None}
+        found.append({"embeddings": embeddings.detach(), **gradients})
+    assert_alike(found[1], found[0])
+    assert all(packed_layers(embedder))
+
+
+def test_sentence_transformers(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="embeds sentences")
+    build("bert").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    model = library.SentenceTransformer(str(tmp_path), device="cpu")  # adds mean pooling
+    expected = model.encode(SENTENCES, convert_to_tensor=True)
+    (inner,) = (m for m in model.modules() if isinstance(m, transformers.BertModel))
+    use(inner, unpad=True)
+    assert_alike(model.encode(SENTENCES, convert_to_tensor=True), expected)
+    assert all(packed_layers(model))
+
+
+# ---------------------------------------------------------------------- the Trainer
+def test_trainer(tmp_path: Path) -> None:
+    """Weights after steps on padded batches."""
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
+    tokens = tokenizer()
+    rows = [
+        {**tokens(sentence), "label": number % 2} for number, sentence in enumerate(SENTENCES * 2)
+    ]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=0.05,
+        optim="sgd",
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trained = []
+    for unpad in (False, True):
+        model = build("bert", model="BertForSequenceClassification", **NO_DROPOUT)
+        if unpad:
+            use(model, unpad=True)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        transformers.Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows,
+            data_collator=transformers.DataCollatorWithPadding(tokens),
+        ).train()
+        trained.append({n: p.detach() - before[n] for n, p in model.named_parameters()})
+    assert any(change.any() for change in trained[0].values())
+    assert_alike(trained[1], trained[0])
+    assert all(packed_layers(model))
