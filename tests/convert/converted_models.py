@@ -54,6 +54,14 @@ def random_factors(layer: AttentionLayer, dim: int) -> Factors:
     )
 
 
+def mixed(name: str, dim: int = 12, *, ragged: bool = False, **changes: Any) -> Any:
+    """A model whose layers have random factors."""
+    model = in_use(name, **changes)
+    for layer in attention_layers(model):
+        install(model, layer, random_factors(layer, dim), ragged=ragged)
+    return model
+
+
 @torch.no_grad()
 def write(layer: AttentionLayer, factors: Factors) -> None:
     """Give an ordinary layer, whose heads are wider than `factors`, heads of its own with the same scores.

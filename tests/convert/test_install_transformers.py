@@ -20,6 +20,7 @@ from tests.convert.converted_models import (
     convert,
     gradients,
     in_use,
+    mixed,
     random_factors,
     row_gradients,
     write,
@@ -114,14 +115,6 @@ def test_cross_attention_of_gpt2(all_features: bool) -> None:
 
 #: One of every way in which layers keep their projections and call attention.
 WAYS = ["albert", "bert", "gpt2", "t5", "bart", "vit"]
-
-
-def mixed(name: str, dim: int = 12, *, ragged: bool = False, **changes: Any) -> Any:
-    """A model whose layers have random factors."""
-    model = in_use(name, **changes)
-    for layer in attention_layers(model):
-        install(model, layer, random_factors(layer, dim), ragged=ragged)
-    return model
 
 
 # ---------------------------------------------------------------------- what a layer consists of

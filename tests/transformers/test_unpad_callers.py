@@ -61,6 +61,7 @@ def with_lora(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("order", ["adapters first", "use first"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_training_step_with_adapters(name: str, order: str) -> None:
@@ -80,6 +81,7 @@ def test_training_step_with_adapters(name: str, order: str) -> None:
     assert all(packed_layers(model))
 
 
+@pytest.mark.check
 def test_merged_and_disabled_adapters() -> None:
     stock = with_lora(build("bert")).eval()
     model = copy.deepcopy(stock)
@@ -203,6 +205,7 @@ def test_mean_pooling(name: str) -> None:
     assert all(packed_layers(embedder))
 
 
+@pytest.mark.check
 def test_sentence_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers", reason="embeds sentences")
     build("bert").save_pretrained(tmp_path)
@@ -216,6 +219,7 @@ def test_sentence_transformers(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- the Trainer
+@pytest.mark.check
 def test_trainer(tmp_path: Path) -> None:
     """Weights after steps on padded batches."""
     pytest.importorskip("accelerate", reason="the Trainer needs it")

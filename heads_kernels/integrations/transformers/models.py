@@ -43,8 +43,8 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             pipeline, `torch.compile(model)`, `DistributedDataParallel`), pass the inner model.
         unpad: whether layers compute only the real tokens of a batch with a padding mask, packed into one row. Layers
             then give zeros for padding, and the same as before for real tokens. The first packed call of each layer is
-            compared with a padded one. Under `torch.compile` the graph breaks around each layer. Call `use` again to
-            switch it.
+            compared with a padded one. Under `torch.compile` the graph breaks around each layer, except where rows have
+            one token, as in decoding. Call `use` again to switch it.
 
     Returns:
         The model itself.

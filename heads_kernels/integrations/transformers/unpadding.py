@@ -137,8 +137,18 @@ def _reads_batch(module: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------- the hooks
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pack(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    states = args[0] if args else kwargs["hidden_states"]
+    if states.shape[1] == 1:  # a step of decoding, which is compiled as a whole
+        return None
+    packed: tuple[tuple[Any, ...], dict[str, Any]] | None = _packed(layer, args, kwargs)
+    return packed
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _packed(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     names = _names(layer)
@@ -168,11 +178,13 @@ def _pack(
     return packed, by_name
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    masks = (each for each in (*args, *kwargs.values()) if isinstance(each, PackedMask))
-    if (mask := next(masks, None)) is None:
-        return output
+    masks = [each for each in (*args, *kwargs.values()) if isinstance(each, PackedMask)]
+    return _padded(layer, masks[0], output) if masks else output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _padded(layer: nn.Module, mask: PackedMask, output: Any) -> Any:
     is_packed = partial(_is_packed, N=mask.sizes[3])
     packing = mask.padding.packing
     if any(map(is_packed, (collected() or {}).get("hidden_states", ()))):
