@@ -124,7 +124,8 @@ void launch_either(void (*gated)(const Params&, const cuda::LaunchTarget&),
   launch(params.mixing ? collaborative : gated, params, target_of(target));
 }
 
-// (acc, row_max, row_sum) of the splits of the keys; None where they are not split.
+// (acc, row_max, row_sum) of the splits of the keys; None where one pass computes the
+// outputs.
 void set_splits(cuda::AttendParams& params, const Sizes& n, py::handle parts,
                 const py::object& device) {
   if (parts.is_none()) return;
@@ -134,7 +135,7 @@ void set_splits(cuda::AttendParams& params, const Sizes& n, py::handle parts,
   const hk::Tensor row_sum = needed(given[2], device, "row_sum");
   require(acc.rank == 5, "acc");
   const int64_t count = acc.size[0];
-  require(count >= 2, "acc", "has parts of less than two splits");
+  require(count >= (params.mixing ? 2 : 1), "acc", "has parts of too few splits");
   const hk::DType dtype = params.query.dtype;
   check_rows(dtype, acc, {count, n.B, n.H, n.T, params.value.size[3]}, "acc");
   check_rows(dtype, row_max, {count, n.B, n.H, n.T}, "row_max");
@@ -153,9 +154,10 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
   check_written(params.out, "out");
   check_written(params.attended, "attended");
   set_splits(params, n, parts, device);
-  launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
-                target);
-  if (params.splits.count > 1) launch(cuda::attention_combine, params, target_of(target));
+  const bool splits = !parts.is_none();
+  launch_either(splits ? cuda::gated_attention_decode : cuda::gated_attention_forward,
+                cuda::collaborative_attention_forward, params, target);
+  if (splits) launch(cuda::attention_combine, params, target_of(target));
 }
 
 // Rows of the gate's gradient of closed heads, into `dgate` [B, H, T].

@@ -34,30 +34,21 @@ struct AttentionCombine {
  private:
   HK_DEVICE static void add_up(const Params& p, const HeadTile& at, int row, int splits,
                                const Output& output) {
-    constexpr int kColumns = kWidth / kWarp;  // of a lane
     const int width = static_cast<int>(p.out.size[3]);
     const float scale_log2 = softmax_scale(p.scale, p.terms);
-    float row_max = -kInfinity, row_sum = 0.0f, acc[kColumns] = {};
-    HK_UNROLL_BY(4)
-    for (int split = 0; split < splits; ++split)
-      row_max = fmaxf(row_max, p.splits.row_max[index_of_split(p, split, at.b, at.h, row)]);
-    const float base = row_max == -kInfinity ? 0.0f : row_max * scale_log2;
-    HK_UNROLL_BY(4)
-    for (int split = 0; split < splits; ++split) {
-      const int64_t index = index_of_split(p, split, at.b, at.h, row);
-      const float share = exp2_approx(p.splits.row_max[index] * scale_log2 - base);
-      row_sum += share * p.splits.row_sum[index];
-      HK_UNROLL
-      for (int i = 0; i < kColumns; ++i) {
-        const int column = i * kWarp + lane();
-        if (column < width) acc[i] += share * p.splits.acc[index * width + column];
-      }
-    }
+    const auto index = [&](int split) { return index_of_split(p, split, at.b, at.h, row); };
+    RowOfParts<kWidth> sums;
+    sums.add_up(
+        splits, scale_log2, [&](int split) { return p.splits.row_max[index(split)]; },
+        [&](int split) { return p.splits.row_sum[index(split)]; },
+        [&](int split, int column) {
+          return column < width ? p.splits.acc[index(split) * width + column] : 0.0f;
+        });
     const float factor =
-        row_sum == 0.0f ? 0.0f : static_cast<float>(p.dropout.keep_scale) / row_sum;
-    HK_UNROLL
-    for (int i = 0; i < kColumns; ++i) *output.tile.at(row, i * kWarp + lane()) = acc[i] * factor;
-    if (lane() == 0) output.lse[row] = log_sum_exp(row_max, row_sum, scale_log2);
+        sums.row_sum == 0.0f ? 0.0f : static_cast<float>(p.dropout.keep_scale) / sums.row_sum;
+    sums.each_column(
+        [&](int i, int column) { *output.tile.at(row, column) = sums.acc[i] * factor; });
+    if (lane() == 0) output.lse[row] = log_sum_exp(sums.row_max, sums.row_sum, scale_log2);
   }
 };
 

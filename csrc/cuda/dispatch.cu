@@ -33,6 +33,7 @@ auto with_dtype(DType dtype, F&& f) {
   }
 
 HK_PASS(gated_attention_forward, gated_forward, AttendParams, query)
+HK_PASS(gated_attention_decode, gated_decode, AttendParams, query)
 HK_PASS(attention_combine, combine_pass, AttendParams, query)
 HK_PASS(gated_attention_keys, gated_keys, KeysParams, query)
 HK_PASS(gated_attention_queries, gated_queries, QueriesParams, query)

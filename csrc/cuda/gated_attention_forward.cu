@@ -14,8 +14,7 @@
 namespace hk::cuda {
 
 // A block of threads computes kBlockM rows of one head: heads in order, of each the last rows (the
-// longest of a causal mask) first. A closed head writes its zeros and is done. Where keys are
-// split, a block visits its share of the tiles and leaves sums (attention_combine.cu). On chip stay
+// longest of a causal mask) first. A closed head writes its zeros and is done. On chip stay
 // the query, one tile of keys and one of values, scores and the accumulator: the values arrive
 // while scores are computed, the next keys during the softmax and the product with the values.
 template <typename T, int kWidth, bool kTerms, bool kSmall>
@@ -46,7 +45,7 @@ struct GatedForward {
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
-    const HeadTile at(p.query.size[1], ceil_div(T_rows, kBlockM), p.splits.count);
+    const HeadTile at(p.query.size[1], ceil_div(T_rows, kBlockM));
     const int b = at.b, h = at.h, hk = h / (at.H / static_cast<int>(p.key.size[1]));
     const int first_row = at.tile * kBlockM;
     const bool closed = Gate(p.gate, p.activation).closes(b, h);
@@ -67,8 +66,7 @@ struct GatedForward {
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
       ranges[i] = visible().range(first_row + i);
-    const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), first_row, scratch)
-                              .share(at.split, p.splits.count);
+    const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), first_row, scratch);
     if (thread_index() == 0) rows = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen};
     sync_block();
     const TileList& list = rows.list;
@@ -126,10 +124,6 @@ struct GatedForward {
       }
       multiply_weights(attended, scores, value);
     }
-    if (p.splits.count > 1) {
-      store_split(p, at.split, b, h, first_row + warp_row, taking_part, attended, softmax);
-      return;
-    }
     softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
     Output::store(p, Gate(p.gate, p.activation), b, h, first_row, attended, softmax.row_max);
   }
@@ -140,8 +134,7 @@ void gated_forward(const AttendParams& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto small) {
     using Kernel = GatedForward<T, width, terms, small>;
     const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-    const int64_t blocks = p.query.size[0] * p.query.size[1] * tiles * p.splits.count;
-    launch<Kernel>(blocks, Kernel::kSharedBytes, p, target);
+    launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, target);
   };
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {

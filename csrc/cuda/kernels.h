@@ -33,7 +33,7 @@ inline bool has_terms(const AttentionParams& p) {
 }
 
 // How many blocks of threads share the keys of a tile of query rows, and what each leaves of its
-// rows where there are several: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H,
+// rows for attention_combine: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H,
 // T] as of OnlineSoftmax. All are contiguous. A closed head leaves nothing.
 struct KeySplits {
   int count = 1;
@@ -96,6 +96,8 @@ struct StatisticsPass : StatisticsParams {
 };
 
 void gated_attention_forward(const AttendParams&, const LaunchTarget&);
+// For up to 16 query rows; the results are its `splits`, also of one.
+void gated_attention_decode(const AttendParams&, const LaunchTarget&);
 void gated_attention_keys(const KeysParams&, const LaunchTarget&);
 void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
 // Of what `splits` of a forward pass left, its outputs.

@@ -9,6 +9,8 @@ namespace hk::cuda {
 template <typename T>
 void gated_forward(const AttendParams&, const LaunchTarget&);
 template <typename T>
+void gated_decode(const AttendParams&, const LaunchTarget&);
+template <typename T>
 void combine_pass(const AttendParams&, const LaunchTarget&);
 template <typename T>
 void gated_keys(const KeysParams&, const LaunchTarget&);

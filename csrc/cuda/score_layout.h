@@ -23,6 +23,7 @@ class Pairs {
   using Word = std::conditional_t<kColumns <= 32, uint32_t, uint64_t>;
 
   HK_DEVICE Word& word(int m, int half) { return words_[m][half]; }
+  HK_DEVICE void add(int m, int n, int e) { words_[m][e / 2] |= Word{1} << (8 * n + e % 2); }
   HK_DEVICE bool holds(int m, int n, int e) const {
     return words_[m][e / 2] >> (8 * n + e % 2) & 1;
   }
@@ -88,6 +89,11 @@ HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visibl
   }
 }
 
+// Query row i of head h.
+struct HeadRow {
+  int h, i;
+};
+
 // The elements that dropout drops of those that a lane holds: bit 4 (m kTiles + n) + e of a word.
 template <int kGroups, int kColumns>
 class Dropped {
@@ -105,7 +111,16 @@ class Dropped {
   // each; such lanes hold as many fours together as they are, so each of them draws for one.
   template <ScoreLayout kLayout>
   HK_DEVICE void draw(const DropoutParams& params, int b, int h, int first_row, int first_key) {
+    draw<kLayout>(params, b, [&](int row) { return HeadRow{h, first_row + row}; }, first_key);
+  }
+
+  // The same of a tile whose row is head_row(row) of a batch.
+  template <ScoreLayout kLayout, typename RowOf>
+  HK_DEVICE void draw(const DropoutParams& params, int b, RowOf&& head_row, int first_key) {
     const Dropout dropout(params);
+    const auto drops = [&](const HeadRow& at, int key) {
+      return dropout.drops(b, at.h, at.i, first_key + key);
+    };
     constexpr bool kRowsFirst = kLayout == ScoreLayout::kRowsFirst;
     const int own = kRowsFirst ? lane() % 2 : lane() / 4 % 4;  // this lane among those that share
     HK_ROLLED
@@ -114,12 +129,12 @@ class Dropped {
       uint32_t bits;  // of elements 0 to 3
       if constexpr (kRowsFirst) {
         const int row = row_of(m, 2 * own), key = column_of(n, 0) / 4 * 4;
-        bits = dropout.drops(b, h, first_row + row, first_key + key) << 4 * own;
+        bits = drops(head_row(row), key) << 4 * own;
         bits = (bits | shuffle_xor(bits, 1)) >> 2 * own;
         bits = (bits & 3) | (bits >> 2 & 12);
       } else {
         const int row = column_of(n, own % 2), key = row_of(m, own / 2 * 2) / 4 * 4;
-        bits = dropout.drops(b, h, first_row + row, first_key + key) << 4 * own;
+        bits = drops(head_row(row), key) << 4 * own;
         bits |= shuffle_xor(bits, 4);
         bits = (bits | shuffle_xor(bits, 8)) >> own;
         bits = (bits & 1) | (bits >> 3 & 2) | (bits >> 6 & 4) | (bits >> 9 & 8);

@@ -144,10 +144,11 @@ class ScoreTile {
     return hides;
   }
 
-  // Raw products of a tile become scores; `dp`, where it is given, is multiplied by the slope.
+  // Raw products of a tile are scaled and capped; `dp`, where it is given, is multiplied by the
+  // slope.
   template <int kGroups, int kColumns>
-  HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
-                        Accumulator<kGroups, kColumns>* dp = nullptr) const {
+  HK_DEVICE static void cap(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
+                            Accumulator<kGroups, kColumns>* dp = nullptr) {
     if constexpr (kThere) {
       const bool capped = p.terms.softcap != 0.0;
       const float scale = static_cast<float>(p.scale);
@@ -161,6 +162,15 @@ class ScoreTile {
           if (dp) dp->c[m][n][e] *= 1.0f - share * share;
         });
       }
+    }
+  }
+
+  // The same, and they become scores.
+  template <int kGroups, int kColumns>
+  HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
+                        Accumulator<kGroups, kColumns>* dp = nullptr) const {
+    if constexpr (kThere) {
+      cap(p, scores, dp);
       if (adds(p)) {
         scores.each([&](float& score, int m, int n, int e) {
           score += at<kGroups>(row_of(m, e), column_of(n, e));

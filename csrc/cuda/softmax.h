@@ -93,4 +93,34 @@ struct OnlineSoftmax {
   }
 };
 
+// The sums of a row whose keys were split into parts, held by a warp: each lane has every 32nd
+// column of `acc`.
+template <int kWidth>
+struct RowOfParts {
+  float row_max = -kInfinity, row_sum = 0.0f, acc[kWidth / kWarp] = {};
+
+  // f(i, column) for each of this lane's columns, in acc[i].
+  template <typename F>
+  HK_DEVICE static void each_column(F&& f) {
+    HK_UNROLL
+    for (int i = 0; i < kWidth / kWarp; ++i) f(i, i * kWarp + lane());
+  }
+
+  // Adds up `count` parts in their order, of row_max_of(part), row_sum_of(part) and acc_of(part,
+  // column).
+  template <typename RowMaxOf, typename RowSumOf, typename AccOf>
+  HK_DEVICE void add_up(int count, float scale_log2, RowMaxOf&& row_max_of, RowSumOf&& row_sum_of,
+                        AccOf&& acc_of) {
+    HK_UNROLL_BY(4)
+    for (int part = 0; part < count; ++part) row_max = fmaxf(row_max, row_max_of(part));
+    const float base = row_max == -kInfinity ? 0.0f : row_max * scale_log2;
+    HK_UNROLL_BY(4)
+    for (int part = 0; part < count; ++part) {
+      const float share = exp2_approx(row_max_of(part) * scale_log2 - base);
+      row_sum += share * row_sum_of(part);
+      each_column([&](int i, int column) { acc[i] += share * acc_of(part, column); });
+    }
+  }
+};
+
 }  // namespace hk::cuda

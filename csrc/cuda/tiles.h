@@ -43,6 +43,14 @@ struct ForwardSizes {
 template <typename T, int kWidth, bool kTerms>
 constexpr bool kHasSmall = sizeof(T) == 2 && !kTerms && (kWidth == 96 || kWidth == 128);
 
+// Of a few query rows, as in decoding: kBlockM rows, of which every warp has all, and kOwn keys of
+// a tile. kBlockM is as many as tensor cores multiply at least.
+template <typename T, int kWidth>
+struct DecodeSizes {
+  static constexpr int kWarps = sizeof(T) * kWidth > 512 ? 2 : 4;
+  static constexpr int kBlockM = 16, kOwn = 16;
+};
+
 // Of both passes of the backward: a warp owns rows (keys or query rows) and goes through tiles of
 // kOther of the other side, two of which are in shared memory. Two operands of each side.
 template <typename T, int kWidth, bool kTerms>
@@ -83,15 +91,28 @@ void with_width(int64_t D, int64_t Dv, F&& f) {
     with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
 }
 
-// Of "forward", "keys" or "queries".
+// The widths of D and Dv where query rows are few.
+template <typename F>
+void with_decode_width(int64_t D, int64_t Dv, F&& f) {
+  with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
+}
+
+// Of "forward", "decode", "keys" or "queries".
 template <typename T>
 Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms) {
   Tiles tiles{};
+  if (pass == "decode") {
+    with_decode_width(D, Dv, [&](auto width) {
+      using Sizes = DecodeSizes<T, width>;
+      tiles = {Sizes::kBlockM, Sizes::kWarps * Sizes::kOwn, 0};
+    });
+    return tiles;
+  }
   with_terms(terms, [&](auto there) {
     with_width<T, there>(D, Dv, [&](auto width) {
       using Sizes = BackwardSizes<T, width, there>;
       constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
-      using Forward = ForwardSizes<T, width, there, false>;  // what splits of keys are counted by
+      using Forward = ForwardSizes<T, width, there, false>;
       if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
       if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
       if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};

@@ -22,6 +22,7 @@ from heads_kernels.ops.arguments import (
     scores_of,
 )
 from heads_kernels.ops.buffers import (
+    SHORT_QUERY,
     contiguous_rows,
     key_splits,
     split_attended,
@@ -67,11 +68,29 @@ class _Tiles(NamedTuple):
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
     outputs = [asked_for(result) for result in results]
+    splits = _splits(call)
+    parts = split_attended(results.out, splits) if splits else None
+    _cuda.attention_forward(*_arguments(call), outputs, parts, _launch_target(results.out))
+
+
+def _splits(call: Call) -> int:
+    """How many parts of the outputs are combined in a second pass, each of some of the keys; 0: one pass."""
     B, H, T, S, *_ = call.sizes
+    if is_decoding(call):
+        tiles, Hk = _tiles(call, "decode"), call.key.shape[1]
+        blocks = B * Hk * -(-H * T // max(Hk * tiles.block_m, 1))
+        return key_splits(T, blocks, -(-S // tiles.block_n), call.query)
+    if call.mixing is None:
+        return 0
     tiles = _tiles(call, "forward")
     splits = key_splits(T, B * H * -(-T // tiles.block_m), -(-S // tiles.block_n), call.query)
-    parts = split_attended(results.out, splits) if splits > 1 else None
-    _cuda.attention_forward(*_arguments(call), outputs, parts, _launch_target(results.out))
+    return splits if splits > 1 else 0
+
+
+def is_decoding(call: Call) -> bool:
+    """Whether the kernel for few query rows serves the call: it reads a key once for the heads that share it."""
+    _, _, T, S, *_ = call.sizes
+    return call.mixing is None and T <= SHORT_QUERY and _tiles(call, "decode").block_n < S
 
 
 def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
@@ -235,7 +254,7 @@ def _tiles(call: Call, name: str) -> _Tiles:
     operator = "gated_attention" if call.mixing is None else "collaborative_attention"
     terms = call.bias, call.offset_bias, call.intervals.dense
     has_terms = call.softcap != 0.0 or any(term is not None for term in terms)
-    if name == "forward":  # its kernels with terms have the sinks too
+    if name in ("forward", "decode"):  # its kernels with terms have the sinks too
         has_terms = has_terms or call.sinks is not None
     D, Dv = call.query.shape[-1], call.value.shape[-1]
     return _tiles_of(f"{operator}.{name}", call.query.dtype, D, Dv, has_terms)

@@ -52,6 +52,8 @@ CASES: tuple[Case, ...] = (
     GatedCase("closed_group", 1, 4, 1, 150, D=16, Dv=16, Hk=2, gate="H", closed=1.0),
     GatedCase("many_heads", 1, 20, 1, 130, D=16, Dv=24, Hk=1, bias="BHTS", bias_hides=True,
         gate="BHTD", layout="transposed"),
+    GatedCase("long_group", 2, 8, 5, 150, D=16, Dv=24, Hk=1, mask=masks.dense_heads, gate="BH",
+        closed=0.5, dropout_p=0.2, layout="transposed"),
     GatedCase("dropout", 2, 6, 1, 200, D=16, Dv=24, Hk=2, dropout_p=0.3, mask=masks.holes),
     GatedCase("dense_heads", 2, 4, 1, 200, D=16, Dv=24, Hk=2, mask=masks.dense_heads, gate="H",
         closed=0.5, softcap=2.0),
@@ -74,9 +76,8 @@ def with_splits(backend: str, splits: int) -> Any:
 def in_one_pass(backend: str) -> Any:
     """Calls in this block are computed by the kernel of long queries."""
     module = importlib.import_module(MODULES[backend])
-    patches = {"key_splits": lambda *_: 1}
-    if hasattr(module, "is_grouped"):
-        patches["is_grouped"] = lambda *_: False
+    other = "is_grouped" if backend == "triton" else "is_decoding"
+    patches = {"key_splits": lambda *_: 1, other: lambda *_: False}
     return mock.patch.multiple(module, **patches)
 
 
@@ -138,6 +139,16 @@ def test_the_same_bits_again(backend: str, case: Case) -> None:
         dirty_allocator(first.out)
         again = OPERATORS[case.operator].with_lse(problem, backend, seed)
         assert all(torch.equal(got, want) for got, want in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize("backend", MODULES)
+def test_keys_are_read_once_for_the_heads_that_share_them(backend: str) -> None:
+    module = importlib.import_module(MODULES[backend])
+    problem = GatedCase("", 3, 8, 1, 200, D=16, Dv=16, Hk=2).make(torch.float32).problem()
+    with mock.patch.object(module, "key_splits", return_value=2) as key_splits:
+        OPERATORS["gated_attention"].with_lse(problem, backend)
+    _, programs, *_ = key_splits.call_args.args
+    assert programs == 3 * 2
 
 
 def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
