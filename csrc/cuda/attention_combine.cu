@@ -13,9 +13,7 @@ namespace hk::cuda {
 // head, of which the splits leave nothing, gets its zeros.
 template <typename T, int kWidth>
 struct AttentionCombine {
-  struct Params : AttendParams {
-    bool terms;  // whether the scores that were summed up had terms
-  };
+  using Params = AttendParams;
   static constexpr int kThreads = 256, kWarps = kThreads / kWarp;
   using Output = HeadOutput<T, 1, 1, kWidth, true>;
   static constexpr int kMostRows = Output::kRows;
@@ -35,11 +33,10 @@ struct AttentionCombine {
   HK_DEVICE static void add_up(const Params& p, const HeadTile& at, int row, int splits,
                                const Output& output) {
     const int width = static_cast<int>(p.out.size[3]);
-    const float scale_log2 = softmax_scale(p.scale, p.terms);
     const auto index = [&](int split) { return index_of_split(p, split, at.b, at.h, row); };
     RowOfParts<kWidth> sums;
     sums.add_up(
-        splits, scale_log2, [&](int split) { return p.splits.row_max[index(split)]; },
+        splits, [&](int split) { return p.splits.row_max[index(split)]; },
         [&](int split) { return p.splits.row_sum[index(split)]; },
         [&](int split, int column) {
           return column < width ? p.splits.acc[index(split) * width + column] : 0.0f;
@@ -48,7 +45,7 @@ struct AttentionCombine {
         sums.row_sum == 0.0f ? 0.0f : static_cast<float>(p.dropout.keep_scale) / sums.row_sum;
     sums.each_column(
         [&](int i, int column) { *output.tile.at(row, column) = sums.acc[i] * factor; });
-    if (lane() == 0) output.lse[row] = log_sum_exp(sums.row_max, sums.row_sum, scale_log2);
+    if (lane() == 0) output.lse[row] = log_sum_exp(sums.row_max, sums.row_sum);
   }
 };
 
@@ -60,8 +57,7 @@ void combine_pass(const AttendParams& p, const LaunchTarget& target) {
       throw Error("keys are split for " + std::to_string(p.out.size[2]) +
                   " query rows, but only up to " + std::to_string(Kernel::kMostRows) +
                   " can be combined");
-    launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::kSharedBytes,
-                   {p, has_terms(p) || p.terms.sinks}, target);
+    launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::kSharedBytes, p, target);
   });
 }
 

@@ -197,7 +197,7 @@ struct CollaborativeForward {
                   softmax);
       return;
     }
-    softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
+    softmax.finish(attended, static_cast<float>(p.dropout.keep_scale));
     const BlockCoord block = at;  // what follows writes over it
     Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended,
                   softmax.row_max);

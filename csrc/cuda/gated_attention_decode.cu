@@ -137,7 +137,7 @@ struct GatedDecode {
       multiply_weights(attended, scores, OwnKeys{value.at(own, 0)});
     }
     wait_copies<0>();
-    store(p, at.split, rows, attended, softmax, scale_log2);
+    store(p, at.split, rows, attended, softmax);
   }
 
  private:
@@ -186,7 +186,7 @@ struct GatedDecode {
   // come here and give up the shared memory.
   HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
                               const Accumulator<1, kWidth>& attended,
-                              const OnlineSoftmax<1>& softmax, float scale_log2) {
+                              const OnlineSoftmax<1>& softmax) {
     sync_block();
     SharedMemory memory;
     const Ring<SumTile> acc = memory.ring<SumTile>(kWarps);
@@ -211,7 +211,7 @@ struct GatedDecode {
     for (int row = warp(); row < kBlockM && rows.has(row); row += kWarps) {
       RowOfParts<kWidth> sums;
       sums.add_up(
-          kWarps, scale_log2, [&](int part) { return row_max[part * kBlockM + row]; },
+          kWarps, [&](int part) { return row_max[part * kBlockM + row]; },
           [&](int part) { return row_sum[part * kBlockM + row]; },
           [&](int part, int column) { return *acc[part].at(row, column); });
       const HeadRow at = rows(row);

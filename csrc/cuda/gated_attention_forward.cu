@@ -29,16 +29,18 @@ struct GatedForward {
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
 
-  // Which tiles are copied, and from where. It is in shared memory: there it takes no registers
-  // between its uses.
-  struct Sources {
+  // What a block works on: which tiles are copied, and from where. It is in shared memory: there it
+  // takes no registers between its uses.
+  struct Work {
     Rows<T> key, value;
     TileList list;
+    Head head;  // of the rows that take part
+    int first_row;
   };
 
-  static constexpr int kLoopBytes =
-      QueryTile::kBytes + 2 * KeyTile::kBytes + kBlockM * static_cast<int>(sizeof(Range)) +
-      Sizes::kWarps * 16 + kBlockN + static_cast<int>(sizeof(Sources)) + 16 + Terms::kBytes;
+  static constexpr int kLoopBytes = QueryTile::kBytes + 2 * KeyTile::kBytes +
+                                    kBlockM * static_cast<int>(sizeof(Range)) + Sizes::kWarps * 16 +
+                                    kBlockN + static_cast<int>(sizeof(Work)) + 16 + Terms::kBytes;
   static constexpr int kSharedBytes = std::max(kLoopBytes, Output::kSharedBytes);
   static_assert(kSharedBytes <= kLeastShared);
   static_assert(!kSmall || 2 * (kSharedBytes + kSharedOfBlock) <= kLeastOfMultiprocessor);
@@ -50,9 +52,9 @@ struct GatedForward {
     const int first_row = at.tile * kBlockM;
     const bool closed = Gate(p.gate, p.activation).closes(b, h);
     if (p.dgate.rank > 0 && !closed) return;
-    const int taking_part = rows_taking_part(p, closed, T_rows);
     // Made where it is used, as the gate is: its pointers take no registers in between.
-    const auto visible = [&] { return Visible(p.mask, b, taking_part, S); };
+    const auto visible = [&](const Head& head) { return Visible(p.mask, head.b, head.T, head.S); };
+    const Head own = {b, h, rows_taking_part(p, closed, T_rows), S};
 
     SharedMemory memory;
     const auto query = memory.tile<QueryTile>();
@@ -60,16 +62,17 @@ struct GatedForward {
     Range* const ranges = memory.take<Range>(kBlockM);
     int* const scratch = memory.take<int>(Sizes::kWarps * 4);
     bool* const bad = memory.take<bool>(kBlockN);
-    Sources& rows = *memory.take<Sources>(1);
+    Work& work = *memory.take<Work>(1);
     const Terms terms(memory);
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
-      ranges[i] = visible().range(first_row + i);
-    const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), first_row, scratch);
-    if (thread_index() == 0) rows = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen};
+      ranges[i] = visible(own).range(first_row + i);
+    const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(own), first_row, scratch);
+    if (thread_index() == 0)
+      work = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen, own, first_row};
     sync_block();
-    const TileList& list = rows.list;
+    const TileList& list = work.list;
     const float scale = static_cast<float>(p.scale);
     const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
@@ -77,23 +80,25 @@ struct GatedForward {
     attended.clear();
     OnlineSoftmax<kGroups> softmax;
 
-    const Head head = {b, h, taking_part, S};
-    const auto from = [&](int index) { return Terms::shown_from(index, list, first_row, p, head); };
+    const auto from = [&](int index) {
+      return Terms::shown_from(index, list, work.first_row, p, work.head);
+    };
     const int count = list.count();
     int i = from(0), first_key = i < count ? list[i] * kBlockN : 0;
     if (i < count) {
       copy_rows<kThreads>(query, rows_of<T>(p.query, b, h), first_row);
-      copy_rows<kThreads>(key, rows.key, first_key);
+      copy_rows<kThreads>(key, work.key, first_key);
     }
     commit_copies();
     for (int next, next_key; i < count; i = next, first_key = next_key) {
       next = from(i + 1);
       wait_copies<0>();
       sync_block();  // the keys have landed, and no thread reads the values before them
-      copy_rows<kThreads>(value, rows.value, first_key);
+      copy_rows<kThreads>(value, work.value, first_key);
       commit_copies();
       bool hides = false;
-      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, head, first_row, first_key);
+      if constexpr (kTerms)
+        hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
       Accumulator<kGroups, kBlockN> scores;
       scores.clear();
       multiply_rows(scores, query, warp_row, key);
@@ -105,12 +110,13 @@ struct GatedForward {
       else
         sync_block();
       next_key = next < count ? list[next] * kBlockN : 0;
-      if (next < count) copy_rows<kThreads>(key, rows.key, next_key);
+      if (next < count) copy_rows<kThreads>(key, work.key, next_key);
       commit_copies();
       terms.finish(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), ranges + warp_row,
+                                            first_key);
         if (hides) terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
         if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
@@ -118,14 +124,16 @@ struct GatedForward {
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
         Dropped<kGroups, kBlockN> dropped;
-        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, b, h, first_row + warp_row,
-                                                       first_key);
+        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, work.head.b, work.head.h,
+                                                       work.first_row + warp_row, first_key);
         fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, value);
     }
-    softmax.finish(attended, scale_log2, static_cast<float>(p.dropout.keep_scale));
-    Output::store(p, Gate(p.gate, p.activation), b, h, first_row, attended, softmax.row_max);
+    softmax.finish(attended, static_cast<float>(p.dropout.keep_scale));
+    const Work done = work;  // what follows writes over it
+    Output::store(p, Gate(p.gate, p.activation), done.head.b, done.head.h, done.first_row, attended,
+                  softmax.row_max);
   }
 };
 

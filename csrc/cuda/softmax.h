@@ -1,5 +1,6 @@
-// The softmax of a row, tile by tile, in base 2: p = 2^(scale_log2 * (score - row_max)), where
+// The softmax of a row, tile by tile, in base 2: p = 2^(scale_log2 * score - row_max), where
 // scale_log2 is |scale| * log2(e). Scores stay unscaled until they meet it in one multiply-add.
+// row_max is finite from the start: no difference of two infinities has to be looked for.
 #pragma once
 
 #include <cmath>
@@ -10,6 +11,8 @@ namespace hk::cuda {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = INFINITY;
+// row_max of a row that has seen no key.
+constexpr float kLowest = -3.402823466e38f;
 // The smallest normal float stands for a scale of 0: -inf * 0 is nan.
 constexpr float kSmallest = 1.17549435e-38f;
 
@@ -19,8 +22,8 @@ HK_DEVICE float softmax_scale(double scale, bool terms) {
 }
 
 // lse of a row, -inf if it saw nothing.
-HK_DEVICE float log_sum_exp(float row_max, float row_sum, float scale_log2) {
-  return row_sum == 0.0f ? -kInfinity : row_max * scale_log2 * kLn2 + logf(row_sum);
+HK_DEVICE float log_sum_exp(float row_max, float row_sum) {
+  return row_sum == 0.0f ? -kInfinity : row_max * kLn2 + logf(row_sum);
 }
 
 // The largest value and the sum of a row's four lanes.
@@ -35,13 +38,13 @@ HK_DEVICE float sum_of_row(float value) {
 
 template <int kGroups>
 struct OnlineSoftmax {
-  float row_max[kGroups][2];  // the largest score so far, -inf before the first visible one
+  float row_max[kGroups][2];  // the largest score so far, times scale_log2
   float row_sum[kGroups][2];  // this lane's part of the sum of probabilities
 
   HK_DEVICE OnlineSoftmax() {
     for (int m = 0; m < kGroups; ++m) {
       for (int half = 0; half < 2; ++half) {
-        row_max[m][half] = -kInfinity;
+        row_max[m][half] = kLowest;
         row_sum[m][half] = 0.0f;
       }
     }
@@ -52,7 +55,7 @@ struct OnlineSoftmax {
   template <int kColumns, int kWidth>
   HK_DEVICE void step(Accumulator<kGroups, kColumns>& scores, Accumulator<kGroups, kWidth>& acc,
                       float scale_log2) {
-    float base[kGroups][2], alpha[kGroups][2];
+    float alpha[kGroups][2];
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
@@ -62,15 +65,14 @@ struct OnlineSoftmax {
         for (int n = 0; n < kColumns / 8; ++n)
           most = fmaxf(most, fmaxf(scores.c[m][n][2 * half], scores.c[m][n][2 * half + 1]));
         const float old = row_max[m][half];
-        most = fmaxf(old, most_of_row(most));
-        base[m][half] = most == -kInfinity ? 0.0f : most * scale_log2;
-        alpha[m][half] = exp2_approx(old * scale_log2 - base[m][half]);
+        most = fmaxf(old, most_of_row(most) * scale_log2);
+        alpha[m][half] = exp2_approx(old - most);
         row_max[m][half] = most;
         row_sum[m][half] *= alpha[m][half];
       }
     }
     scores.each([&](float& value, int m, int, int e) {
-      value = exp2_approx(value * scale_log2 - base[m][e / 2]);
+      value = exp2_approx(value * scale_log2 - row_max[m][e / 2]);
       row_sum[m][e / 2] += value;
     });
     acc.each([&](float& value, int m, int, int e) { value *= alpha[m][e / 2]; });
@@ -79,14 +81,14 @@ struct OnlineSoftmax {
   // Divides what was accumulated by the sums and returns lse in `row_max`: -inf for a row that saw
   // nothing, whose accumulator is 0.
   template <int kWidth>
-  HK_DEVICE void finish(Accumulator<kGroups, kWidth>& acc, float scale_log2, float keep_scale) {
+  HK_DEVICE void finish(Accumulator<kGroups, kWidth>& acc, float keep_scale) {
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
       for (int half = 0; half < 2; ++half) {
         const float sum = sum_of_row(row_sum[m][half]);
         row_sum[m][half] = sum == 0.0f ? 0.0f : keep_scale / sum;
-        row_max[m][half] = log_sum_exp(row_max[m][half], sum, scale_log2);
+        row_max[m][half] = log_sum_exp(row_max[m][half], sum);
       }
     }
     acc.each([&](float& value, int m, int, int e) { value *= row_sum[m][e / 2]; });
@@ -97,7 +99,7 @@ struct OnlineSoftmax {
 // column of `acc`.
 template <int kWidth>
 struct RowOfParts {
-  float row_max = -kInfinity, row_sum = 0.0f, acc[kWidth / kWarp] = {};
+  float row_max = kLowest, row_sum = 0.0f, acc[kWidth / kWarp] = {};
 
   // f(i, column) for each of this lane's columns, in acc[i].
   template <typename F>
@@ -109,14 +111,12 @@ struct RowOfParts {
   // Adds up `count` parts in their order, of row_max_of(part), row_sum_of(part) and acc_of(part,
   // column).
   template <typename RowMaxOf, typename RowSumOf, typename AccOf>
-  HK_DEVICE void add_up(int count, float scale_log2, RowMaxOf&& row_max_of, RowSumOf&& row_sum_of,
-                        AccOf&& acc_of) {
+  HK_DEVICE void add_up(int count, RowMaxOf&& row_max_of, RowSumOf&& row_sum_of, AccOf&& acc_of) {
     HK_UNROLL_BY(4)
     for (int part = 0; part < count; ++part) row_max = fmaxf(row_max, row_max_of(part));
-    const float base = row_max == -kInfinity ? 0.0f : row_max * scale_log2;
     HK_UNROLL_BY(4)
     for (int part = 0; part < count; ++part) {
-      const float share = exp2_approx(row_max_of(part) * scale_log2 - base);
+      const float share = exp2_approx(row_max_of(part) - row_max);
       row_sum += share * row_sum_of(part);
       each_column([&](int i, int column) { acc[i] += share * acc_of(part, column); });
     }
