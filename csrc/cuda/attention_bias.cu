@@ -29,22 +29,19 @@ struct BiasGradient {
   using Terms = ScoreTile<true, ScoreLayout::kRowsFirst, kBiasTile, kBiasTile>;
   using SumTile = Tile<float, kBiasTile, kBiasTile>;
 
-  static constexpr int shared_bytes(int64_t Ds) {
-    return 4 * Rows64::kBytes + Terms::kBytes + static_cast<int>(sizeof(RowTerms<kBiasTile>)) + 16 +
-           kBiasTile * static_cast<int>(sizeof(float)) + Features::bytes(Ds);
-  }
   static_assert(SumTile::kBytes <= 4 * Rows64::kBytes);
 
   struct Memory {
     SharedMemory memory;
-    Ring<Rows64> rows = memory.ring<Rows64>(2), keys = memory.ring<Rows64>(2);
+    Ring<Rows64> rows = memory.tiles<Rows64>(2), keys = memory.tiles<Rows64>(2);
     Terms terms = Terms(memory);
-    RowTerms<kBiasTile>* row_terms = memory.take<RowTerms<kBiasTile>>(1);
-    float* content_bias = memory.take<float>(kBiasTile);
+    Buffer<RowTerms<kBiasTile>> row_terms = memory.take<RowTerms<kBiasTile>>();
+    Buffer<float> content_bias = memory.take<float>(kBiasTile);
     Features features;
 
-    HK_DEVICE explicit Memory(const Params& p) : features(memory, p.mixing) {}
+    constexpr explicit Memory(int64_t Ds) : features(memory, Ds) {}
   };
+  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).memory.bytes(); }
 
   // Sizes of the call, and in tiles.
   struct Sizes {
@@ -60,7 +57,7 @@ struct BiasGradient {
   };
 
   HK_DEVICE static void run(const Params& p) {
-    Memory on_chip(p);
+    Memory on_chip(p.mixing.size[1]);
     const Sizes n(p);
     if (p.dbias)
       add_dense(p, n, on_chip);
@@ -146,7 +143,7 @@ struct BiasGradient {
   // Whether a head is open; makes its features known.
   HK_DEVICE static bool opens(const Params& p, const Head& at, Memory& on_chip) {
     if (Gate(p.gate, p.activation).closes(at.b, at.h)) return false;
-    if (p.mixing.rank > 0) on_chip.features.template set<kThreads>(at.h);
+    if (p.mixing.rank > 0) on_chip.features.template set<kThreads>(p.mixing, at.h);
     return true;
   }
 

@@ -57,7 +57,7 @@ void combine_pass(const AttendParams& p, const LaunchTarget& target) {
       throw Error("keys are split for " + std::to_string(p.out.size[2]) +
                   " query rows, but only up to " + std::to_string(Kernel::kMostRows) +
                   " can be combined");
-    launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::kSharedBytes, p, target);
+    launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::shared_bytes(), p, target);
   });
 }
 

@@ -98,24 +98,20 @@ struct Statistics {
 
   struct Memory {
     SharedMemory memory;
-    Ring<Operand> rows = memory.ring<Operand>(2), keys = memory.ring<Operand>(2);
+    Ring<Operand> rows = memory.tiles<Operand>(2), keys = memory.tiles<Operand>(2);
     Terms terms = Terms(memory);
-    Range* ranges = memory.take<Range>(kBlock);
-    float* content_bias = memory.take<float>(kBlock);
-    bool* excluded = memory.take<bool>(kBlock);
-    int* scratch = memory.take<int>(kWarps * 4);
+    Buffer<Range> ranges = memory.take<Range>(kBlock);
+    Buffer<float> content_bias = memory.take<float>(kBlock);
+    Buffer<bool> excluded = memory.take<bool>(kBlock);
+    Buffer<int> scratch = memory.take<int>(kWarps * 4);
     Features features;
 
-    HK_DEVICE explicit Memory(const Params& p) : features(memory, p.mixing) {}
+    constexpr explicit Memory(int64_t Ds) : features(memory, Ds) {}
   };
-
-  static constexpr int shared_bytes(int64_t Ds) {
-    return 4 * Operand::kBytes + Terms::kBytes + kBlock * static_cast<int>(sizeof(Range)) +
-           kBlock * 4 + kBlock + kWarps * 16 + Features::bytes(Ds);
-  }
+  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).memory.bytes(); }
 
   HK_DEVICE static void run(const Params& p) {
-    Memory on_chip(p);
+    Memory on_chip(p.mixing.size[1]);
     const bool mixes = p.mixing.rank > 0;
     const int T_rows = static_cast<int>(p.query.size[p.query.rank - 2]);
     const int S = static_cast<int>(p.key.size[p.key.rank - 2]);
@@ -127,7 +123,7 @@ struct Statistics {
     for (int i = thread_index(); i < kBlock; i += kThreads)
       on_chip.ranges[i] = visible.range(first_row + i);
     const TileList list = tiles_seen<kThreads, kBlock, kBlock>(visible, first_row, on_chip.scratch);
-    if (mixes && list.count()) on_chip.features.template set<kThreads>(at.h);
+    if (mixes && list.count()) on_chip.features.template set<kThreads>(p.mixing, at.h);
     RowStatistics statistics;
     const auto from = [&](int index) { return Terms::shown_from(index, list, first_row, p, head); };
     for (int i = from(0); i < list.count(); i = from(i + 1)) {

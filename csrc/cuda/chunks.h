@@ -59,27 +59,22 @@ struct Slice {
 // The features of one head after another.
 class Features {
  public:
-  static constexpr int bytes(int64_t width) {
-    const int chunks = chunks_of(static_cast<int>(width));
-    return 2 * padded(chunks * 4) + chunks * kChunk * 4;
-  }
+  constexpr Features(SharedMemory& memory, int64_t width)
+      : width_(static_cast<int>(width)),
+        count_(0),
+        factors_(memory.take<float>(chunks_of(width_) * kChunk)),
+        used_(memory.take<int>(chunks_of(width_))),
+        numbers_(memory.take<int>(chunks_of(width_))) {}
 
-  HK_DEVICE Features(SharedMemory& memory, const Tensor& mixing)
-      : mixing_(mixing), width_(static_cast<int>(mixing.size[1])), count_(0) {
-    const int chunks = chunks_of(width_);
-    factors_ = memory.take<float>(chunks * kChunk);
-    used_ = memory.take<int>(chunks);
-    numbers_ = memory.take<int>(chunks);
-  }
-
-  // All threads of the block come here; barriers stand before the first write and after the last.
+  // Those of head h. All threads of the block come here; barriers stand before the first write and
+  // after the last.
   template <int kThreads>
-  HK_DEVICE void set(int64_t h) {
+  HK_DEVICE void set(const Tensor& mixing, int64_t h) {
     const int chunks = chunks_of(width_);
     sync_block();
     for (int d = thread_index(); d < chunks * kChunk; d += kThreads) {
-      const int64_t index = h * mixing_.stride[0] + d * mixing_.stride[1];
-      factors_[d] = d < width_ ? load_number(mixing_.data, mixing_.dtype, index) : 0.0f;
+      const int64_t index = h * mixing.stride[0] + d * mixing.stride[1];
+      factors_[d] = d < width_ ? load_number(mixing.data, mixing.dtype, index) : 0.0f;
     }
     sync_block();
     for (int chunk = thread_index(); chunk < chunks; chunk += kThreads) {
@@ -125,12 +120,10 @@ class Features {
 
  private:
   static constexpr int chunks_of(int width) { return ceil_div(width, kChunk); }
-  static constexpr int padded(int bytes) { return ceil_div(bytes, 16) * 16; }
 
-  const Tensor& mixing_;
   int width_, count_;
-  float* factors_;  // of all features, 0 beyond them
-  int *used_, *numbers_;
+  Buffer<float> factors_;  // of all features, 0 beyond them
+  Buffer<int> used_, numbers_;
 };
 
 // Features `step * kStepWidth` and on, without a mixing vector.

@@ -42,15 +42,6 @@ struct CollaborativeForward {
     Rows<T> query, key, value;
   };
 
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
-    const int loop = owned_tiles(Ds, keeps_query) * QueryTile::kBytes + 2 * KeyTile::kBytes +
-                     2 * ValueTile::kBytes + Features::bytes(Ds) +
-                     kBlockM * static_cast<int>(sizeof(Range)) + kBlockN * 4 + Sizes::kWarps * 16 +
-                     kBlockN + static_cast<int>(sizeof(Sources) + sizeof(BlockCoord)) + 16 +
-                     Terms::kBytes;
-    return std::max(loop, Output::kSharedBytes);
-  }
-
   // What a block works on.
   struct BlockCoord {
     int split, b, h, first_row;
@@ -66,20 +57,39 @@ struct CollaborativeForward {
     }
   };
 
-  HK_DEVICE static void run(const Params& p) {
+  struct Memory {
     SharedMemory memory;
-    const auto key = memory.ring<KeyTile>(2);
-    const auto value = memory.ring<ValueTile>(2);
-    Range* const ranges = memory.take<Range>(kBlockM);
-    float* const bias = memory.take<float>(kBlockN);
-    int* const scratch = memory.take<int>(Sizes::kWarps * 4);
-    bool* const bad = memory.take<bool>(kBlockN);
-    Sources& rows = *memory.take<Sources>(1);
-    BlockCoord& at = *memory.take<BlockCoord>(1);
-    const Terms terms(memory);
-    Features features(memory, p.mixing);
-    // Of each step, or of a stage.
-    const auto query = memory.ring<QueryTile>(owned_tiles(p.query.size[2], p.keeps_query));
+    Ring<KeyTile> key = memory.tiles<KeyTile>(2);
+    Ring<ValueTile> value = memory.tiles<ValueTile>(2);
+    Buffer<Range> ranges = memory.take<Range>(kBlockM);
+    Buffer<float> bias = memory.take<float>(kBlockN);
+    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
+    Buffer<bool> bad = memory.take<bool>(kBlockN);
+    Buffer<Sources> sources = memory.take<Sources>();
+    Buffer<BlockCoord> at = memory.take<BlockCoord>();
+    Terms terms = Terms(memory);
+    Features features;
+    Ring<QueryTile> query;  // of each step, or of a stage
+
+    constexpr Memory(int64_t Ds, bool keeps_query)
+        : features(memory, Ds), query(memory.tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
+  };
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
+    return std::max(Memory(Ds, keeps_query).memory.bytes(), Output::shared_bytes());
+  }
+
+  HK_DEVICE static void run(const Params& p) {
+    const Memory memory(p.query.size[2], p.keeps_query);
+    const Ring<KeyTile> key = memory.key;
+    const Ring<ValueTile> value = memory.value;
+    const Ring<QueryTile> query = memory.query;
+    Range* const ranges = memory.ranges;
+    float* const bias = memory.bias;
+    bool* const bad = memory.bad;
+    Sources& rows = *memory.sources;
+    BlockCoord& at = *memory.at;
+    const Terms& terms = memory.terms;
+    Features features = memory.features;
 
     if (thread_index() == 0) {
       at = BlockCoord(p);
@@ -96,9 +106,10 @@ struct CollaborativeForward {
     };
     for (int i = thread_index(); i < kBlockM; i += kThreads)
       ranges[i] = visible().range(at.first_row + i);
-    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, scratch)
-                              .share(at.split, p.splits.count);
-    if (list.count()) features.set<kThreads>(at.h);
+    const TileList list =
+        tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, memory.scratch)
+            .share(at.split, p.splits.count);
+    if (list.count()) features.set<kThreads>(p.mixing, at.h);
     const float scale = static_cast<float>(p.scale);
     const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;

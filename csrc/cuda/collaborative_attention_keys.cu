@@ -65,33 +65,27 @@ struct CollaborativeKeys {
     Gate gate;
   };
 
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_key) {
-    return owned_tiles(Ds, keeps_key) * KeyTile::kBytes + ValueTile::kBytes +
-           2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + Features::bytes(Ds) +
-           static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
-           static_cast<int>(sizeof(Sources) + sizeof(BlockCoord) + sizeof(TileList)) + 48 +
-           Sizes::kWarps * 16 + Terms::kBytes;
-  }
-
   struct Memory {
     SharedMemory memory;
-    Ring<QueryTile> query = memory.ring<QueryTile>(2);
-    Ring<SliceTile> slice = memory.ring<SliceTile>(2);
-    Ring<DoutTile> dout = memory.ring<DoutTile>(2);
-    ValueTile value = memory.tile<ValueTile>();
-    RowTerms<kBlockM>* terms = memory.take<RowTerms<kBlockM>>(1);
-    int* scratch = memory.take<int>(Sizes::kWarps * 4);
-    Sources* sources = memory.take<Sources>(1);
-    BlockCoord* at = memory.take<BlockCoord>(1);
-    TileList* list = memory.take<TileList>(1);
+    Ring<QueryTile> query = memory.tiles<QueryTile>(2);
+    Ring<SliceTile> slice = memory.tiles<SliceTile>(2);
+    Ring<DoutTile> dout = memory.tiles<DoutTile>(2);
+    Ring<ValueTile> value = memory.tiles<ValueTile>();
+    Buffer<RowTerms<kBlockM>> terms = memory.take<RowTerms<kBlockM>>();
+    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
+    Buffer<Sources> sources = memory.take<Sources>();
+    Buffer<BlockCoord> at = memory.take<BlockCoord>();
+    Buffer<TileList> list = memory.take<TileList>();
     Terms score_terms = Terms(memory);
     Features features;
     Ring<KeyTile> key;  // of each step, or of a stage
 
-    HK_DEVICE explicit Memory(const Params& p)
-        : features(memory, p.mixing),
-          key(memory.ring<KeyTile>(owned_tiles(p.key.size[2], p.keeps_key))) {}
+    constexpr Memory(int64_t Ds, bool keeps_key)
+        : features(memory, Ds), key(memory.tiles<KeyTile>(owned_tiles(Ds, keeps_key))) {}
   };
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_key) {
+    return Memory(Ds, keeps_key).memory.bytes();
+  }
 
   // What store_gradient overwrites between heads is in tiles.
   static_assert(Sizes::kWarps * GradientPart<kGroups, kSlice>::kBytes <=
@@ -104,7 +98,7 @@ struct CollaborativeKeys {
   };
 
   HK_DEVICE static void run(const Params& p) {
-    Memory on_chip(p);
+    Memory on_chip(p.key.size[2], p.keeps_key);
     if (thread_index() == 0) *on_chip.at = BlockCoord(p);
     sync_block();
     const BlockCoord& at = *on_chip.at;
@@ -146,7 +140,7 @@ struct CollaborativeKeys {
                                  const BlockCoord& at, int h, Sums& sums) {
     if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) return;
     Features& features = on_chip.features;
-    features.set<kThreads>(h);
+    features.set<kThreads>(p.mixing, h);
     Slice slice = features.slice<kSlice>(at.column, false);
     if (!at.is_first_slice() && !slice.used) return;
     if (!p.dkey) slice.used = 0;
@@ -187,7 +181,7 @@ struct CollaborativeKeys {
       return RowTerm(p, rows.gate, visible_of(p, at), at.b, h, H, row);
     };
 
-    copy_rows<kThreads>(on_chip.value, rows_of<T>(p.value, at.b, h), at.first_key);
+    copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h), at.first_key);
     Step step = {first_tile};
     copy(step);
     if (sets_term(step)) on_chip.terms->set(thread_index(), term_of(step));
@@ -257,7 +251,7 @@ struct CollaborativeKeys {
                                                       score_terms, hides, at.b, h, first_row,
                                                       first_key);
     const auto to_dp = [&] {
-      multiply_rows(dscores, on_chip.value, warp_row, dout);
+      multiply_rows(dscores, on_chip.value[0], warp_row, dout);
       centre(dscores, row, left_out, keep_scale);
     };
     if (kTerms && wants_dscores) to_dp();  // the slope of the scores goes into it

@@ -61,37 +61,31 @@ struct CollaborativeQueries {
     Rows<T> query, key, value;
   };
 
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
-    return owned_tiles(Ds, keeps_query) * QueryTile::kBytes + DoutTile::kBytes +
-           2 * (KeyTile::kBytes + SliceTile::kBytes + ValueTile::kBytes) + Features::bytes(Ds) +
-           static_cast<int>(sizeof(RowTerms<kBlockM>)) + 16 +
-           static_cast<int>(sizeof(Sources) + sizeof(BlockCoord)) + 32 +
-           Sizes::kWarps * kSlice * 4 + kBlockN * 4 + Sizes::kWarps * 16 + Terms::kBytes;
-  }
-
   struct Memory {
     SharedMemory memory;
-    Ring<KeyTile> key = memory.ring<KeyTile>(2);
-    Ring<SliceTile> slice = memory.ring<SliceTile>(2);
-    Ring<ValueTile> value = memory.ring<ValueTile>(2);
-    DoutTile dout = memory.tile<DoutTile>();
-    RowTerms<kBlockM>* terms = memory.take<RowTerms<kBlockM>>(1);
-    float* sums = memory.take<float>(Sizes::kWarps * kSlice);
-    float* bias = memory.take<float>(kBlockN);
-    int* scratch = memory.take<int>(Sizes::kWarps * 4);
-    Sources* sources = memory.take<Sources>(1);
-    BlockCoord* at = memory.take<BlockCoord>(1);
+    Ring<KeyTile> key = memory.tiles<KeyTile>(2);
+    Ring<SliceTile> slice = memory.tiles<SliceTile>(2);
+    Ring<ValueTile> value = memory.tiles<ValueTile>(2);
+    Ring<DoutTile> dout = memory.tiles<DoutTile>();
+    Buffer<RowTerms<kBlockM>> terms = memory.take<RowTerms<kBlockM>>();
+    Buffer<float> sums = memory.take<float>(Sizes::kWarps * kSlice);
+    Buffer<float> bias = memory.take<float>(kBlockN);
+    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
+    Buffer<Sources> sources = memory.take<Sources>();
+    Buffer<BlockCoord> at = memory.take<BlockCoord>();
     Terms score_terms = Terms(memory);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
 
-    HK_DEVICE explicit Memory(const Params& p)
-        : features(memory, p.mixing),
-          query(memory.ring<QueryTile>(owned_tiles(p.query.size[2], p.keeps_query))) {}
+    constexpr Memory(int64_t Ds, bool keeps_query)
+        : features(memory, Ds), query(memory.tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
   };
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
+    return Memory(Ds, keeps_query).memory.bytes();
+  }
 
   HK_DEVICE static void run(const Params& p) {
-    Memory on_chip(p);
+    Memory on_chip(p.query.size[2], p.keeps_query);
     if (thread_index() == 0) *on_chip.at = BlockCoord(p);
     sync_block();
     const BlockCoord& at = *on_chip.at;
@@ -99,7 +93,7 @@ struct CollaborativeQueries {
         tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at), at.first_row(), on_chip.scratch);
     Features& features = on_chip.features;
     for (int h = at.first_head; h < at.last_head; ++h) {
-      features.set<kThreads>(h);
+      features.set<kThreads>(p.mixing, h);
       Slice slice = features.slice<kSlice>(at.column, p.dmixing.rank > 0 && p.closed_grad);
       if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) slice.used = 0;
       Sum dmixed;
@@ -167,7 +161,7 @@ struct CollaborativeQueries {
       const Gate gate(p.gate, p.activation);
       on_chip.terms->set(i, RowTerm(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
     }
-    copy_rows<kThreads>(on_chip.dout, rows_of<T>(p.dattended, at.b, h), at.first_row());
+    copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Step step = {first_tile};
     copy(step);
     if (sets_bias(step)) on_chip.bias[thread_index()] = bias_of(step);
@@ -229,7 +223,7 @@ struct CollaborativeQueries {
     if (partial) clean<kThreads>(key);
     Scores dscores;
     dscores.clear();
-    multiply_rows(dscores, on_chip.dout, warp_row, on_chip.value[half]);
+    multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
     const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at), terms.range + warp_row,
                                                       partial, score_terms, hides, at.b, h,
                                                       at.first_row() + warp_row, first_key);

@@ -29,12 +29,25 @@ struct GatedDecode {
   using SumTile = Tile<float, kBlockM, kWidth>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  static constexpr int kLoopBytes = QueryTile::kBytes + 2 * KeyTile::kBytes +
-                                    kBlockM * static_cast<int>(sizeof(Range) + sizeof(HeadRow)) +
-                                    kWarps * 16 + kBlockN;
-  static constexpr int kSumBytes = kWarps * (SumTile::kBytes + kBlockM * 8);
-  static constexpr int kSharedBytes = std::max(kLoopBytes, kSumBytes);
-  static_assert(kSharedBytes <= kLeastShared);
+  struct Memory {
+    SharedMemory memory;
+    Ring<QueryTile> query = memory.tiles<QueryTile>();
+    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
+    Buffer<Range> ranges = memory.take<Range>(kBlockM);
+    Buffer<HeadRow> head_rows = memory.take<HeadRow>(kBlockM);
+    Buffer<int> scratch = memory.take<int>(kWarps * 4);
+    Buffer<bool> bad = memory.take<bool>(kBlockN);
+  };
+  // At the end.
+  struct SumMemory {
+    SharedMemory memory;
+    Ring<SumTile> acc = memory.tiles<SumTile>(kWarps);
+    Buffer<float> row_max = memory.take<float>(kWarps * kBlockM);
+    Buffer<float> row_sum = memory.take<float>(kWarps * kBlockM);
+  };
+  static constexpr int shared_bytes() {
+    return std::max(Memory().memory.bytes(), SumMemory().memory.bytes());
+  }
 
   // The rows of a block, from `first` of the `count` ones of the heads from `first_head`,
   // each of which has `length`.
@@ -55,13 +68,12 @@ struct GatedDecode {
     const int b = at.b;
     const RowsOfGroup rows = {b, at.h * group, at.tile * kBlockM, count, T_rows};
 
-    SharedMemory memory;
-    const auto query = memory.tile<QueryTile>();
-    const auto key = memory.tile<KeyTile>(), value = memory.tile<KeyTile>();
-    Range* const ranges = memory.take<Range>(kBlockM);
-    HeadRow* const head_rows = memory.take<HeadRow>(kBlockM);
-    int* const scratch = memory.take<int>(kWarps * 4);
-    bool* const bad = memory.take<bool>(kBlockN);
+    const Memory memory;
+    const QueryTile query = memory.query[0];
+    const KeyTile key = memory.key[0], value = memory.value[0];
+    Range* const ranges = memory.ranges;
+    HeadRow* const head_rows = memory.head_rows;
+    bool* const bad = memory.bad;
 
     bool open = false;
     if (thread_index() < kBlockM) {
@@ -71,8 +83,8 @@ struct GatedDecode {
       ranges[thread_index()] = open ? Visible(p.mask, b, T_rows, S).range(row.i) : Range{0, 0};
     }
     const Visible visible(p.mask, b, any_in_block(open) ? T_rows : 0, S);
-    const TileList list =
-        tiles_seen<kThreads, kBlockM, kBlockN>(visible, 0, scratch).share(at.split, p.splits.count);
+    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, 0, memory.scratch)
+                              .share(at.split, p.splits.count);
     const Rows<T> keys = rows_of<T>(p.key, b, at.h), values = rows_of<T>(p.value, b, at.h);
     const float scale = static_cast<float>(p.scale), scale_log2 = softmax_scale(p.scale, kTerms);
     const int own = warp() * kOwn;  // of the keys of a tile
@@ -188,16 +200,14 @@ struct GatedDecode {
                               const Accumulator<1, kWidth>& attended,
                               const OnlineSoftmax<1>& softmax) {
     sync_block();
-    SharedMemory memory;
-    const Ring<SumTile> acc = memory.ring<SumTile>(kWarps);
-    float* const row_max = memory.take<float>(kWarps * kBlockM);
-    float* const row_sum = memory.take<float>(kWarps * kBlockM);
+    const SumMemory memory;
+    float *const row_max = memory.row_max, *const row_sum = memory.row_sum;
     HK_UNROLL
     for (int e = 0; e < 4; ++e) {
       const int row = row_of(0, e);
       HK_UNROLL
       for (int n = 0; n < kWidth / 8; ++n)
-        *acc[warp()].at(row, column_of(n, e)) = attended.c[0][n][e];
+        *memory.acc[warp()].at(row, column_of(n, e)) = attended.c[0][n][e];
     }
     HK_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -213,7 +223,7 @@ struct GatedDecode {
       sums.add_up(
           kWarps, [&](int part) { return row_max[part * kBlockM + row]; },
           [&](int part) { return row_sum[part * kBlockM + row]; },
-          [&](int part, int column) { return *acc[part].at(row, column); });
+          [&](int part, int column) { return *memory.acc[part].at(row, column); });
       const HeadRow at = rows(row);
       const int64_t index = index_of_split(p, split, rows.b, at.h, at.i);
       sums.each_column([&](int i, int column) {
@@ -233,8 +243,9 @@ void gated_decode(const AttendParams& p, const LaunchTarget& target) {
       using Kernel = GatedDecode<T, width, terms>;
       const int64_t B = p.query.size[0], H = p.query.size[1], Hk = p.key.size[1];
       const int64_t rows = Hk > 0 ? H / Hk * p.query.size[2] : 0;
+      static_assert(Kernel::shared_bytes() <= kLeastShared);
       launch<Kernel>(B * Hk * ceil_div(rows, Kernel::kBlockM) * p.splits.count,
-                     Kernel::kSharedBytes, p, target);
+                     Kernel::shared_bytes(), p, target);
     });
   });
 }

@@ -38,12 +38,19 @@ struct GatedForward {
     int first_row;
   };
 
-  static constexpr int kLoopBytes = QueryTile::kBytes + 2 * KeyTile::kBytes +
-                                    kBlockM * static_cast<int>(sizeof(Range)) + Sizes::kWarps * 16 +
-                                    kBlockN + static_cast<int>(sizeof(Work)) + 16 + Terms::kBytes;
-  static constexpr int kSharedBytes = std::max(kLoopBytes, Output::kSharedBytes);
-  static_assert(kSharedBytes <= kLeastShared);
-  static_assert(!kSmall || 2 * (kSharedBytes + kSharedOfBlock) <= kLeastOfMultiprocessor);
+  struct Memory {
+    SharedMemory memory;
+    Ring<QueryTile> query = memory.tiles<QueryTile>();
+    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
+    Buffer<Range> ranges = memory.take<Range>(kBlockM);
+    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
+    Buffer<bool> bad = memory.take<bool>(kBlockN);
+    Buffer<Work> work = memory.take<Work>();
+    Terms terms = Terms(memory);
+  };
+  static constexpr int shared_bytes() {
+    return std::max(Memory().memory.bytes(), Output::shared_bytes());
+  }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -56,19 +63,19 @@ struct GatedForward {
     const auto visible = [&](const Head& head) { return Visible(p.mask, head.b, head.T, head.S); };
     const Head own = {b, h, rows_taking_part(p, closed, T_rows), S};
 
-    SharedMemory memory;
-    const auto query = memory.tile<QueryTile>();
-    const auto key = memory.tile<KeyTile>(), value = memory.tile<KeyTile>();
-    Range* const ranges = memory.take<Range>(kBlockM);
-    int* const scratch = memory.take<int>(Sizes::kWarps * 4);
-    bool* const bad = memory.take<bool>(kBlockN);
-    Work& work = *memory.take<Work>(1);
-    const Terms terms(memory);
+    const Memory memory;
+    const QueryTile query = memory.query[0];
+    const KeyTile key = memory.key[0], value = memory.value[0];
+    Range* const ranges = memory.ranges;
+    bool* const bad = memory.bad;
+    Work& work = *memory.work;
+    const Terms& terms = memory.terms;
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
       ranges[i] = visible(own).range(first_row + i);
-    const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(own), first_row, scratch);
+    const TileList seen =
+        tiles_seen<kThreads, kBlockM, kBlockN>(visible(own), first_row, memory.scratch);
     if (thread_index() == 0)
       work = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen, own, first_row};
     sync_block();
@@ -131,8 +138,7 @@ struct GatedForward {
       multiply_weights(attended, scores, value);
     }
     softmax.finish(attended, static_cast<float>(p.dropout.keep_scale));
-    const Work done = work;  // what follows writes over it
-    Output::store(p, Gate(p.gate, p.activation), done.head.b, done.head.h, done.first_row, attended,
+    Output::store(p, Gate(p.gate, p.activation), work.head.b, work.head.h, work.first_row, attended,
                   softmax.row_max);
   }
 };
@@ -141,13 +147,16 @@ template <typename T>
 void gated_forward(const AttendParams& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto small) {
     using Kernel = GatedForward<T, width, terms, small>;
+    constexpr int kBytes = Kernel::shared_bytes();
+    static_assert(kBytes <= kLeastShared);
+    static_assert(!small || 2 * (kBytes + kSharedOfBlock) <= kLeastOfMultiprocessor);
     const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-    launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, target);
+    launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
   };
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
       if constexpr (kHasSmall<T, width, terms>) {
-        constexpr int kBytes = GatedForward<T, width, terms, false>::kSharedBytes;
+        constexpr int kBytes = GatedForward<T, width, terms, false>::shared_bytes();
         if (!two_blocks_fit(kBytes, target.device)) return run(width, terms, std::true_type{});
       }
       run(width, terms, std::false_type{});

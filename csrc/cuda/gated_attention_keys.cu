@@ -3,6 +3,8 @@
 //   dvalue = p^T dattended        dkey = scale * dscores^T query        dattended = g * dout
 //
 // The other formulas stand in tile_gradient.h.
+#include <algorithm>
+
 #include "cuda/grid.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
@@ -31,11 +33,17 @@ struct GatedKeys {
   using Scores = Accumulator<kGroups, kBlockM>;
   using Sum = Accumulator<kGroups, kWidth>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kKeysFirst, kBlockM, kBlockN>;
-  static constexpr int kSharedBytes = 2 * KeyTile::kBytes + 4 * RowTile::kBytes +
-                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 +
-                                      Terms::kBytes;
-  static_assert(kSharedBytes <= kLeastShared);
-  static_assert(Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes <= kSharedBytes);
+  struct Memory {
+    SharedMemory memory;
+    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
+    Ring<RowTile> query = memory.tiles<RowTile>(2), dout = memory.tiles<RowTile>(2);
+    Buffer<RowTerms<kBlockM>> rows = memory.take<RowTerms<kBlockM>>();
+    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
+    Terms terms = Terms(memory);
+  };
+  static constexpr int shared_bytes() {
+    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
+  }
 
   // A tile of query rows: `index` in the list of tiles, of head h.
   struct Step {
@@ -53,15 +61,14 @@ struct GatedKeys {
     const auto gate = [&] { return Gate(p.gate, p.activation); };
     const auto visible = [&] { return Visible(p.mask, b, T_rows, S); };
 
-    SharedMemory memory;
-    const auto key = memory.tile<KeyTile>(), value = memory.tile<KeyTile>();
-    const Ring<RowTile> query = memory.ring<RowTile>(2);
-    const Ring<RowTile> dout = memory.ring<RowTile>(2);
-    RowTerms<kBlockM>& rows = *memory.take<RowTerms<kBlockM>>(1);
-    int* const scratch = memory.take<int>(Sizes::kWarps * 4);
-    const Terms terms(memory);
+    const Memory memory;
+    const KeyTile key = memory.key[0], value = memory.value[0];
+    const Ring<RowTile> query = memory.query, dout = memory.dout;
+    RowTerms<kBlockM>& rows = *memory.rows;
+    const Terms& terms = memory.terms;
 
-    const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible(), first_key, scratch);
+    const TileList list =
+        tiles_that_see<kThreads, kBlockM, kBlockN>(visible(), first_key, memory.scratch);
     const auto head_of = [&](int h) { return Head{b, h, T_rows, S}; };
     const auto open_from = [&](int h) {  // the first tile of the first open head
       while (h < last_head && (list.count() == 0 || gate().closes(b, h))) ++h;
@@ -176,9 +183,10 @@ template <typename T>
 void gated_keys(const KeysParams& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto sums) {
     using Kernel = GatedKeys<T, width, terms, sums>;
+    constexpr int kBytes = Kernel::shared_bytes();
+    static_assert(kBytes <= kLeastShared);
     const int64_t tiles = ceil_div(p.key.size[2], Kernel::kBlockN);
-    launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, Kernel::kSharedBytes, p,
-                   target);
+    launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, kBytes, p, target);
   };
   with_terms(has_terms(p), [&](auto terms) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {

@@ -1,5 +1,7 @@
 // Gated attention backward by tiles of query rows: dquery = scale * dscores key. The other formulas
 // stand in tile_gradient.h.
+#include <algorithm>
+
 #include "cuda/grid.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
@@ -23,11 +25,17 @@ struct GatedQueries {
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
-  static constexpr int kSharedBytes = 2 * RowTile::kBytes + 4 * KeyTile::kBytes +
-                                      sizeof(RowTerms<kBlockM>) + 16 + Sizes::kWarps * 16 +
-                                      Terms::kBytes;
-  static_assert(kSharedBytes <= kLeastShared);
-  static_assert(Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes <= kSharedBytes);
+  struct Memory {
+    SharedMemory memory;
+    Ring<RowTile> query = memory.tiles<RowTile>(), dout = memory.tiles<RowTile>();
+    Ring<KeyTile> key = memory.tiles<KeyTile>(2), value = memory.tiles<KeyTile>(2);
+    Buffer<RowTerms<kBlockM>> terms = memory.take<RowTerms<kBlockM>>();
+    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
+    Terms score_terms = Terms(memory);
+  };
+  static constexpr int shared_bytes() {
+    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
+  }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -37,18 +45,17 @@ struct GatedQueries {
     const Gate gate(p.gate, p.activation);
     const Visible visible(p.mask, b, gate.closes(b, h) ? 0 : T_rows, S);
 
-    SharedMemory memory;
-    const auto query = memory.tile<RowTile>(), dout = memory.tile<RowTile>();
-    const Ring<KeyTile> key = memory.ring<KeyTile>(2);
-    const Ring<KeyTile> value = memory.ring<KeyTile>(2);
-    RowTerms<kBlockM>& terms = *memory.take<RowTerms<kBlockM>>(1);
-    int* const scratch = memory.take<int>(Sizes::kWarps * 4);
-    const Terms score_terms(memory);
+    const Memory memory;
+    const RowTile query = memory.query[0], dout = memory.dout[0];
+    const Ring<KeyTile> key = memory.key, value = memory.value;
+    RowTerms<kBlockM>& terms = *memory.terms;
+    const Terms& score_terms = memory.score_terms;
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
       terms.set(i, RowTerm(p, gate, visible, b, h, at.H, first_row + i));
-    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, scratch);
+    const TileList list =
+        tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, memory.scratch);
     const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
     const auto copy = [&](int index, int stage) {
       copy_rows<kThreads>(key[stage], keys, list[index] * kBlockN);
@@ -114,8 +121,10 @@ void gated_queries(const QueriesParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto there) {
     with_width<T, there>(p.query.size[3], p.value.size[3], [&](auto width) {
       using Kernel = GatedQueries<T, width, there>;
+      constexpr int kBytes = Kernel::shared_bytes();
+      static_assert(kBytes <= kLeastShared);
       const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, Kernel::kSharedBytes, p, target);
+      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
     });
   });
 }

@@ -58,7 +58,13 @@ class HeadOutput {
  public:
   static constexpr int kWarpRows = kGroups * 16, kRows = kWarps * kWarpRows;
   using AttendedTile = Tile<float, kWarpRows, kWidth>;
-  static constexpr int kSharedBytes = kWarps * AttendedTile::kBytes + kRows * 8;
+
+  struct Memory {
+    SharedMemory memory;
+    Ring<AttendedTile> tiles = memory.tiles<AttendedTile>(kWarps);
+    Buffer<float> lse = memory.take<float>(kRows), factors = memory.take<float>(kRows);
+  };
+  static constexpr int shared_bytes() { return Memory().memory.bytes(); }
 
   // `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is `first_row`.
   HK_DEVICE static void store(const AttendParams& p, const Gate& gate, int b, int h, int first_row,
@@ -88,10 +94,10 @@ class HeadOutput {
   float *lse, *factors;
 
   HK_DEVICE explicit HeadOutput(int warp) {
-    SharedMemory memory;
-    tile = memory.ring<AttendedTile>(kWarps)[warp];
-    lse = memory.take<float>(kRows) + warp * kWarpRows;
-    factors = memory.take<float>(kRows) + warp * kWarpRows;
+    const Memory memory;
+    tile = memory.tiles[warp];
+    lse = memory.lse + warp * kWarpRows;
+    factors = memory.factors + warp * kWarpRows;
   }
 
   // By the warp that owns them; the first is `first_row` of head (b, h).

@@ -73,11 +73,8 @@ class ScoreTile {
   static constexpr int kStride = kKeys > 16 ? kKeys + 4 : kKeys;
 
  public:
-  static constexpr int kBytes = kThere ? kRows * kStride * static_cast<int>(sizeof(float)) : 0;
-
-  HK_DEVICE explicit ScoreTile(SharedMemory& memory) : addends_(nullptr) {
-    if constexpr (kThere) addends_ = memory.take<float>(kRows * kStride);
-  }
+  constexpr explicit ScoreTile(SharedMemory& memory)
+      : addends_(memory.take<float>(kThere ? kRows * kStride : 0)) {}
 
   // What the dense mask shows of a tile, by the cells that it is in.
   template <typename Params>
@@ -211,7 +208,7 @@ class ScoreTile {
                                                        : column * kStride + own];
   }
 
-  float* addends_;
+  Buffer<float> addends_;
 };
 
 }  // namespace hk::cuda

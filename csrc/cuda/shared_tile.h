@@ -40,40 +40,45 @@ struct Tile {
   HK_DEVICE T* at(int row, int column) const { return data + row * kStride + column; }
 };
 
+// A buffer in the shared memory of a block.
+template <typename T>
+struct Buffer {
+  int offset;  // in bytes
+
+  HK_DEVICE operator T*() const { return reinterpret_cast<T*>(shared_memory() + offset); }
+  HK_DEVICE T* operator->() const { return *this; }
+};
+
 // Tiles one behind the other: of which one is computed with while the next one's rows arrive.
 template <typename AnyTile>
 struct Ring {
-  AnyTile first;
+  Buffer<typename AnyTile::Element> first;
 
   HK_DEVICE AnyTile operator[](int index) const {
-    return {first.data + index * AnyTile::kRows * AnyTile::kStride};
+    return {first + index * AnyTile::kRows * AnyTile::kStride};
   }
 };
 
-// Gives out the block's shared memory buffer by buffer; a kernel states the sum of them.
+// Gives out the block's shared memory buffer by buffer, to the struct `Memory` of a kernel: of one,
+// the host takes the number of bytes and the device the buffers.
 class SharedMemory {
  public:
-  HK_DEVICE SharedMemory() : next_(shared_memory()) {}
-
   template <typename AnyTile>
-  HK_DEVICE AnyTile tile() {
-    return ring<AnyTile>(1).first;
-  }
-
-  template <typename AnyTile>
-  HK_DEVICE Ring<AnyTile> ring(int count) {
-    return {{take<typename AnyTile::Element>(count * AnyTile::kRows * AnyTile::kStride)}};
+  constexpr Ring<AnyTile> tiles(int count = 1) {
+    return {take<typename AnyTile::Element>(count * AnyTile::kRows * AnyTile::kStride)};
   }
 
   template <typename T>
-  HK_DEVICE T* take(int count) {
-    T* result = reinterpret_cast<T*>(next_);
-    next_ += (count * sizeof(T) + 15) / 16 * 16;
-    return result;
+  constexpr Buffer<T> take(int count = 1) {
+    const int offset = bytes_;
+    bytes_ += (count * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
+    return {offset};
   }
 
+  constexpr int bytes() const { return bytes_; }
+
  private:
-  char* next_;
+  int bytes_ = 0;
 };
 
 // The rows of a head, or those that all heads share, in global memory.

@@ -248,7 +248,7 @@ class TileLoads {
   template <typename Load>
   static void run(Words& words, Load&& load) {
     run_warp(Rows::kBytes, [&] {
-      const Rows tile = SharedMemory().tile<Rows>();
+      const Rows tile = Ring<Rows>{}[0];
       for (int i = lane(); i < kElements; i += kWarp) tile.data[i] = from_bits<T>(i);
       sync_warp();
       load(words[lane()], tile);
