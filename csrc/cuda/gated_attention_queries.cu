@@ -36,6 +36,7 @@ struct GatedQueries {
   static constexpr int shared_bytes() {
     return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
   }
+  static constexpr int least_blocks() { return blocks_by_memory(shared_bytes()) <= 2 ? 1 : 0; }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);

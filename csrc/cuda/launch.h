@@ -10,6 +10,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cuda/device.h"
 #include "cuda/hardware.h"
 #include "cuda/kernels.h"
 
@@ -21,6 +22,11 @@ struct Error : std::runtime_error {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kMaxSharedBytes = 227 << 10;  // of a block, where a part has the most: sm_90, sm_100
+
+// Blocks that the shared memory of a multiprocessor holds at most, where a part has the most.
+constexpr int blocks_by_memory(int shared_bytes) {
+  return (kMaxSharedBytes + kSharedOfBlock) / (shared_bytes + kSharedOfBlock);
+}
 
 inline void check_grid(int64_t blocks, int shared_bytes) {
   if (blocks > kMaxBlocks)
@@ -55,8 +61,17 @@ void allow_shared_memory(const void* entry, int device, int bytes);
 // Throws an Error where there is one, in words.
 void check_error(cudaError_t error, int device);
 
+// How many blocks of a kernel a multiprocessor shall hold at least. Without a number (0) ptxas
+// spills some registers for one block more, even where shared memory has no space for it: it does
+// not know how much a block takes. Such a kernel says so by `static constexpr int least_blocks()`.
+template <typename Kernel, typename = void>
+constexpr int kLeastBlocks = 0;
 template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads)
+constexpr int kLeastBlocks<Kernel, std::void_t<decltype(Kernel::least_blocks())>> =
+    Kernel::least_blocks();
+
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, kLeastBlocks<Kernel>)
     entry(const __grid_constant__ typename Kernel::Params params) {
   Kernel::run(params);
 }
