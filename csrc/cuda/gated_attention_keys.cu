@@ -20,29 +20,35 @@ enum class Sums { kBoth, kKey, kValue };
 // A block of threads owns kBlockN keys of a key head and sums over the query heads that read it (a
 // splits-th of them, where key heads alone would not fill the GPU). Key, value and both sums stay
 // on chip; tiles of query rows come two at a time. Scores are transposed, [keys, query rows], so
-// that probabilities and dscores are left operands as they stand in registers.
-template <typename T, int kWidth, bool kTerms, Sums kSums>
+// that probabilities and dscores are left operands as they stand in registers, or are written to
+// shared memory as they are read there (kWide).
+template <typename T, int kWidth, bool kTerms, Sums kSums, bool kWide>
 struct GatedKeys {
   using Params = KeysParams;
-  using Sizes = BackwardSizes<T, kWidth, kTerms>;
+  using Sizes = std::conditional_t<kWide, WideKeysSizes, BackwardSizes<T, kWidth, kTerms>>;
   static constexpr int kGroups = Sizes::kGroups, kBlockM = Sizes::kOther;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
-  static constexpr int kBlockN = Sizes::kWarps * kGroups * 16;
+  static constexpr int kAcross = Sizes::kAcross, kOwnKeys = kGroups * 16;
+  static constexpr int kOwnRows = kBlockM / kAcross, kOwnColumns = kWidth / kAcross;
+  static constexpr int kBlockN = Sizes::kWarps / kAcross * kOwnKeys;
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using RowTile = Tile<T, kBlockM, kWidth>;
-  using Scores = Accumulator<kGroups, kBlockM>;
-  using Sum = Accumulator<kGroups, kWidth>;
+  using WeightTile = Tile<T, kBlockN, kBlockM>;
+  using Scores = Accumulator<kGroups, kOwnRows>;
+  using Sum = Accumulator<kGroups, kOwnColumns>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kKeysFirst, kBlockM, kBlockN>;
   struct Memory {
     SharedMemory memory;
     Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
     Ring<RowTile> query = memory.tiles<RowTile>(2), dout = memory.tiles<RowTile>(2);
+    Ring<WeightTile> weights = memory.tiles<WeightTile>(kWide ? 1 : 0);
     Buffer<RowTerms<kBlockM>> rows = memory.take<RowTerms<kBlockM>>();
     Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
     Terms terms = Terms(memory);
   };
   static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
+    return std::max(Memory().memory.bytes(),
+                    Sizes::kWarps * GradientPart<kGroups, kOwnColumns>::kBytes);
   }
 
   // A tile of query rows: `index` in the list of tiles, of head h.
@@ -125,41 +131,48 @@ struct GatedKeys {
         sync_block();
       const bool partial = !list.is_full(step.index) || hides;
       if (partial) leave_out_non_finite<kThreads>(rows, query[stage], dout[stage]);
-      add_tile(p, visible(), key, value, query[stage], dout[stage], rows, terms, partial, hides, b,
-               step.h, first_key, first_row, dkey, dvalue);
+      add_tile(p, visible(), memory, query[stage], dout[stage], partial, hides, b, step.h,
+               first_key, first_row, dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
       if (next.h < last_head && thread_index() < kBlockM) rows.set(thread_index(), term);
       step = next;
     }
     wait_copies<0>();
     const int part = at.split * static_cast<int>(p.query.size[0]) + b;
-    const int first = first_key + warp() * kGroups * 16;
+    const int first = first_key + own_key(), column = warp() % kAcross * kOwnColumns;
     if (kSums != Sums::kValue && p.dkey.rank > 0)
-      store_gradient<T>(p.dkey, part, hk, first, 0, dkey, static_cast<float>(p.scale));
+      store_gradient<T>(p.dkey, part, hk, first, column, dkey, static_cast<float>(p.scale));
     if (kSums != Sums::kKey && p.dvalue.rank > 0)
-      store_gradient<T>(p.dvalue, part, hk, first, 0, dvalue, 1.0f);
+      store_gradient<T>(p.dvalue, part, hk, first, column, dvalue, 1.0f);
   }
 
  private:
+  // The first of the warp's keys.
+  HK_DEVICE static int own_key() { return warp() / kAcross * kOwnKeys; }
+
   // Adds what one tile of query rows gives.
-  HK_DEVICE static void add_tile(const Params& p, const Visible& visible, const KeyTile& key,
-                                 const KeyTile& value, const RowTile& query, const RowTile& dout,
-                                 const RowTerms<kBlockM>& rows, const Terms& terms, bool partial,
+  HK_DEVICE static void add_tile(const Params& p, const Visible& visible, const Memory& memory,
+                                 const RowTile& query, const RowTile& dout, bool partial,
                                  bool hides, int b, int h, int first_key, int first_row, Sum& dkey,
                                  Sum& dvalue) {
-    const int warp_row = warp() * kGroups * 16;
+    using OwnRows = Tile<T, kOwnRows, kWidth>;
+    const KeyTile key = memory.key[0], value = memory.value[0];
+    const RowTerms<kBlockM>& rows = *memory.rows;
+    const Terms& terms = memory.terms;
+    const int warp_row = own_key(), own_row = warp() % kAcross * kOwnRows;
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
-    const TileTerms<kLayout, kBlockM> row = {rows, 0};
+    const TileTerms<kLayout, kBlockM> row = {rows, own_row};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
     Scores probabilities, dscores;
     probabilities.clear();
     dscores.clear();
-    multiply_rows(probabilities, key, warp_row, query);
-    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible, rows.range, partial, terms, hides,
-                                                      b, h, first_row, first_key + warp_row);
+    multiply_rows(probabilities, key, warp_row, OwnRows{query.at(own_row, 0)});
+    const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial,
+                                                       terms, hides, b, h, first_row + own_row,
+                                                       first_key + warp_row);
     const auto to_dp = [&] {
-      multiply_rows(dscores, value, warp_row, dout);
+      multiply_rows(dscores, value, warp_row, OwnRows{dout.at(own_row, 0)});
       centre(dscores, row, left_out, keep_scale);
     };
     if (kTerms && wants_dkey) to_dp();  // the slope of the scores goes into it
@@ -169,32 +182,53 @@ struct GatedKeys {
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
       weigh(weights, row, left_out, keep_scale);
-      multiply_weights(dvalue, weights, dout);
+      add_product(dvalue, weights, dout, memory);
     }
     if (wants_dkey) {
       if (!kTerms) to_dp();
       to_dscores(dscores, probabilities, left_out);
-      multiply_weights(dkey, dscores, query);
+      add_product(dkey, dscores, query, memory);
+    }
+  }
+
+  // sum += weights * rows, of all rows of the tile.
+  HK_DEVICE static void add_product(Sum& sum, const Scores& weights, const RowTile& rows,
+                                    const Memory& memory) {
+    if constexpr (kWide) {
+      const WeightTile tile = memory.weights[0];
+      sync_block();  // no thread reads what stood there
+      store_weights(tile, own_key(), warp() % kAcross * kOwnRows, weights);
+      sync_block();
+      multiply_tiles(sum, tile, own_key(), rows, warp() % kAcross * kOwnColumns);
+    } else {
+      multiply_weights(sum, weights, rows);
     }
   }
 };
 
 template <typename T>
 void gated_keys(const KeysParams& p, const LaunchTarget& target) {
-  const auto run = [&](auto width, auto terms, auto sums) {
-    using Kernel = GatedKeys<T, width, terms, sums>;
+  const auto run = [&](auto width, auto terms, auto sums, auto wide) {
+    using Kernel = GatedKeys<T, width, terms, sums, wide>;
     constexpr int kBytes = Kernel::shared_bytes();
-    static_assert(kBytes <= kLeastShared);
+    static_assert(wide || kBytes <= kLeastShared);
     const int64_t tiles = ceil_div(p.key.size[2], Kernel::kBlockN);
     launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, kBytes, p, target);
   };
   with_terms(has_terms(p), [&](auto terms) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
+      constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
+      if constexpr (kHasWideKeys<T, width, terms>) {
+        constexpr int kBytes = GatedKeys<T, width, terms, Sums::kBoth, true>::shared_bytes();
+        if (kBytes <= shared_memory_limits(target.device).per_block)
+          return run(width, terms, both, std::true_type{});
+      }
+      constexpr auto wide = std::false_type{};
       if constexpr (width <= 128) {
-        run(width, terms, std::integral_constant<Sums, Sums::kBoth>{});
+        run(width, terms, both, wide);
       } else {
-        if (p.dkey) run(width, terms, std::integral_constant<Sums, Sums::kKey>{});
-        if (p.dvalue) run(width, terms, std::integral_constant<Sums, Sums::kValue>{});
+        if (p.dkey) run(width, terms, std::integral_constant<Sums, Sums::kKey>{}, wide);
+        if (p.dvalue) run(width, terms, std::integral_constant<Sums, Sums::kValue>{}, wide);
       }
     });
   });

@@ -252,4 +252,46 @@ HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
   multiply_weights(acc, weights, right, [](int) { return true; });
 }
 
+// Writes a warp's weights, rounded to T, to a tile from (row, column) on.
+template <typename T, int kRows, int kTileColumns, int kGroups, int kColumns>
+HK_DEVICE void store_weights(const Tile<T, kRows, kTileColumns>& tile, int row, int column,
+                             const Accumulator<kGroups, kColumns>& weights) {
+  static_assert(sizeof(T) == 2);
+  HK_UNROLL
+  for (int m = 0; m < kGroups; ++m) {
+    HK_UNROLL
+    for (int n = 0; n < kColumns / 8; ++n) {
+      HK_UNROLL
+      for (int e = 0; e < 4; e += 2) {
+        *reinterpret_cast<uint32_t*>(tile.at(row + row_of(m, e), column + column_of(n, e))) =
+            pack<T>(weights.c[m][n][e], weights.c[m][n][e + 1]);
+      }
+    }
+  }
+}
+
+// acc += left [rows from `row`, kDepth] * right [kDepth, columns from `column`]
+template <int kGroups, int kColumns, typename T, int kRows, int kDepth, int kRightColumns>
+HK_DEVICE void multiply_tiles(Accumulator<kGroups, kColumns>& acc,
+                              const Tile<T, kRows, kDepth>& left, int row,
+                              const Tile<T, kDepth, kRightColumns>& right, int column) {
+  using Core = TensorCore<T>;
+  HK_UNROLL
+  for (int k = 0; k < kDepth; k += Core::kDepth) {
+    LeftOperands<T, kGroups> a;
+    HK_UNROLL
+    for (int m = 0; m < kGroups; ++m) {
+      Left loaded;
+      load(loaded, left, row + 16 * m, k);
+      a[m] = Core::operand(loaded.a);
+    }
+    HK_UNROLL
+    for (int n = 0; n < kColumns; n += 16) {
+      Right b;
+      Core::load_transposed(b, right, k, column + n);
+      multiply_depth<T>(acc, n, a, b);
+    }
+  }
+}
+
 }  // namespace hk::cuda

@@ -21,7 +21,7 @@ struct TileTerms {
   int first;
 
   HK_DEVICE int operator()(int m, int n, int e) const {
-    return kLayout == ScoreLayout::kRowsFirst ? first + row_of(m, e) : column_of(n, e);
+    return first + (kLayout == ScoreLayout::kRowsFirst ? row_of(m, e) : column_of(n, e));
   }
 };
 

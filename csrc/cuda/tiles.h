@@ -59,7 +59,20 @@ struct BackwardSizes {
   static constexpr int kWarps = kRowBytes > 512 ? 1 : kRowBytes > 256 ? 2 : 4;
   static constexpr int kGroups = kRowBytes > 128 || kTerms ? 1 : 2;
   static constexpr int kOther = kRowBytes > 256 ? 16 : 32;
+  static constexpr int kAcross = 1;
 };
+
+// Of the pass by keys where a block may have 163 KiB (sm_80, sm_90 and more): kAcross warps beside
+// each other have the same keys, and each a part of the query rows and of the features. Their
+// probabilities and dscores go through shared memory, so that two groups of a warp use what is
+// loaded in every product.
+struct WideKeysSizes {
+  static constexpr int kWarps = 8, kGroups = 2, kOther = 64, kAcross = 2;
+};
+
+// Whether a pass by keys exists in the wide sizes too.
+template <typename T, int kWidth, bool kTerms>
+constexpr bool kHasWideKeys = sizeof(T) == 2 && !kTerms && kWidth == 128;
 
 // Rows and keys of a block of the gradient of a bias (attention_bias.cu).
 constexpr int kBiasTile = 64;

@@ -54,12 +54,36 @@ def test_a_multiprocessor_holds_two_blocks_of_the_gated_forward(
     assert (blocks, threads) == (B * H * -(-T // rows), 128)
 
 
+def test_blocks_of_keys_are_wide_where_their_memory_is_there(
+    part: str, backend: BackendName
+) -> None:
+    query, key, value = torch.randn(3, 1, 2, 130, 128, dtype=torch.bfloat16)
+    key.requires_grad_()
+    hk.gated_attention(query, key, value, is_causal=True, backend=backend).sum().backward()
+    blocks, threads, shared = emulator().last_launch()
+    assert shared <= PARTS[part][0] * KIB
+    assert (blocks, threads) == ((2 * 3, 128) if part == "sm_86" else (2 * 2, 256))
+
+
 @pytest.mark.parametrize(
     "case",
     [
         GatedCase("causal", 1, 2, 130, 200, D=128, Dv=128, is_causal=True, gate="BHT"),
         GatedCase(
             "lengths", 2, 1, 70, 150, D=96, Dv=72, mask=masks.holes, gate="H", dropout_p=0.25
+        ),
+        GatedCase(
+            "grouped",
+            1,
+            4,
+            90,
+            200,
+            D=128,
+            Dv=104,
+            Hk=2,
+            mask=masks.holes,
+            gate="BHT",
+            dropout_p=0.25,
         ),
         CollaborativeCase("causal", 1, 2, 70, 70, Ds=256, Dv=64, is_causal=True, gate="H"),
     ],
