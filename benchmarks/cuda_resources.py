@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Final
 
 #: Bytes that a kernel may spill a thread, where 255 registers do not do: few enough to be what a loop keeps
-#: but does not use. Most is that of the gated queries 128 wide with terms on sm_80 (the forward: 40). float kernels
-#: hold every operand twice, as its high and its low part.
-MOST_STACK: Final = {"bf16": 48, "fp16": 48, "float": 160}
+#: but does not use. Most is that of the first pass of the backward with sinks and an elementwise gate on sm_80. float
+#: kernels hold every operand twice, as its high and its low part.
+MOST_STACK: Final = {"bf16": 24, "fp16": 24, "float": 160}
 
 _SECTION: Final = re.compile(
     r"^arch = (sm_\w+)$|^ Function (\S+):$|^\s+REG:(\d+) STACK:(\d+)", re.M
