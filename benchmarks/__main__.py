@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: accuracy and FLOPs first, then speed, memory and overhead.
+"""`python -m benchmarks`: accuracy and FLOPs first, then speed, memory, overhead and decoding.
 
 Exit status: 0; 1 where a check failed or nothing can be plotted; 2 for a bad option; 130 where it was
 interrupted, after the report of what was measured by then.
@@ -36,11 +36,11 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--smoke", action="store_true", help="tiny sizes: does everything run?")
     form.add_argument("--full", action="store_true",
         help="all lengths, widths, paddings and models, on all threads and on one, and how far goals "
-            "are met (13 minutes on 2 cores)")  # fmt: skip
+            "are met (17 minutes on 2 cores)")  # fmt: skip
     form.add_argument("--plot", action="store_true",
         help="measure nothing: draw benchmarks/results/<machine>.svg from the newest full run kept")  # fmt: skip
     parser.add_argument("--only", metavar="PATTERN",
-        help="workloads whose name has this in it (* and ? allowed); also memory, overhead")  # fmt: skip
+        help="workloads whose name has this in it (* and ? allowed); also memory, overhead, decoding")  # fmt: skip
     parser.add_argument("--floor", action="store_true",
         help="beside every time the least that this machine's cores allow (--full has it always)")  # fmt: skip
     parser.add_argument("--threads", type=_threads, metavar="N", help="default: as torch has it")

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.measure import Speed
+from benchmarks.measure import MOST_SPREAD, Speed
 from benchmarks.results import Outcome, Results
 
 #: The workload of the line that a run ends with.
@@ -115,6 +115,23 @@ class Report:
             table.add_row(row.call, f"{row.us:.1f}")
         self._print(table)
 
+    def decoding(self) -> None:
+        rows = self.results.decoding
+        if not rows or self._done("decoding"):
+            return
+        table = _table("Decoding: one query row against a cache", "", "", "thr", "bytes a token", "ms",
+            "x SDPA", "GB/s", "of memory", "spread")  # fmt: skip
+        previous = ""
+        for row in rows:
+            table.add_row("" if row.case == previous else row.case, row.candidate, str(row.threads),
+                f"{row.token_bytes:,}", f"{row.ms:.3f}", _ratio(row.times_sdpa), f"{row.gbytes:.1f}",
+                f"{row.gbytes / row.memory_gbytes:.0%}",
+                f"{row.spread:.1f}x" if row.spread > MOST_SPREAD else "")  # fmt: skip
+            previous = row.case
+        self._print(table)
+        self._note("x SDPA: the faster SDPA of the case by this. of memory: by the rate of PyTorch's "
+            "fastest reduction of as many bytes.")  # fmt: skip
+
     def finish(self) -> None:
         """What was not printed yet, notes, goals, and the failures last."""
         self.checks()
@@ -122,6 +139,7 @@ class Report:
             self.speed(name)
         self.memory()
         self.overhead()
+        self.decoding()
         for note in self.results.notes:
             self._note(note)
         self._rates()

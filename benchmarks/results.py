@@ -18,6 +18,7 @@ import torch
 
 import heads_kernels as hk
 from benchmarks.checks import Check
+from benchmarks.decoding import Row as Decoding
 from benchmarks.goals import GOALS, MEMORY_GOAL_MIB, OVERHEAD_GOAL_US, Versus
 from benchmarks.measure import Memory, Overhead, Speed
 
@@ -70,6 +71,7 @@ class Results:
     speed: list[Speed] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
     overhead: list[Overhead] = field(default_factory=list)
+    decoding: list[Decoding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = False
     #: Load average of the minute before the run.

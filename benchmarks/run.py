@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 import heads_kernels as hk
-from benchmarks import checks, measure, minilm, problems, shapes
+from benchmarks import checks, decoding, measure, minilm, problems, shapes
 from benchmarks.goals import GOALS
 from benchmarks.measure import Effort, Speed
 from benchmarks.problems import DIRECTIONS, Direction, Workload
@@ -17,7 +17,7 @@ from benchmarks.report import Report
 from benchmarks.results import Results
 
 #: Names beside those of workloads that `--only` knows.
-PARTS = ("memory", "overhead")
+PARTS = ("memory", "overhead", "decoding")
 
 #: By form. Quick: 9 samples or more make a median that a few disturbed ones do not move, and the seconds
 #: keep the whole run under 4 minutes on 2 cores. Full has seven times the measurements and 13 minutes.
@@ -69,7 +69,9 @@ def steps(settings: Settings, chosen: list[Workload]) -> int:
     timings = len(DIRECTIONS) * real + sum(len(workload.directions) for workload in chosen)
     if settings.form == "full" and torch.get_num_threads() > 1:
         timings *= 2
-    parts = sum(map(settings.wants, PARTS))
+    parts = sum(map(settings.wants, PARTS[:2]))
+    if settings.wants("decoding"):
+        parts += len(decoding.cases(settings.form))
     return bool(real) + len(_with_dense(chosen)) + real + timings + parts
 
 
@@ -126,6 +128,9 @@ def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) 
         step("overhead")
         results.overhead += measure.overhead(EFFORT[settings.form])
         report.overhead()
+    if settings.wants("decoding"):
+        _decoding(settings, results, step)
+        report.decoding()
     results.complete = True
 
 
@@ -213,6 +218,25 @@ def _memory(settings: Settings, results: Results) -> None:
     if settings.form != "quick":  # of which `biased` is a workload, and checked
         (inputs,) = biased.make(settings.dtype)
         results.memory += measure.memory(inputs, biased.name, eager_backward=True)
+
+
+def _decoding(settings: Settings, results: Results, step: Step) -> None:
+    """Every case in its own dtype, in full on all threads and on one."""
+    effort = _POINT if settings.form == "full" else EFFORT[settings.form]
+    own = torch.get_num_threads()
+    for case in decoding.cases(settings.form):
+        step(f"decoding {case}")
+        cache = decoding.Cache(case)
+        failures = decoding.check(cache)
+        results.failures += failures
+        if failures:
+            continue
+        for threads in dict.fromkeys((own, 1) if settings.form == "full" else (own,)):
+            torch.set_num_threads(threads)
+            try:
+                results.decoding += decoding.measure(cache, effort.budget_s, effort.least)
+            finally:
+                torch.set_num_threads(own)
 
 
 def backends(settings: Settings) -> list[str]:

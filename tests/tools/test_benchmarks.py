@@ -19,7 +19,19 @@ pytest.importorskip(
 )
 
 from benchmarks import __main__ as cli
-from benchmarks import checks, floor, goals, measure, minilm, plot, problems, results, run, shapes
+from benchmarks import (
+    checks,
+    decoding,
+    floor,
+    goals,
+    measure,
+    minilm,
+    plot,
+    problems,
+    results,
+    run,
+    shapes,
+)
 from benchmarks.baselines import baselines
 from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report, make_console
@@ -69,6 +81,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 and row["gflops"] > 0 for row in numbers["speed"])
     assert {row["candidate"] for row in numbers["memory"]} == {"ours", "eager", "sdpa"}
     assert len(numbers["overhead"]) == 8
+    assert {row["case"] for row in numbers["decoding"]} == set(map(str, decoding.cases("smoke")))
     if "No real input" not in done.stdout:
         assert set(minilm.NAMES) <= checked
         assert "equal the model's own attention" in done.stdout

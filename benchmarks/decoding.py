@@ -1,0 +1,200 @@
+"""One query row against a cache: time, and the rate at which keys and values are read.
+
+The cache has its heads first, as in transformers, or its tokens first, as in `hk.nn.KeyValueCache`; SDPA reads the same
+numbers with the query heads of a group as rows of one key head, and the faster of its two times is what ours are
+compared with. Where all heads have keys of their own at width 64, collaborative attention of the same model width
+stands beside them.
+
+The rate is that of all keys and values of a call, each read once. The rate of memory beside it is the highest that a
+sum, a maximum and a dot product of PyTorch reach, in turn with the calls, on as many bytes as the call reads, so that
+they have the caches that the call has. A call can come out above them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import heads_kernels as hk
+from heads_kernels.testing import Inputs, accuracy, time_in_turn
+
+#: Larger caches are left out.
+MOST_BYTES: Final = 1 << 31
+#: Past this reads run at the speed of memory, whatever the size.
+_MOST_READ: Final = 1 << 28
+#: Width of the shared query and key beside 12 heads of 64, as in BERT-base's workloads.
+_SHARED: Final = 256
+_LAYOUTS: Final = ("heads first", "tokens first")
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int
+    H: int
+    Hk: int
+    S: int
+    D: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H} Hk{self.Hk}"
+        return f"B{self.B} {heads} S{self.S} D{self.D} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token of one sequence."""
+        return 2 * self.Hk * self.D * self.dtype.itemsize
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.B * self.S * self.token_bytes
+
+    @property
+    def collaborative(self) -> bool:
+        """Whether collaborative attention of the same model width stands beside it."""
+        return self.Hk == self.H and self.D == 64
+
+    @property
+    def shared_token_bytes(self) -> int:
+        """Of the shared key and the values."""
+        return (_SHARED + self.H * self.D) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median of a candidate; `times_sdpa` is the faster SDPA's by it, `memory_gbytes` the rate of memory."""
+
+    case: str
+    candidate: str
+    threads: int
+    ms: float
+    times_sdpa: float
+    token_bytes: int
+    gbytes: float
+    memory_gbytes: float
+    spread: float  # median by the fastest sample
+
+
+def cases(form: str) -> list[Case]:
+    """Those of a form: smoke, quick or full."""
+    narrow = (torch.float32, torch.bfloat16)
+    if form == "smoke":
+        return [Case(2, 12, 12, 32, 64, dtype) for dtype in narrow] + [
+            Case(2, 16, 4, 32, 64, dtype) for dtype in narrow
+        ]
+    if form == "quick":
+        shapes = [(1, 12, 12, 512, 64), (8, 12, 12, 4096, 64), (1, 16, 4, 4096, 128)]
+        return [Case(*shape, torch.float32) for shape in shapes]
+    every = (
+        Case(B, H, Hk, S, D, dtype)
+        for (H, Hk), D, B, S, dtype in product(
+            ((12, 12), (16, 4)), (64, 128), (1, 8, 64), (512, 4096), narrow
+        )
+    )
+    return [case for case in every if case.cache_bytes <= MOST_BYTES]
+
+
+class Cache:
+    """Operands of all candidates of a case; both layouts are of the same memory."""
+
+    def __init__(self, case: Case):
+        B, H, Hk, S, D, self.case = case.B, case.H, case.Hk, case.S, case.D, case
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=case.dtype).normal_(generator=generator)
+
+        self.query = draw(B, H, 1, D)
+        key, value = draw(B, S, Hk, D), draw(B, S, Hk, D)
+        self.layouts = {
+            _LAYOUTS[0]: (key.view(B, Hk, S, D), value.view(B, Hk, S, D)),
+            _LAYOUTS[1]: (key.transpose(1, 2), value.transpose(1, 2)),
+        }
+        if case.collaborative:
+            self.shared_query, self.shared_key = draw(B, 1, _SHARED), draw(B, S, _SHARED)
+            self.mixing = torch.randn(H, _SHARED, generator=generator)
+
+    def inputs(self) -> dict[str, Inputs]:
+        """Calls of ours by candidate."""
+        found = {}
+        dout = torch.ones_like(self.query)
+        for layout, (key, value) in self.layouts.items():
+            tensors = {"query": self.query, "key": key, "value": value}
+            found[f"ours, {layout}"] = Inputs("gated_attention", tensors, {}, dout)
+        if self.case.collaborative:
+            tensors = {
+                "query": self.shared_query,
+                "key": self.shared_key,
+                "value": value,
+                "mixing": self.mixing,
+            }
+            options = {"scale": self.case.D**-0.5}
+            found["ours, collaborative"] = Inputs("collaborative_attention", tensors, options, dout)
+        return found
+
+    def sdpa(self) -> dict[str, Callable[[], Tensor]]:
+        """SDPA by candidate, the query heads of a group as rows."""
+        B, H, _, D = self.query.shape
+        Hk = self.case.Hk
+
+        def of(key: Tensor, value: Tensor) -> Callable[[], Tensor]:
+            def call() -> Tensor:
+                rows = self.query.view(B, Hk, H // Hk, D)
+                return F.scaled_dot_product_attention(rows, key, value).view(B, H, 1, D)
+
+            return call
+
+        return {f"SDPA, {layout}": of(*cached) for layout, cached in self.layouts.items()}
+
+
+def check(cache: Cache) -> list[str]:
+    """What breaks the accuracy rule, in the first sequence of the batch."""
+    failures = []
+    for name, inputs in cache.inputs().items():
+        tensors = {k: t if k == "mixing" else t[:1] for k, t in inputs.tensors.items()}
+        first = Inputs(inputs.operator, tensors, inputs.options, inputs.dout[:1])
+        report = accuracy.compare(accuracy.reference(first, backward=False), None, name)
+        if not report.ok:
+            failures.append(f"decoding, {cache.case}: {report}")
+    return failures
+
+
+def measure(cache: Cache, budget_s: float, least: int) -> list[Row]:
+    """All candidates in turn, on the present number of threads."""
+    case = cache.case
+    ours: dict[str, Callable[[], object]] = {
+        name: partial(getattr(hk, inputs.operator), **inputs.arguments())
+        for name, inputs in cache.inputs().items()
+    }
+    compared = ours | cache.sdpa()
+    read, readers = _readers(min(case.cache_bytes, _MOST_READ))
+    with torch.inference_mode():
+        times = time_in_turn(compared | readers, budget_s=budget_s, least=least, warmup=1)
+    memory = max(read / times[name].minimum for name in readers) * 1e-9
+    best = min(timing.median for name, timing in times.items() if name.startswith("SDPA"))
+    rows = []
+    for name in compared:
+        timing = times[name]
+        size = case.shared_token_bytes if name.endswith("collaborative") else case.token_bytes
+        rows.append(Row(str(case), name, torch.get_num_threads(), timing.median * 1e3,
+            best / timing.median, size, case.B * case.S * size / timing.median * 1e-9, memory,
+            timing.median / timing.minimum))  # fmt: skip
+    return rows
+
+
+def _readers(size: int) -> tuple[int, dict[str, Callable[[], object]]]:
+    """Bytes that each reads, and the calls."""
+    numbers = torch.ones(max(size // 8, 1), dtype=torch.int64)
+    reals = numbers.view(torch.float32)
+    return numbers.nbytes, {
+        "sum": reals.sum,
+        "maximum": numbers.max,
+        "dot": lambda: torch.dot(reals, reals),
+    }
