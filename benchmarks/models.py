@@ -166,8 +166,9 @@ def t5(layers: int = 6) -> Model:
     """T5-small with a small vocabulary, random weights."""
     import transformers
 
-    config = transformers.T5Config(vocab_size=VOCABULARY, num_layers=layers, eos_token_id=None,
-        pad_token_id=0, decoder_start_token_id=0)  # fmt: skip
+    config: Any = transformers.T5Config(vocab_size=VOCABULARY, num_layers=layers, eos_token_id=None,
+        pad_token_id=0)  # fmt: skip
+    config.decoder_start_token_id = 0
     return _random(transformers.T5ForConditionalGeneration, config)
 
 

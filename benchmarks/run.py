@@ -20,7 +20,7 @@ from benchmarks.results import Results
 PARTS = ("memory", "overhead", "decoding")
 
 #: By form. Quick: 9 samples or more make a median that a few disturbed ones do not move, and the seconds
-#: keep the whole run under 4 minutes on 2 cores. Full has seven times the measurements and 13 minutes.
+#: keep the whole run under 4 minutes on 2 cores. Full has seven times the measurements and 17 minutes.
 EFFORT = {"smoke": Effort(0.02, 2), "quick": Effort(2.0, 9), "full": Effort(1.5, 9)}
 #: In full, of workloads without a goal: points of a series, which a plot draws.
 _POINT = Effort(0.6, 5)
