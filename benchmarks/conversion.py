@@ -32,7 +32,7 @@ from benchmarks.results import this_machine, write_whole
 from heads_kernels.testing import time_in_turn
 
 Model = Any
-Calibration = Mapping[str, hk.convert.Moments]
+Calibration = Mapping[str, hk.convert.Moments | hk.convert.RotaryMoments]
 
 #: Cosine, Spearman and top-1 agreement that activation-aware decompositions with the same number of features in every
 #: layer reach: shared features by alternating least squares, heads with features of their own.
@@ -158,6 +158,7 @@ def against_tensorly(layer: hk.heads.AttentionLayer, dim: int) -> Library:
 
     tensorly.set_backend("pytorch")
     heads = hk.convert.read_heads(layer)
+    assert isinstance(heads, hk.convert.Heads)
     product = torch.einsum("hdq,hdk->qhk", heads.query.float(), heads.key.float())
     start = time.perf_counter()
     _, (query, mixing, key) = parafac(product, dim, init="random", tol=1e-6, random_state=0)

@@ -34,6 +34,13 @@ from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import install, read_heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.ragged import ragged
+from heads_kernels.convert.rotary import (
+    RotaryFactors,
+    RotaryHeads,
+    RotaryMoments,
+    rotary_cp,
+    rotary_ragged,
+)
 from heads_kernels.convert.spectrum import CapturedEnergy, captured_energy
 
 __all__ = [
@@ -45,6 +52,9 @@ __all__ = [
     "Heads",
     "Moments",
     "Report",
+    "RotaryFactors",
+    "RotaryHeads",
+    "RotaryMoments",
     "break_even",
     "calibrate",
     "captured_energy",
@@ -58,6 +68,8 @@ __all__ = [
     "plot",
     "ragged",
     "read_heads",
+    "rotary_cp",
+    "rotary_ragged",
     "score_error",
     "solve_budget",
     "weight_error",

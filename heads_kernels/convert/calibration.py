@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import refuse
+from heads_kernels.convert.fitting import AnyMoments
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.rotary import RotaryMoments
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.snapshot import undone
@@ -26,7 +28,7 @@ def calibrate(
     layers: Iterable[int | str] | None = None,
     *,
     progress: bool = True,
-) -> dict[str, Moments]:
+) -> dict[str, AnyMoments]:
     """Moments of the inputs of queries and keys of each layer, over all batches of `data`.
 
     The model runs in evaluation mode and is restored afterwards, except for state that its own forward changes. Padding
@@ -57,9 +59,9 @@ def calibrate(
 def moments_of(
     model: nn.Module,
     layers: list[AttentionLayer],
-    calibration: Iterable[Any] | Mapping[str, Moments] | None,
+    calibration: Iterable[Any] | Mapping[str, AnyMoments] | None,
     progress: bool,
-) -> list[Moments] | None:
+) -> list[AnyMoments] | None:
     """Moments of these layers: those that `calibrate` returned, or computed from batches; Nones without calibration.
 
     Raises:
@@ -75,21 +77,21 @@ def moments_of(
     return [_fitting(layer, found) for layer in layers]
 
 
-def _check_same_layers(moments: Mapping[str, Moments], layers: list[AttentionLayer]) -> None:
+def _check_same_layers(moments: Mapping[str, AnyMoments], layers: list[AttentionLayer]) -> None:
     if missing := [layer.name for layer in layers if layer.name not in moments]:
         theirs, ours = (", ".join(map(repr, names)) for names in (moments, missing))
         was = f"has moments of {theirs or 'no layer'}"
         refuse("calibration", was, f"this model also has {ours}: calibrate this model")
 
 
-def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, Moments]]:
-    return all(isinstance(each, Moments) for each in calibration.values())
+def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, AnyMoments]]:
+    return all(isinstance(each, (Moments, RotaryMoments)) for each in calibration.values())
 
 
 def _gathered(
     model: nn.Module, layers: list[AttentionLayer], data: Iterable[Any], progress: bool
-) -> dict[str, Moments]:
-    sums: dict[str, Moments] = {}
+) -> dict[str, AnyMoments]:
+    sums: dict[str, Any] = {}
     with evaluation(model), torch.no_grad():
         for number, batch in enumerate(each_batch(data, "Calibration", progress, "calibration")):
             with _summed(model, layers) as found:
@@ -101,13 +103,13 @@ def _gathered(
 
 
 @contextmanager
-def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str, Moments]]:
+def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str, AnyMoments]]:
     """In this block the layers' moments are added up, by name.
 
     All layers are observed: the rows of cross-attention are those of the self-attention before it.
     """
     chosen = {layer.name for layer in layers}
-    sums: dict[str, Moments] = {}
+    sums: dict[str, Any] = {}
     inputs: dict[tuple[str, str], Tensor] = {}
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
@@ -139,7 +141,7 @@ def _keep(
 
 def _moments(
     layer: AttentionLayer, call: AttentionCall, query: Tensor | None, key: Tensor | None
-) -> Moments:
+) -> AnyMoments:
     """Of one call, from the inputs of its projections, as far as those ran."""
     real_queries, real_keys = call.real_queries, call.real_keys
     for real, rows, what in ((real_queries, query, "queries"), (real_keys, key, "keys")):
@@ -149,6 +151,14 @@ def _moments(
             refuse("calibration", was, "run the model without a cache, on whole sequences")
     assert query is not None
     assert key is not None
+    if layer.layout.rotary:
+        return RotaryMoments.of(
+            call.query,
+            call.key,
+            query_mask=real_queries,
+            key_mask=real_keys,
+            is_causal=call.is_causal,
+        )
     is_same = key is query or (call.self_attention and torch.equal(key, query))
     return Moments.of(
         query,
@@ -159,22 +169,24 @@ def _moments(
     )
 
 
-def _check_finite(name: str, moments: Moments, batch: int) -> None:
-    if not all(bool(each.isfinite().all()) for each in (moments.query_outer, moments.key_outer)):
+def _check_finite(name: str, moments: AnyMoments, batch: int) -> None:
+    if not all(bool(each.isfinite().all()) for each in moments.sums):
         was = f"gives layer {name!r} NaN or infinity in batch {batch}"
         refuse("calibration", was, "look for them in the batch and in the weights before the layer")
 
 
-def _fitting(layer: AttentionLayer, moments: Mapping[str, Moments]) -> Moments:
+def _fitting(layer: AttentionLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
     """Those of this layer."""
     if layer.name not in moments or not moments[layer.name].count > 0:
         refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
     found = moments[layer.name]
-    if not found.key_outer.any():
+    if not found.sums[1].any():
         was = f"has keys of {layer} that never vary within what a row sees"
         refuse("calibration", was, "add batches of longer sentences, or leave the layer out")
-    if found.widths != (layer.query.inputs, layer.key.inputs):
-        was = f"has moments of inputs of widths {found.widths} for {layer}"
-        expected = (layer.query.inputs, layer.key.inputs)
+    expected: tuple[int, int] = (layer.query.inputs, layer.key.inputs)
+    if layer.layout.rotary:
+        expected = (layer.num_heads, layer.head_dim // 2)
+    if found.widths != expected:
+        was = f"has moments of widths {found.widths} for {layer}"
         refuse("calibration", was, f"the layer has widths {expected}: calibrate this model")
     return found

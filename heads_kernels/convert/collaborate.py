@@ -13,14 +13,10 @@ from heads_kernels.analysis.batches import bar
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.convert.calibration import moments_of
 from heads_kernels.convert.conversion import Conversion, Report
-from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
-from heads_kernels.convert.factors import Factors
+from heads_kernels.convert.fitting import AnyFactors, AnyMoments, fit, spectra_of
 from heads_kernels.convert.install import prepare, put_in, read_heads
-from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.ragged import ragged
-from heads_kernels.convert.spectrum import spectra_of
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.nn.snapshot import kept_on_error
@@ -40,7 +36,7 @@ def collaborate(
     params: int | None = None,
     error: float | None = None,
     method: str = "cp",
-    calibration: Iterable[Any] | Mapping[str, Moments] | None = None,
+    calibration: Iterable[Any] | Mapping[str, AnyMoments] | None = None,
     layers: Iterable[int | str] | None = None,
     iterations: int = 100,
     length: int = 128,
@@ -56,6 +52,9 @@ def collaborate(
     content bias per head and key. With `calibration`, the features minimise the error of the scores on those inputs
     instead of that of the weights; on MiniLM this reduces the error of the output by nine tenths. From the rank of all
     heads on, at most `H D`, the result is exact.
+
+    In a layer with rotary positions, heads share pairs of features of the same frequency (`rotary_cp`,
+    `rotary_ragged`), which rotate as the heads' own do. Biases then stay, there is no content bias, and `Ds` is even.
 
     Layers of transformers models keep their forward, and the model is prepared with `hk.integrations.transformers.use`.
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` (for `torch.nn.MultiheadAttention`,
@@ -91,9 +90,9 @@ def collaborate(
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work. Also if a
-            layer is collaborative already, has rotary positions or norms before its scores, an adapter on its queries
-            or keys (merge it first), quantised or sharded projections, forward hooks on them, or weights that are not
-            finite; or calibration data has no tokens, another width, or NaN.
+            layer is collaborative already, has norms before its scores or rotary positions of an unknown form, an
+            adapter on its queries or keys (merge it first), quantised or sharded projections, forward hooks on them, or
+            weights that are not finite; or calibration data has no tokens, another width, or NaN.
     """
     wanted = Wanted(dim, energy, params, error)
     if method not in _METHODS:
@@ -108,16 +107,15 @@ def collaborate(
         chosen = prepare(model, layers) if named is None else prepare(model, named, "dim")
         heads = [read_heads(layer) for layer in chosen]
         moments = moments_of(model, chosen, calibration, progress)
-        spectra = spectra_of(heads, moments)
+        spectra = spectra_of(heads, moments, method)
         factors, reports = [], []
         with bar("Conversion", len(chosen), progress) as advance:
             for n, each in enumerate(wanted.dims(heads, spectra)):
                 own = None if moments is None else moments[n]
-                if method == "cp":
-                    made = cp(heads[n], each, own, iterations=iterations, spectrum=spectra[n])
-                else:
-                    multiple = min(wanted.multiple, each)
-                    made = ragged(heads[n], each, own, multiple=multiple, spectrum=spectra[n])
+                made = fit(
+                    heads[n], each, own, spectra[n],
+                    method=method, iterations=iterations, multiple=wanted.multiple,
+                )  # fmt: skip
                 factors.append(made)
                 key_heads = chosen[n].num_key_heads
                 reports.append(Report.of(heads[n], made, own, Hk=key_heads, length=length))
@@ -140,7 +138,7 @@ def collaborate(
 
 
 def _warn_of_rank(
-    wanted: Wanted, layers: list[AttentionLayer], ranks: list[int], factors: list[Factors]
+    wanted: Wanted, layers: list[AttentionLayer], ranks: list[int], factors: list[AnyFactors]
 ) -> None:
     """Warn if `dim` exceeds the rank of a layer, with which it is already exact."""
     if isinstance(wanted.dim, int):  # an average

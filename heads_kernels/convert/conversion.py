@@ -13,9 +13,8 @@ from heads_kernels.analysis.head_scores import text_table
 from heads_kernels.checks import refuse
 from heads_kernels.convert.counts import break_even, count_flops, count_parameters
 from heads_kernels.convert.curves import Curves
-from heads_kernels.convert.factors import Factors, score_error, weight_error
-from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.fitting import AnyFactors, AnyHeads, AnyMoments, errors_of
+from heads_kernels.convert.rotary import RotaryHeads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,9 +50,9 @@ class Report:
     @classmethod
     def of(
         cls,
-        heads: Heads,
-        factors: Factors,
-        moments: Moments | None = None,
+        heads: AnyHeads,
+        factors: AnyFactors,
+        moments: AnyMoments | None = None,
         *,
         Hk: int | None = None,
         length: int = 128,
@@ -61,17 +60,20 @@ class Report:
         """The report of `factors` of `heads`, with errors under `moments`; Hk key heads, None means H."""
         D_in, D_k, H, D_in_k = heads.D_in, heads.D_k, heads.H, heads.D_in_k
         Ds, used = factors.dim, factors.executed_features
-        bias = heads.query_bias is not None
+        bias, rotary = heads.has_bias, isinstance(heads, RotaryHeads)
         before = count_flops(length, length, D_in, D_k, H, D_in_k=D_in_k, Hk=Hk)
-        after = count_flops(length, length, D_in, D_k, H, Ds, D_in_k=D_in_k, executed_features=used)
+        after = count_flops(
+            length, length, D_in, D_k, H, Ds, D_in_k=D_in_k, executed_features=used, rotary=rotary
+        )
+        by_weights, by_scores = errors_of(heads, factors, moments)
         return cls(
             dim=Ds,
             features=tuple(factors.features),
             executed_features=used,
-            weight_error=weight_error(heads, factors),
-            score_error=None if moments is None else score_error(heads, factors, moments),
+            weight_error=by_weights,
+            score_error=by_scores,
             parameters_before=count_parameters(D_in, D_k, H, D_in_k=D_in_k, Hk=Hk, bias=bias),
-            parameters=count_parameters(D_in, D_k, H, Ds, D_in_k=D_in_k),
+            parameters=count_parameters(D_in, D_k, H, Ds, D_in_k=D_in_k, bias=bias, rotary=rotary),
             length=length,
             flops_before=before.total,
             flops=after.total,
@@ -257,6 +259,8 @@ def _draw_errors(axes: Any, curves: Curves, colors: list[Any]) -> None:
 
 def _draw_energy(axes: Any, curves: Curves, colors: list[Any]) -> None:
     for place, (energy, color) in enumerate(zip(curves.energy, colors, strict=True)):
+        if energy is None:
+            continue
         for held, style, label in (
             (energy.stacked_product, "-", "all heads together"),
             (energy.product.mean(0), "--", "single heads"),
@@ -264,7 +268,8 @@ def _draw_energy(axes: Any, curves: Curves, colors: list[Any]) -> None:
             shares = [(n + 1) / len(held) for n in range(len(held))]
             axes.plot(shares, held.cpu(), style, color=color, label=None if place else label)
     axes.set(title="captured energy", xlabel="share of the dimensions", ylim=(0, 1.02))
-    axes.legend(frameon=False)
+    if any(curves.energy):
+        axes.legend(frameon=False)
 
 
 def _draw_choice(errors: Any, axes: Any, conversion: Conversion, colors: list[Any]) -> None:

@@ -22,12 +22,14 @@ def count_parameters(
     Hk: int | None = None,
     bias: bool = True,
     trained: bool = False,
+    rotary: bool = False,
 ) -> int:
     """Query and key parameters of one attention layer.
 
     Ordinary attention (`Ds` None): `D_in D_k + D_in_k D_k Hk / H`, and a bias for each row. Converted:
     `(D_in + D_in_k + H) Ds` of the projections and mixing, and `H D_in_k` content weights, which the query bias
-    became. Trained as collaborative from the start: `2 Ds` biases instead of those.
+    became. Trained as collaborative from the start: `2 Ds` biases instead of those. Converted with rotary positions:
+    `2 Ds` biases instead, if there were some, and `H Ds / 2` mixing weights, one for a pair of features.
 
     Args:
         D_in, D_k, H, Ds: the sizes of the layer.
@@ -36,6 +38,7 @@ def count_parameters(
         bias: whether the projections have biases; a converted layer has content weights in either case, for the mean of
             its calibration inputs.
         trained: count a layer that was trained as collaborative, not converted.
+        rotary: count a converted layer with rotary positions.
 
     Raises:
         TypeError, ValueError: a size is not an int >= 1.
@@ -45,6 +48,8 @@ def count_parameters(
     if Ds is None:
         key_rows = _of_key_heads(D_k, H, Hk)
         return D_in * D_k + D_in_k * key_rows + (D_k + key_rows) * bias
+    if rotary:
+        return (D_in + D_in_k + 2 * bias) * Ds + H * Ds // 2
     return (D_in + D_in_k + H) * Ds + (2 * Ds * bias if trained else H * D_in_k)
 
 
@@ -80,6 +85,7 @@ def count_flops(
     pairs: int | None = None,
     executed_features: int | None = None,
     open_heads: int | None = None,
+    rotary: bool = False,
 ) -> Flops:
     """FLOPs of the forward pass of one layer: projections, scores, weighted values; the softmax does not count.
 
@@ -91,7 +97,8 @@ def count_flops(
     | `content` | 0 | `2 S D_in_k H + P H` |
     | `values`, `value`, `output` | `2 P D_v`, `2 S D_in_k D_v`, `2 T D_v D_out` | the same |
 
-    With `Hk < H` key heads in ordinary attention, `key` and `value` are multiplied by `Hk / H`.
+    With rotary positions `content` is 0; the rotation does not count. With `Hk < H` key heads in ordinary attention,
+    `key` and `value` are multiplied by `Hk / H`.
 
     Args:
         T, S: query rows and keys, padding left out; summed over a batch.
@@ -103,6 +110,7 @@ def count_flops(
             `T S`.
         executed_features: F, features that the scores of the open heads use (`Factors.executed_features`).
         open_heads: number of open heads; a closed one costs only its share of the projections.
+        rotary: whether positions are rotary, so that a collaborative layer has no content biases.
 
     Raises:
         TypeError, ValueError: a size is not an int >= 1, or `open_heads` is above H.
@@ -126,7 +134,7 @@ def count_flops(
         key=2 * S * D_in_k * key_width,
         mixing=0 if Ds is None else T * F,
         scores=2 * P * F,
-        content=0 if Ds is None else 2 * S * D_in_k * H + P * open_heads,
+        content=0 if Ds is None or rotary else 2 * S * D_in_k * H + P * open_heads,
         values=2 * P * D_v * open_heads // H,
         value=2 * S * D_in_k * value_width,
         output=2 * T * D_v * D_out,

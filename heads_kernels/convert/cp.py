@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from heads_kernels.convert.factors import Factors, balanced
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments, whiten
 from heads_kernels.convert.ragged import chunked, own_features, ragged
-from heads_kernels.convert.spectrum import Spectrum
+from heads_kernels.convert.spectrum import HeadSpectrum
 
 #: Relative noise of the start, which separates equal features (two rotated copies of one head would otherwise stay
 #: equal). On the layers of MiniLM the error ended as low as without it or up to 2 % lower.
@@ -30,7 +31,7 @@ def cp(
     iterations: int = 100,
     tolerance: float = 1e-4,
     callback: Callable[[int, float], None] | None = None,
-    spectrum: Spectrum | None = None,
+    spectrum: HeadSpectrum | None = None,
 ) -> Factors:
     r"""`dim` features that all heads share, each head with its own mixing vector.
 
@@ -50,7 +51,7 @@ def cp(
         tolerance: stop when a step without momentum reduces the error by less than this share.
         callback: called after each iteration with its number, from 1, and the relative error without content; the
             error never grows.
-        spectrum: `Spectrum.of(heads, moments)`, if already computed.
+        spectrum: `HeadSpectrum.of(heads, moments)`, if already computed.
 
     Returns:
         Factors whose error is at most that of `ragged` at this `dim`. The same call gives the same numbers.
@@ -63,26 +64,11 @@ def cp(
     check_size("iterations", iterations)
     if not tolerance >= 0:
         refuse("tolerance", f"is {tolerance}", "pass 0 or a small share")
-    spectrum = Spectrum.of(heads, moments) if spectrum is None else spectrum
+    spectrum = HeadSpectrum.of(heads, moments) if spectrum is None else spectrum
     if dim >= spectrum.rank:
         return ragged(heads, dim, moments, spectrum=spectrum)
     products = _Products.of(heads, moments)
-    fit = before = _start(products, spectrum, dim)
-    momentum = 0
-    for iteration in range(1, iterations + 1):
-        # Nesterov's weights, restarted after a step that gained little or is undone
-        ahead = momentum / (momentum + 3)
-        found = products.sweep(
-            *(now + ahead * (now - then) for now, then in zip(fit.open, before.open, strict=True))
-        )
-        little = found.cut >= (1 - tolerance) ** 2 * fit.cut
-        done = little and momentum == 0
-        before, fit = fit, found if found.cut < fit.cut else fit
-        momentum = 0 if little else momentum + 1
-        if callback is not None:
-            callback(iteration, (fit.cut / products.whole) ** 0.5)
-        if done:
-            break
+    fit = improved(products, _start(products, spectrum, dim), iterations, tolerance, callback)
     if fit.cut > spectrum.cut(dim):
         return ragged(heads, dim, moments, spectrum=spectrum)
     query, key = (
@@ -93,7 +79,7 @@ def cp(
 
 
 @dataclass(frozen=True, eq=False)
-class _Fit:
+class Fit:
     """Features as coefficients over the rows of all heads, `[H D, Ds]`, of norm 1 over the (whitened) inputs.
 
     `scored` is `key_gram key`; `cut` the squared error.
@@ -109,6 +95,42 @@ class _Fit:
     def open(self) -> tuple[Tensor, Tensor, Tensor]:
         """The start of the next sweep."""
         return self.key, self.scored, self.mixing
+
+
+class Products(Protocol):
+    """The scores of all heads, for alternating least squares; `whole` is the sum of their squares."""
+
+    @property
+    def whole(self) -> float: ...
+
+    def sweep(self, key: Tensor, scored: Tensor, mixing: Tensor) -> Fit:
+        """The best query features for these key features and mixing, then the best key features, then mixing."""
+        ...
+
+
+def improved(
+    products: Products,
+    fit: Fit,
+    iterations: int,
+    tolerance: float,
+    callback: Callable[[int, float], None] | None = None,
+) -> Fit:
+    """`fit` after sweeps with Nesterov's momentum, which starts anew after one that gained little or is undone."""
+    before, momentum = fit, 0
+    for iteration in range(1, iterations + 1):
+        ahead = momentum / (momentum + 3)
+        found = products.sweep(
+            *(now + ahead * (now - then) for now, then in zip(fit.open, before.open, strict=True))
+        )
+        little = found.cut >= (1 - tolerance) ** 2 * fit.cut
+        done = little and momentum == 0
+        before, fit = fit, found if found.cut < fit.cut else fit
+        momentum = 0 if little else momentum + 1
+        if callback is not None:
+            callback(iteration, (fit.cut / products.whole) ** 0.5)
+        if done:
+            break
+    return fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +150,7 @@ class _Products:
         own = (query * key).reshape(H, heads.D_k // H, H, -1)  # [H, D, H, D]
         return cls(query, key, H, float(own.diagonal(dim1=0, dim2=2).sum()))
 
-    def sweep(self, key: Tensor, scored: Tensor, mixing: Tensor) -> _Fit:
-        """The best query features for these key features and mixing, then the best key features, then mixing."""
+    def sweep(self, key: Tensor, scored: Tensor, mixing: Tensor) -> Fit:
         alike = mixing.T @ mixing  # [Ds, Ds]
         weights = mixing.repeat_interleave(len(key) // self.num_heads, 0)  # [H D, Ds]
         query = _solve(alike * (key.T @ scored), weights * scored)
@@ -140,15 +161,15 @@ class _Products:
 
     def mixed(
         self, query: Tensor, asked: Tensor, query_alike: Tensor, key: Tensor, scored: Tensor
-    ) -> _Fit:
+    ) -> Fit:
         """The best mixing of given features."""
         products = (asked * scored).view(self.num_heads, -1, asked.shape[1]).sum(1)  # [H, Ds]
         mixing = _solve(query_alike * (key.T @ scored), products)
         cut = self.whole - float((products * mixing).sum())
-        return _Fit(query, key, scored, mixing, max(cut, 0.0))
+        return Fit(query, key, scored, mixing, max(cut, 0.0))
 
 
-def _start(products: _Products, spectrum: Spectrum, dim: int) -> _Fit:
+def _start(products: _Products, spectrum: HeadSpectrum, dim: int) -> Fit:
     """The features of `ragged` with noise."""
     owner = torch.tensor(chunked(spectrum.largest(dim)), device=products.key_gram.device)
     *own, mixing = own_features(spectrum, owner)

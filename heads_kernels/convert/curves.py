@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.convert.calibration import moments_of
+from heads_kernels.convert.fitting import AnyHeads, AnyMoments, spectra_of
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import prepare, read_heads
-from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.spectrum import CapturedEnergy, Spectrum, captured_energy, spectra_of
+from heads_kernels.convert.spectrum import CapturedEnergy, Spectrum, captured_energy
 from heads_kernels.nn.snapshot import undone
 
 
@@ -26,17 +26,17 @@ class Curves:
         errors: `[R + 1]` per layer (`error_curve`): the relative error of the scores with 0 to R features, or of the
             weights without calibration.
         squares: per layer, the mean square of the scores of all heads, scale included, that the error is relative to.
-        energy: per layer, the captured energy of the weights.
+        energy: per layer, the captured energy of the weights; None with rotary positions.
     """
 
     layers: tuple[str, ...]
     errors: tuple[Tensor, ...]
     squares: tuple[float, ...]
-    energy: tuple[CapturedEnergy, ...]
+    energy: tuple[CapturedEnergy | None, ...]
 
     @classmethod
     def of(
-        cls, layers: Sequence[str], heads: Sequence[Heads], spectra: Sequence[Spectrum]
+        cls, layers: Sequence[str], heads: Sequence[AnyHeads], spectra: Sequence[Spectrum]
     ) -> Curves:
         return cls(
             layers=tuple(layers),
@@ -45,7 +45,9 @@ class Curves:
                 each.scale**2 * (float(spectrum.values.square().sum()) + spectrum.content)
                 for each, spectrum in zip(heads, spectra, strict=True)
             ),
-            energy=tuple(captured_energy(each) for each in heads),
+            energy=tuple(
+                captured_energy(each) if isinstance(each, Heads) else None for each in heads
+            ),
         )
 
 
@@ -53,7 +55,7 @@ class Curves:
 @torch.no_grad()
 def curves(
     model: nn.Module,
-    calibration: Iterable[Any] | Mapping[str, Moments] | None = None,
+    calibration: Iterable[Any] | Mapping[str, AnyMoments] | None = None,
     layers: Iterable[int | str] | None = None,
     *,
     progress: bool = True,

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from heads_kernels.checks import check_size, is_real, refuse
 from heads_kernels.convert.counts import count_parameters
-from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.spectrum import Spectrum, spectra_of
+from heads_kernels.convert.fitting import AnyHeads, AnyMoments, spectra_of
+from heads_kernels.convert.spectrum import Spectrum
 
 #: One number for all layers, one for each, or `{layer: number}`, layers by index or name.
 Dim: TypeAlias = int | Sequence[int] | Mapping[int, int] | Mapping[str, int]
@@ -78,21 +77,22 @@ class Wanted:
         """Group size of ragged features: 1 for `energy` and `error`, so that they are met."""
         return _GROUP if self.energy is None and self.error is None else 1
 
-    def dims(self, heads: Sequence[Heads], spectra: Sequence[Spectrum]) -> list[int]:
+    def dims(self, heads: Sequence[AnyHeads], spectra: Sequence[Spectrum]) -> list[int]:
         """Ds of each layer; values above its rank mean its rank."""
         if self.energy is not None:
             bound = (1 - self.energy) ** 0.5
-            return [max(1, int((spectrum.errors() > bound).sum())) for spectrum in spectra]
+            least = [max(1, int((spectrum.errors() > bound).sum())) for spectrum in spectra]
+            return _in_groups(heads, least, up=True)
         if self.error is not None:
-            return allot(heads, spectra, None, self.error)
+            return _in_groups(heads, allot(heads, spectra, None, self.error), up=True)
         if self.params is not None:
-            return _in_rows(heads, spectra, self.params)
+            return _in_groups(heads, _in_rows(heads, spectra, self.params))
         if isinstance(self.dim, int):
             params = sum(
                 count_parameters(each.D_in, each.D_k, each.H, self.dim, D_in_k=each.D_in_k)
                 for each in heads
             )
-            return _in_rows(heads, spectra, params)
+            return _in_groups(heads, _in_rows(heads, spectra, params))
         assert self.dim is not None
         dims = list(self.dim.values() if isinstance(self.dim, Mapping) else self.dim)
         if len(dims) != len(heads):
@@ -100,7 +100,15 @@ class Wanted:
         return dims
 
 
-def _in_rows(heads: Sequence[Heads], spectra: Sequence[Spectrum], params: int) -> list[int]:
+def _in_groups(heads: Sequence[AnyHeads], dims: list[int], up: bool = False) -> list[int]:
+    """Dims in whole groups of features that come together, at least one."""
+    return [
+        max(1, (dim + (each.group - 1 if up else 0)) // each.group) * each.group
+        for each, dim in zip(heads, dims, strict=True)
+    ]
+
+
+def _in_rows(heads: Sequence[AnyHeads], spectra: Sequence[Spectrum], params: int) -> list[int]:
     """As `solve_budget` with `params`, in multiples of `_ROW`.
 
     What is over a multiple goes to the layers that lack least of the next one. Layers stay exact that are, and those
@@ -123,17 +131,17 @@ def _in_rows(heads: Sequence[Heads], spectra: Sequence[Spectrum], params: int) -
     return dims
 
 
-def error_curve(heads: Heads, moments: Moments | None = None) -> Tensor:
+def error_curve(heads: AnyHeads, moments: AnyMoments | None = None) -> Tensor:
     """`[R + 1]`: the relative error of `ragged` for `dim` 0 to R, where R is at most `H D`; the last is 0.
 
     It is `weight_error` without moments and `score_error` with them; that of `cp` is below it.
     """
-    return Spectrum.of(heads, moments).errors()
+    return spectra_of([heads], None if moments is None else [moments])[0].errors()
 
 
 def solve_budget(
-    layers: Sequence[Heads],
-    moments: Sequence[Moments] | None = None,
+    layers: Sequence[AnyHeads],
+    moments: Sequence[AnyMoments] | None = None,
     *,
     params: int | None = None,
     error: float | None = None,
@@ -169,7 +177,7 @@ def solve_budget(
 
 
 def allot(
-    layers: Sequence[Heads], spectra: Sequence[Spectrum], params: int | None, error: float | None
+    layers: Sequence[AnyHeads], spectra: Sequence[Spectrum], params: int | None, error: float | None
 ) -> list[int]:
     """`solve_budget` for given spectra."""
     offers = [_offers(heads, spectrum) for heads, spectrum in zip(layers, spectra, strict=True)]
@@ -191,7 +199,7 @@ def allot(
     return dims
 
 
-def _offers(heads: Heads, spectrum: Spectrum) -> tuple[Tensor, int]:
+def _offers(heads: AnyHeads, spectrum: Spectrum) -> tuple[Tensor, int]:
     """The contribution of each feature to the mean square of the scores, descending, and its cost in parameters."""
     squares = spectrum.values.flatten().sort(descending=True).values.square()
     cost = heads.D_in + heads.D_in_k + heads.H
@@ -199,7 +207,7 @@ def _offers(heads: Heads, spectrum: Spectrum) -> tuple[Tensor, int]:
 
 
 def _enough(
-    error: float, layers: Sequence[Heads], spectra: Sequence[Spectrum], gains: Tensor
+    error: float, layers: Sequence[AnyHeads], spectra: Sequence[Spectrum], gains: Tensor
 ) -> int:
     """How many of these features, in their order, leave at most this error."""
     whole = sum(

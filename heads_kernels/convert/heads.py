@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class Heads:
     key: Tensor
     scale: float
     query_bias: Tensor | None = None
+
+    #: Features that come together.
+    group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for name, form in (("query", "[H, D, D_in]"), ("key", "[H, D, D_in_k]")):
@@ -68,6 +72,10 @@ class Heads:
     @property
     def D_in_k(self) -> int:
         return self.key.shape[2]
+
+    @property
+    def has_bias(self) -> bool:
+        return self.query_bias is not None
 
 
 def _weights(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:

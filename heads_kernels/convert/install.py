@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import check_flag, refuse, shape_of
 from heads_kernels.convert.factors import Factors
+from heads_kernels.convert.fitting import AnyFactors, AnyHeads
 from heads_kernels.convert.heads import Heads
+from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads
 from heads_kernels.heads.layers import (
     AttentionLayer,
     Projection,
@@ -83,28 +85,31 @@ def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
             use(part)
 
 
-def read_heads(layer: AttentionLayer) -> Heads:
+def read_heads(layer: AttentionLayer) -> AnyHeads:
     """The query and key projections of a layer, float64, on the device of its weights.
 
     Projections may be `nn.Linear`, transformers' `Conv1D`, or fused. Keys that several heads share are repeated.
 
+    Returns:
+        `Heads`; `RotaryHeads` of a layer with rotary positions.
+
     Raises:
-        ValueError: the scores are not products of weights (rotary positions); the layer is collaborative already, has
-            no heads left, or has logits of an output gate among the rows of its queries; weights are packed or not
-            finite.
+        ValueError: the scores are not products of weights (norms of queries and keys); the layer is collaborative
+            already, has no heads left, or has logits of an output gate among the rows of its queries; weights are
+            packed or not finite.
     """
     check_has_products(layer)
     assert layer.scale is not None
-    bias = layer.query.linear.bias
-    if bias is not None:
-        bias = bias[layer.query.features(range(layer.num_heads))].view(layer.num_heads, -1)
+    group = layer.num_heads // layer.num_key_heads
+    query, key = _rows(layer.query), _rows(layer.key).repeat_interleave(group, 0)
+    query_bias = _bias(layer.query)
     try:
-        return Heads(
-            query=_rows(layer.query),
-            key=_rows(layer.key).repeat_interleave(layer.num_heads // layer.num_key_heads, 0),
-            scale=layer.scale,
-            query_bias=bias,
-        )
+        if layer.layout.rotary:
+            key_bias = _bias(layer.key)
+            if key_bias is not None:
+                key_bias = key_bias.repeat_interleave(group, 0)
+            return RotaryHeads.of(query, key, layer.scale, query_bias, key_bias)
+        return Heads(query, key, layer.scale, query_bias)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{layer}: {error}") from None
 
@@ -117,9 +122,17 @@ def _rows(projection: Projection) -> Tensor:
     return rows.view(projection.heads, projection.width, -1)
 
 
+def _bias(projection: Projection) -> Tensor | None:
+    """`[heads, width]`."""
+    bias: Tensor | None = projection.linear.bias
+    if bias is None:
+        return None
+    return bias[projection.features(range(projection.heads))].view(projection.heads, -1)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged: bool) -> None:
+def install(model: nn.Module, layer: AttentionLayer, factors: AnyFactors, *, ragged: bool) -> None:
     """Make a layer compute with these factors, in place.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
@@ -143,8 +156,10 @@ def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged
             attention function; the factors are of another layer or not finite. The model is then unchanged.
     """
     check_flag("ragged", ragged)
-    if not isinstance(factors, Factors):
-        refuse("factors", f"is a {type(factors).__name__}", "pass hk.convert.Factors", TypeError)
+    wanted = RotaryFactors if layer.layout.rotary else Factors
+    if not isinstance(factors, wanted):
+        instead = f"pass hk.convert.{wanted.__name__}"
+        refuse("factors", f"is a {type(factors).__name__}", instead, TypeError)
     if dict(model.named_modules()).get(layer.name) is not layer.module:
         instead = "pass one of hk.heads.attention_layers(model), as the model is now"
         refuse(str(layer), "is not in the model", instead)
@@ -155,21 +170,37 @@ def install(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged
         record_in_config(model)
 
 
-def put_in(model: nn.Module, layer: AttentionLayer, factors: Factors, *, ragged: bool) -> None:
+def put_in(model: nn.Module, layer: AttentionLayer, factors: AnyFactors, *, ragged: bool) -> None:
     """As `install`, of what fits, and without the record in configs."""
-    for name, parameter in share(model, layer, factors.dim, ragged=ragged).items():
-        parameter.copy_(getattr(factors, name))
+    if isinstance(factors, RotaryFactors):
+        places, slots = factors.places(layer.head_dim // 2)
+        values = {"mixing": factors.mixing, "query_places": places, "key_places": places}
+        for role, rows in (("query", factors.query), ("key", factors.key)):
+            values |= {role: rows[:, :-1], f"{role}_bias": rows[:, -1]}
+        made = share(model, layer, factors.dim, ragged=ragged, slots=slots)
+    else:
+        made = share(model, layer, factors.dim, ragged=ragged)
+        values = {name: getattr(factors, name) for name in made}
+    for name, tensor in made.items():
+        tensor.copy_(values[name])
 
 
-def _check_fit(layer: AttentionLayer, factors: Factors) -> None:
+def _check_fit(layer: AttentionLayer, factors: AnyFactors) -> None:
     H, Ds = layer.num_heads, factors.dim
     widths = (layer.query.inputs, layer.key.inputs)
-    fitting = {
-        "query": (Ds, widths[0]),
-        "key": (Ds, widths[1]),
-        "mixing": (H, Ds),
-        "content": (H, widths[1]),
-    }
+    if isinstance(factors, RotaryFactors):
+        fitting = {
+            "query": (Ds, widths[0] + 1),
+            "key": (Ds, widths[1] + 1),
+            "mixing": (H, Ds // 2),
+        }
+    else:
+        fitting = {
+            "query": (Ds, widths[0]),
+            "key": (Ds, widths[1]),
+            "mixing": (H, Ds),
+            "content": (H, widths[1]),
+        }
     for name, shape in fitting.items():
         tensor = getattr(factors, name)
         if tensor.shape != shape:

@@ -70,8 +70,9 @@ class Moments:
             if key.shape[:-2] != query.shape[:-2]:
                 was = f"has shape {list(key.shape)}"
                 refuse("key_inputs", was, f"make its batch {list(query.shape[:-2])}, as queries'")
-        outer = _causal(key, query_real, key_real) if is_causal else _all(key, query_real, key_real)
-        return cls(query_real.sum(), query.flatten(0, -2).sum(0), _gram(query), outer)
+        covariance = causal_covariance if is_causal else covariance_of_all
+        outer = covariance(key, query_real, key_real)
+        return cls(query_real.sum(), query.flatten(0, -2).sum(0), gram(query), outer)
 
     def __add__(self, other: Moments) -> Moments:
         if other.widths != self.widths:
@@ -83,6 +84,11 @@ class Moments:
             self.query_outer + other.query_outer,
             self.key_outer + other.key_outer,
         )
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Of products of inputs, of queries and of keys."""
+        return self.query_outer, self.key_outer
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -158,26 +164,27 @@ def _real(name: str, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
     return inputs.detach().double().where(mask[..., None], 0.0), mask
 
 
-def _gram(rows: Tensor) -> Tensor:
+def gram(rows: Tensor) -> Tensor:
+    """The sum over rows of `x conj(x)^T`."""
     flat = rows.flatten(0, -2)
-    return flat.T @ flat
+    return flat.T @ flat.conj()
 
 
-def _all(key: Tensor, query_real: Tensor, key_real: Tensor) -> Tensor:
+def covariance_of_all(key: Tensor, query_real: Tensor, key_real: Tensor) -> Tensor:
     """The sum over real rows of the covariance of all real keys of the sentence."""
-    keys = key_real.sum(-1, dtype=key.dtype)[..., None, None].clamp(min=1)
-    rows = query_real.sum(-1, dtype=key.dtype)[..., None, None]
+    keys = key_real.sum(-1, dtype=torch.float64)[..., None, None].clamp(min=1)
+    rows = query_real.sum(-1, dtype=torch.float64)[..., None, None]
     centred = (key - key.sum(-2, keepdim=True) / keys).where(key_real[..., None], 0.0)
-    return _gram(centred * (rows / keys).sqrt())
+    return gram(centred * (rows / keys).sqrt())
 
 
-def _causal(key: Tensor, query_real: Tensor, key_real: Tensor) -> Tensor:
+def causal_covariance(key: Tensor, query_real: Tensor, key_real: Tensor) -> Tensor:
     """The same, of the real keys up to the row's place: the sum of `mean(y y^T) - mean(y) mean(y)^T`."""
-    seen = key_real.cumsum(-1, dtype=key.dtype).clamp(min=1)  # [..., T]
+    seen = key_real.cumsum(-1, dtype=torch.float64).clamp(min=1)  # [..., T]
     share = query_real / seen  # what each key weighs in row t
     weight = share.flip(-1).cumsum(-1).flip(-1)  # what key s weighs in all rows from s on
     means = key.cumsum(-2) * share[..., None]
-    return _gram(key * weight[..., None].sqrt()) - _gram(means)
+    return gram(key * weight[..., None].sqrt()) - gram(means)
 
 
 def _root(covariance: Tensor) -> Tensor:

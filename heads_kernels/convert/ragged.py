@@ -9,7 +9,7 @@ from heads_kernels.checks import check_size, refuse
 from heads_kernels.convert.factors import Factors, balanced
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.spectrum import Spectrum
+from heads_kernels.convert.spectrum import HeadSpectrum
 from heads_kernels.problem import MIXING_CHUNK
 
 
@@ -19,7 +19,7 @@ def ragged(
     moments: Moments | None = None,
     *,
     multiple: int = 1,
-    spectrum: Spectrum | None = None,
+    spectrum: HeadSpectrum | None = None,
 ) -> Factors:
     """The best `dim` features that no two heads share.
 
@@ -36,7 +36,7 @@ def ragged(
         multiple: heads get features in groups of this size, at most `dim`. With 1 the error is the smallest for its
             `dim`; with `MIXING_CHUNK` heads share no chunk, scores use exactly `dim` features, and the error is the
             smallest for its FLOPs.
-        spectrum: `Spectrum.of(heads, moments)`, if already computed.
+        spectrum: `HeadSpectrum.of(heads, moments)`, if already computed.
 
     Raises:
         TypeError, ValueError: `dim` is not an int >= 1, `multiple` is below 1 or above `dim`, or moments do not fit the
@@ -45,7 +45,7 @@ def ragged(
     check_size("dim", dim)
     if not 1 <= multiple <= dim:
         refuse("multiple", f"is {multiple}", f"pass 1 to {dim}, which is dim")
-    spectrum = Spectrum.of(heads, moments) if spectrum is None else spectrum
+    spectrum = HeadSpectrum.of(heads, moments) if spectrum is None else spectrum
     counts = spectrum.largest(dim, multiple)
     owner = torch.tensor(chunked(counts), device=heads.query.device)
     query, key, mixing = own_features(spectrum, owner)
@@ -58,7 +58,7 @@ def ragged(
     )
 
 
-def own_features(spectrum: Spectrum, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def own_features(spectrum: HeadSpectrum, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The features of the heads `owner` `[Ds]`, a head's best first, and their mixing.
 
     Returns:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,64 +13,23 @@ from heads_kernels.convert.moments import Moments, content_weights, whiten
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs if there are moments.
-
-    With moments, a squared value is the mean square of what that feature adds to the head's scores before the scale.
+    """What features add to the scores of a layer, in groups from which the largest are chosen first.
 
     Attributes:
-        values: `[H, R]`, descending; R is the smallest of D, D_in and D_in_k.
-        query: `[H, R, D]`: feature r of head h is row r times the head's query weights, up to the norm.
-        key: `[H, R, D]`, the same of the keys.
+        values: `[H, R]`, by group and descending: a squared value is what a feature adds to the sum of squares of the
+            weights of the scores, or with moments to their mean square, before the scale.
         content: the sum of squares of the heads' content weights, whitened.
+        ranks: `[H]`: number of features with which a group is exact: values above rounding.
     """
 
     values: Tensor
-    query: Tensor
-    key: Tensor
     content: float
-
-    @classmethod
-    def of(cls, heads: Heads, moments: Moments | None = None) -> Spectrum:
-        """Through a QR of either thin factor: no product of the inputs' widths is built.
-
-        With `W_Q R = U_q R_q` and `W_K R = U_k R_k` (transposed), the product is `U_q (A S B^T) U_k^T`, and
-        `R_q^T A S^-1` needs no inverse: it is `R_k^T B` of the other side.
-        """
-        query, key = whiten(heads, moments, heads.query, heads.key)
-        query_r, key_r = (torch.linalg.qr(x.mT, mode="r").R for x in (query, key))
-        left, values, right = torch.linalg.svd(query_r @ key_r.mT, full_matrices=False)
-        content = 0.0
-        if moments is not None:
-            content = float((content_weights(heads, moments) @ moments.key_root).square().sum())
-        return cls(values, right @ key_r, left.mT @ query_r, content)
-
-    @cached_property
-    def ranks(self) -> Tensor:
-        """`[H]`: number of features with which a head's scores are exact: singular values above rounding."""
-        width = max(self.query.shape[2], self.values.shape[1])
-        floor = self.values.max() * width * torch.finfo(self.values.dtype).eps
-        return (self.values > floor).sum(1)
+    ranks: Tensor
 
     @property
     def rank(self) -> int:
         """Number of features with which the scores of all heads are exact."""
         return int(self.ranks.sum())
-
-    def largest(self, dim: int, multiple: int = 1) -> list[int]:
-        """How many of the `dim` most important features each head has, in groups of `multiple`.
-
-        The last group of a head may be smaller. At least one feature is kept in total.
-        """
-        places = torch.arange(self.values.shape[1], device=self.values.device)
-        squares = self.values.square() * (places < self.ranks[:, None])
-        squares = torch.nn.functional.pad(squares, (0, -len(places) % multiple))
-        groups = squares.reshape(len(squares), -1, multiple)  # [H, groups, multiple]
-        sizes = groups.count_nonzero(2).flatten()
-        order = (groups.sum(2).flatten() / sizes.clamp(min=1)).argsort(descending=True, stable=True)
-        taken = order[sizes[order].cumsum(0) <= dim]
-        head = taken // groups.shape[1]
-        counts: list[int] = sizes.new_zeros(len(groups)).index_add_(0, head, sizes[taken]).tolist()
-        return counts if any(counts) else [1, *counts[1:]]
 
     def cut(self, dim: int) -> float:
         """Squared error of the products with the `dim` most important features."""
@@ -89,10 +46,52 @@ class Spectrum:
         return torch.cat([rising.flip(0), rising.new_zeros(1)])
 
 
-def spectra_of(layers: Sequence[Heads], moments: Sequence[Moments] | None) -> list[Spectrum]:
-    """Of each layer."""
-    all_moments = [None] * len(layers) if moments is None else moments
-    return [Spectrum.of(heads, own) for heads, own in zip(layers, all_moments, strict=True)]
+@dataclass(frozen=True, eq=False)
+class HeadSpectrum(Spectrum):
+    """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs if there are moments.
+
+    The groups are the heads; R is the smallest of D, D_in and D_in_k.
+
+    Attributes:
+        query: `[H, R, D]`: feature r of head h is row r times the head's query weights, up to the norm.
+        key: `[H, R, D]`, the same of the keys.
+    """
+
+    query: Tensor
+    key: Tensor
+
+    @classmethod
+    def of(cls, heads: Heads, moments: Moments | None = None) -> HeadSpectrum:
+        """Through a QR of either thin factor: no product of the inputs' widths is built.
+
+        With `W_Q R = U_q R_q` and `W_K R = U_k R_k` (transposed), the product is `U_q (A S B^T) U_k^T`, and
+        `R_q^T A S^-1` needs no inverse: it is `R_k^T B` of the other side.
+        """
+        query, key = whiten(heads, moments, heads.query, heads.key)
+        query_r, key_r = (torch.linalg.qr(x.mT, mode="r").R for x in (query, key))
+        left, values, right = torch.linalg.svd(query_r @ key_r.mT, full_matrices=False)
+        content = 0.0
+        if moments is not None:
+            content = float((content_weights(heads, moments) @ moments.key_root).square().sum())
+        floor = values.max() * heads.query.shape[1] * torch.finfo(values.dtype).eps
+        ranks = (values > floor).sum(1)
+        return cls(values, content, ranks, right @ key_r, left.mT @ query_r)
+
+    def largest(self, dim: int, multiple: int = 1) -> list[int]:
+        """How many of the `dim` most important features each head has, in groups of `multiple`.
+
+        The last group of a head may be smaller. At least one feature is kept in total.
+        """
+        places = torch.arange(self.values.shape[1], device=self.values.device)
+        squares = self.values.square() * (places < self.ranks[:, None])
+        squares = torch.nn.functional.pad(squares, (0, -len(places) % multiple))
+        groups = squares.reshape(len(squares), -1, multiple)  # [H, groups, multiple]
+        sizes = groups.count_nonzero(2).flatten()
+        order = (groups.sum(2).flatten() / sizes.clamp(min=1)).argsort(descending=True, stable=True)
+        taken = order[sizes[order].cumsum(0) <= dim]
+        head = taken // groups.shape[1]
+        counts: list[int] = sizes.new_zeros(len(groups)).index_add_(0, head, sizes[taken]).tolist()
+        return counts if any(counts) else [1, *counts[1:]]
 
 
 @dataclass(frozen=True, eq=False)

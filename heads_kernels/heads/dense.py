@@ -12,7 +12,7 @@ from torch import nn
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layers import AttentionLayer, is_transposed
-from heads_kernels.nn.shared import SharedProjection
+from heads_kernels.nn.shared import RotaryProjection, SharedProjection
 
 #: The result of `_unlike_dense`: what is wrong with a projection, and what to do about it.
 _Reason = tuple[str, str]
@@ -115,13 +115,13 @@ def _reasons(linear: Any) -> Iterator[_Reason]:
         instead = "make it permanent: torch.nn.utils.parametrize.remove_parametrizations"
         yield "is parametrised", instead
     own = type(linear).forward
-    known = (nn.Linear.forward, SharedProjection.forward)
+    known = (nn.Linear.forward, SharedProjection.forward, RotaryProjection.forward)
     if own not in known and not is_transposed(linear):
         yield (
             f"is a {_class(linear)}",
             "{verb} a model of nn.Linear or Conv1D, before it is quantised or wrapped",
         )
-    tensors = {*linear._parameters, *linear._buffers} - {"weight", "bias"}
+    tensors = {*linear._parameters, *linear._buffers} - {"weight", "bias", "places"}
     if tensors:
         was = f"has {', '.join(sorted(tensors))} beside its weight"
         yield was, "fold them into the weight, or {verb} the model before it gets them"

@@ -292,7 +292,7 @@ def layer_of(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> At
         head_dim=D,
         value_dim=Dv,
         layout=layout,
-        scale=at_path(holder, layout.scale),
+        scale=at_path(holder, layout.scale) if layout.scale else D**-0.5,
         beside=tuple(
             Projection(linear, H, _size(linear) // max(H, 1)) for linear in beside if linear
         ),

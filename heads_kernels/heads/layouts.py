@@ -27,9 +27,11 @@ class HeadLayout:
         rows: names of parameters of the module that have one row per query head.
         shared: whether all heads share query and key (collaborative attention).
         keeps_count: names of head counts that pruning does not change.
-        scale: path of the factor of the scores.
-        between: what comes between the projections of queries and keys and their products, such as rotary positions
-            or norms. The scores are then not products of weights, and the layer cannot be converted.
+        scale: path of the factor of the scores; "" where it is `head_dim ** -0.5`.
+        rotary: whether the position rotates features f and f + D/2 of queries and keys together (Su et al. 2021).
+            Subclasses of such a class cannot be converted: they may do more.
+        between: what else comes between the projections of queries and keys and their products, such as other rotary
+            positions or norms. The scores are then not products of weights, and the layer cannot be converted.
         inputs: returns keyword arguments of a forward pass of a module, on the CPU in float32, to verify the layout
             (heads/layout_check.py). None: derived from the names of the arguments of its forward.
     """
@@ -47,6 +49,7 @@ class HeadLayout:
     shared: bool = False
     keeps_count: tuple[str, ...] = ()
     scale: str = "scaling|scale"
+    rotary: bool = False
     between: str = ""
     inputs: Callable[[Any], Mapping[str, Any]] | None = None
 
@@ -109,7 +112,24 @@ LAYOUTS: dict[str, HeadLayout] = {
     "DistilBertSelfAttention": HeadLayout(
         "DistilBERT", "q_lin", "k_lin", "v_lin", "out_lin", head_dim="attention_head_size"
     ),
-    "ModernBertAttention": HeadLayout("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", between=_ROTARY),
+    "ModernBertAttention": HeadLayout(
+        "ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", scale="", rotary=True
+    ),
+    **dict.fromkeys(
+        (
+            "LlamaAttention",
+            "MistralAttention",
+            "MixtralAttention",
+            "Qwen2Attention",
+            "GemmaAttention",
+            "Gemma2Attention",
+        ),
+        HeadLayout("Llama", rotary=True),
+    ),
+    **dict.fromkeys(
+        ("Qwen3Attention", "Gemma3Attention"),
+        HeadLayout("Qwen3", between="norms of its queries and keys and rotary positions"),
+    ),
     **dict.fromkeys(
         ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), HeadLayout("ViT")
     ),

@@ -12,11 +12,17 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
+from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.shared_cache import store_shared_keys
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.collaborative import check_unsharded
 from heads_kernels.nn.replacing import put
-from heads_kernels.nn.shared import FusedProjection, SharedProjection
+from heads_kernels.nn.shared import (
+    FusedProjection,
+    RotaryProjection,
+    SharedProjection,
+    rotary_places,
+)
 
 
 # ---------------------------------------------------------------------- fewer heads
@@ -132,6 +138,10 @@ def check_has_products(layer: AttentionLayer) -> None:
         refuse(str(layer), was, "only scores that are products of the weights have shared features")
     if not layer.num_heads:
         refuse(str(layer), "has no heads left", "leave it out")
+    name = type(layer.module).__name__
+    if layer.layout.rotary and name not in LAYOUTS:
+        instead = "convert a model whose layers are of a known class themselves"
+        refuse(str(layer), f"is a {name}, which may do more than its base class", instead)
     if layer.query.width != layer.head_dim:
         was = "has logits of an output gate among the rows of its queries"
         refuse(str(layer), was, "leave it out")
@@ -166,7 +176,7 @@ def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
         refuse(str(layer), was, f"{instead}; for others use Heads and the factors", TypeError)
     check_runs_shared(module, ())
     fused = layer.key.linear in (layer.query.linear, layer.value.linear)
-    if fused and not hasattr(module, "split_size"):
+    if fused and not (hasattr(module, "split_size") or layer.layout.rotary):
         instead = "only modules that split it by `split_size` can be converted"
         refuse(str(layer), f"{was} with one projection for several roles", instead)
 
@@ -190,10 +200,12 @@ def check_runs_shared(
         refuse("attn_implementation", was, instead)
     check_unsharded(module)
     if (past := (arguments or {}).get("past_key_values")) is not None:
-        store_shared_keys(past, module.layer_idx)
+        store_shared_keys(past, module.layer_idx, rotary_places(module))
 
 
-def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) -> dict[str, Tensor]:
+def share(
+    model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool, slots: int = 0
+) -> dict[str, Tensor]:
     """Make a layer collaborative; its new parameters are uninitialised.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. Other
@@ -205,12 +217,17 @@ def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) ->
         layer: one of `attention_layers(model)` that passes `check_can_share`; invalid afterwards.
         dim: Ds.
         ragged: whether entries of mixing that are 0 stay 0 in training.
+        slots: of a `RotaryProjection`, in a layer with rotary positions.
 
     Returns:
         The new parameters, with dtype, device and `requires_grad` of the old projections: `query` `[Ds, D_in]`, `key`
-        `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`.
+        `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`. With rotary positions `mixing` `[H, Ds / 2]`,
+        biases instead of `content`, `query_bias` and `key_bias` `[Ds]`, if there were some, and the buffers
+        `query_places` and `key_places`.
     """
     module = layer.module
+    if layer.layout.rotary:
+        return _share_rotary(model, layer, dim, slots, ragged)
     query: nn.Linear | SharedProjection
     key: nn.Linear | SharedProjection
     if isinstance(module, GatedMultiheadAttention):
@@ -219,7 +236,11 @@ def share(model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool) ->
         query, key, content = made.q_proj, made.k_proj, made.content_proj
         mixing = made.mixing
     else:
-        query, key = _put_projections(model, layer, dim)
+        query = SharedProjection(layer.query.inputs, dim, layer.head_dim, device="meta")
+        key = SharedProjection(
+            layer.key.inputs, dim, layer.head_dim, layer.num_heads, device="meta"
+        )
+        _put_projections(model, layer, query, key)
         content = key.content
         mixing = module.mixing = _mixing(layer, dim)
         module.ragged = ragged
@@ -267,31 +288,61 @@ def _collaborative(
     return made
 
 
+def _share_rotary(
+    model: nn.Module, layer: AttentionLayer, dim: int, slots: int, ragged: bool
+) -> dict[str, Tensor]:
+    module = layer.module
+    made: dict[str, RotaryProjection] = {}
+    for role in ("query", "key"):
+        old: Projection = getattr(layer, role)
+        bias = old.linear.bias is not None
+        made[role] = RotaryProjection(
+            old.inputs, dim, layer.head_dim, slots, bias=bias, device="meta"
+        )
+    paths = _put_projections(model, layer, made["query"], made["key"])
+    module.rotary_key = paths["key"]
+    module.mixing = _mixing(layer, dim // 2)
+    module.ragged = ragged
+    module.register_forward_pre_hook(check_runs_shared, with_kwargs=True)
+    count_heads(layer, layer.num_heads, layer.num_heads)
+    found: dict[str, Tensor] = {"mixing": module.mixing}
+    for role, projection in made.items():
+        found |= {role: projection.weight, f"{role}_places": projection.places}
+        if projection.bias is not None:
+            found[f"{role}_bias"] = projection.bias
+    return found
+
+
 def _put_projections(
-    model: nn.Module, layer: AttentionLayer, dim: int
-) -> tuple[SharedProjection, SharedProjection]:
-    """Replace the projections of query and key by shared ones; a fused projection becomes a `FusedProjection`."""
+    model: nn.Module,
+    layer: AttentionLayer,
+    query: SharedProjection | RotaryProjection,
+    key: SharedProjection | RotaryProjection,
+) -> dict[str, str]:
+    """Replace the projections of query and key, of the meta device, and return the paths of the new ones.
+
+    A fused projection becomes a `FusedProjection`.
+    """
     holder = model.get_submodule(layer.name.removesuffix(layer.layout.inner).rstrip("."))
     paths = {
         role: existing(holder, getattr(layer.layout, role)) for role in ("query", "key", "value")
     }
-    D, H = layer.head_dim, layer.num_heads
-    query = SharedProjection(layer.query.inputs, dim, D, device="meta")
-    key = SharedProjection(layer.key.inputs, dim, D, H, device="meta")
     _as_empty(query, layer.query)
     _as_empty(key, layer.key)
-    made: dict[str, nn.Linear | SharedProjection] = {"query": query, "key": key}
+    made: dict[str, nn.Linear | SharedProjection | RotaryProjection] = {"query": query, "key": key}
     if paths["value"] in (paths["query"], paths["key"]):
         made["value"] = _values(layer)
     else:
         _repeat_values(layer)
     for path in dict.fromkeys(paths[role] for role in made):
         parts = {role: part for role, part in made.items() if paths[role] == path}
-        fused = len(parts) > 1
-        put: nn.Module = FusedProjection(parts) if fused else next(iter(parts.values()))
+        put: nn.Module = next(iter(parts.values()))
+        if len(parts) > 1:
+            put = FusedProjection(parts, equal=not hasattr(layer.module, "split_size"))
+            paths |= {role: f"{path}.{role}" for role in parts}
         parent, _, name = path.rpartition(".")
         setattr(holder.get_submodule(parent), name, put.train(layer.module.training))
-    return query, key
+    return paths
 
 
 def _as_empty(made: nn.Module, like: Projection) -> None:

@@ -18,6 +18,7 @@ from heads_kernels.heads.configs import own_configs
 from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layers
 from heads_kernels.heads.reshape import check_can_share, share, shrink
+from heads_kernels.nn.shared import RotaryProjection
 from heads_kernels.nn.snapshot import kept_on_error
 
 
@@ -181,16 +182,21 @@ _WORDS: Final = ("pruned", "converted")
 def record(layers: Iterable[AttentionLayer]) -> dict[str, Any]:
     """`{"pruned": {layer name: shape}, "converted": {layer name: {"dim": Ds, "ragged": bool}}}`, for JSON.
 
-    Only pruned and converted layers appear.
+    Only pruned and converted layers appear. Those with rotary positions have `slots` too (`RotaryProjection`).
     """
     layers = list(layers)
     pruned = {layer.name: shape(layer) for layer in layers if hasattr(layer.module, "kept_heads")}
     converted = {
-        layer.name: {"dim": layer.head_dim, "ragged": layer.module.ragged}
+        layer.name: {"dim": layer.head_dim, "ragged": layer.module.ragged, **_slots(layer)}
         for layer in layers
         if layer.layout.shared
     }
     return {word: each for word, each in zip(_WORDS, (pruned, converted), strict=True) if each}
+
+
+def _slots(layer: AttentionLayer) -> dict[str, int]:
+    key = layer.key.linear
+    return {"slots": key.slots} if isinstance(key, RotaryProjection) else {}
 
 
 def shape(layer: AttentionLayer) -> dict[str, Any]:
@@ -255,7 +261,8 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
     for layer in find_layers(model):
         if layer.name in converted and not layer.layout.shared:
             check_can_share(model, layer)
-            share(model, layer, converted[layer.name]["dim"], ragged=False)
+            found = converted[layer.name]
+            share(model, layer, found["dim"], ragged=False, slots=found.get("slots", 0))
     layers = find_layers(model)
     for layer in layers:
         if layer.name in converted:

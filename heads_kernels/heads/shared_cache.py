@@ -11,7 +11,7 @@ from torch import Tensor
 from heads_kernels.checks import refuse
 
 
-def store_shared_keys(past: Any, layer_idx: int) -> None:
+def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -> None:
     """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`.
 
     The module's own code splits the shared key into `n` heads, which a cache would store head by head: the operator
@@ -20,13 +20,14 @@ def store_shared_keys(past: Any, layer_idx: int) -> None:
     Args:
         past: a cache of transformers, or a pair of them for an encoder-decoder.
         layer_idx: of the converted layer.
+        places: of the features in `n * head_dim`, where those of a `RotaryProjection` alone are stored.
 
     Raises:
         ValueError: the cache has room or keys for separate heads already.
     """
     if hasattr(past, "self_attention_cache"):
-        store_shared_keys(past.self_attention_cache, layer_idx)
-        store_shared_keys(past.cross_attention_cache, layer_idx)
+        store_shared_keys(past.self_attention_cache, layer_idx, places)
+        store_shared_keys(past.cross_attention_cache, layer_idx, places)
         return
     if (made := getattr(past, "layer_class_to_replicate", None)) is not None:
         while len(past.layers) <= layer_idx:
@@ -39,6 +40,7 @@ def store_shared_keys(past: Any, layer_idx: int) -> None:
         refuse("past_key_values", was, "heads share keys here: pass an empty cache")
     stock: Any = type(layer)
     layer.__class__ = _with_shared_keys(stock)
+    layer.places = places
 
 
 @cache
@@ -59,6 +61,8 @@ def _with_shared_keys(stock: Any) -> Any:
         self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         key_states = key_states.transpose(1, 2).flatten(2)[:, None]
+        if self.places is not None:
+            key_states = key_states[..., self.places]
         found: tuple[Tensor, Tensor] = stock.update(self, key_states, value_states, *args, **kwargs)
         return found
 

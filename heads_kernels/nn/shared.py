@@ -68,16 +68,80 @@ class SharedProjection(nn.Module):
         return f"{sizes}, head_dim={self.head_dim}"
 
 
+class RotaryProjection(nn.Module):
+    """The query or key that all heads share, for a module that rotates heads of `head_dim` features by their position.
+
+    The module's code turns features f and f + head_dim/2 of every head by the angle of frequency f. So each shared
+    pair of features has a place in one of `slots` heads, at its frequency; other places hold zeros. The attention
+    function takes the features from their places (`split_rotary`), a cache keeps them alone.
+
+    It is not a `nn.Linear`, for the same reason as `SharedProjection`.
+
+    Attributes:
+        weight: `[Ds, D_in]`; the two features of a pair one after the other.
+        bias: `[Ds]`, or None.
+        places: int64 `[Ds]`, the output of each feature; a buffer.
+            head_dim, slots: of the module.
+    """
+
+    bias: nn.Parameter | None
+    places: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        shared_dim: int,
+        head_dim: int,
+        slots: int,
+        *,
+        bias: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.shared_dim = shared_dim
+        self.head_dim = head_dim
+        self.slots = slots
+        self.weight = nn.Parameter(torch.empty(shared_dim, in_features, device=device, dtype=dtype))
+        made = nn.Parameter(torch.empty(shared_dim, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", made)
+        self.register_buffer("places", torch.zeros(shared_dim, device=device, dtype=torch.int64))
+
+    @property
+    def out_features(self) -> int:
+        return self.slots * self.head_dim
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = nn.functional.linear(inputs, self.weight, self.bias)
+        spread = found.new_zeros(*found.shape[:-1], self.out_features)
+        return spread.index_copy(-1, self.places, found)
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, shared_dim={self.shared_dim}"
+        return (
+            f"{sizes}, head_dim={self.head_dim}, slots={self.slots}, bias={self.bias is not None}"
+        )
+
+
 class FusedProjection(nn.Module):
     """Projections of the same inputs as one module; their outputs are concatenated.
+
+    Attributes:
+        equal: whether parts are padded with zeros to the widest, for a module that splits the output into equal parts.
 
     Args:
         parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order; each becomes a submodule with
             this name.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Linear | SharedProjection]) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, nn.Linear | SharedProjection | RotaryProjection],
+        equal: bool = False,
+    ) -> None:
         super().__init__()
+        self.equal = equal
         for role, part in parts.items():
             self.add_module(role, part)
 
@@ -87,7 +151,11 @@ class FusedProjection(nn.Module):
         return [part.out_features for part in self.children()]  # type: ignore[misc]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.cat([part(inputs) for part in self.children()], -1)
+        found = [part(inputs) for part in self.children()]
+        if self.equal:
+            width = max(part.shape[-1] for part in found)
+            found = [nn.functional.pad(part, (0, width - part.shape[-1])) for part in found]
+        return torch.cat(found, -1)
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,3 +172,30 @@ def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Te
     H, Ds = mixing.shape
     query, key = (heads.transpose(1, 2).flatten(2) for heads in (query, key))
     return query[..., :Ds], key[..., :Ds], key[..., Ds : Ds + H].transpose(1, 2)
+
+
+def split_rotary(
+    query: Tensor, key: Tensor, mixing: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands of `hk.collaborative_attention` from rotated outputs of `RotaryProjection`s.
+
+    Args:
+        query: `[B, n, T, D]`.
+        key: `[B, n, S, D]`; from a cache `[B, 1, S, Ds]`, the features alone, which are not copied.
+        mixing: `[H, Ds / 2]`, a weight for each pair.
+        places: of the features, `[Ds]`.
+
+    Returns:
+        The query `[B, T, Ds]`, the key `[B, S, Ds]` and the mixing vectors `[H, Ds]`.
+    """
+    query = query.transpose(1, 2).flatten(2)[..., places]
+    # Projections have two slots or more where one would have as many features as the cache.
+    cached = key.shape[1] == 1 and key.shape[3] == len(places)
+    key = key[:, 0] if cached else key.transpose(1, 2).flatten(2)[..., places]
+    return query, key, mixing.repeat_interleave(2, 1)
+
+
+def rotary_places(module: nn.Module) -> Tensor | None:
+    """`places` of the projections of an attention module, whose `rotary_key` is the path of the key's; else None."""
+    path: str | None = getattr(module, "rotary_key", None)
+    return None if path is None else module.get_submodule(path).get_buffer("places")

@@ -251,6 +251,9 @@ def energy(inputs: Inputs) -> Found:
         except ValueError as error:
             skipped.append({"layer": layer.index, "reason": str(error)})
             continue
+        if not isinstance(heads, hk.convert.Heads):
+            skipped.append({"layer": layer.index, "reason": f"{layer} has rotary positions"})
+            continue
         held = hk.convert.captured_energy(heads)
         curves = {
             "stacked_query": held.stacked_query,

@@ -13,14 +13,17 @@ from heads_kernels.heads import AttentionLayer, Projection, attention_layers
 from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build, with_gradients
 
-#: Families of transformers whose scores are products of the weights.
-CONVERTIBLE = [
-    name
+_CONVERTED = {
+    name: layout
     for name in WITH_HEADS
     if (layout := LAYOUTS.get(TINY[name].attention)) is not None and not layout.between
-]
+}
+#: Families of transformers whose scores are products of the weights.
+CONVERTIBLE = [name for name, layout in _CONVERTED.items() if not layout.rotary]
+#: Families whose queries and keys are rotated by halves.
+ROTARY = [name for name, layout in _CONVERTED.items() if layout.rotary]
 #: BEiT has no rotary positions; it is of a form that conversion is not tested with.
-TURNED = [name for name in WITH_HEADS if name not in (*CONVERTIBLE, "beit")]
+TURNED = [name for name in WITH_HEADS if name not in (*_CONVERTED, "beit")]
 
 
 def in_use(name: str, **changes: Any) -> Any:

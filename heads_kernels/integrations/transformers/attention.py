@@ -21,7 +21,7 @@ from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.hard_concrete import check_one_noise
-from heads_kernels.nn.shared import split_shared
+from heads_kernels.nn.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.gate import activate
@@ -141,6 +141,10 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
 def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
     """The operands of the operator: with `mixing` and `content_bias`, of collaborative attention."""
     mixing: Tensor | None = getattr(module, "mixing", None)
+    if mixing is not None and (places := rotary_places(module)) is not None:
+        query, key, mixing = split_rotary(query, key, mixing, places)
+        value = value[:, : len(mixing)]  # fused projections pad it
+        return {"query": query, "key": key, "value": value, "mixing": mixing}
     if mixing is not None:
         query, key, content_bias = split_shared(query, key, mixing)
         return {

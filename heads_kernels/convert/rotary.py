@@ -1,0 +1,431 @@
+"""Heads with rotary positions, and the features that they share: one decomposition for each frequency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.checks import check_size, refuse
+from heads_kernels.convert.cp import Fit, improved
+from heads_kernels.convert.moments import causal_covariance, covariance_of_all, gram
+from heads_kernels.convert.ragged import chunked
+from heads_kernels.convert.spectrum import Spectrum
+from heads_kernels.problem import MIXING_CHUNK, active_widths
+
+#: Ridge relative to the diagonal of a Gram matrix: above its rounding, below every error of interest.
+_RIDGE: Final = 1e-13
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryHeads:
+    r"""The query and key weights of heads whose features rotate in pairs (Su et al. 2021), in float64.
+
+    A pair of features is one complex number, and position t turns that of frequency f by `theta_f t`:
+
+    .. math:: score_h(x_t, y_s) = scale \cdot Re \sum_f (W_Q^{hf} x_t + b_Q^{hf})
+              \overline{(W_K^{hf} y_s + b_K^{hf})} e^{i \theta_f (t - s)}
+
+    Keys that several heads share are repeated for each of them.
+
+    Attributes:
+        query: complex `[H, F, D_in + 1]`, the rows of the query weights by head and frequency, and the bias.
+        key: complex `[H, F, D_in_k + 1]`.
+        scale: the factor of the scores, which conversion keeps.
+    """
+
+    query: Tensor
+    key: Tensor
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        scale: float,
+        query_bias: Tensor | None = None,
+        key_bias: Tensor | None = None,
+    ) -> RotaryHeads:
+        """Heads of weights `[H, D, D_in]` and biases `[H, D]` whose pairs are features f and f + D/2."""
+        sides = []
+        for weight, bias in ((query, query_bias), (key, key_bias)):
+            column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+            rows = torch.cat((weight, column[..., None]), 2).detach().double()
+            if not bool(torch.isfinite(rows).all()):
+                refuse(
+                    "weights",
+                    "hold NaN or infinity",
+                    "correct these weights, or leave the layer out",
+                )
+            sides.append(torch.complex(*rows.chunk(2, 1)))
+        return cls(sides[0], sides[1], scale)
+
+    #: Features that come together.
+    group: ClassVar[int] = 2
+
+    @property
+    def H(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def D_k(self) -> int:
+        """The concatenated width of all heads, `2 H F`."""
+        return 2 * self.query.shape[0] * self.query.shape[1]
+
+    @property
+    def D_in(self) -> int:
+        return self.query.shape[2] - 1
+
+    @property
+    def D_in_k(self) -> int:
+        return self.key.shape[2] - 1
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.query[..., -1].any() or self.key[..., -1].any())
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryMoments:
+    """Second moments of the rotated queries and keys of all heads at each frequency, summed over query rows; complex.
+
+    The keys' are within what a row sees, without the mean: scores that differ by one number per row give the same
+    attention. The products of moments are the mean square of scores for phases that are spread evenly.
+
+    Attributes:
+        query: `[F, H, H]`, the sum of `q conj(q)^T`.
+        key: `[F, H, H]`, the sum over rows of the covariance of the keys that a row sees.
+        count: query rows.
+    """
+
+    query: Tensor
+    key: Tensor
+    count: Tensor
+
+    @classmethod
+    def of_weights(cls, heads: RotaryHeads) -> RotaryMoments:
+        """Of inputs that are uncorrelated, of mean 0 and variance 1."""
+        query, key = (
+            torch.einsum("hfe,gfe->fhg", rows, rows.conj()) for rows in (heads.query, heads.key)
+        )
+        return cls(query, key, query.new_ones((), dtype=torch.float64))
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        *,
+        query_mask: Tensor,
+        key_mask: Tensor,
+        is_causal: bool = False,
+    ) -> RotaryMoments:
+        """Of one batch: rotated queries `[B, H, T, D]` and keys `[B, Hk, S, D]`; masks bool `[B, T]` and `[B, S]`, True
+        for real tokens. With `is_causal`, T is S, and a row sees the keys up to its own position."""
+        pairs = []
+        for rows, mask in ((query, query_mask), (key, key_mask)):
+            rows = rows.detach().double().where(mask[:, None, :, None], 0.0)
+            pairs.append(torch.complex(*rows.chunk(2, 3)).permute(3, 0, 2, 1))  # [F, B, T, heads]
+        queries, keys = pairs
+        group = queries.shape[3] // keys.shape[3]
+        covariance = causal_covariance if is_causal else covariance_of_all
+        found = torch.stack([covariance(each, query_mask, key_mask) for each in keys])
+        found = found.repeat_interleave(group, 1).repeat_interleave(group, 2)
+        return cls(torch.stack([gram(each) for each in queries]), found, query_mask.sum())
+
+    def __add__(self, other: RotaryMoments) -> RotaryMoments:
+        if other.widths != self.widths:
+            was = f"are of {other.widths[0]} heads and {other.widths[1]} frequencies"
+            refuse("moments", was, f"those that they are added to are of {self.widths}")
+        return RotaryMoments(
+            self.query + other.query, self.key + other.key, self.count + other.count
+        )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """`(H, F)`."""
+        return self.query.shape[1], self.query.shape[0]
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor]:
+        return self.query, self.key
+
+    @cached_property
+    def products(self) -> Tensor:
+        """`[F, H, H]`: the mean product of what two heads' pairs give the scores, without the scale."""
+        return (self.query * self.key.conj()).real / (2 * self.count**2)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """`[F, H]`: the mean square of what each head's pair adds to its scores."""
+        return self.products.diagonal(dim1=1, dim2=2)
+
+    @cached_property
+    def shared_squares(self) -> Tensor:
+        """`[F, H]`: at most so much of the mean square R shared pairs of a frequency hold: the first R; descending.
+
+        R pairs with a mixing vector each span R dimensions of the space of heads: these are its principal ones.
+        """
+        values: Tensor = torch.linalg.eigvalsh(self.products)
+        return values.flip(1).clamp(min=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryFactors:
+    r"""The projections of a collaborative layer whose shared features rotate in pairs, float64.
+
+    .. math:: score_h(x_t, y_s) = scale \cdot Re \sum_r mixing_{hr} \, query_r(x_t)
+              \overline{key_r(y_s)} e^{i \theta_{f_r} (t - s)}
+
+    Attributes:
+        frequency: int64 `[R]`, of each pair.
+        query: `[2 R, D_in + 1]`, the two features of each pair one after the other; the last column is the bias.
+        key: `[2 R, D_in_k + 1]`.
+        mixing: `[H, R]`, the weight of a pair in a head, for both of its features; the largest of a pair is 1.
+        scale: that of the original layer.
+        error: root mean square of what the scores are off by, relative to the scores, as `RotaryMoments` counts them.
+    """
+
+    frequency: Tensor
+    query: Tensor
+    key: Tensor
+    mixing: Tensor
+    scale: float
+    error: float
+
+    @property
+    def dim(self) -> int:
+        """Ds."""
+        return 2 * self.mixing.shape[1]
+
+    @property
+    def features(self) -> list[int]:
+        """Number of features that each head uses."""
+        used: list[int] = (2 * self.mixing.count_nonzero(1)).tolist()
+        return used
+
+    @property
+    def executed_features(self) -> int:
+        """Features that the scores of all heads use, in whole chunks."""
+        return int(active_widths(self.mixing.repeat_interleave(2, 1)).sum())
+
+    def places(self, frequencies: int) -> tuple[Tensor, int]:
+        """Where a module that rotates heads of `2 frequencies` features has each feature, int64 `[Ds]`, and the number
+        of such heads (`hk.nn.shared.RotaryProjection`)."""
+        same = self.frequency[:, None] == self.frequency
+        slot = same.tril(-1).sum(1)  # how many pairs of this frequency come before
+        first = 2 * frequencies * slot + self.frequency
+        slots = int(slot.max()) + 1
+        if (
+            slots == 1 and self.dim == 2 * frequencies
+        ):  # else not to be told from the features alone
+            slots = 2
+        return torch.stack((first, first + frequencies), 1).flatten(), slots
+
+
+def rotary_spectrum(heads: RotaryHeads, moments: RotaryMoments | None, shared: bool) -> Spectrum:
+    """The groups are the frequencies; the two features of a pair have equal values. `shared`: of `rotary_cp`."""
+    moments = RotaryMoments.of_weights(heads) if moments is None else moments
+    squares = moments.shared_squares if shared else moments.squares.sort(descending=True).values
+    ranks = 2 * _above_rounding(squares).sum(1)
+    return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0, ranks)
+
+
+def rotary_weight_error(heads: RotaryHeads, factors: RotaryFactors) -> float:
+    """`||T - T~|| / ||T||` over all heads and frequencies, where T is the product of the weights of a pair."""
+    query, key = (
+        torch.view_as_complex(rows.view(-1, 2, rows.shape[1]).mT.contiguous())
+        for rows in (factors.query, factors.key)
+    )  # [R, D_in + 1]
+    cut = whole = 0.0
+    for f in range(heads.query.shape[1]):
+        shared = factors.frequency == f
+        # Coordinates in a basis of all rows: no product of the inputs' widths is built.
+        sides = [
+            torch.linalg.qr(torch.cat((own[:, f], pairs[shared])).mT, mode="r").R.mT
+            for own, pairs in ((heads.query, query), (heads.key, key))
+        ]
+        (own_query, query_pairs), (own_key, key_pairs) = (
+            each.tensor_split([heads.H]) for each in sides
+        )
+        product = own_query[:, :, None] * own_key.conj()[:, None]
+        whole += float(product.abs().square().sum())
+        mixed = factors.mixing[:, shared, None] * query_pairs
+        product = product - mixed.mT @ key_pairs.conj()
+        cut += float(product.abs().square().sum())
+    return (cut / whole) ** 0.5 if whole else 0.0
+
+
+def rotary_ragged(
+    heads: RotaryHeads, dim: int, moments: RotaryMoments | None = None
+) -> RotaryFactors:
+    """Of each head the frequencies that matter: the `dim / 2` pairs of all heads with the largest mean squares.
+
+    No other choice of pairs has a smaller error. Mixing is 1 for a head's own pairs and 0 elsewhere; pairs are ordered
+    so that heads use few chunks of features.
+
+    Args:
+        heads: the layer's projections.
+        dim: Ds, an even number; from `2 H F` on the factors are exact.
+        moments: of the heads' queries and keys; None weights all weights equally.
+    """
+    moments = RotaryMoments.of_weights(heads) if moments is None else moments
+    chosen = _largest(moments.squares, dim).T  # [H, F]
+    owner = torch.tensor(chunked(chosen.sum(1).tolist(), MIXING_CHUNK // 2), device=chosen.device)
+    own = torch.nn.functional.one_hot(owner, heads.H).T  # [H, R]
+    place = (own.cumsum(1) * own).sum(0) - 1  # which of its head's pairs
+    frequency = chosen.long().argsort(dim=1, descending=True, stable=True)[owner, place]
+    pairs = own.T.to(heads.query.dtype)
+    lost = float(moments.squares.T[~chosen].sum())
+    return _factors(heads, moments, frequency, pairs, pairs, own.double(), lost)
+
+
+def rotary_cp(
+    heads: RotaryHeads,
+    dim: int,
+    moments: RotaryMoments | None = None,
+    *,
+    iterations: int = 100,
+    tolerance: float = 1e-4,
+    callback: Callable[[int, float], None] | None = None,
+) -> RotaryFactors:
+    """`dim / 2` pairs that all heads share, each head with its own real mixing vector.
+
+    Frequencies get pairs by `RotaryMoments.shared_squares`. Alternating least squares for query, key and mixing starts
+    from pairs of heads that differ. All pairs are combinations of the heads' pairs of the same frequency, so all work
+    is on matrices `[H, H]`, of all frequencies at once.
+
+    Args:
+        heads, dim, moments: as in `rotary_ragged`.
+        iterations, tolerance, callback: as in `cp`.
+
+    Returns:
+        Factors whose error is at most that of `rotary_ragged`. The same call gives the same numbers.
+    """
+    moments = RotaryMoments.of_weights(heads) if moments is None else moments
+    counts = _largest(moments.shared_squares, dim).sum(1)  # [F]
+    used = torch.arange(int(counts.max()), device=counts.device) < counts[:, None]  # [F, R]
+    products = _RotaryProducts.of(moments)
+    fit = improved(products, products.start(used), iterations, tolerance, callback)
+    left = moments.squares[~_largest(moments.squares, dim)]
+    if fit.cut >= float(left.sum()):
+        return rotary_ragged(heads, dim, moments)
+    frequency, place = used.nonzero(as_tuple=True)
+    query, key, mixing = (each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing))
+    return _factors(heads, moments, frequency, query, key, mixing.T, fit.cut)
+
+
+def _largest(squares: Tensor, dim: int) -> Tensor:
+    """bool like `squares`: the `dim / 2` largest, of those above rounding; at least one."""
+    check_size("dim", dim)
+    if dim % 2:
+        refuse("dim", f"is {dim}", "pass an even number: features rotate in pairs")
+    values = squares.flatten()
+    count = max(1, min(dim // 2, int(_above_rounding(squares).sum())))
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    chosen[values.argsort(descending=True, stable=True)[:count]] = True
+    return chosen.view_as(squares)
+
+
+def _above_rounding(squares: Tensor) -> Tensor:
+    return squares > squares.max() * squares.shape[1] * torch.finfo(squares.dtype).eps
+
+
+@dataclass(frozen=True, eq=False)
+class _RotaryProducts:
+    """The scores of all heads at each frequency, as moments `[F, H, H]`."""
+
+    query: Tensor
+    key: Tensor
+    whole: float
+
+    @classmethod
+    def of(cls, moments: RotaryMoments) -> _RotaryProducts:
+        query, key = (each / moments.count for each in (moments.query, moments.key))
+        return cls(query, key, float(moments.squares.sum()))
+
+    def start(self, used: Tensor) -> Fit:
+        """Own pairs of heads in the places that are `used` `[F, R]`."""
+        H = self.query.shape[1]
+        own = torch.nn.functional.one_hot(self._different(used.shape[1]), H).mT * used[:, None]
+        own = own.to(self.query.dtype)
+        return self.mixed(*_unit(own, self.query), *_unit(own, self.key))
+
+    def _different(self, count: int) -> Tensor:
+        """int64 `[F, count]`: heads of which each adds most to the scores that those before it do not hold."""
+        left = (self.query * self.key.conj()).real
+        places = torch.arange(len(left), device=left.device)
+        found = []
+        for _ in range(count):
+            squares = left.diagonal(dim1=1, dim2=2)
+            head = squares.argmax(1)
+            found.append(head)
+            column = left[places, :, head]  # [F, H]
+            pivot = squares[places, head].clamp(min=torch.finfo(left.dtype).tiny)
+            left = left - column[:, :, None] * (column / pivot[:, None])[:, None]
+        return torch.stack(found, 1)
+
+    def sweep(self, key: Tensor, scored: Tensor, mixing: Tensor) -> Fit:
+        alike = mixing.mT @ mixing  # [F, R, R]
+        query = _solve(alike * (key.mT @ scored).conj(), mixing * scored.conj())
+        query, asked = _unit(query, self.query)
+        key = _solve(alike * (query.mT @ asked).conj(), mixing * asked.conj())
+        return self.mixed(query, asked, *_unit(key, self.key))
+
+    def mixed(self, query: Tensor, asked: Tensor, key: Tensor, scored: Tensor) -> Fit:
+        """The best mixing of given features."""
+        alike = ((query.mT @ asked) * (key.mT @ scored).conj()).real
+        products = (asked * scored.conj()).real
+        mixing = _solve(alike, products)
+        cut = self.whole - float((products * mixing).sum()) / 2
+        return Fit(query, key, scored, mixing, max(cut, 0.0))
+
+
+def _unit(coefficients: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients `[F, H, R]` of features of mean square 1, and their moments with the heads' features."""
+    image = gram @ coefficients.conj()
+    squares = (coefficients * image).real.sum(1, keepdim=True)
+    norms = squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
+    return coefficients / norms, image / norms
+
+
+def _solve(gram: Tensor, rows: Tensor) -> Tensor:
+    """`rows gram^-1` for Hermitian matrices `[F, R, R]`, with a ridge where singular; 0 where there is no pair."""
+    diagonal = gram.diagonal(dim1=1, dim2=2).real
+    added = torch.where(diagonal > 0, _RIDGE * diagonal, 1.0)
+    factor = torch.linalg.cholesky(gram + torch.diag_embed(added).to(gram.dtype))
+    return torch.cholesky_solve(rows.mH, factor).mH
+
+
+def _factors(
+    heads: RotaryHeads,
+    moments: RotaryMoments,
+    frequency: Tensor,
+    query: Tensor,
+    key: Tensor,
+    mixing: Tensor,
+    cut: float,
+) -> RotaryFactors:
+    """Factors of pairs that are combinations `[R, H]` of the heads' own, scaled as `RotaryFactors` says."""
+    rows = [
+        torch.einsum("rh,hre->re", coefficients, weights[:, frequency])
+        for coefficients, weights in ((query, heads.query), (key, heads.key))
+    ]
+    peak = mixing.gather(0, mixing.abs().argmax(0, keepdim=True))[0]  # [R]
+    peak = torch.where(peak == 0, 1.0, peak)
+    norms = [each.norm(dim=1) for each in rows]
+    strength = (peak.abs() * norms[0] * norms[1]).sqrt()
+    scaled = [
+        each * (strength / norm.where(norm != 0, 1.0))[:, None]
+        for each, norm in zip(rows, norms, strict=True)
+    ]
+    scaled[0] = scaled[0] * peak.sign()[:, None]
+    query, key = (torch.view_as_real(each).transpose(1, 2).flatten(0, 1) for each in scaled)
+    whole = float(moments.squares.sum())
+    error = (cut / whole) ** 0.5 if whole else 0.0
+    return RotaryFactors(frequency, query, key, mixing / peak, heads.scale, error)

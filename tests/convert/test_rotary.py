@@ -1,0 +1,318 @@
+"""Heads with rotary positions: shared pairs of features against dense algebra, and models that have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+from heads_kernels.convert import (
+    RotaryFactors,
+    RotaryHeads,
+    RotaryMoments,
+    count_parameters,
+    install,
+    read_heads,
+    rotary_cp,
+    rotary_ragged,
+)
+from heads_kernels.heads import attention_layers
+from tests.convert.converted_models import ROTARY, in_use
+from tests.convert.random_heads import normal
+from tests.support.alike import assert_alike
+from tests.support.tiny_models import (
+    assert_same,
+    batch,
+    build,
+    outputs,
+    transformers,
+    with_gradients,
+)
+
+H, F, D_in = 6, 4, 20
+METHODS = {"ragged": rotary_ragged, "cp": rotary_cp}
+
+
+def random_heads() -> RotaryHeads:
+    """Heads that have something in common, each with a share of its own."""
+    sides = []
+    for _ in range(2):
+        common = torch.einsum("hfr,rfe->hfe", normal(H, F, 3), normal(3, F, 2 * D_in + 2))
+        sides.append(torch.complex(*(common + 0.3 * normal(H, F, 2 * D_in + 2)).chunk(2, 2)))
+    return RotaryHeads(sides[0], sides[1], 0.5)
+
+
+def products(heads: RotaryHeads) -> Tensor:
+    """What the scores are made of, complex `[H, F, D_in + 1, D_in + 1]`."""
+    return torch.einsum("hfq,hfk->hfqk", heads.query, heads.key.conj())
+
+
+def products_after(factors: RotaryFactors) -> Tensor:
+    query, key = (torch.complex(rows[0::2], rows[1::2]) for rows in (factors.query, factors.key))
+    found = torch.zeros(H, F, D_in + 1, D_in + 1, dtype=query.dtype)
+    for pair, f in enumerate(factors.frequency.tolist()):
+        product = torch.outer(query[pair], key[pair].conj())
+        found[:, f] += factors.mixing[:, pair, None, None] * product
+    return found
+
+
+def scores(heads: RotaryHeads, x: Tensor, y: Tensor, angles: Tensor) -> Tensor:
+    """`[H, F, T, S]` of inputs `[T, D_in + 1]` at positions 0 to T - 1, of mean 0 over keys."""
+    turned = [
+        torch.einsum("hfe,te->hft", side, inputs.to(side.dtype))
+        * torch.exp(1j * angles[:, None] * torch.arange(len(inputs)))
+        for side, inputs in ((heads.query, x), (heads.key, y))
+    ]
+    turned[1] = turned[1] - turned[1].mean(2, keepdim=True)
+    return torch.einsum("hft,hfs->hfts", turned[0], turned[1].conj())
+
+
+# ---------------------------------------------------------------------- the factors
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("dim", [2, 14, 30])
+def test_the_error_is_that_of_the_products(method: Any, dim: int) -> None:
+    heads = random_heads()
+    factors = method(heads, dim)
+    before, after = products(heads), products_after(factors)
+    assert factors.dim == dim
+    assert factors.error == pytest.approx(float((before - after).norm() / before.norm()))
+    assert factors.error <= rotary_ragged(heads, dim).error
+    assert hk.convert.Report.of(heads, factors).weight_error == pytest.approx(factors.error)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_all_features_are_exact(method: Any) -> None:
+    heads = random_heads()
+    for dim in (2 * H * F, 2 * H * F + 10):
+        factors = method(heads, dim)
+        assert factors.dim == 2 * H * F
+        assert_alike(*map(torch.view_as_real, (products_after(factors), products(heads))))
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_the_calibrated_error_is_that_of_the_scores(method: Any) -> None:
+    """Of rotated queries and keys of random inputs, each frequency by itself, for phases that are spread evenly."""
+    heads, angles = random_heads(), torch.tensor([1.0, 0.3, 0.1, 0.02]).double()
+    x, y = (torch.cat((normal(40, D_in) @ normal(D_in, D_in), torch.ones(40, 1)), 1) for _ in "xy")
+    rotated = [
+        torch.einsum("hfe,te->hft", side, inputs.to(side.dtype))
+        * torch.exp(1j * angles[:, None] * torch.arange(40))
+        for side, inputs in ((heads.query, x), (heads.key, y))
+    ]
+    operands = [torch.cat((each.real, each.imag), 1).transpose(1, 2)[None] for each in rotated]
+    real = torch.ones(1, 40, dtype=torch.bool)
+    moments = RotaryMoments.of(*operands, query_mask=real, key_mask=real)
+    factors = method(heads, 20, moments)
+    shared = [torch.complex(rows[0::2], rows[1::2]) for rows in (factors.query, factors.key)]
+    after = torch.zeros(H, F, 40, 40, dtype=torch.complex128)
+    for pair, f in enumerate(factors.frequency.tolist()):
+        own = RotaryHeads(shared[0][None, pair, None], shared[1][None, pair, None], 1.0)
+        found = scores(own, x, y, angles[f : f + 1])[0, 0]
+        after[:, f] += factors.mixing[:, pair, None, None] * found
+    before = scores(heads, x, y, angles)
+    assert factors.error == pytest.approx(float((before - after).norm() / before.norm()))
+
+
+def test_planted_pairs_are_found() -> None:
+    """Heads that share 3 pairs at each frequency, each turned and scaled in its own way."""
+    turns = torch.exp(1j * normal(H, F))[..., None]
+    which = torch.arange(H) % 3
+    query, key = (torch.complex(normal(3, F, D_in), normal(3, F, D_in)) for _ in "qk")
+    heads = RotaryHeads(query[which] * turns * normal(H, F, 1), key[which] * turns, 1.0)
+    assert rotary_cp(heads, 6 * F).error < 1e-6
+    assert rotary_cp(heads, 6 * F).frequency.bincount().tolist() == [3] * F
+    assert rotary_ragged(heads, 6 * F).error > 0.1
+
+
+def test_keys_in_a_real_span_share_pairs() -> None:
+    """One query for all heads, and keys that mix two keys with real weights: two pairs of a frequency hold them."""
+    query, key = (torch.complex(normal(n, F, D_in), normal(n, F, D_in)) for n in (1, 2))
+    keys = torch.einsum("hfr,rfe->hfe", normal(H, F, 2).to(key.dtype), key)
+    assert rotary_cp(RotaryHeads(query.expand(H, F, D_in), keys, 1.0), 4 * F).error < 1e-6
+
+
+def test_moments_of_two_batches_add_up() -> None:
+    query, key = normal(3, H, 5, 2 * F), normal(3, 2, 5, 2 * F)
+    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [1, 0, 1, 0, 0]]).bool()
+    whole, *parts = (
+        RotaryMoments.of(
+            query[rows], key[rows], query_mask=real[rows], key_mask=real[rows], is_causal=True
+        )
+        for rows in (slice(0, 3), slice(0, 1), slice(1, 3))
+    )
+    summed = parts[0] + parts[1]
+    assert_alike(*map(torch.view_as_real, (summed.key, whole.key)))
+    assert_alike(*map(torch.view_as_real, (summed.query, whole.query)))
+    pair = torch.complex(key[..., :F], key[..., F:])[:, [0] * 3 + [1] * 3]  # by query head
+    expected = torch.zeros(F, H, H, dtype=pair.dtype)
+    for b, t in real.nonzero().tolist():
+        seen = pair[b, :, : t + 1][:, real[b, : t + 1]]  # [H, S, F]
+        centred = seen - seen.mean(1, keepdim=True)
+        expected += torch.einsum("hsf,gsf->fhg", centred, centred.conj()) / seen.shape[1]
+    assert_alike(*map(torch.view_as_real, (whole.key, expected)))
+
+
+def test_bad_arguments_are_refused() -> None:
+    heads = random_heads()
+    with pytest.raises(ValueError, match=r"^dim is 5; pass an even number"):
+        rotary_cp(heads, 5)
+    with pytest.raises(ValueError, match=r"^weights hold NaN or infinity"):
+        RotaryHeads.of(normal(2, 4, 3), normal(2, 4, 3) / 0, 1.0)
+
+
+# ---------------------------------------------------------------------- models
+def convert(model: Any, dim: int | None = None, method: Any = rotary_ragged) -> Any:
+    """All layers with `dim` features, or with all."""
+    for layer in attention_layers(model):
+        heads = read_heads(layer)
+        install(model, layer, method(heads, dim or heads.D_k), ragged=method is rotary_ragged)
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("name", ROTARY)
+def test_with_all_features_nothing_changes(name: str, method: Any) -> None:
+    """Outputs, and the gradients of everything but queries, keys and values that are repeated."""
+    expected = with_gradients(build(name))
+    found = with_gradients(convert(in_use(name), method=method))
+    own = "q_proj", "k_proj", "Wqkv"
+    same = {
+        key
+        for key, each in expected.items()
+        if not any(name in key for name in own) and each.shape == found[key].shape
+    }
+    assert_alike({key: found[key] for key in same}, {key: expected[key] for key in same})
+    assert len(same) > len(expected) / 2
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_the_scores_depend_on_distances_alone(name: str) -> None:
+    """With half of the features too: positions that are all shifted change nothing."""
+    model = convert(in_use(name).double(), 16, rotary_cp)
+    tokens = batch(model)["input_ids"][:1]
+    positions = torch.arange(tokens.shape[1])[None]
+    found, shifted = (model(tokens, position_ids=positions + by)[0] for by in (0, 7))
+    assert_alike(shifted.float(), found.float())
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [name for name in ROTARY if name != "modernbert"])
+def test_generation_with_a_cache(name: str, implementation: str) -> None:
+    """The cache holds `Ds` numbers of the key for a token, and gives what a pass without it gives."""
+    model = convert(in_use(name), 12)
+    prompt = batch(model)["input_ids"][:1, :5]
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    made = model.generate(
+        prompt, **options, cache_implementation=implementation, return_dict_in_generate=True
+    )
+    assert torch.equal(made.sequences, model.generate(prompt, **options, use_cache=False))
+    layer = made.past_key_values.layers[0]
+    assert (layer.keys.shape[1], layer.keys.shape[3]) == (1, 12)
+
+
+def test_one_slot_of_features_is_told_from_a_cache() -> None:
+    """As many features as a head has, one at each place: the cache would look like the projection."""
+    heads = random_heads()
+    frequency = torch.arange(F)
+    rows = normal(2 * F, D_in + 1)
+    factors = RotaryFactors(frequency, rows, rows, normal(H, F), heads.scale, 0.0)
+    places, slots = factors.places(F)
+    assert slots == 2
+    assert places.tolist() == [0, F, 1, F + 1, 2, F + 2, 3, F + 3]
+
+
+@pytest.mark.parametrize("prunes", [False, True])
+@pytest.mark.parametrize("name", ROTARY)
+def test_save_pretrained(name: str, prunes: bool, tmp_path: Path) -> None:
+    model = convert(in_use(name), 14)
+    if prunes:
+        hk.heads.prune(model, {0: [1, 2], 1: [0]})
+    model.save_pretrained(tmp_path)
+    loaded = hk.integrations.transformers.from_pretrained(tmp_path, type(model))
+    assert_same(loaded, model)
+    for old, new in zip(*map(attention_layers, (model, loaded)), strict=True):
+        assert (old.num_heads, old.head_dim, old.layout) == (
+            new.num_heads,
+            new.head_dim,
+            new.layout,
+        )
+
+
+@pytest.mark.parametrize("name", ["llama", "modernbert"])
+def test_save_and_load(name: str, tmp_path: Path) -> None:
+    model = convert(in_use(name), 14)
+    hk.heads.prune(model, {1: [3]})
+    hk.heads.save(model, tmp_path / "model.safetensors")
+    loaded = in_use(name)
+    hk.heads.load(loaded, tmp_path / "model.safetensors")
+    assert_same(loaded, model)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_a_pruned_head_is_a_closed_one(name: str) -> None:
+    model, pruned = (convert(in_use(name), 14) for _ in range(2))
+    hk.heads.prune(pruned, {0: [1], 1: [0, 2]})
+    hk.heads.close(model, {0: [1], 1: [0, 2]})
+    assert_alike(outputs(pruned), outputs(model))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "modernbert"])
+def test_collaborate(name: str, method: str) -> None:
+    """The whole command: features are allotted in pairs, and reports count what there is."""
+    model = in_use(name)
+    options = {"method": method, "progress": False, "length": 4}
+    found = hk.convert.collaborate(model, 16, calibration=[batch(model)], **options)
+    assert sum(found.dims) <= 32
+    assert all(dim % 2 == 0 for dim in found.dims)
+    for layer, report in zip(attention_layers(model), found.reports, strict=True):
+        parts = [
+            *layer.query.linear.parameters(),
+            *layer.key.linear.parameters(),
+            layer.module.mixing,
+        ]
+        assert report.parameters == sum(part.numel() for part in parts)
+        assert report.score_error is not None
+    energetic = hk.convert.collaborate(
+        in_use(name), energy=0.9, method="ragged", progress=False, length=4
+    )
+    assert all(error <= 0.1**0.5 for error in energetic.errors)
+    assert hk.convert.plot(found)
+
+
+def test_curves_are_those_of_ragged_pairs() -> None:
+    model = in_use("llama")
+    errors = hk.convert.curves(model, progress=False).errors[0]
+    heads = read_heads(attention_layers(model)[0])
+    for dim in (2, 8, 20):
+        assert float(errors[dim]) == pytest.approx(rotary_ragged(heads, dim).error)
+
+
+def test_training_keeps_pairs_together() -> None:
+    """Both features of a pair have one weight in a head, which a step of training changes for both."""
+    model = convert(in_use("llama"), 16, rotary_cp).train()
+    mixing = attention_layers(model)[0].module.mixing
+    assert mixing.shape == (8, 8)
+    outputs(model).square().sum().backward()
+    assert mixing.grad is not None
+    assert bool(mixing.grad.any())
+
+
+def test_parameters_of_formula() -> None:
+    assert count_parameters(32, 32, 8, 16, rotary=True, bias=True) == (32 + 32 + 2) * 16 + 8 * 8
+    assert count_parameters(32, 32, 8, 16, rotary=True, bias=False) == 64 * 16 + 64
+
+
+def test_classes_that_may_do_more_are_refused() -> None:
+    class Attention(transformers.models.llama.modeling_llama.LlamaAttention):
+        """Perhaps with norms."""
+
+    model = in_use("llama")
+    model.model.layers[1].self_attn.__class__ = Attention
+    with pytest.raises(ValueError, match=r"layer 1 .* is a Attention, which may do more than"):
+        hk.convert.collaborate(model, 16)
+    assert not attention_layers(model)[0].layout.shared
