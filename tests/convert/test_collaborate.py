@@ -479,10 +479,10 @@ def test_nan_weights() -> None:
     assert state(model) == before
 
 
-def test_rotary_positions() -> None:
-    model = tiny("llama")
+def test_norms_of_queries_and_keys() -> None:
+    model = tiny("qwen3")
     before = state(model)
-    with pytest.raises(ValueError, match="rotary positions"):
+    with pytest.raises(ValueError, match="has norms of its queries and keys and rotary positions"):
         collaborate(model, 8)
     assert state(model) == before
 
