@@ -48,7 +48,7 @@ def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
     if p.gate is None:
         operator.forward_op(*arguments, False, "triton")
     out, attended, lse = operator.forward_op(*arguments, True, "triton")
-    saved = inputs.dout, out if p.gate is None else attended, lse
+    saved = inputs.dout, out if p.gate is None else attended, lse, None
     needs = [getattr(p, name) is not None for name in operator.operands]
     operator.backward_op(*saved, *arguments, True, needs, "triton")
 

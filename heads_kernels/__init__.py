@@ -5,6 +5,7 @@ The operators take the arguments of `torch.nn.functional.scaled_dot_product_atte
     gated_attention          act(gate) * softmax(scores) V; a head whose gate is exactly 0 costs nothing
     collaborative_attention  one query and one key shared by all heads, one mixing vector per head
     attention_statistics     log-sum-exp, largest probability, its key and entropy of each query row
+    merge_attention          attention over all keys from results over parts of them (return_lse=True)
     Mask                     causal, padding, windows, packed documents, prefixes; they combine with &
     OffsetBias               a bias that depends only on the offset of key and query: ALiBi, T5
     explain                  which backend would run a call, and why the others would not
@@ -46,6 +47,7 @@ from heads_kernels.functional import (
     gated_attention,
 )
 from heads_kernels.mask import Mask
+from heads_kernels.merge import merge_attention
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 
@@ -65,6 +67,7 @@ __all__ = [
     "gated_attention",
     "heads",
     "integrations",
+    "merge_attention",
     "nn",
     "testing",
 ]

@@ -23,7 +23,7 @@ def attention_backward(
     mask: _Mask,
     options: _Options,
     closed_grad: bool,
-    saved: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor | None],
     gradients: Sequence[Tensor | None],
     threads: int,
     /,

@@ -35,7 +35,7 @@ def attention_rows(
     value: Tensor,
     mask: _Mask,
     options: _Options,
-    read: _Read,
+    read: tuple[Tensor, Tensor, Tensor, Tensor | None],
     written: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     target: _LaunchTarget,
     /,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from heads_kernels.checks import GateActivation
+from heads_kernels.checks import GateActivation, check_flag
 from heads_kernels.dispatch import Backend, BackendName, Choice, choose, select
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask
@@ -24,6 +24,50 @@ from heads_kernels.problem import Problem
 
 if TYPE_CHECKING:
     from heads_kernels.ops.sharding import Part
+
+
+@overload
+def gated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    gate: Tensor | None = None,
+    gate_activation: GateActivation = "identity",
+    closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    return_lse: Literal[False] = False,
+    backend: BackendName | None = None,
+) -> Tensor: ...
+
+
+@overload
+def gated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    gate: Tensor | None = None,
+    gate_activation: GateActivation = "identity",
+    closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    return_lse: Literal[True],
+    backend: BackendName | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def gated_attention(
@@ -42,8 +86,9 @@ def gated_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = True,
+    return_lse: bool = False,
     backend: BackendName | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention whose heads can be gated and closed, in one fused pass.
 
     .. math:: out_h = act(gate_h) \cdot softmax(softcap(scale \cdot Q_h K_h^T) + bias_h \text{ under the mask}) V_h
@@ -78,11 +123,16 @@ def gated_attention(
             the denominator of the softmax. Differentiable.
         scale: factor of the scores; default `D ** -0.5`.
         enable_gqa: False requires as many heads of key and value as of query, or one that all share.
+        return_lse: also return the natural log of the sum of exp(score) over visible keys and the sink, with its
+            gradient: partial results over disjoint keys are combined by `merge_attention`. It does not depend on the
+            gate, so closed heads are computed for it.
         backend: one of the names that `explain` shows; None selects the first that can serve the call.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.
-        Hidden keys and values reach no output, even if they are NaN. The same call gives the same bits.
+        Hidden keys and values reach no output, even if they are NaN. The same call gives the same bits. With
+        `return_lse` the pair `(out, lse)`, `lse` `[..., H, T]` in float32 (float64 for float64 inputs), -inf in rows
+        that see neither a key nor a sink.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, its value and what would work. Also raised
@@ -91,7 +141,7 @@ def gated_attention(
     if (
         (type(dropout_p) is float and dropout_p == 0.0)
         and (type(closed_grad) is bool and enable_gqa is True)
-        and (bias is None and softcap is None and sinks is None)
+        and (bias is None and softcap is None and sinks is None and return_lse is False)
     ):
         out = direct.forward(
             GATED, query, key, value, None, None, attn_mask, is_causal, gate, gate_activation, scale, backend
@@ -114,7 +164,53 @@ def gated_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return _attend(GATED, problem, backend)
+    return _attend(GATED, problem, backend, return_lse)
+
+
+@overload
+def collaborative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    content_bias: Tensor | None = None,
+    attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    gate: Tensor | None = None,
+    gate_activation: GateActivation = "identity",
+    closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    backend: BackendName | None = None,
+) -> Tensor: ...
+
+
+@overload
+def collaborative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixing: Tensor,
+    content_bias: Tensor | None = None,
+    attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    gate: Tensor | None = None,
+    gate_activation: GateActivation = "identity",
+    closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    backend: BackendName | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def collaborative_attention(
@@ -134,8 +230,9 @@ def collaborative_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    return_lse: bool = False,
     backend: BackendName | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention whose heads share one query and one key, each with its own mixing vector.
 
     .. math::
@@ -156,16 +253,18 @@ def collaborative_attention(
         scale: default `(Ds / H) ** -0.5`. A converted layer passes the scale of its original model.
         closed_grad: False returns gradient 0 for entries of `gate` (identity) and `mixing` that are exactly 0, and
             skips their work in the backward pass too.
-        attn_mask, dropout_p, is_causal, gate, gate_activation, bias, softcap, sinks, backend: as in `gated_attention`.
+        attn_mask, dropout_p, is_causal, gate, gate_activation, bias, softcap, sinks, return_lse, backend: as in
+            `gated_attention`.
 
     Returns:
-        `[..., H, T, Dv]` in the dtype of `query`; masked rows are as in `gated_attention`.
+        `[..., H, T, Dv]` in the dtype of `query`, and with `return_lse` the pair `(out, lse)`; masked rows are as in
+        `gated_attention`.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
     if (type(dropout_p) is float and dropout_p == 0.0 and type(closed_grad) is bool) and (
-        bias is None and softcap is None and sinks is None
+        bias is None and softcap is None and sinks is None and return_lse is False
     ):
         out = direct.forward(
             COLLABORATIVE, query, key, value, mixing, content_bias, attn_mask, is_causal, gate, gate_activation, scale,
@@ -190,7 +289,7 @@ def collaborative_attention(
         sinks=sinks,
         scale=scale,
     )
-    return _attend(COLLABORATIVE, problem, backend)
+    return _attend(COLLABORATIVE, problem, backend, return_lse)
 
 
 def attention_statistics(
@@ -243,15 +342,23 @@ def attention_statistics(
     return _measure(problem, backend)
 
 
-def _attend(operator: Operator, problem: Problem, backend: str | None) -> Tensor:
+def _attend(
+    operator: Operator, problem: Problem, backend: str | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
     """Run a call, or the part of it that is this process's."""
+    check_flag("return_lse", return_lse)
     part = _part_of(problem)
-    if part is None:
-        chosen = select(operator.backends, problem, backend)
-        return problem.unflatten(operator(problem, chosen, _seed(problem)))
-    chosen = select(operator.backends, part.problem, backend)
-    out = operator(part.problem, chosen, part.seed(_seed(part.problem)))
-    return problem.unflatten(part.whole(out))
+    here = problem if part is None else part.problem
+    chosen = select(operator.backends, here, backend)
+    seed = _seed(here) if part is None else part.seed(_seed(here))
+
+    def presented(result: Tensor) -> Tensor:
+        return problem.unflatten(result if part is None else part.whole(result))
+
+    if not return_lse:
+        return presented(operator(here, chosen, seed))
+    out, lse = operator.with_lse(here, chosen, seed)
+    return presented(out), presented(lse)
 
 
 def _measure(problem: Problem, backend: str | None) -> AttentionStatistics:
@@ -315,6 +422,7 @@ def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) ->
     function, parse, table = _OPERATORS[name]
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     backend = arguments.pop("backend", None)
+    check_flag("return_lse", arguments.pop("return_lse", False))
     problem = parse(**arguments)
     part = _part_of(problem)
     return choose(table, problem if part is None else part.problem, backend)

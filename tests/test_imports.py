@@ -17,7 +17,7 @@ PACKAGE = ROOT / "heads_kernels"
 #: A part imports itself and the parts above it in this list, never those beside or below it.
 LAYERS = (
     {"checks", "flops", "build_info", "after_import"},
-    {"doctor_record", "dtensor"},
+    {"doctor_record", "dtensor", "merge"},
     {"mask"},
     {"batch", "offset_bias"},
     {"problem"},

@@ -189,6 +189,7 @@ inline void check_like(const Tensor& t, const Tensor& other, const char* name) {
 
 inline Activation activation_of(const std::string& name) {
   if (name == "identity") return Activation::kIdentity;
+  if (name == "linear") return Activation::kLinear;
   if (name == "sigmoid") return Activation::kSigmoid;
   if (name == "softplus") return Activation::kSoftplus;
   refuse("gate_activation", "is '" + name + "'");

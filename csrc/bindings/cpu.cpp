@@ -24,8 +24,8 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
   launch(params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward, params);
 }
 
-// `saved` is (dout, attended, lse); gradients (dquery, dkey, dvalue, dmixing, dcontent_bias,
-// dgate, dbias, doffset_bias, dsinks); None skips one.
+// `saved` is (dout, attended, lse, dlse), of which dlse may be None; gradients (dquery, dkey,
+// dvalue, dmixing, dcontent_bias, dgate, dbias, doffset_bias, dsinks); None skips one.
 void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                         const py::tuple& options, bool closed_grad, const py::tuple& saved,
                         const py::sequence& gradients, int threads) {
@@ -36,6 +36,7 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   params.dout = needed(saved[0], cpu(), "dout");
   params.attended = needed(saved[1], cpu(), "attended");
   params.lse = needed(saved[2], cpu(), "lse");
+  params.dlse = floating(saved[3], cpu(), "dlse");
   params.dquery = output(gradients[0], cpu(), "dquery");
   params.dkey = output(gradients[1], cpu(), "dkey");
   params.dvalue = output(gradients[2], cpu(), "dvalue");
@@ -45,6 +46,7 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
   require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
   check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(params.query.dtype, params.dlse, {n.B, n.H, n.T}, "dlse");
   check_like(params.dquery, params.query, "dquery");
   check_like(params.dkey, params.key, "dkey");
   check_like(params.dvalue, params.value, "dvalue");

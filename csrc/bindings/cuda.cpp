@@ -177,8 +177,9 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
                 target);
 }
 
-// (dout, attended, lse); (delta, dgate, dattended, dsinks), of which dgate and dsinks are None
-// where they are not asked for, and dattended unless the gate is elementwise.
+// (dout, attended, lse, dlse), of which dlse may be None; (delta, dgate, dattended, dsinks), of
+// which dgate and dsinks are None where they are not asked for, and dattended unless the gate is
+// elementwise.
 void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& mask,
                     const py::tuple& options, const py::tuple& read, const py::tuple& written,
                     const py::tuple& target) {
@@ -188,6 +189,7 @@ void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& 
   params.dout = needed(read[0], device, "dout");
   params.attended = needed(read[1], device, "attended");
   params.lse = needed(read[2], device, "lse");
+  params.dlse = floating(read[3], device, "dlse");
   params.delta = needed(written[0], device, "delta");
   params.dgate = floating(written[1], device, "dgate");
   params.dattended = floating(written[2], device, "dattended");
@@ -197,6 +199,7 @@ void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& 
   check_like(params.attended, params.dout, "attended");
   const hk::DType dtype = params.query.dtype;
   check_rows(dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(dtype, params.dlse, {n.B, n.H, n.T}, "dlse");
   check_rows(dtype, params.delta, {n.B, n.H, n.T}, "delta");
   check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
   require(!params.dsinks || params.terms.sinks, "dsinks", "comes without sinks");

@@ -12,7 +12,8 @@ namespace hk {
 
 enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
+// kLinear is the identity of which 0 closes no head: `lse` is asked for of every head.
+enum class Activation : int { kIdentity, kSigmoid, kSoftplus, kLinear };
 
 // A number of the call as double, which the CPU kernels need for float64, and as float, which the
 // CUDA kernels use: a conversion there would stand in their loops, where registers are short.
@@ -98,6 +99,7 @@ struct BackwardParams : AttentionParams {
   bool closed_grad = true;
   Tensor dout, attended;        // [B, H, T, Dv]
   Tensor lse;                   // [B, H, T] in the compute type
+  Tensor dlse;                  // as lse; absent: 0. Comes without a gate that closes heads
   Tensor dquery, dkey, dvalue;  // as query, key, value
   Tensor dmixing;               // [B, H, Ds] in the compute type, to be summed over B
   Tensor dcontent_bias;         // [B, H, S] in the compute type

@@ -99,11 +99,12 @@ struct BackwardScratch : TileScratch<Real, Operand> {
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.
 struct HeadGradients {
-  Rows dout;        // [T][Dv]
-  Rows attended;    // [T][Dv]
-  const void* lse;  // [T] in the compute type
-  void* dgate;      // [T] or [T][Dv] in the compute type; null if not requested
-  void* dsinks;     // [T] in the compute type; null if not requested
+  Rows dout;         // [T][Dv]
+  Rows attended;     // [T][Dv]
+  const void* lse;   // [T] in the compute type
+  const void* dlse;  // [T] in the compute type; null: 0
+  void* dgate;       // [T] or [T][Dv] in the compute type; null if not requested
+  void* dsinks;      // [T] in the compute type; null if not requested
 };
 
 // The `HeadGradients` of head (b, h); dgate and dsinks are null unless `with_rows`.
@@ -111,7 +112,10 @@ template <typename Real, typename Operator>
 inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b,
                                     int64_t h, bool with_rows) {
   const int64_t row = (b * op.H + h) * op.T, width = op.gate.elementwise ? op.Dv : 1;
-  return {rows_at(p.dout, b, h), rows_at(p.attended, b, h), static_cast<Real*>(p.lse.data) + row,
+  return {rows_at(p.dout, b, h),
+          rows_at(p.attended, b, h),
+          static_cast<Real*>(p.lse.data) + row,
+          p.dlse ? static_cast<Real*>(p.dlse.data) + row : nullptr,
           with_rows && p.dgate ? static_cast<Real*>(p.dgate.data) + row * width : nullptr,
           with_rows && p.dsinks ? static_cast<Real*>(p.dsinks.data) + row : nullptr};
 }
@@ -156,8 +160,8 @@ inline void store_gate_row(void* dgate, bool elementwise, int64_t i, int64_t Dv,
 }
 
 // From one read of dout and attended: delta, the gate's gradient rows, and the gated dout, as it is
-// and transposed. delta uses the rounded dout, as the products do, so that dP - delta of a row with
-// one key is 0 and not a rounding error.
+// and transposed. dlse adds dlse * P to dS = P (dP - delta). delta uses the rounded dout, as the
+// products do, so that dP - delta of a row with one key is 0 and not a rounding error.
 template <typename Real, typename Operand>
 inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
                                   const HeadGradients& gradients,
@@ -175,11 +179,16 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
     const Real lse = visible.sees(m) ? static_cast<const Real*>(gradients.lse)[i] : kHidden<Real>;
     const bool sees = lse != kHidden<Real>;  // masks or bias may hide all its keys
     tile.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse * static_cast<Real>(kLog2e);
+    const bool there = m < visible.count;
+    const Real dlse =
+        gradients.dlse && there ? static_cast<const Real*>(gradients.dlse)[i] : Real(0);
     tile.delta[m] = 0;
     Real* dout = dout_rows + m * stride;
     const Real* attended = sees ? scratch.rows + m * stride : nullptr;
-    if (gradients.dsinks && m < visible.count) static_cast<Real*>(gradients.dsinks)[i] = 0;
-    if (gradients.dgate && m < visible.count)
+    if (gradients.dsinks && there)  // the lse of a row that sees nothing is the sink
+      static_cast<Real*>(gradients.dsinks)[i] =
+          head.terms.sink(i) == kHidden<Real> ? Real(0) : dlse;
+    if (gradients.dgate && there)
       store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
     if (!sees) continue;
     if (gate.elementwise) {
@@ -191,12 +200,13 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
         store<Real>(dout + w, load(dout + w) * tokens[m]);
     }
-    if (gradients.dsinks)  // the sink's probability times (0 - delta), before rounding
+    // The sink's probability times (0 - delta), before rounding.
+    if (gradients.dsinks)
       static_cast<Real*>(gradients.dsinks)[i] =
           -static_cast<Real>(std::exp2(head.terms.sink(i) - tile.lse[m])) *
-          dot(dout, attended, padded);
+          (dot(dout, attended, padded) - dlse);
     if (gate) round_row<Operand>(dout, padded);
-    tile.delta[m] = dot(dout, attended, padded);
+    tile.delta[m] = dot(dout, attended, padded) - dlse;
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);
   tile.bad_douts.gather(dout_rows, visible.columns, padded, stride);

@@ -1,11 +1,12 @@
 // The first pass of the backward, one for both operators: delta and the rows of the gate's gradient
 // in one read.
 //
-//   dgate row = rowsum(dout * attended)   delta = rowsum(dattended * attended)   dattended = g *
-//   dout                                  dsinks row = -exp(sink - lse) * delta
+//   dgate row = rowsum(dout * attended)   delta = rowsum(dattended * attended) - dlse
+//   dattended = g * dout                  dsinks row = -exp(sink - lse) * delta
 //
-// g is the activated gate. For gates of heads and of rows delta = g * (dgate row); a gate of
-// elements keeps dout * attended as it is, and its dattended is written for the passes that follow.
+// g is the activated gate. For gates of heads and of rows rowsum(dattended * attended) = g * (dgate
+// row); a gate of elements keeps dout * attended as it is, and its dattended is written for the
+// passes that follow. dlse, the gradient of lse, adds dlse * p to dscores = p * (dp - delta).
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
@@ -95,9 +96,13 @@ struct AttentionRows {
       if (p.dgate) static_cast<float*>(p.dgate.data)[index] = total;
       if (sees) total *= gate.at(b, h, row);
     }
+    const float dlse = p.dlse ? static_cast<const float*>(p.dlse.data)[index] : 0.0f;
+    if (sees) total -= dlse;
     if constexpr (kSinks) {
+      // The lse of a row that sees nothing is the sink.
+      const float alone = lse == -kInfinity ? 0.0f : dlse;
       if (p.dsinks)
-        static_cast<float*>(p.dsinks.data)[index] = sees ? -expf(sink - lse) * total : 0.0f;
+        static_cast<float*>(p.dsinks.data)[index] = sees ? -expf(sink - lse) * total : alone;
       if (!sees) total = NAN;
     }
     static_cast<float*>(p.delta.data)[index] = total;

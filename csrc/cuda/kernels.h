@@ -53,6 +53,7 @@ struct AttendParams : ForwardParams {
 struct RowsParams : AttentionParams {
   Tensor dout, attended;  // [B, H, T, Dv]
   Tensor lse;             // [B, H, T] float
+  Tensor dlse;            // [B, H, T] float; absent: 0
   Tensor delta;           // [B, H, T] float
   Tensor dgate;           // as BackwardParams, or absent
   Tensor dattended;       // [B, H, T, Dv], dout times an elementwise gate; absent for any other

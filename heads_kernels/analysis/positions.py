@@ -127,7 +127,8 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     backend = next(row.name for row in operator.backends if not row.unsupported(problem))
     if backend == "eager":
         return None
-    out, _, band_lse = operator.with_lse(problem, backend)
+    with torch.no_grad():
+        out, band_lse = operator.with_lse(problem, backend)
     share = torch.exp(band_lse - lse).masked_fill(band_lse == NEG_INF, 0.0)
     weighted: Tensor = share[..., None] * out
     return weighted

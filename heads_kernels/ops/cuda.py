@@ -117,7 +117,7 @@ def _rows_pass(
     product = None
     if gate is not None and is_elementwise(gate):
         product = torch.empty_like(saved.attended)
-    read = dout, saved.attended, saved.lse
+    read = dout, saved.attended, saved.lse, saved.dlse
     written = delta, asked_for(gradients.dgate), product, asked_for(gradients.dsinks)
     _cuda.attention_rows(*arguments, read, written, _launch_target(dout))
     return delta, dout if product is None else product

@@ -11,11 +11,13 @@ are materialised.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from heads_kernels.ops import formula, scores
 from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+from heads_kernels.ops.scores import NEG_INF
 
 
 def forward(call: Call, results: Results) -> None:
@@ -57,8 +59,11 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 
     of_scores = [g for n, g in gradients._asdict().items() if n not in ("dvalue", "dgate")]
     if any(gradient is not None and gradient.numel() for gradient in of_scores):
-        dscores = formula.score_gradient(dattended, attended, value, p, kept, pairs)
-        _fill_terms(call, saved.lse, dscores, dattended * attended, pairs, gradients)
+        delta = (dattended * attended).sum(-1)  # [B, H, T]
+        if saved.dlse is not None:
+            delta = delta - saved.dlse
+        dscores = formula.score_gradient(dattended, delta, value, p, kept, pairs)
+        _fill_terms(call, saved, dscores, delta, pairs, gradients)
         draw = call.scale * formula.only(pairs, formula.times(dscores, slope))
         _fill_operands(call, query, key, draw, pairs, gradients)
     if gradients.dvalue.numel():
@@ -73,21 +78,25 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 
 def _fill_terms(
     call: Call,
-    lse: Tensor,
+    saved: Saved,
     dscores: Tensor,
-    products: Tensor,
+    delta: Tensor,
     pairs: Tensor | None,
     gradients: Gradients,
 ) -> None:
-    """Fill the gradients of biases and sinks; `dscores` is of finished scores, `products` = dattended * attended."""
+    """Fill the gradients of biases and sinks; `dscores` is of finished scores."""
     if gradients.dbias.numel():
         scores.bias_gradient(dscores, gradients.dbias)
     if gradients.doffset_bias.numel():
         scores.offset_gradient(dscores, gradients.doffset_bias)
     if gradients.dsinks.numel() and call.sinks is not None:
+        lse, dlse = saved.lse, saved.dlse
         share = (call.sinks.to(lse.dtype)[:, None] - lse).exp()  # [B, H, T], of the sink
-        rows = formula.only_rows(share[..., None] * products, pairs)
-        gradients.dsinks.copy_(-rows.sum(-1))
+        rows = formula.only_rows((share * -delta)[..., None], pairs)[..., 0]
+        if dlse is not None and pairs is not None:  # the lse of a row that sees nothing is the sink
+            alone = ~pairs.any(-1) & (lse > NEG_INF)
+            rows = torch.where(alone, share * dlse, rows)
+        gradients.dsinks.copy_(rows)
 
 
 def _fill_operands(

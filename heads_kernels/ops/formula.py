@@ -169,7 +169,7 @@ def only_rows(tensor: Tensor, pairs: Tensor | None) -> Tensor:
 
 def score_gradient(
     dattended: Tensor,
-    attended: Tensor,
+    delta: Tensor,
     value: Tensor,
     p: Tensor,
     kept: Tensor | None,
@@ -177,12 +177,11 @@ def score_gradient(
 ) -> Tensor:
     """`p * (dp - delta)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `pairs`.
 
-    `dp = kept * (dattended @ value^T)`; `delta = rowsum(dattended * attended)`, which is
+    `dp = kept * (dattended @ value^T)`; `delta = rowsum(dattended * attended) - dlse` `[B, H, T]`, where the row sum is
     `rowsum(p * dp)`.
     """
     dp = times(dattended @ value.mT, kept)
-    delta = (dattended * attended).sum(-1, keepdim=True)
-    return only(pairs, p * (dp - delta))
+    return only(pairs, p * (dp - delta[..., None]))
 
 
 def gate_rows(

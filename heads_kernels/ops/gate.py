@@ -6,6 +6,8 @@ A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank d
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,15 +15,27 @@ from torch.nn import functional as F
 from heads_kernels.checks import check_activation
 from heads_kernels.ops.buffers import compute_dtype
 
+#: The activation of ops that is the identity, but of which 0 closes no head: `lse` is asked for of every head.
+LINEAR: Final = "linear"
+
 
 def activate(gate: Tensor, activation: str) -> Tensor:
     """The values that multiply the output, from the gate as it was passed (logits where an activation is named)."""
+    if activation == LINEAR:
+        return gate
     check_activation(activation)
     if activation == "sigmoid":
         return torch.sigmoid(gate)
     if activation == "softplus":
         return F.softplus(gate)
     return gate
+
+
+def without_closed_heads(out: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """`out` with exact zeros where a linear gate closes a head, which may have visible values that are not finite."""
+    if gate is None or activation != LINEAR or not can_close(gate, "identity"):
+        return out
+    return out.masked_fill(as_4d(gate) == 0, 0.0)
 
 
 def sizes_4d(gate: Tensor) -> tuple[int, ...]:
@@ -68,12 +82,12 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
     Sums over what the gate was broadcast along, applies the slope of the activation, and with `closed_grad=False`
     reports 0 for every entry of an identity gate that is exactly 0.
     """
-    check_activation(activation)
     grad = rows.sum_to_size(sizes_4d(gate)[: rows.dim()]).reshape(gate.shape)
-    if activation == "identity":
+    if activation in ("identity", LINEAR):
         if not closed_grad:
             grad = grad.masked_fill(gate == 0, 0.0)
     else:
+        check_activation(activation)
         opened = torch.sigmoid(gate.to(grad.dtype))
         slope = opened * (1 - opened) if activation == "sigmoid" else opened
         # Fully masked rows have gradient 0, even where their logits are NaN.

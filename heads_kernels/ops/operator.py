@@ -102,6 +102,7 @@ class Saved(NamedTuple):
     dout: Tensor
     attended: Tensor
     lse: Tensor
+    dlse: Tensor | None  # as lse; None: 0. Comes without a gate that closes heads
 
 
 class Gradients(NamedTuple):
@@ -157,11 +158,15 @@ class Signature:
         """The arguments as a torch schema."""
         return ", ".join(f"{type} {name}" for name, type in self.types.items())
 
-    def pack(self, problem: Problem, seed: Tensor | None = None) -> tuple[Any, ...]:
-        """The arguments of an op for this problem."""
+    def pack(
+        self, problem: Problem, seed: Tensor | None = None, *, every_head: bool = False
+    ) -> tuple[Any, ...]:
+        """The arguments of an op for this problem; with `every_head` it computes closed heads too."""
         p = problem
         operands = [getattr(p, name) for name in self.operands]
-        options = p.scale, p.softcap, seed, p.gate_activation, p.dropout_p
+        linear = every_head and p.gate is not None and p.gate_activation == "identity"
+        activation = gates.LINEAR if linear else p.gate_activation
+        options = p.scale, p.softcap, seed, activation, p.dropout_p
         return *operands, *p.intervals, *options[: len(self.options)]
 
     def unpack(self, arguments: Any) -> Call:
@@ -190,20 +195,26 @@ class Operator(Signature):
         """Run a valid problem on `backend`; gradients are recorded where an operand requires one."""
         arguments = self.pack(problem, seed)
         if is_recorded(self.name, arguments[: len(self.operands)]):
-            return self.function.apply(problem.closed_grad, backend, *arguments)  # type: ignore[no-untyped-call, no-any-return]
+            return self.function.apply(problem.closed_grad, backend, False, *arguments)  # type: ignore[no-untyped-call, no-any-return]
         return self.forward_op(*arguments, False, backend)[0]  # type: ignore[no-any-return]
 
-    def with_lse(self, problem: Problem, backend: str, seed: Tensor | None = None) -> Results:
-        """Run a valid problem without gradients, and return `lse` with the output."""
-        with torch.no_grad():
-            return Results(*self.forward_op(*self.pack(problem, seed), True, backend))
+    def with_lse(
+        self, problem: Problem, backend: str, seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same with `lse` `[B, H, T]`, which is that of the scores: closed heads are computed for it."""
+        arguments = self.pack(problem, seed, every_head=True)
+        if is_recorded(self.name, arguments[: len(self.operands)]):
+            return self.function.apply(problem.closed_grad, backend, True, *arguments)  # type: ignore[no-untyped-call, no-any-return]
+        out, _, lse = self.forward_op(*arguments, True, backend)
+        call = self.unpack(arguments)
+        return gates.without_closed_heads(out, call.gate, call.gate_activation), lse
 
 
 # ---------------------------------------------------------------------- the ops
 def _define(operator: Operator) -> tuple[Any, Any]:
     """Register `heads_kernels::name` and `heads_kernels::name_backward`."""
     rows = ", ".join(f"Tensor d{name}" for name in operator.operands)
-    saved = ", ".join(f"Tensor {name}" for name in Saved._fields)
+    saved = "Tensor dout, Tensor attended, Tensor lse, Tensor? dlse"
     first, count = len(Saved._fields), len(operator.operands)
 
     def prepare(backend: str | None, *arguments: Any) -> tuple[Call, Results]:
@@ -303,33 +314,37 @@ def _function(operator: Operator) -> type[torch.autograd.Function]:
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, closed_grad: bool, backend: str, *arguments: Any) -> Tensor:
+        def forward(
+            ctx: Any, closed_grad: bool, backend: str, return_lse: bool, *arguments: Any
+        ) -> Tensor | tuple[Tensor, Tensor]:
             out, attended, lse = operator.forward_op(*arguments, True, backend)
-            if operator.unpack(arguments).gate is None:
+            call = operator.unpack(arguments)
+            if call.gate is None:
                 attended = out
+            elif return_lse:
+                out = gates.without_closed_heads(out, call.gate, call.gate_activation)
             pairs = list(zip(arguments, operator.tensors, strict=True))
             ctx.save_for_backward(attended, lse, *(a for a, tensor in pairs if tensor))
             ctx.constants = [a for a, tensor in pairs if not tensor]
             ctx.options = closed_grad, backend
-            return out  # type: ignore[no-any-return]
+            return (out, lse) if return_lse else out
 
         @staticmethod
-        def backward(ctx: Any, dout: Tensor) -> Any:
-            attended, lse, *saved = ctx.saved_tensors
-            tensors, constants = iter(saved), iter(ctx.constants)
+        def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> Any:
+            attended, lse, *kept = ctx.saved_tensors
+            tensors, constants = iter(kept), iter(ctx.constants)
             arguments = [next(tensors if tensor else constants) for tensor in operator.tensors]
             closed_grad, backend = ctx.options
-            needs = list(ctx.needs_input_grad[2 : 2 + count])
-            rows = operator.backward_op(
-                dout, attended, lse, *arguments, closed_grad, needs, backend
-            )
+            needs = list(ctx.needs_input_grad[3 : 3 + count])
+            saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
+            rows = operator.backward_op(*saved, *arguments, closed_grad, needs, backend)
             call = operator.unpack(arguments)
             grads = tuple(
                 finish(name, row, call, closed_grad) if needed else None
                 for name, row, needed in zip(operator.operands, rows, needs, strict=True)
             )
-            grads = first_order_only(operator.name, grads, (dout, *arguments[:count]))
-            return None, None, *grads, *([None] * (len(arguments) - count))
+            grads = first_order_only(operator.name, grads, (dout, dlse, *arguments[:count]))
+            return None, None, None, *grads, *([None] * (len(arguments) - count))
 
     Attention.__name__ = Attention.__qualname__ = operator.name
     return Attention

@@ -20,6 +20,7 @@ from heads_kernels.checks import (
     refuse,
 )
 from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.ops.gate import LINEAR
 from heads_kernels.ops.philox import SEED_LENGTH
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _COMPILED: Final = ("cpu", "cuda")
 
 #: Number of dimensions of the tensors that an op reads.
-_RANKS: Final = {"query": 4, "key": 4, "value": 4, "dout": 4, "attended": 4, "lse": 3}
+_RANKS: Final = {"query": 4, "key": 4, "value": 4, "dout": 4, "attended": 4, "lse": 3, "dlse": 3}
 _SHARED_RANKS: Final = {**_RANKS, "query": 3, "key": 3, "mixing": 2}
 
 #: For each dimension its size, or the sizes allowed.
@@ -42,15 +43,15 @@ def check_operands(
     call: Call,
     *,
     excluded: Tensor | None = None,
-    saved: Mapping[str, Tensor] | None = None,
+    saved: Mapping[str, Tensor | None] | None = None,
 ) -> None:
     """Refuse tensors of an op that are None or do not fit each other; `backend` is None in its fake.
 
-    `required` names the operands of the operator that may not be None, `saved` is `dout`, `attended` and `lse` of a
-    backward pass. The package's own calls come from a `Problem` and pass. In direct calls of an op, a `Tensor` of its
-    schema may be None, and a GPU kernel would read past the end of a tensor that is too small.
+    `required` names the operands of the operator that may not be None, `saved` is `dout`, `attended`, `lse` and `dlse`
+    (which may be None) of a backward pass. The package's own calls come from a `Problem` and pass. In direct calls of
+    an op, a `Tensor` of its schema may be None, and a GPU kernel would read past the end of a tensor that is too small.
     """
-    saved = saved or {}
+    saved = {name: t for name, t in (saved or {}).items() if t is not None or name != "dlse"}
     query, key, mixing = call.query, call.key, call.mixing
     shared = mixing is not None or "mixing" in required
     ranks = _SHARED_RANKS if shared else _RANKS
@@ -73,7 +74,8 @@ def check_operands(
     check_sizes(B, H, T, S)
     value = operands.get("value")
     Dv = 0 if value is None else value.shape[-1]
-    check_gate(call.gate, call.gate_activation, query, (B, H, T, Dv))
+    activation = "identity" if call.gate_activation == LINEAR else call.gate_activation
+    check_gate(call.gate, activation, query, (B, H, T, Dv))
     check_bias(call.bias, query, (B, H, T, S))
     check_offset_table(call.offset_bias, query, (H, T, S))
     check_sinks(call.sinks, query, H)
@@ -85,6 +87,7 @@ def check_operands(
         ("dout", saved.get("dout"), heads, query.dtype),
         ("attended", saved.get("attended"), heads, query.dtype),
         ("lse", saved.get("lse"), heads[:3], compute_dtype(query.dtype)),
+        ("dlse", saved.get("dlse"), heads[:3], compute_dtype(query.dtype)),
         ("k_lo", intervals.k_lo, rows, torch.int32),
         ("k_hi", intervals.k_hi, rows, torch.int32),
         ("key_visible", intervals.key_visible, keys, torch.bool),
@@ -98,9 +101,11 @@ def check_operands(
     if (intervals.k_lo is None) != (intervals.k_hi is None):
         refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
     if backend == "triton":  # its kernels compute addresses from these strides
-        dense = saved.get("lse"), intervals.k_lo, intervals.k_hi, intervals.key_visible, excluded
+        of_rows = saved.get("lse"), saved.get("dlse"), intervals.k_lo, intervals.k_hi
+        dense = *of_rows, intervals.key_visible, excluded
         if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
-            refuse("lse, k_lo, k_hi, key_visible or excluded", "is not contiguous", "copy it")
+            names = "lse, dlse, k_lo, k_hi, key_visible or excluded"
+            refuse(names, "is not contiguous", "copy it")
         for name, tensor in (*operands.items(), ("attended", saved.get("attended"))):
             if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 refuse(name, f"has stride {tensor.stride(-1)} in its last dimension", "it needs 1")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from heads_kernels.functional import collaborative_attention, gated_attention
 from heads_kernels.offset_bias import OffsetBias
+from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.problem import Problem
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -27,8 +28,9 @@ _PROBLEMS: dict[str, Callable[..., Problem]] = {
 class Inputs:
     """A call of `operator`: `tensors` by argument name (they can get gradients), and its `options`.
 
-    `dout` is a gradient of the output to start a backward pass from. `seed` is what PyTorch's
-    generator is set to before the call, so that dropout draws the same mask every time.
+    `dout` is a gradient of the output to start a backward pass from, and `dlse` `[B, H, T]` one of `lse`, which is not
+    returned if it is None. `seed` is what PyTorch's generator is set to before the call, so that dropout draws the same
+    mask every time.
     """
 
     operator: str
@@ -36,6 +38,7 @@ class Inputs:
     options: dict[str, Any]
     dout: Tensor
     seed: int = 0
+    dlse: Tensor | None = None
 
     def call(self, backend: str | None = None, **options: Any) -> Tensor:
         """Run the operator; `options` replace those of the case."""
@@ -61,9 +64,14 @@ class Inputs:
         inputs = self
         if not any(tensor.requires_grad for tensor in self.tensors.values()):
             inputs = self.requires_grad()
-        out = inputs.call(backend, **options)
+        if self.dlse is None:
+            out, starts = inputs.call(backend, **options), [self.dout]
+            results = [out]
+        else:
+            results = list(inputs.call(backend, return_lse=True, **options))
+            out, starts = results[0], [self.dout, self.dlse]
         leaves = {name: t for name, t in inputs.tensors.items() if t.requires_grad}
-        grads = torch.autograd.grad(out, list(leaves.values()), self.dout)
+        grads = torch.autograd.grad(results, list(leaves.values()), starts)
         return out.detach(), dict(zip(leaves, grads, strict=True))
 
     def problem(self, **options: Any) -> Problem:
@@ -73,7 +81,8 @@ class Inputs:
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in `dtype`; quantised inputs in float64 are what the oracle reads."""
         tensors = {name: t.detach().to(dtype) for name, t in self.tensors.items()}
-        return replace(self, tensors=tensors, dout=self.dout.to(dtype))
+        dlse = None if self.dlse is None else self.dlse.to(compute_dtype(dtype))
+        return replace(self, tensors=tensors, dout=self.dout.to(dtype), dlse=dlse)
 
     def requires_grad(self, *names: str) -> Inputs:
         """The same memory as leaves; those named, or all, require a gradient."""

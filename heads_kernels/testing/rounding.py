@@ -18,7 +18,8 @@ of an ideal kernel are propagated through the formula, in float64, one head at a
     a probability        relative error = absolute error of its score, and its rounding as operand
     the cap of a score   its slope times the error of the score, and roundings of division, tanh and product
     delta, dgate         the saved output carries u_w, so rowsum(dout * out) does too; an error of
-                         delta is common to its row and comes through dS as u * P
+                         delta is common to its row and comes through dS as u * P. The gradient of
+                         lse is subtracted from delta
     subnormals           half the smallest subnormal number, wherever something is rounded
 
 The result is one number per element. Nothing here depends on a kernel or is tuned to one.
@@ -61,6 +62,7 @@ class _Head(NamedTuple):
     kept: Tensor | None
     gate: Tensor
     dout: Tensor
+    dlse: Tensor  # [T]
 
 
 class _Floor(NamedTuple):
@@ -130,6 +132,7 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
                 None if kept is None else kept[b, h],
                 gate[b, h],
                 wide[b, h],
+                wide.new_zeros(T) if inputs.dlse is None else inputs.dlse[b, h].double(),
             )
             floor = _head_floor(head, p.scale, p.softcap, u, shared)
             result["out"][b, h], result["lse"][b, h] = floor.out, floor.lse
@@ -199,7 +202,7 @@ def _table_columns(table: Tensor, T: int, S: int) -> Tensor:
 
 
 def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bool) -> _Floor:
-    q, k, v, content_bias, bias, sink, visible, kept, gate, dout = head
+    q, k, v, content_bias, bias, sink, visible, kept, gate, dout, dlse = head
     # The forward pass. [T, S]
     score = q @ k.T
     size = q.abs() @ k.abs().T
@@ -254,9 +257,11 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
     dP_sum = u.working * (dO**2 @ (v**2).T).sqrt() + u.compute * (dO.abs() @ v.abs().T)
     if kept is not None:
         dP, dP_sum = dP * kept, dP_sum * kept
-    delta = (dO * attended).sum(-1, keepdim=True)  # [T, 1]
+    delta = (dO * attended).sum(-1, keepdim=True) - dlse[:, None]  # [T, 1]
     delta_error = (dO * saved_error).square().sum(-1, keepdim=True).sqrt()
-    delta_error = delta_error + u.compute * (dO * attended).abs().sum(-1, keepdim=True)
+    delta_error = delta_error + u.compute * (
+        (dO * attended).abs().sum(-1, keepdim=True) + dlse.abs()[:, None]
+    )
     dS = P * (dP - delta)
     own = dS.abs() * relative + P * dP_sum + u.tiny * visible  # independent in every element
     common = P * delta_error  # the same delta for a row

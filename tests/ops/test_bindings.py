@@ -60,6 +60,7 @@ def call(shared: bool, splits: int = 2) -> Call:
         "dout": empty(B, H, T, Dv),
         "attended": empty(B, H, T, Dv),
         "lse": rows(B, H, T),
+        "dlse": rows(B, H, T),
         "delta": rows(B, H, T),
         "max_prob": rows(B, H, T),
         "entropy": rows(B, H, T),
@@ -105,7 +106,8 @@ def cpu_forward(c: Call) -> None:
 
 def cpu_backward(c: Call) -> None:
     names = [f"d{name}" for name in OPERANDS]
-    saved, gradients = (c["dout"], c["attended"], c["lse"]), tuple(c[name] for name in names)
+    saved = c["dout"], c["attended"], c["lse"], c["dlse"]
+    gradients = tuple(c[name] for name in names)
     cpu.attention_backward(*arguments(c), True, saved, gradients, 1)
 
 
@@ -124,7 +126,7 @@ def closed(c: Call) -> None:
 
 
 def first(c: Call) -> None:
-    read = c["dout"], c["attended"], c["lse"]
+    read = c["dout"], c["attended"], c["lse"], c["dlse"]
     written = c["delta"], c["dgate"], c["dattended"], c["dsinks"]
     cuda.attention_rows(*cuda_arguments(c), read, written, HERE)
 
@@ -170,13 +172,13 @@ GRADIENTS = [f"d{name}" for name in OPERANDS]
 #: Each pass with the tensors that it reads and writes.
 PASSES: dict[Pass, tuple[str, ...]] = {
     cpu_forward: (*_CALL, "out", "attended", "lse"),
-    cpu_backward: (*_CALL, "dout", "attended", "lse", *GRADIENTS),
+    cpu_backward: (*_CALL, "dout", "attended", "lse", "dlse", *GRADIENTS),
     cpu_statistics: (*_SCORES, "excluded", "lse", "max_prob", "argmax", "entropy"),
 }  # fmt: skip
 CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
     forward: (*_TILED, "out", "attended", "lse"),
     closed: (*_TILED, "dout", "dgate"),
-    first: (*_CALL, "dout", "attended", "lse", "delta", "dgate", "dsinks"),
+    first: (*_CALL, "dout", "attended", "lse", "dlse", "delta", "dgate", "dsinks"),
     keys: (*_TILED, *_READ, "dkey", "dvalue", "dcontent_bias"),
     queries: (*_TILED, *_READ, "dquery", "dmixing"),
     of_bias: (*_TILED, *_READ, "dbias", "doffset_bias"),
@@ -194,6 +196,7 @@ OPTIONAL = {
     "gate",
     "attended",
     "lse",
+    "dlse",
     *_TERMS,
     *GRADIENTS,
 }
@@ -372,7 +375,8 @@ def op_arguments(shared: bool, backward: bool) -> Call:
         *OPERATORS[NAMES[shared]].types,
         *(("closed_grad", "needs") if backward else ("save",)),
     )
-    return {n: c[n] for n in (("dout", "attended", "lse", *names) if backward else names)}
+    saved = ("dout", "attended", "lse", "dlse") if backward else ()
+    return {n: c[n] for n in (*saved, *names)}
 
 
 def op_of(shared: bool, backward: bool) -> Any:
@@ -381,7 +385,7 @@ def op_of(shared: bool, backward: bool) -> Any:
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:
     if how == "None":
-        return name in ("content_bias", "key_visible", "dense_mask", "gate", *_TERMS) or (
+        return name in ("content_bias", "key_visible", "dense_mask", "gate", "dlse", *_TERMS) or (
             name == "seed" and backend != "cpu"
         )
     if how == "double":

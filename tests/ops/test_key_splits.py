@@ -13,6 +13,8 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.ops import buffers
+from heads_kernels.ops.operator import Results
+from heads_kernels.problem import Problem
 from heads_kernels.testing import (
     Case,
     CollaborativeCase,
@@ -26,6 +28,12 @@ from tests.ops.calls import OPERATORS, serve
 
 #: The module of each backend that splits keys, as it names `buffers.key_splits`.
 MODULES = {"triton": "heads_kernels.ops.triton.forward", "cuda": "heads_kernels.ops.cuda"}
+
+
+def forward(operator: str, problem: Problem, backend: str, seed: Tensor | None = None) -> Results:
+    """What the kernels write, saved for a backward pass."""
+    op = OPERATORS[operator]
+    return Results(*op.forward_op(*op.pack(problem, seed), True, backend))
 
 
 def parts_of_rows(sizes: Sizes, device: torch.device) -> Tensor:
@@ -114,12 +122,11 @@ def test_what_is_not_finite(backend: str, grouped: bool, bad: float) -> None:
     gate = torch.tensor([0.0, 1.0, 0.5, 0.0])
     given = {"gate": gate, "sinks": torch.randn(H), "attn_mask": hk.Mask(key_mask=~hidden)}
     serve("gated_attention", backend, query=query, key=key, value=value, **given)
-    problem = hk.problem.Problem.gated(query, key, value, **given)
-    run = OPERATORS["gated_attention"].with_lse
+    problem = Problem.gated(query, key, value, **given)
     with in_one_pass(backend):
-        one = run(problem, backend)
+        one = forward("gated_attention", problem, backend)
     with with_splits(backend, 4):
-        many = run(problem, backend)
+        many = forward("gated_attention", problem, backend)
     for name, got, want in zip(one._fields, many, one, strict=True):
         assert torch.equal(got.isfinite(), want.isfinite()), name
         finite = want.isfinite()
@@ -134,10 +141,10 @@ def test_what_is_not_finite(backend: str, grouped: bool, bad: float) -> None:
 def test_the_same_bits_again(backend: str, case: Case) -> None:
     problem = case.make(torch.bfloat16).problem()
     seed = torch.tensor([1, 0, 0, 0, 0]) if case.dropout_p else None
-    first = OPERATORS[case.operator].with_lse(problem, backend, seed)
+    first = forward(case.operator, problem, backend, seed)
     for _ in range(2):
         dirty_allocator(first.out)
-        again = OPERATORS[case.operator].with_lse(problem, backend, seed)
+        again = forward(case.operator, problem, backend, seed)
         assert all(torch.equal(got, want) for got, want in zip(again, first, strict=True))
 
 

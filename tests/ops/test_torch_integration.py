@@ -53,7 +53,7 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
     torch.library.opcheck(op.forward_op, (*inputs, True, backend))
     torch.library.opcheck(op.forward_op, (*inputs, False, backend))
     out, attended, lse = op.forward_op(*inputs, True, backend)
-    saved = (torch.randn_like(out), out if gate is None else attended, lse)
+    saved = (torch.randn_like(out), out if gate is None else attended, lse, None)
     every = [getattr(problem, name) is not None for name in op.operands]
     for needs in (every, [True, *[False] * (len(every) - 1)]):
         torch.library.opcheck(op.backward_op, (*saved, *inputs, False, needs, backend))

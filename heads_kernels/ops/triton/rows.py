@@ -1,9 +1,10 @@
 """The first pass of the backward, one for both operators: `delta` and the rows of the gate's gradient in one read.
 
-    dgate row = rowsum(dout * attended)        delta = rowsum(dattended * attended)        dattended = g * dout
+    dgate row = rowsum(dout * attended)        delta = rowsum(dattended * attended) - dlse        dattended = g * dout
 
-`g` is the activated gate. For gates of heads and of rows `delta = g * (dgate row)`; a gate of elements keeps
-`dout * attended` as it is, and its `dattended` is written for the passes that follow.
+`g` is the activated gate. For gates of heads and of rows `delta = g * (dgate row) - dlse`; a gate of elements keeps
+`dout * attended` as it is, and its `dattended` is written for the passes that follow. `dlse`, the gradient of `lse`,
+adds `dlse * p` to `dscores = p * (dp - delta)`.
 
 The passes that follow read `lse` and `delta` of every row in every tile, so both are prepared here: see
 `load_row_terms`. A row with a sink has a finite `lse` also where it sees no key. Such rows are found by the mask then.
@@ -70,7 +71,7 @@ def _seeing_kernel(
 
 @triton.jit
 def _rows_kernel(
-    dout, attended, gate, terms, lse, seeing, prepared_lse, delta, dgate_rows, dattended, dsinks, H, T,
+    dout, attended, gate, terms, lse, dlse, seeing, prepared_lse, delta, dgate_rows, dattended, dsinks, H, T,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """A program reads BLOCK_M rows of a head once. Rows that see nothing get 0, whatever stands in `dout` there."""
@@ -104,12 +105,18 @@ def _rows_kernel(
             tl.store(dgate_rows + of_pair, total, mask=rows < T)
         if KIND != "none":
             total = total * row_gates(gate, b, h, rows, T, ACTIVATION)
+    of_lse = tl.zeros((BLOCK_M,), tl.float32)
+    if dlse is not None:
+        of_lse = tl.load(dlse + of_pair, mask=rows < T, other=0.0)
+        total = tl.where(sees, total - of_lse, 0.0)
     in_base_2 = tl.where(sees, row_lse * LOG2E + total * 0.0, float("inf"))
     tl.store(prepared_lse + of_pair, in_base_2, mask=rows < T)
     tl.store(delta + of_pair, tl.where(tl.abs(in_base_2) < float("inf"), total, 0.0), mask=rows < T)
     if dsinks is not None:
         share = tl.exp(tl.load(terms.sinks + h).to(tl.float32) - row_lse)
-        tl.store(dsinks + of_pair, tl.where(sees, -share * total, 0.0), mask=rows < T)
+        # The lse of a row that sees nothing is the sink.
+        alone = tl.where(row_lse != float("-inf"), of_lse, 0.0)
+        tl.store(dsinks + of_pair, tl.where(sees, -share * total, alone), mask=rows < T)
 
 
 @triton.jit
@@ -145,8 +152,8 @@ def first_pass(call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Te
     of_gate = rows_of(dgate) if kind == "elements" else dgate
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
-        rows_of(dout), rows_of(saved.attended), gate_of(call.gate), terms_of(call), saved.lse, _seeing(call), lse,
-        delta,
+        rows_of(dout), rows_of(saved.attended), gate_of(call.gate), terms_of(call), saved.lse, saved.dlse,
+        _seeing(call), lse, delta,
         of_gate if dgate.numel() else None, rows_of(dattended) if kind == "elements" else None,
         dsinks if dsinks.numel() else None, H, T,
         KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),

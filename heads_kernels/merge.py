@@ -1,0 +1,59 @@
+"""Attention over all keys, from partial results over parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.checks import check_floating, refuse, shape_of
+
+_NEG_INF: Final = float("-inf")
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    r"""Combine attention over disjoint sets of keys, computed with `return_lse=True`, into attention over all of them.
+
+    .. math:: lse = \log \sum_n e^{lse_n}, \quad out = \sum_n e^{lse_n - lse} \, out_n
+
+    A gate multiplies each part, or the result. A sink is to be in one part only, e.g. in none of the calls, but merged
+    as a part whose output is 0 and whose `lse` is the sink. Differentiable.
+
+    Args:
+        outs: `[..., Dv]` each, of one shape, dtype and device.
+        lses: `[...]` each, in the order of `outs`; -inf in rows that see none of the keys of a part. What `outs` has in
+            these rows is not read.
+
+    Returns:
+        `(out, lse)`, in the dtypes of the parts. Rows that see no key in any part have `out` 0 and `lse` -inf, and
+        gradients of 0.
+
+    Raises:
+        ValueError, TypeError: the parts do not fit each other; the message names the argument.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs:
+        refuse("outs", "is empty", "pass at least one part")
+    if len(outs) != len(lses):
+        refuse("lses", f"has {len(lses)} parts, outs {len(outs)}", "pass one lse for each output")
+    for name, parts, shape in (("outs", outs, outs[0].shape), ("lses", lses, outs[0].shape[:-1])):
+        for part in parts:
+            check_floating(name, part)
+            if part.shape != shape:
+                refuse(name, f"has a part of shape {shape_of(part)}", f"pass {list(shape)}")
+            if part.dtype != parts[0].dtype:
+                refuse(name, f"has parts of {part.dtype} and {parts[0].dtype}", "cast one of them")
+    stacked = torch.stack(lses)  # [n, ...]
+    largest = stacked.detach().amax(0)
+    shares = torch.exp(stacked - largest.masked_fill(largest == _NEG_INF, 0.0))
+    total = shares.sum(0)
+    blank = total == 0
+    total = total.masked_fill(blank, 1.0)
+    out = torch.zeros_like(outs[0], dtype=total.dtype)
+    for part, own, share in zip(outs, lses, shares / total, strict=True):
+        seen = part.to(total.dtype).masked_fill((own == _NEG_INF)[..., None], 0.0)
+        out = out + share[..., None] * seen
+    lse = (largest + total.log()).masked_fill(blank, _NEG_INF)
+    return out.to(outs[0].dtype), lse

@@ -1,0 +1,269 @@
+"""`return_lse`: the log-sum-exp of the operators and its gradient, and partial results that it merges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import heads_kernels as hk
+from heads_kernels.dispatch import choose
+from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.problem import Problem
+from heads_kernels.testing import CASES, Case
+from heads_kernels.testing.accuracy import compare, reference
+from tests.ops.calls import DIFFERENTIABLE, OPERATORS, TABLES, call, serve, tensors
+from tests.ops.functions import fixed_seed, with_offsets
+from tests.support.alike import assert_alike
+
+B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
+NEG_INF = float("-inf")
+QUICK = [
+    pytest.param(case, row.name, id=f"{case.operator}-{case}-{row.name}")
+    for case in CASES
+    if "model" not in case.tags
+    for row in TABLES[case.operator]
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("case", "backend"), QUICK)
+def test_accuracy(case: Case, backend: str, dtype: torch.dtype) -> None:
+    """Every case, started from gradients of the output and of lse."""
+    if dtype not in case.dtypes:
+        pytest.skip(f"not a case of {dtype}")
+    inputs = case.make(dtype)
+    problem = inputs.problem()
+    choice = choose(TABLES[case.operator], problem, backend)
+    if choice.backend is None:
+        pytest.skip(str(choice))
+    dlse = torch.randn(problem.B, problem.H, problem.T, dtype=compute_dtype(dtype))
+    report = compare(reference(replace(inputs, dlse=dlse)), backend, case.name)
+    assert report.ok, str(report)
+
+
+GRADCHECKS: dict[str, tuple[tuple[int, ...] | None, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "closed heads": ((2,), {"is_causal": True}),
+    "closed heads of the batch": ((2, 2), {"attn_mask": hk.Mask(key_lengths=[4, 2])}),
+    "closed_grad": ((2, 2), {"closed_grad": False}),
+    "gate of rows": ((2, 2, 3), {"gate_activation": "sigmoid"}),
+    "gate of elements": ((2, 2, 3, 2), {"dropout_p": 0.4}),
+    "rows that see nothing": ((2,), {"attn_mask": hk.Mask(key_lengths=[3, 0])}),
+    "sinks": ((2,), {"sinks": (2,), "attn_mask": hk.Mask(key_lengths=[3, 0]), "softcap": 1.5}),
+    "bias": (None, {"bias": (1, 2, 3, 4), "dropout_p": 0.4}),
+    "offsets": ((2,), {"offset_table": (2, 3), "sinks": (2,)}),
+}
+
+
+@pytest.mark.parametrize("width", [2, 0])
+@pytest.mark.parametrize("case", GRADCHECKS)
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_gradcheck(
+    operator: str, backend: str, case: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate_shape, options = GRADCHECKS[case]
+    if gate_shape is not None and len(gate_shape) == 4:
+        gate_shape = (*gate_shape[:3], width)
+    fixed_seed(monkeypatch)
+    arguments = tensors(operator, B=2, H=2, Hk=2, T=3, S=4, D=2, Dv=width, grad=True)
+    if gate_shape is not None:
+        gate = torch.randn(gate_shape, dtype=torch.float64)
+        gate.view(-1)[1:2] = 0.0
+        arguments["gate"] = gate.requires_grad_()
+    for name in ("bias", "sinks", "offset_table"):
+        if name in options:
+            arguments[name] = torch.randn(options[name], dtype=torch.float64, requires_grad=True)
+    options = {name: value for name, value in options.items() if name not in arguments}
+    serve(operator, backend, **with_offsets(arguments), **options)
+    if not options.get("closed_grad", True):  # its gradient is defined to be 0 at the gate of 0
+        arguments["gate"] = arguments["gate"].detach()
+
+    def run(*values: Tensor) -> Tensor | tuple[Tensor, ...]:
+        given = with_offsets(dict(zip(arguments, values, strict=True)))
+        out, lse = getattr(hk, operator)(**given, backend=backend, return_lse=True, **options)
+        lse = lse.masked_fill(lse == NEG_INF, 0.0)
+        return (out, lse) if width else lse
+
+    assert torch.autograd.gradcheck(run, tuple(arguments.values()))
+
+
+@pytest.mark.parametrize("gate", [None, (H,), (B, H, T)])
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_values(operator: str, backend: str, gate: tuple[int, ...] | None) -> None:
+    """The output of the call without it, and the lse of the statistics, also of closed heads."""
+    arguments: dict[str, Any] = tensors(operator, dtype=torch.float32)
+    if gate is not None:
+        arguments["gate"] = torch.randn(gate)
+        arguments["gate"].view(-1)[0] = 0.0
+    mask = hk.Mask(key_lengths=[3, 0])
+    out, lse = call(operator, backend, **arguments, attn_mask=mask, return_lse=True)
+    assert_alike(out, call(operator, backend, **arguments, attn_mask=mask))
+    scores = {n: t for n, t in arguments.items() if n not in ("value", "gate")}
+    assert_alike(lse, hk.attention_statistics(**scores, attn_mask=mask, backend="eager").lse)
+    assert lse[1].eq(NEG_INF).all()
+    assert not lse[0].isinf().any()
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_nothing_reaches_rows_that_see_nothing(operator: str, backend: str) -> None:
+    """Their gradients are 0, whatever starts the backward pass there; a closed head is 0 whatever it sees."""
+    arguments = tensors(operator, dtype=torch.float32)
+    arguments["value"][0, -1, 0] = float("nan")
+    arguments["gate"] = torch.tensor([1.0, 0.5, 0.0, 0.0])
+    leaves = [t.requires_grad_() for t in arguments.values()]
+    mask = hk.Mask(key_lengths=[S, 0])
+    out, lse = call(operator, backend, **arguments, attn_mask=mask, return_lse=True)
+    assert not out[0, -1].any()
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dout[1] = dlse[1] = float("nan")
+    for tensor, grad in zip(
+        leaves, torch.autograd.grad((out, lse), leaves, (dout, dlse)), strict=True
+    ):
+        if tensor.dim() > 2:
+            assert not grad[1].any()
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_one_gradient_of_two(operator: str, backend: str) -> None:
+    arguments = tensors(operator, dtype=torch.float32, grad=True)
+    leaves = list(arguments.values())
+    out, lse = call(operator, backend, **arguments, return_lse=True)
+    plain = call(operator, backend, **arguments)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert_alike(got, torch.autograd.grad(plain, leaves, dout))
+    of_query, of_value = torch.autograd.grad(lse.sum(), [leaves[0], leaves[2]])
+    assert of_query.any()
+    assert not of_value.any()
+    lse = call(operator, backend, **arguments, return_lse=True)[1]
+    (first,) = torch.autograd.grad(lse.sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{operator} has no second derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("gate", [None, (H,)])
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_in_torch(operator: str, backend: str, gate: tuple[int, ...] | None) -> None:
+    """The op under opcheck, torch.compile, the FLOP counter and on meta tensors."""
+    arguments = tensors(operator, dtype=torch.float32, grad=True)
+    if gate is not None:
+        arguments["gate"] = torch.randn(gate, requires_grad=True)
+    serve(operator, backend, **arguments)
+    parse = Problem.gated if operator == "gated_attention" else Problem.collaborative
+    op = OPERATORS[operator]
+    packed = op.pack(parse(**arguments), every_head=True)
+    packed = [t.detach() if isinstance(t, Tensor) else t for t in packed]
+    out, attended, lse = op.forward_op(*packed, True, backend)
+    torch.library.opcheck(op.forward_op, (*packed, True, backend))
+    saved = torch.randn_like(out), attended if gate else out, lse, torch.randn_like(lse)
+    needs = [operand in arguments for operand in op.operands]
+    torch.library.opcheck(op.backward_op, (*saved, *packed, True, needs, backend))
+
+    names, leaves = list(arguments), list(arguments.values())
+
+    def run(*values: Tensor) -> tuple[Tensor, Tensor]:
+        given = dict(zip(names, values, strict=True))
+        return getattr(hk, operator)(**given, is_causal=True, return_lse=True, backend=backend)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    starts = torch.randn(B, H, T, Dv), torch.randn(B, H, T)
+    results = []
+    for function in (run, compiled):
+        pair = function(*leaves)
+        results.append((*pair, *torch.autograd.grad(pair, leaves, starts)))
+    assert_alike(results[1], results[0])
+
+    with FlopCounterMode(display=False) as counted:
+        out, lse = run(*leaves)
+        (out.sum() + lse.sum()).backward()
+    assert counted.get_total_flops() == 2 * B * H * T * S * (4 * D + 3 * Dv)
+
+    if backend == "eager":
+        out, lse = run(*(t.detach().to("meta") for t in leaves))
+        assert (out.shape, lse.shape) == ((B, H, T, Dv), (B, H, T))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_leading_dimensions(operator: str) -> None:
+    given = {
+        name: t if name == "mixing" else t.unflatten(0, (1, B))
+        for name, t in tensors(operator).items()
+    }
+    out, lse = getattr(hk, operator)(**given, return_lse=True)
+    assert (out.shape, lse.shape) == ((1, B, H, T, Dv), (1, B, H, T))
+    assert lse.dtype == torch.float64
+    assert hk.explain(operator, **given, return_lse=True).backend is not None
+    with pytest.raises(TypeError, match="return_lse is 'yes'"):
+        getattr(hk, operator)(**given, return_lse="yes")
+
+
+# ---------------------------------------------------------------------- merging
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_merged_parts_are_the_whole(operator: str, backend: str, sinks: bool) -> None:
+    """Outputs and all gradients, also where a part, or all, is hidden from a row, and of closed heads."""
+    arguments = tensors(operator, dtype=torch.float32)
+    arguments["gate"] = torch.tensor([0.7, 0.0, -1.0, 1.0])
+    visible = torch.rand(B, 1, T, S) < 0.6
+    visible[..., 0, :] = False
+    visible[..., 1, 3:] = False
+    leaves = {name: t.requires_grad_() for name, t in arguments.items()}
+    if sinks:
+        leaves["sinks"] = torch.randn(H, requires_grad=True)
+    whole = call(operator, backend, **leaves, attn_mask=visible, return_lse=True)
+
+    outs, lses = [], []
+    for first, last in ((0, 3), (3, 4), (4, S)):
+        part = {name: t for name, t in leaves.items() if name != "sinks"}
+        for name, dim in {"key": -2, "value": -2, "content_bias": -1}.items():
+            if name in part:
+                part[name] = part[name].narrow(dim, first, last - first)
+        mask = visible[..., first:last]
+        out, lse = call(operator, backend, **part, attn_mask=mask, return_lse=True)
+        outs.append(out)
+        lses.append(lse)
+    if sinks:
+        outs.append(torch.zeros_like(outs[0]))
+        lses.append(leaves["sinks"][:, None].expand_as(lses[0]))
+    merged = hk.merge_attention(outs, lses)
+    assert_alike(merged[0], whole[0])
+    assert_alike(merged[1], whole[1])
+    starts = torch.randn_like(whole[0]), torch.randn_like(whole[1])
+    tensors_ = list(leaves.values())
+    got = torch.autograd.grad(merged, tensors_, starts)
+    for name, a, b in zip(leaves, got, torch.autograd.grad(whole, tensors_, starts), strict=True):
+        assert_alike(a, b, name=name)
+
+
+def test_merge_reads_nothing_of_hidden_parts() -> None:
+    out = torch.tensor([[1.0, 2.0], [float("nan"), 3.0]], requires_grad=True)
+    lse = torch.tensor([0.5, NEG_INF], requires_grad=True)
+    merged, total = hk.merge_attention([out, out.detach()], [lse, lse.detach()])
+    assert torch.equal(merged.detach()[1], torch.zeros(2))
+    assert total[1] == NEG_INF
+    (merged.sum() + total[0]).backward()
+    assert out.grad is not None
+    assert lse.grad is not None
+    assert not out.grad[1].any()
+    assert lse.grad.isfinite().all()
+    one, same = hk.merge_attention([out.detach()[:1]], [lse.detach()[:1]])
+    assert torch.equal(one, out.detach()[:1])
+    assert torch.equal(same, lse.detach()[:1])
+
+
+def test_merge_refusals() -> None:
+    out, lse = torch.randn(2, 3), torch.randn(2)
+    with pytest.raises(ValueError, match="outs is empty"):
+        hk.merge_attention([], [])
+    with pytest.raises(ValueError, match="lses has 1 parts, outs 2"):
+        hk.merge_attention([out, out], [lse])
+    with pytest.raises(ValueError, match=r"lses has a part of shape \[3\]; pass \[2\]"):
+        hk.merge_attention([out, out], [lse, torch.randn(3)])
+    with pytest.raises(ValueError, match=r"outs has parts of torch.float64"):
+        hk.merge_attention([out, out.double()], [lse, lse])
