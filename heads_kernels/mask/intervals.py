@@ -66,6 +66,21 @@ class Intervals(NamedTuple):
             band_lo=lo + row if lo > -UNBOUNDED else lo, band_hi=hi + row if hi < UNBOUNDED else hi
         )
 
+    def at_keys(self, T: int, positions: Tensor) -> Intervals:
+        """Those of a call of the same T rows and the keys at `positions` of this one, int64, ascending."""
+        i = torch.arange(T, device=positions.device)[None]  # [1, T]
+        lo, hi = i + self.band_lo, i + self.band_hi
+        if self.k_lo is not None and self.k_hi is not None:
+            lo, hi = torch.maximum(lo, self.k_lo), torch.minimum(hi, self.k_hi)
+        visible, dense = self.key_visible, self.dense
+        if visible is not None:
+            visible = visible[:, positions]
+        if dense is not None and dense.shape[3] != 1:
+            dense = dense[..., positions]
+        # Of ascending positions, those within [lo, hi) are neighbours.
+        bounds = (torch.searchsorted(positions, each, out_int32=True) for each in (lo, hi))
+        return Intervals(-UNBOUNDED, UNBOUNDED, *bounds, visible, dense)
+
     @property
     def hides(self) -> bool:
         """Whether any part is present: False where every pair is visible."""

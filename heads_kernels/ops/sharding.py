@@ -134,7 +134,7 @@ class Part:
             table := parts["offset_bias"]
         ) is not None:  # offsets from -(T - 1): those of the last row come first
             parts["offset_bias"] = table.narrow(
-                1, problem.T - row - rows, max(rows + problem.S - 1, 1)
+                1, problem.T - row - rows, max(table.shape[1] - problem.T + rows, 1)
             )
         intervals = problem.intervals.from_row(row)._replace(**bounds)
         return problem._replace(**parts, intervals=intervals)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
@@ -88,6 +90,99 @@ def check_call(
         else:
             torch.distributed.all_reduce(t.grad)
             assert_alike(t.grad, want, name=name)
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements of a tensor that an op returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return out
+
+
+def check_memory(operator: str) -> None:
+    """No process of a ring has all keys or values, forward or backward."""
+    length, W = 256, torch.distributed.get_world_size()
+    mesh = torch.distributed.init_device_mesh("cpu", (W,))
+    largest = {}
+    for method in ("all_gather", "ring"):
+        context = distributed.ContextParallel(mesh, method)
+        given = operands(operator, "[H]", H, length)
+        parts = {
+            name: (context.split(t, PARTS[name]) if name in PARTS else t).requires_grad_()
+            for name, t in given.items()
+        }
+        with Largest() as seen:
+            context(getattr(hk, operator), **parts).sum().backward()
+        largest[method] = seen.elements
+    values = B * H * length * D
+    assert largest["all_gather"] >= values
+    assert largest["ring"] <= 2 * values // W  # twice: the parts that are merged
+
+
+def check_skipped_heads(operator: str) -> None:
+    """Heads whose gate gets no gradient are left out of every block, and those of other heads are right."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    context = distributed.ContextParallel(mesh, "ring")
+    call = getattr(hk, operator)
+    given = operands(operator, "[B, H]", H, T)
+    plain = {name: t.clone().requires_grad_() for name, t in given.items()}
+    options = {"is_causal": True, "closed_grad": False}
+    dout = torch.randn(B, H, T, D)
+    call(**plain, **options).backward(dout)
+    mine = {
+        name: (context.split(t, PARTS[name]) if name in PARTS else t.clone()).requires_grad_()
+        for name, t in given.items()
+    }
+    context(call, **mine, **options).backward(context.split(dout, 2))
+    for name, t in mine.items():
+        want = plain[name].grad
+        if name in PARTS:
+            assert_alike(t.grad, context.split(want, PARTS[name]), name=name)
+        else:
+            torch.distributed.all_reduce(t.grad)
+            assert_alike(t.grad, want, name=name)
+    with torch.no_grad():
+        out = context(call, **mine, is_causal=True)
+        assert_alike(out, context.split(call(**plain, is_causal=True), 2))
+
+
+def check_half(operator: str) -> None:
+    """In bfloat16 a ring has at most twice the error of one call on whole sequences."""
+    mesh = torch.distributed.init_device_mesh("cpu", (4,))
+    context = distributed.ContextParallel(mesh, "ring")
+    call = getattr(hk, operator)
+    given = operands(operator, "[H]", H, T)
+    exact = {name: t.bfloat16().double().requires_grad_() for name, t in given.items()}
+    dout = torch.randn(B, H, T, D).bfloat16()
+    call(**exact).backward(dout.double())
+    errors = []
+    for split in (False, True):
+        parts = {
+            name: (context.split(t, PARTS[name]) if split and name in PARTS else t)
+            .bfloat16()
+            .requires_grad_()
+            for name, t in given.items()
+        }
+        if split:
+            context(call, **parts).backward(context.split(dout, 2))
+        else:
+            call(**parts).backward(dout)
+        errors.append({})
+        for name in (name for name in PARTS if name in parts):
+            want = exact[name].grad
+            want = context.split(want, PARTS[name]) if split else want
+            error = (parts[name].grad.double() - want).square().sum()
+            if split:
+                torch.distributed.all_reduce(error)
+            errors[-1][name] = error.sqrt().item()
+    for name, error in errors[1].items():
+        assert error <= 2 * errors[0][name], (name, error, errors[0][name])
 
 
 def check_masks(operator: str, how: dict[str, Any]) -> None:
@@ -200,6 +295,8 @@ HOW = {
     "all_gather": {"method": "all_gather"},
     "balanced": {"method": "all_gather", "balanced": True},
     "ulysses": {"method": "ulysses"},
+    "ring": {"method": "ring"},
+    "balanced ring": {"method": "ring", "balanced": True},
 }
 OPERATORS = ["gated_attention", "collaborative_attention"]
 
@@ -220,7 +317,7 @@ def test_masks(operator: str, how: str, ranks: Callable[[int], Processes]) -> No
     ranks(2).run(check_masks, operator, HOW[how])
 
 
-@pytest.mark.parametrize("how", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("how", ["all_gather", "ulysses", "ring"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_options(operator: str, how: str, ranks: Callable[[int], Processes]) -> None:
     """Dropout draws the elements of the whole; sequences that cannot be split evenly have a length."""
@@ -240,6 +337,13 @@ def test_balance(ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_balance)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_ring(operator: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(4).run(check_memory, operator)
+    ranks(4).run(check_half, operator)
+    ranks(2).run(check_skipped_heads, operator)
+
+
 def test_a_process_that_dies() -> None:
     processes = Processes(2)
     with pytest.raises(AssertionError, match=r"rank [01]"):
@@ -255,7 +359,7 @@ def test_layers(how: str, ranks: Callable[[int], Processes]) -> None:
 @pytest.mark.parametrize("how", HOW)
 def test_with_tensor_parallelism(how: str, ranks: Callable[[int], Processes]) -> None:
     ranks(4).run(check_with_tensor_parallelism, HOW[how], 0.0)
-    if how != "balanced":
+    if not HOW[how].get("balanced"):
         ranks(4).run(check_with_tensor_parallelism, HOW[how], 0.3)
 
 
@@ -273,13 +377,17 @@ def refusal(mesh: Any, match: str, how: dict[str, Any], **options: Any) -> None:
 
 def test_refusals(fake_mesh: Callable[..., Any]) -> None:
     mesh = fake_mesh(4)
-    refusal(mesh, r"method is 'ring'; use one of 'all_gather', 'ulysses'", {"method": "ring"})
+    refusal(mesh, r"method is 'p2p'; use one of 'all_gather', 'ulysses', 'ring'", {"method": "p2p"})
     refusal(mesh, "balanced is True, but method", {"method": "ulysses", "balanced": True})
     refusal(mesh, r"sequence has 20 tokens, .* multiple of 8", {"balanced": True}, T=5)
     refusal(mesh, r"sequence has 6 tokens, but this process has 5 of 20", {"length": 20})
     refusal(mesh, r"'ulysses', but 6 heads .* 4 processes", {"method": "ulysses"}, H=6)
     refusal(mesh, r"bias is a tensor", {}, bias=torch.zeros(6, 6))
     refusal(mesh, r"dropout_p is 0\.5; .*balanced=False", {"balanced": True}, dropout_p=0.5)
+    refusal(mesh, r"return_lse is True", {}, return_lse=True)
+    ring = {"method": "ring"}
+    refusal(mesh, r"dropout_p is 0\.5, .* 6 tokens each; .* multiple of 4", ring, dropout_p=0.5)
+    refusal(mesh, r"bias is a tensor", ring, bias=torch.zeros(6, 6))
     with pytest.raises(ValueError, match="pass length=21"):
         distributed.ContextParallel(mesh).split(torch.zeros(21), 0)
     with pytest.raises(ValueError, match=r"module is a Linear"):

@@ -139,6 +139,24 @@ def check_statistics() -> None:
         assert_alike([each.full_tensor() for each in found], list(expected))
 
 
+def check_lse() -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    given = operands("gated_attention")
+    for dim in (0, 1):
+        plain = {name: t.clone().requires_grad_() for name, t in given.items()}
+        split = {
+            name: tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]).requires_grad_()
+            for name, t in given.items()
+        }
+        results = []
+        for parts in (plain, split):
+            out, lse = hk.gated_attention(**parts, return_lse=True)
+            (out.square().sum() + lse.square().sum()).backward()
+            results.append((out, lse, *(t.grad for t in parts.values())))
+        whole = [each.full_tensor().detach() for each in results[1]]
+        assert_alike(whole, [each.detach() for each in results[0]])
+
+
 def check_seed() -> None:
     """Processes whose generators differ draw the mask of the first."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -165,7 +183,9 @@ def test_compile(operator: str, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_compiled, operator)
 
 
-@pytest.mark.parametrize("check", [check_partial, check_one_head, check_statistics, check_seed])
+@pytest.mark.parametrize(
+    "check", [check_partial, check_one_head, check_statistics, check_lse, check_seed]
+)
 def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check)
 

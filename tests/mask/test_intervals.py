@@ -417,3 +417,12 @@ def test_bounds_are_not_in_the_memory_of_lengths(argument: str) -> None:
     lengths.zero_()
     assert bounds is not None
     assert bounds.tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize("positions", [[0, 1], [2], [1, 4], [], [0, 1, 2, 3, 4]])
+def test_intervals_at_some_keys(positions: list[int]) -> None:
+    dense = torch.rand(2, 3, 5, 5) < 0.7
+    for mask in (every_kind(), every_kind() & as_mask(dense, (2, 3, 5, 5)), Mask(window=(1, 1))):
+        whole = mask.intervals(2, 3, 5, 5)
+        some = whole.at_keys(5, longs(*positions))
+        assert torch.equal(some.to_dense(5, len(positions)), whole.to_dense(5, 5)[..., positions])

@@ -11,15 +11,22 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from heads_kernels.checks import check_flag, check_size, refuse
-from heads_kernels.dtensor import is_sharded
+from heads_kernels.dispatch import select
+from heads_kernels.dtensor import is_sharded, of_first
+from heads_kernels.integrations.distributed.ring import Ring, RingCall
 from heads_kernels.mask import Mask, as_mask
 from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
+from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.philox import draw_seed
+from heads_kernels.ops.sharding import part_of
+from heads_kernels.problem import Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Method = Literal["all_gather", "ulysses"]
+Method = Literal["all_gather", "ulysses", "ring"]
 METHODS: Final = get_args(Method)
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -73,9 +80,10 @@ class ContextParallel:
         method: "all_gather": every process computes its rows of all heads. Keys and values of the whole sequence are
             gathered; collaborative attention has one key for all heads. "ulysses" (Jacobs et al. 2023): every process
             computes all rows of its heads; the open heads of a gate `[H]` or `[B, H]` are dealt out evenly (with a mesh
-            of two dimensions heads keep their order).
+            of two dimensions heads keep their order). "ring" (Liu et al. 2023): every process computes its rows of all
+            heads, while keys and values pass from process to process, so that none has them all.
         balanced: a sequence is cut into 2 W blocks, of which process r has r and 2 W - 1 - r, so that all have the same
-            work under a causal mask; for "all_gather" without dropout and bias. False: it is cut into W parts.
+            work under a causal mask; not for "ulysses", nor with dropout or bias. False: it is cut into W parts.
         length: tokens of every sequence, if not all processes have equally many: all but the last ones have
             `ceil(length / W)`.
 
@@ -98,7 +106,7 @@ class ContextParallel:
         if method not in METHODS:
             refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, METHODS))}")
         check_flag("balanced", balanced)
-        if balanced and method != "all_gather":
+        if balanced and method == "ulysses":
             was = f"is True, but method is {method!r}"
             refuse("balanced", was, "leave it out: every process has all rows of its heads")
         if length is not None:
@@ -132,7 +140,11 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """The positions of this process's tokens in a sequence of `length`: int64, in the order of its part."""
-        W, rank = self._count, self.mesh.get_local_rank(self.mesh.ndim - 1)
+        return self._positions_of(self.mesh.get_local_rank(self.mesh.ndim - 1), length, device)
+
+    def _positions_of(self, rank: int, length: int, device: torch.device | str) -> Tensor:
+        """Those of the tokens of process `rank`."""
+        W = self._count
         if length % (2 * W) if self.balanced else self.length is None and length % W:
             was = f"has {length} tokens, which {W} processes cannot share evenly"
             instead = f"pad it to a multiple of {2 * W}" if self.balanced else f"pass {length=}"
@@ -179,29 +191,75 @@ class ContextParallel:
                     f"is a DTensor on the mesh {each.device_mesh}, but the context has {self.mesh}"
                 )
                 refuse(name, was, "make the context with both dimensions: mesh['tp', 'cp']")
-        call = self._rows if self.balanced else self._shards
-        return call(operator, given)
+        if given.pop("return_lse", False):
+            refuse("return_lse", "is True", "leave it out: parts of calls are merged here")
+        if self.balanced:
+            for name in ("dropout_p", "bias"):
+                if given.get(name):
+                    refuse(name, f"is {given[name]!r}", "pass balanced=False")
+        if self.method == "ring":
+            return self._ring(operator, given)
+        return self._rows(operator, given) if self.balanced else self._shards(operator, given)
 
     def _rows(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
         """Plain tensors: whole keys and values, and a mask of the rows at this process's positions."""
-        for name in ("dropout_p", "bias"):
-            if given.get(name):
-                refuse(name, f"is {given[name]!r}", "pass balanced=False")
         whole = {
             name: self.join(given[name], dim)
             for name, dim in _sequences(given).items()
             if name in ("key", "value", "content_bias")
         }
-        query, value = given["query"], given["value"]
-        H = query.shape[-3] if "mixing" not in given else value.shape[-3]
-        B = query.shape[: query.dim() - (2 if "mixing" in given else 3)].numel()
-        T = self.whole_length(query.shape[-2])
-        sizes = B, H, T, whole["key"].shape[-2]
-        mask = as_mask(given.get("attn_mask"), sizes)
-        if given.pop("is_causal", False):
-            mask = mask & Mask(causal=True)
-        mask = mask.rows(self.positions(T, query.device), *sizes)
+        mask = self._mask_of_rows(given)
+        given.pop("is_causal", None)
         return operator(**{**given, **whole, "attn_mask": mask})
+
+    def _mask_of_rows(self, given: dict[str, Any]) -> Mask:
+        """The mask of this process's rows and all keys."""
+        query, key = given["query"], given["key"]
+        B = query.shape[: query.dim() - (2 if "mixing" in given else 3)].numel()
+        H = given[_of_all_heads(given)].shape[-3]
+        T, S = self.whole_length(query.shape[-2]), self.whole_length(key.shape[-2])
+        mask = as_mask(given.get("attn_mask"), (B, H, T, S))
+        if given.get("is_causal", False):
+            mask = mask & Mask(causal=True)
+        return mask.rows(self.positions(T, query.device), B, H, T, S)
+
+    def _ring(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+        """Plain tensors, or DTensors sharded along the heads: no process has all keys."""
+        declared, parse = (
+            (COLLABORATIVE, Problem.collaborative) if "mixing" in given else (GATED, Problem.gated)
+        )
+        mask = self._mask_of_rows(given)
+        own: dict[str, Any] = dict(given)
+        bias = own.pop("bias", None)
+        backend = own.pop("backend", None)
+        for name in ("attn_mask", "is_causal"):
+            own.pop(name, None)
+        problem: Problem = parse(**own)
+        T, S = problem.T, self.whole_length(problem.S)
+        device = problem.query.device
+        rows = self.positions(self.whole_length(T), device)
+        first = int(rows[0]) if T else 0
+        intervals = mask.intervals(problem.B, problem.H, T, S, device)
+        problem = problem._replace(intervals=intervals)
+        if bias is not None:
+            problem = problem._replace(offset_bias=bias.starting_at(first).table(T, S))
+        part = None
+        if any(map(is_sharded, given.values())):
+            part = part_of(problem)
+        here = problem if part is None else part.problem
+        positions = [self._positions_of(rank, S, device) for rank in range(self._count)]
+        seed = None
+        if problem.dropout_p:
+            if self._count > 1 and len(positions[0]) % 4:
+                was = f"is {problem.dropout_p}, and {self._count} processes have {len(positions[0])} tokens each"
+                refuse("dropout_p", was, "pad sequences so that they have a multiple of 4")
+            seed = of_first(draw_seed(device), self.mesh)
+            seed = seed if part is None else part.seed(seed)
+            seed = seed + seed.new_tensor([0, 0, 0, first, 0])
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        chosen = select(declared.backends, here, backend)
+        out = RingCall(declared, chosen, here, seed, Ring(group, positions)).attend()
+        return problem.unflatten(out if part is None else part.whole(out))
 
     def _shards(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
         """DTensors, sharded along the sequence or along the heads."""

@@ -1,0 +1,223 @@
+"""Ring attention (Liu, Zaharia, Abbeel 2023): keys and values pass from process to process, and none has them all.
+
+The forward pass merges the results of the blocks (`merge_attention`) and saves what a single call would. The backward
+pass sends the blocks round again, with the sums of their gradients, which arrive at the process that has the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from heads_kernels.merge import merge_attention
+from heads_kernels.ops import gate as gates
+from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.ops.operator import Operator, Saved, finish
+from heads_kernels.problem import Problem, closed_heads
+
+#: The operands that pass round, with their dimension of keys.
+_OF_KEYS: Final = {"key": -2, "value": -2, "content_bias": -1}
+_NEG_INF: Final = float("-inf")
+
+Tensors = dict[str, Tensor]
+
+
+class Ring(NamedTuple):
+    """The processes of a group, and the positions of the keys of each in the sequence: int64, ascending."""
+
+    group: Any
+    positions: Sequence[Tensor]
+
+    def source(self, step: int) -> int:
+        """The process whose keys this one has at `step`: its own at first, then those of the one before."""
+        return (distributed.get_rank(self.group) - step) % len(self.positions)
+
+    def shift(self, step: int, tensors: Tensors) -> Shift:
+        """Begin to send `tensors`, of the keys at `step`, on, and to receive those of the next step."""
+        W, rank = len(self.positions), distributed.get_rank(self.group)
+        after, before = (distributed.get_global_rank(self.group, (rank + n) % W) for n in (1, -1))
+        count = len(self.positions[self.source(step + 1)])
+        sent = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        received = {}
+        for name, tensor in sent.items():
+            shape = list(tensor.shape)
+            shape[_OF_KEYS[name]] = count
+            received[name] = tensor.new_empty(shape)
+        transfers = [
+            distributed.P2POp(operation, tensor, peer, self.group)
+            for operation, parts, peer in (
+                (distributed.isend, sent, after),
+                (distributed.irecv, received, before),
+            )
+            for tensor in parts.values()
+            if tensor.numel()
+        ]
+        works = distributed.batch_isend_irecv(transfers) if transfers else []
+        return Shift(received, sent, works)
+
+
+class Shift(NamedTuple):
+    """A transfer in progress, which `sent` must outlive."""
+
+    received: Tensors
+    sent: Tensors
+    works: list[Any]
+
+    def wait(self) -> Tensors:
+        """What was received."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class RingCall(NamedTuple):
+    """A call on the rows of this process and the keys of all.
+
+    `problem` has the keys of this process; its intervals, and the columns of its table of offsets, are those of its
+    rows and all keys. `seed` is that of dropout at its first row.
+    """
+
+    operator: Operator
+    backend: str
+    problem: Problem
+    seed: Tensor | None
+    ring: Ring
+
+    @torch.compiler.disable  # of transfers between two processes there is no graph
+    def attend(self) -> Tensor:
+        """The output `[B, H, T, Dv]`.
+
+        Blocks are computed without gate and sinks, which belong to the result. A closed head costs no work unless the
+        gradient of its gate is asked for.
+        """
+        p, skipped = self.problem, None
+        gate, activation, sinks = p.gate, p.gate_activation, p.sinks
+        closed = closed_heads(gate, activation)
+        if gate is not None and closed is not None:
+            asked = p.closed_grad and gate.requires_grad and torch.is_grad_enabled()
+            skipped = None if asked else (~closed).to(compute_dtype(p.query.dtype))
+        bare = p._replace(gate=skipped, gate_activation="identity", sinks=None)
+        operands = [getattr(p, name) for name in _names(self.operator)]
+        attended, lse = _Blocks.apply(self._replace(problem=bare), *operands)  # type: ignore[no-untyped-call]
+        blank = (lse == _NEG_INF)[..., None]
+        if sinks is not None:
+            sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+            attended, _ = merge_attention([attended, torch.zeros_like(attended)], [lse, sink])
+        if gate is None:
+            return attended  # type: ignore[no-any-return]
+        if activation == "identity" and not p.closed_grad:
+            gate = torch.where(gate == 0, gate.detach(), gate)
+        factor = gates.as_4d(gates.activate(gate.to(lse.dtype), activation))
+        return (attended * torch.where(blank, 0.0, factor)).to(p.query.dtype)
+
+    def block(self, step: int, keys: Tensors) -> tuple[Any, ...]:
+        """The arguments of an op for the keys at `step`."""
+        p, positions = self.problem, self.ring.positions[self.ring.source(step)]
+        table, seed = p.offset_bias, self.seed
+        if table is not None:
+            table = table.narrow(1, *self.columns(step))
+        if seed is not None:
+            first = int(positions[0]) if len(positions) else 0
+            seed = seed + seed.new_tensor([0, 0, 0, 0, first])
+        intervals = p.intervals.at_keys(p.T, positions)
+        problem = p._replace(**keys, intervals=intervals, offset_bias=table)
+        return self.operator.pack(problem, seed)
+
+    def columns(self, step: int) -> tuple[int, int]:
+        """The first column and the number of columns of the table of offsets that the keys at `step` use."""
+        positions = self.ring.positions[self.ring.source(step)]
+        first = int(positions[0]) if len(positions) else 0
+        return first, max(self.problem.T + len(positions) - 1, 1)
+
+    def add(self, sums: Tensors, name: str, found: Tensor, step: int) -> None:
+        """Add what `found`, a gradient of the operand `name` from the keys at `step`, is to its sum."""
+        p = self.problem
+        if name not in sums:
+            shape = found.shape
+            if name == "offset_bias":
+                shape = *shape[:2], p.offset_bias.shape[1]
+            sums[name] = found.new_zeros(shape, dtype=compute_dtype(p.query.dtype))
+        total = sums[name]
+        if name == "offset_bias":
+            total = total.narrow(2, *self.columns(step))
+        total.add_(found)
+
+
+def _names(operator: Operator) -> list[str]:
+    """The operands of blocks."""
+    return [name for name in operator.operands if name not in ("gate", "sinks")]
+
+
+class _Blocks(torch.autograd.Function):
+    """The output and `lse` of a `RingCall` without gate and sinks, as a function of its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RingCall, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+        ring, p = call.ring, call.problem
+        dtype = compute_dtype(p.query.dtype)
+        W, keys = len(ring.positions), _keys(p)
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        for step in range(W):
+            shift = ring.shift(step, keys) if step + 1 < W else None
+            out, _, lse = call.operator.forward_op(*call.block(step, keys), True, call.backend)
+            both = merge_attention([*outs, out.to(dtype)], [*lses, lse])
+            outs, lses = [both[0]], [both[1]]
+            keys = {} if shift is None else shift.wait()
+        attended, lse = outs[0].to(p.query.dtype), lses[0]
+        names = _names(call.operator)
+        ctx.call = call._replace(problem=p._replace(**dict.fromkeys(names)))
+        ctx.needs = ctx.needs_input_grad[1:]
+        ctx.save_for_backward(attended, lse, *operands)
+        return attended, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        attended, lse, *operands = ctx.saved_tensors
+        names = _names(ctx.call.operator)
+        call: RingCall = ctx.call._replace(
+            problem=ctx.call.problem._replace(**dict(zip(names, operands, strict=True)))
+        )
+        ring, p, operator = call.ring, call.problem, call.operator
+        dtype = compute_dtype(p.query.dtype)
+        saved = Saved(dout, attended, lse, dlse.contiguous())
+        needed = {name for name, need in zip(names, ctx.needs, strict=True) if need}
+        keys = _keys(p)
+        # All processes pass on the gradients of all operands of keys: another one may need them.
+        needs = [name in needed or name in keys for name in operator.operands]
+        sums: Tensors = {}
+        W, own, gradients = len(ring.positions), {}, None
+        for step in range(W):
+            shift = ring.shift(step, keys) if step + 1 < W else None
+            arguments = call.block(step, keys)
+            rows = operator.backward_op(*saved, *arguments, p.closed_grad, needs, call.backend)
+            found = dict(zip(operator.operands, rows, strict=True))
+            for name in needed - keys.keys():
+                call.add(sums, name, found[name], step)
+            of_keys = {name: found[name].to(dtype) for name in keys}
+            if gradients is not None:  # those of the processes that have had these keys
+                of_keys = {name: sum_ + of_keys[name] for name, sum_ in gradients.wait().items()}
+            if step == 0:
+                own = of_keys
+            else:
+                gradients = ring.shift(step, of_keys)
+            keys = {} if shift is None else shift.wait()
+        if gradients is not None:
+            own = {name: sum_ + own[name] for name, sum_ in gradients.wait().items()}
+        sums |= own
+        of_call = operator.unpack(operator.pack(p, call.seed))
+        return None, *(
+            finish(name, sums[name], of_call, p.closed_grad).to(operand.dtype)
+            if name in needed
+            else None
+            for name, operand in zip(names, operands, strict=True)
+        )
+
+
+def _keys(problem: Problem) -> Tensors:
+    operands = {name: getattr(problem, name) for name in _OF_KEYS}
+    return {name: operand for name, operand in operands.items() if operand is not None}
