@@ -3,7 +3,8 @@
 Processes over gloo run one attention call or layer, forward and backward, split in each way. `CommDebugMode` sees the
 collectives, and the shapes of their operands give the bytes that each process receives: an all-gather or reduce-scatter
 of N bytes in all (W - 1) / W * N, and an all-reduce twice that, as rings do it. On gloo PyTorch replaces an all-to-all
-by an all-gather, which receives W times as much. Ulysses is predicted for that; other backends move 1 / W of it.
+by an all-gather, which receives W times as much. Ulysses is predicted for that; other backends move 1 / W of it. A ring
+receives from one process what it counts.
 
 The second table is the balance of Ulysses when half of the heads are closed: the mean over the largest number of open
 heads of a process, on random gates.
@@ -64,6 +65,11 @@ def ulysses(W: int, by_head: int, shared: int = 0) -> int:
     return (W - 1) * B * T * (2 * by_head + 3 * shared) * SIZE // W
 
 
+def ring(W: int, keys: int) -> int:
+    """Keys and values pass on twice, and their gradients, in float32, once."""
+    return 3 * (W - 1) * B * T * keys * SIZE // W
+
+
 def tensor_parallel(W: int) -> int:
     """An all-reduce of the output, and one of the gradient of the input for each of three projections."""
     return 4 * 2 * (W - 1) * B * T * E * SIZE // W
@@ -81,6 +87,9 @@ CASES: Final[dict[str, Callable[[int], int]]] = {
     "ulysses, gated": lambda W: ulysses(W, H * 4 * D),
     "ulysses, grouped": lambda W: ulysses(W, H * 2 * D + HK * 2 * D),
     "ulysses, collaborative": lambda W: ulysses(W, H * 2 * D, 2 * DS),
+    "ring, gated": lambda W: ring(W, H * 2 * D),
+    "ring, grouped": lambda W: ring(W, HK * 2 * D),
+    "ring, collaborative": lambda W: ring(W, DS + H * D),
     "tensor parallel layer": tensor_parallel,
     "fully_shard layer": fully_sharded,
 }
@@ -126,13 +135,13 @@ def received(do: Callable[[], object], W: int) -> tuple[int, dict[str, int]]:
     from torch.distributed.tensor.debug import CommDebugMode
 
     share = (W - 1) / W
-    total = 0.0
+    total, transfers = 0.0, 0
 
     class Traffic(CommDebugMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            nonlocal total
+            nonlocal total, transfers
             out = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             name = str(func)
             if name.startswith(("_c10d_functional.", "c10d.")):
@@ -147,12 +156,15 @@ def received(do: Callable[[], object], W: int) -> tuple[int, dict[str, int]]:
                     total += share * args[0].nbytes
                 elif "all_reduce" in name:
                     total += 2 * share * args[0].nbytes
+                elif "recv_" in name:
+                    total += sum(tensor.nbytes for tensor in args[0])
+                    transfers += 1
             return out
 
     with Traffic() as seen:  # type: ignore[no-untyped-call]
         do()
     counts = {str(name).split(".")[-1]: n for name, n in seen.get_comm_counts().items() if n}
-    return round(total), counts
+    return round(total), counts | ({"receive": transfers} if transfers else {})
 
 
 def serve(rank: int, world: int, folder: str) -> None:

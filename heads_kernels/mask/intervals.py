@@ -78,8 +78,8 @@ class Intervals(NamedTuple):
         if dense is not None and dense.shape[3] != 1:
             dense = dense[..., positions]
         # Of ascending positions, those within [lo, hi) are neighbours.
-        bounds = (torch.searchsorted(positions, each, out_int32=True) for each in (lo, hi))
-        return Intervals(-UNBOUNDED, UNBOUNDED, *bounds, visible, dense)
+        k_lo, k_hi = (torch.searchsorted(positions, each, out_int32=True) for each in (lo, hi))
+        return Intervals(k_lo=k_lo, k_hi=k_hi, key_visible=visible, dense=dense)
 
     @property
     def hides(self) -> bool:

@@ -248,7 +248,7 @@ class ContextParallel:
             part = part_of(problem)
         here = problem if part is None else part.problem
         positions = [self._positions_of(rank, S, device) for rank in range(self._count)]
-        seed = None
+        seed: Any = None
         if problem.dropout_p:
             if self._count > 1 and len(positions[0]) % 4:
                 was = f"is {problem.dropout_p}, and {self._count} processes have {len(positions[0])} tokens each"

@@ -86,7 +86,7 @@ class RingCall(NamedTuple):
     seed: Tensor | None
     ring: Ring
 
-    @torch.compiler.disable  # of transfers between two processes there is no graph
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between two processes have no graph
     def attend(self) -> Tensor:
         """The output `[B, H, T, Dv]`.
 
@@ -101,13 +101,15 @@ class RingCall(NamedTuple):
             skipped = None if asked else (~closed).to(compute_dtype(p.query.dtype))
         bare = p._replace(gate=skipped, gate_activation="identity", sinks=None)
         operands = [getattr(p, name) for name in _names(self.operator)]
+        attended: Tensor
+        lse: Tensor
         attended, lse = _Blocks.apply(self._replace(problem=bare), *operands)  # type: ignore[no-untyped-call]
         blank = (lse == _NEG_INF)[..., None]
         if sinks is not None:
             sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
             attended, _ = merge_attention([attended, torch.zeros_like(attended)], [lse, sink])
         if gate is None:
-            return attended  # type: ignore[no-any-return]
+            return attended
         if activation == "identity" and not p.closed_grad:
             gate = torch.where(gate == 0, gate.detach(), gate)
         factor = gates.as_4d(gates.activate(gate.to(lse.dtype), activation))
@@ -123,7 +125,8 @@ class RingCall(NamedTuple):
             first = int(positions[0]) if len(positions) else 0
             seed = seed + seed.new_tensor([0, 0, 0, 0, first])
         intervals = p.intervals.at_keys(p.T, positions)
-        problem = p._replace(**keys, intervals=intervals, offset_bias=table)
+        operands: dict[str, Any] = {**keys}
+        problem = p._replace(**operands, intervals=intervals, offset_bias=table)
         return self.operator.pack(problem, seed)
 
     def columns(self, step: int) -> tuple[int, int]:
@@ -136,9 +139,8 @@ class RingCall(NamedTuple):
         """Add what `found`, a gradient of the operand `name` from the keys at `step`, is to its sum."""
         p = self.problem
         if name not in sums:
-            shape = found.shape
-            if name == "offset_bias":
-                shape = *shape[:2], p.offset_bias.shape[1]
+            of_all = p.offset_bias.shape[1:] if p.offset_bias is not None else ()
+            shape = found.shape if name != "offset_bias" else (*found.shape[:2], *of_all)
             sums[name] = found.new_zeros(shape, dtype=compute_dtype(p.query.dtype))
         total = sums[name]
         if name == "offset_bias":
@@ -168,20 +170,19 @@ class _Blocks(torch.autograd.Function):
             outs, lses = [both[0]], [both[1]]
             keys = {} if shift is None else shift.wait()
         attended, lse = outs[0].to(p.query.dtype), lses[0]
-        names = _names(call.operator)
-        ctx.call = call._replace(problem=p._replace(**dict.fromkeys(names)))
+        no_operands: dict[str, Any] = dict.fromkeys(_names(call.operator))
+        ctx.call = call._replace(problem=p._replace(**no_operands))
         ctx.needs = ctx.needs_input_grad[1:]
         ctx.save_for_backward(attended, lse, *operands)
         return attended, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         attended, lse, *operands = ctx.saved_tensors
         names = _names(ctx.call.operator)
-        call: RingCall = ctx.call._replace(
-            problem=ctx.call.problem._replace(**dict(zip(names, operands, strict=True)))
-        )
+        given = dict(zip(names, operands, strict=True))
+        call: RingCall = ctx.call._replace(problem=ctx.call.problem._replace(**given))
         ring, p, operator = call.ring, call.problem, call.operator
         dtype = compute_dtype(p.query.dtype)
         saved = Saved(dout, attended, lse, dlse.contiguous())
