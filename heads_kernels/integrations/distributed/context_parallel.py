@@ -229,23 +229,16 @@ class ContextParallel:
             (COLLABORATIVE, Problem.collaborative) if "mixing" in given else (GATED, Problem.gated)
         )
         mask = self._mask_of_rows(given)
-        own: dict[str, Any] = dict(given)
-        bias = own.pop("bias", None)
-        backend = own.pop("backend", None)
-        for name in ("attn_mask", "is_causal"):
-            own.pop(name, None)
-        problem: Problem = parse(**own)
+        whole = ("attn_mask", "is_causal", "backend")
+        problem = parse(**{name: each for name, each in given.items() if name not in whole})
         T, S = problem.T, self.whole_length(problem.S)
         device = problem.query.device
-        rows = self.positions(self.whole_length(T), device)
-        first = int(rows[0]) if T else 0
+        first = int(self.positions(self.whole_length(T))[0]) if T else 0
         intervals = mask.intervals(problem.B, problem.H, T, S, device)
         problem = problem._replace(intervals=intervals)
-        if bias is not None:
+        if (bias := given.get("bias")) is not None:
             problem = problem._replace(offset_bias=bias.starting_at(first).table(T, S))
-        part = None
-        if any(map(is_sharded, given.values())):
-            part = part_of(problem)
+        part = part_of(problem)
         here = problem if part is None else part.problem
         positions = [self._positions_of(rank, S, device) for rank in range(self._count)]
         seed: Any = None
@@ -257,7 +250,7 @@ class ContextParallel:
             seed = seed if part is None else part.seed(seed)
             seed = seed + seed.new_tensor([0, 0, 0, first, 0])
         group = self.mesh.get_group(self.mesh.ndim - 1)
-        chosen = select(declared.backends, here, backend)
+        chosen = select(declared.backends, here, given.get("backend"))
         out = RingCall(declared, chosen, here, seed, Ring(group, positions)).attend()
         return problem.unflatten(out if part is None else part.whole(out))
 
