@@ -281,7 +281,12 @@ def test_collaborate(name: str, method: str) -> None:
         in_use(name), energy=0.9, method="ragged", progress=False, length=4
     )
     assert all(error <= 0.1**0.5 for error in energetic.errors)
-    assert hk.convert.plot(found)
+
+
+def test_plot() -> None:
+    pytest.importorskip("matplotlib", reason="figures")
+    found = hk.convert.collaborate(in_use("llama"), 16, length=4, progress=False)
+    assert len(hk.convert.plot(found).axes) == 3
 
 
 def test_curves_are_those_of_ragged_pairs() -> None:

@@ -225,12 +225,12 @@ def test_peak_memory(resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         return scratch[: 4 << 20].clone()
 
     use()
-    peaks = [peak_memory(use) for _ in range(4)]
-    assert {peak.result for peak in peaks} == {4 << 20}
-    assert resettable or {peak.how for peak in peaks} == {"sampled"}
-    # On a busy machine the system may take pages away meanwhile, or not run the sampling thread.
-    nearest = min((peak.extra for peak in peaks), key=lambda extra: abs(extra - (32 << 20)))
-    assert nearest == pytest.approx(32 << 20, abs=4 << 20)
+    for _ in range(2):
+        peak = peak_memory(use)
+        assert peak.result == 4 << 20
+        # The result may be in pages that the C library had not returned: 4 MiB less.
+        assert peak.extra == pytest.approx(32 << 20, abs=6 << 20)
+        assert peak.how == ("sampled" if not resettable else peak.how)
 
 
 def test_a_view_counts_its_storage_once() -> None:
