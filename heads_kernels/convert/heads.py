@@ -42,19 +42,18 @@ class Heads:
 
     def __post_init__(self) -> None:
         for name, form in (("query", "[H, D, D_in]"), ("key", "[H, D, D_in_k]")):
-            checked = _weights(name, getattr(self, name), form, 3)
+            checked = weights_of(name, getattr(self, name), form, 3)
             object.__setattr__(self, name, checked)
         H, D = self.query.shape[:2]
         if self.key.shape[:2] != (H, D):
             was = f"has {self.key.shape[0]} heads of width {self.key.shape[1]}"
             refuse("key", was, f"query has {H} of width {D}; repeat keys that heads share")
         if self.query_bias is not None:
-            bias = _weights("query_bias", self.query_bias, "[H, D]", 2)
+            bias = weights_of("query_bias", self.query_bias, "[H, D]", 2)
             if bias.shape != (H, D):
                 refuse("query_bias", f"has shape {list(bias.shape)}", f"pass [H, D] = [{H}, {D}]")
             object.__setattr__(self, "query_bias", bias)
-        if not math.isfinite(self.scale) or self.scale == 0:
-            refuse("scale", f"is {self.scale}", "pass the factor of the layer's scores")
+        check_factor(self.scale)
 
     @property
     def H(self) -> int:
@@ -78,7 +77,7 @@ class Heads:
         return self.query_bias is not None
 
 
-def _weights(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
+def weights_of(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
     """`tensor` in float64 and without gradient."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         was = f"has dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"is {tensor!r}"
@@ -88,3 +87,9 @@ def _weights(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
     if not bool(torch.isfinite(tensor).all()):
         refuse(name, "holds NaN or infinity", "correct these weights, or leave the layer out")
     return tensor.detach().double()
+
+
+def check_factor(scale: float) -> None:
+    """Refuse what cannot be the factor of a layer's scores."""
+    if not math.isfinite(scale) or scale == 0:
+        refuse("scale", f"is {scale}", "pass the factor of the layer's scores")

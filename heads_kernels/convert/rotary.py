@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.convert.cp import Fit, improved
+from heads_kernels.convert.heads import check_factor, weights_of
 from heads_kernels.convert.moments import causal_covariance, covariance_of_all, gram
 from heads_kernels.convert.ragged import chunked
 from heads_kernels.convert.spectrum import Spectrum
@@ -41,6 +42,8 @@ class RotaryHeads:
     query: Tensor
     key: Tensor
     scale: float
+    #: Features that come together.
+    group: ClassVar[int] = 2
 
     @classmethod
     def of(
@@ -51,22 +54,36 @@ class RotaryHeads:
         query_bias: Tensor | None = None,
         key_bias: Tensor | None = None,
     ) -> RotaryHeads:
-        """Heads of weights `[H, D, D_in]` and biases `[H, D]` whose pairs are features f and f + D/2."""
-        sides = []
-        for weight, bias in ((query, query_bias), (key, key_bias)):
-            column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
-            rows = torch.cat((weight, column[..., None]), 2).detach().double()
-            if not bool(torch.isfinite(rows).all()):
-                refuse(
-                    "weights",
-                    "hold NaN or infinity",
-                    "correct these weights, or leave the layer out",
-                )
-            sides.append(torch.complex(*rows.chunk(2, 1)))
-        return cls(sides[0], sides[1], scale)
+        """Heads whose pairs are features f and f + D/2.
 
-    #: Features that come together.
-    group: ClassVar[int] = 2
+        Args:
+            query, key: weights `[H, D, D_in]` and `[H, D, D_in_k]` by head; D is even.
+            scale: the factor of the scores.
+            query_bias, key_bias: `[H, D]`, or None.
+
+        Raises:
+            TypeError, ValueError: a tensor is not floating, does not fit the others or is not finite; `scale` is not a
+                finite number other than 0.
+        """
+        check_factor(scale)
+        sides = []
+        for name, given, given_bias in (("query", query, query_bias), ("key", key, key_bias)):
+            weight = weights_of(name, given, "[H, D, width], D even", 3)
+            H, D = weight.shape[:2]
+            bias = weight.new_zeros(H, D)
+            if given_bias is not None:
+                bias = weights_of(f"{name}_bias", given_bias, "[H, D]", 2)
+            if D % 2:
+                refuse(
+                    name, f"has heads of width {D}", "pass an even width: features rotate in pairs"
+                )
+            if bias.shape != (H, D):
+                refuse(f"{name}_bias", f"has shape {list(bias.shape)}", f"pass [{H}, {D}]")
+            sides.append(torch.complex(*torch.cat((weight, bias[..., None]), 2).chunk(2, 1)))
+        if sides[0].shape[:2] != sides[1].shape[:2]:
+            was = f"has heads [H, D / 2] = {list(sides[1].shape[:2])}, query {list(sides[0].shape[:2])}"
+            refuse("key", was, "make them equal; repeat keys that heads share")
+        return cls(sides[0], sides[1], scale)
 
     @property
     def H(self) -> int:

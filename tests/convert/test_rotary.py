@@ -160,8 +160,16 @@ def test_bad_arguments_are_refused() -> None:
     heads = random_heads()
     with pytest.raises(ValueError, match=r"^dim is 5; pass an even number"):
         rotary_cp(heads, 5)
-    with pytest.raises(ValueError, match=r"^weights hold NaN or infinity"):
-        RotaryHeads.of(normal(2, 4, 3), normal(2, 4, 3) / 0, 1.0)
+    good = normal(2, 4, 3)
+    for name, arguments in {
+        "key holds NaN or infinity": (good, good / 0, 1.0),
+        "query has heads of width 3": (normal(2, 3, 5), good, 1.0),
+        "key has heads": (good, normal(1, 4, 3), 1.0),
+        "key_bias has shape": (good, good, 1.0, None, normal(2, 3)),
+        "scale is 0": (good, good, 0),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            RotaryHeads.of(*arguments)
 
 
 # ---------------------------------------------------------------------- models
