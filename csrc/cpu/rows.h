@@ -151,7 +151,8 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
 // projections they are the same row of the next head, which is processed next; hardware prefetchers
 // do not cross the pages between rows. (g++ drops calls of a function that only prefetches.)
 template <bool kWrite>
-__attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row, int64_t width) {
+__attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row,
+                                                              int64_t width) {
   constexpr int64_t kLine = 64;
   const int64_t bytes = width * element_size(rows.dtype);
   if (rows.stride == width || rows.step != 1) return;
