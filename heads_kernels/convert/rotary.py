@@ -238,9 +238,8 @@ class RotaryFactors:
         slot = same.tril(-1).sum(1)  # how many pairs of this frequency come before
         first = 2 * frequencies * slot + self.frequency
         slots = int(slot.max()) + 1
-        if (
-            slots == 1 and self.dim == 2 * frequencies
-        ):  # else not to be told from the features alone
+        # One head with a feature in every place has the shape of the features in a cache.
+        if slots == 1 and self.dim == 2 * frequencies:
             slots = 2
         return torch.stack((first, first + frequencies), 1).flatten(), slots
 
