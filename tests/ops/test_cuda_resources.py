@@ -73,5 +73,6 @@ def test_every_part_has_every_kernel(kernels: list[Kernel]) -> None:
         "AttentionCombine",
         "AttentionRows",
         "BiasGradient",
+        "GatedDecode",
         "Statistics",
     }
