@@ -210,7 +210,7 @@ def candidates(stock: Model) -> dict[str, Model]:
 def differences(models: dict[str, Model], batch: Batch) -> Iterator[str]:
     """Where our outputs differ from the stock model's, with all heads and with half of them."""
     with torch.no_grad():
-        out = {name: batch.output(model) for name, model in models.items()}
+        out = {name: batch.output(model.eval()) for name, model in models.items()}
     for name in out:
         reduced = f"{WHOLE[0]}, {_PRUNED}" if f"{WHOLE[0]}, {_PRUNED}" in out else _CLOSED
         like = WHOLE[0] if name in WHOLE else reduced
