@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--save", action="store_true", help="keep what is found, in the user's cache folder")
     add("--json", action="store_true", help="print one JSON object instead of words")
-    add("--seconds", type=_seconds, default=40.0, metavar="N",
+    add("--seconds", type=_seconds, default=30.0, metavar="N",
         help="what is not done by then is left out, and said to be; default %(default)g")  # fmt: skip
 
 
