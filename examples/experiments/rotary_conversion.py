@@ -268,23 +268,25 @@ def layer_table(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
 
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
-    """Losses over bytes of the cache, at once and trained on."""
-    figure = Figure(figsize=(10, 4.0), layout="constrained")
-    panels = zip(("at_once", "after"), figure.subplots(1, 2), strict=True)
+    """How much larger losses are than that of the dense model, over bytes of the cache."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    titles = {"at_once": "At once", "after": "Trained on"}
+    panels = zip(titles, figure.subplots(1, 2), strict=True)
     whole = by_seed(runs, "dense")
     for when, axes in panels:
-        words = []
+        half = {}
         for choice, color in CHOICES.items():
             models = [by_seed(runs, label(choice, share)) for share in SHARES]
             x = [mean(m["cache"] for m in of_seeds) for of_seeds in models]
             values = [[100 * each for each in more(m, whole, when)] for m in models]
             line(axes, x, values, color, choice)
-            words.append(f"{mean(values[1]):.2g} % {choice}")
-        title = {"at_once": "at once", "after": "trained on"}[when]
-        message(axes, f"Half of the key features, more loss {title}: {'; '.join(words)}")
+            half[choice] = f"{mean(values[1]):.2g} % by {choice}"
+        words = f"{half['cp']}, {half[PAIRS]}, {half[KEYS]}"
+        message(axes, f"{titles[when]}, half of the key features, more loss: {words}")
         axes.axvline(mla_bytes(Settings(**settings)), color=GREY, lw=1, ls=":", label=MLA)
         axes.set(xlabel="bytes of the cache a token", ylabel="more loss than dense, %")
         axes.set_yscale("symlog", linthresh=1)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.grid()
-    legend(axes)
+    legend(axes, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
