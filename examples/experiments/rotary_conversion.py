@@ -1,7 +1,8 @@
 """A language model with rotary positions made collaborative, as it is and trained on, beside cheaper ways to its cache.
 
 The model is a small Llama, trained here, since heads of a pretrained one cannot be had everywhere. Its queries and keys
-are converted to fewer features a layer (`hk.convert.collaborate`). The controls lose as many features of the keys: each
+are converted to fewer features (`hk.convert.collaborate`), which it distributes over the layers by what their scores
+lose, or as many in each layer ("equal layers"). The controls lose as many features of the keys: each
 head keeps its strongest pairs; heads share the mean of their keys in groups; and grouped-query attention, where they
 share the mean of their values too (Ainslie et al. 2023). All are trained on for as long, as is the model itself.
 """
@@ -38,7 +39,17 @@ NAME = "rotary_conversion"
 #: Key features a layer on average, as shares of those of all heads.
 SHARES: Final = (0.75, 0.5, 0.25)
 PAIRS, KEYS, GQA = "pairs of each head", "mean keys", "mean keys and values (GQA)"
-CHOICES: Final = {"cp": BLUE, "ragged": GREEN, PAIRS: PURPLE, KEYS: ORANGE, GQA: GREY}
+CP, RAGGED, EQUAL = "cp", "ragged", "equal layers"
+#: Colours and lines.
+CHOICES: Final = {
+    CP: (BLUE, "--"),
+    f"{CP}, {EQUAL}": (BLUE, "-"),
+    RAGGED: (GREEN, "--"),
+    f"{RAGGED}, {EQUAL}": (GREEN, "-"),
+    PAIRS: (PURPLE, "-"),
+    KEYS: (ORANGE, "-"),
+    GQA: (GREY, "-"),
+}
 BYTES: Final = 2  # of a number in a cache of 16 bits
 MLA: Final = "MLA, by formula"
 
@@ -74,7 +85,7 @@ def changed(lab: Lab, name: str, choice: str, share: float, seed: int) -> Run:
     settings = settings_of(lab)
     model = trained(lab, seed)
     data = read_batches(settings, seed)
-    change = converted if choice in ("cp", "ragged") else reduced
+    change = converted if choice.startswith((CP, RAGGED)) else reduced
     return change(settings, model, data, choice, share) | measured(lab, name, model, seed)
 
 
@@ -101,10 +112,11 @@ def mla_bytes(settings: Settings) -> int:
 # ---------------------------------------------------------------------- conversion
 def converted(settings: Settings, model: Any, data: Any, choice: str, share: float) -> Run:
     """`hk.convert.collaborate`; `bounds` are errors below which no such features can be."""
+    dim = round(share * settings.width)
     conversion = hk.convert.collaborate(
         model,
-        round(share * settings.width),
-        method=choice,
+        [dim] * settings.layers if EQUAL in choice else dim,
+        method=choice.partition(",")[0],
         calibration=data,
         length=settings.length,
         progress=False,
@@ -262,7 +274,7 @@ def layer_table(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
             errors = (each((m["errors"][n] for m in models), ".3f") for n in places)
             dims = "; ".join(" ".join(map(str, m["dims"])) for m in models if "dims" in m)
             # Without shared features the conversion reaches its bound.
-            bound = each((m["bound"] for m in models), ".3f") if choice == "cp" else ""
+            bound = each((m["bound"] for m in models), ".3f") if choice.startswith(CP) else ""
             rows.append([label(choice, share), *errors, bound, dims])
     return markdown(["", *(f"layer {n}" for n in places), "bound", "features a layer"], rows)
 
@@ -275,13 +287,13 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
     whole = by_seed(runs, "dense")
     for when, axes in panels:
         half = {}
-        for choice, color in CHOICES.items():
+        for choice, (color, style) in CHOICES.items():
             models = [by_seed(runs, label(choice, share)) for share in SHARES]
             x = [mean(m["cache"] for m in of_seeds) for of_seeds in models]
             values = [[100 * each for each in more(m, whole, when)] for m in models]
-            line(axes, x, values, color, choice)
+            line(axes, x, values, color, choice, ls=style)
             half[choice] = f"{mean(values[1]):.2g} % by {choice}"
-        words = f"{half['cp']}, {half[PAIRS]}, {half[KEYS]}"
+        words = ", ".join(half[choice] for choice in (f"{CP}, {EQUAL}", PAIRS, KEYS))
         message(axes, f"{titles[when]}, half of the key features, more loss: {words}")
         axes.axvline(mla_bytes(Settings(**settings)), color=GREY, lw=1, ls=":", label=MLA)
         axes.set(xlabel="bytes of the cache a token", ylabel="more loss than dense, %")

@@ -307,7 +307,7 @@ def cached_numbers(model: torch.nn.Module, ids: torch.Tensor) -> float:
     return numbers / ids.numel()
 
 
-@pytest.mark.parametrize("choice", ["cp", "ragged"])
+@pytest.mark.parametrize("choice", ["cp", "ragged, equal layers"])
 def test_bytes_of_a_cache(rotary: ModuleType, choice: str) -> None:
     models = importlib.import_module("rotary_models")
     settings = models.QUICK
