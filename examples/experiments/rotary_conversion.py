@@ -281,7 +281,7 @@ def layer_table(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
     """How much larger losses are than that of the dense model, over bytes of the cache."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
     titles = {"at_once": "At once", "after": "Trained on"}
     panels = zip(titles, figure.subplots(1, 2), strict=True)
     whole = by_seed(runs, "dense")
@@ -294,11 +294,11 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
             line(axes, x, values, color, choice, ls=style)
             half[choice] = f"{mean(values[1]):.2g} % by {choice}"
         words = ", ".join(half[choice] for choice in (f"{CP}, {EQUAL}", PAIRS, KEYS))
-        message(axes, f"{titles[when]}, half of the key features, more loss: {words}")
-        axes.axvline(mla_bytes(Settings(**settings)), color=GREY, lw=1, ls=":", label=MLA)
+        message(axes, f"{titles[when]}, with half of the key features, more loss: {words}")
         axes.set(xlabel="bytes of the cache a token", ylabel="more loss than dense, %")
-        axes.set_yscale("symlog", linthresh=1)
+        axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid()
-    legend(axes, loc="center left", bbox_to_anchor=(1, 0.5))
+        if when == "at_once":
+            legend(axes, loc="lower left")
     return figure
