@@ -153,7 +153,10 @@ def check_skipped_heads(operator: str) -> None:
 
 
 def check_half(operator: str) -> None:
-    """In bfloat16 a ring has at most twice the error of one call on whole sequences."""
+    """In bfloat16 a ring has the error of one call on whole sequences, and that of rounding what each block adds.
+
+    The gradients of a block are rounded like those of the call, independently: W of them, which add up to sqrt(W).
+    """
     mesh = torch.distributed.init_device_mesh("cpu", (4,))
     context = distributed.ContextParallel(mesh, "ring")
     call = getattr(hk, operator)
@@ -181,8 +184,9 @@ def check_half(operator: str) -> None:
             if split:
                 torch.distributed.all_reduce(error)
             errors[-1][name] = error.sqrt().item()
+    most = 1 + mesh.size() ** 0.5
     for name, error in errors[1].items():
-        assert error <= 2 * errors[0][name], (name, error, errors[0][name])
+        assert error <= most * errors[0][name], (name, error, errors[0][name])
 
 
 def check_masks(operator: str, how: dict[str, Any]) -> None:
