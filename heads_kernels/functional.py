@@ -138,13 +138,12 @@ def gated_attention(
         ValueError, TypeError: an argument is invalid; the message names it, its value and what would work. Also raised
             with the reasons if `backend` is unknown or cannot serve the call.
     """
-    if (
-        (type(dropout_p) is float and dropout_p == 0.0)
-        and (type(closed_grad) is bool and enable_gqa is True)
-        and (bias is None and softcap is None and sinks is None and return_lse is False)
+    if (type(dropout_p) is float and dropout_p == 0.0) and (
+        type(closed_grad) is bool and enable_gqa is True and return_lse is False
     ):
         out = direct.forward(
-            GATED, query, key, value, None, None, attn_mask, is_causal, gate, gate_activation, scale, backend
+            GATED, query, key, value, None, None, attn_mask, is_causal, gate, gate_activation, bias, softcap, sinks,
+            scale, backend,
         )  # fmt: skip
         if out is not None:
             return out
@@ -263,12 +262,12 @@ def collaborative_attention(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    if (type(dropout_p) is float and dropout_p == 0.0 and type(closed_grad) is bool) and (
-        bias is None and softcap is None and sinks is None and return_lse is False
+    if (type(dropout_p) is float and dropout_p == 0.0) and (
+        type(closed_grad) is bool and return_lse is False
     ):
         out = direct.forward(
-            COLLABORATIVE, query, key, value, mixing, content_bias, attn_mask, is_causal, gate, gate_activation, scale,
-            backend,
+            COLLABORATIVE, query, key, value, mixing, content_bias, attn_mask, is_causal, gate, gate_activation, bias,
+            softcap, sinks, scale, backend,
         )  # fmt: skip
         if out is not None:
             return out

@@ -110,7 +110,7 @@ class Problem(NamedTuple):
         check_flag("closed_grad", closed_grad)
         gate = _flatten_gate(gate, batch)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
-        attn_mask, dense, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
+        attn_mask, dense, table = biases_of(attn_mask, bias, query, (B, H, T, S), batch)
         check_sinks(sinks, query, H)
         return cls(
             operator="gated_attention",
@@ -166,7 +166,7 @@ class Problem(NamedTuple):
         check_flag("closed_grad", closed_grad)
         gate = _flatten_gate(gate, batch)
         check_gate(gate, gate_activation, query, (B, H, T, value.shape[3]))
-        attn_mask, dense, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
+        attn_mask, dense, table = biases_of(attn_mask, bias, query, (B, H, T, S), batch)
         check_sinks(sinks, query, H)
         return cls(
             operator="collaborative_attention",
@@ -220,7 +220,7 @@ class Problem(NamedTuple):
             B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
             width = Ds / max(H, 1)
         check_sizes(B, H, T, S)
-        attn_mask, dense, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
+        attn_mask, dense, table = biases_of(attn_mask, bias, query, (B, H, T, S), batch)
         check_sinks(sinks, query, H)
         excluded = _flatten("exclude_keys", exclude_keys, batch, "S")
         return cls(
@@ -374,7 +374,7 @@ def _flatten_gate(gate: Tensor | None, batch: Batch) -> Tensor | None:
     return _flatten("gate", gate, batch, layout)
 
 
-def _biases(
+def biases_of(
     attn_mask: Mask | Tensor | None,
     bias: Tensor | OffsetBias | None,
     query: Tensor,

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from heads_kernels.checks import check_scale, check_whole_sequence
+from heads_kernels.checks import check_scale, check_sinks, check_softcap, check_whole_sequence
 from heads_kernels.dispatch import in_order
 from heads_kernels.mask import Mask
+from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import support
 from heads_kernels.ops.buffers import empty_heads
 from heads_kernels.ops.library import load
 from heads_kernels.ops.operator import Call, Operator, Results
-from heads_kernels.problem import intervals_of
+from heads_kernels.problem import biases_of, intervals_of
 
 if TYPE_CHECKING:
     from heads_kernels.checks import GateActivation
@@ -41,6 +42,9 @@ def forward(
     is_causal: bool,
     gate: Tensor | None,
     gate_activation: GateActivation,
+    bias: Tensor | OffsetBias | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     scale: float | None,
     backend: str | None,
 ) -> Tensor | None:
@@ -48,7 +52,9 @@ def forward(
     if not _is_unobserved() or backend not in (None, "cpu") or not support.CPU_EXTENSION:
         return None
     recording = torch.is_grad_enabled()
-    for tensor in (query, key, value, mixing, content_bias, gate):
+    mask = attn_mask if isinstance(attn_mask, Tensor) else None
+    added = bias.values if isinstance(bias, OffsetBias) else bias
+    for tensor in (query, key, value, mixing, content_bias, gate, mask, added, sinks):
         if tensor is not None and (
             type(tensor) not in _CLASSES
             or (recording and tensor.requires_grad)
@@ -62,7 +68,6 @@ def forward(
             and in_order(operator.backends, operator.name, query.device)[0].name != "cpu"
         )
         or (gate is None and gate_activation != "identity")
-        or (isinstance(attn_mask, Tensor) and not _is_bool(attn_mask))
     ):
         return None
     try:
@@ -72,6 +77,8 @@ def forward(
         else:
             (B, T, width), H = query.shape, mixing.shape[0]
         _, _, S, Dv = value.shape
+        attn_mask, dense, table = biases_of(attn_mask, bias, query, (B, H, T, S), None)
+        check_sinks(sinks, query, H)
         call = Call(
             query=query,
             key=key,
@@ -79,11 +86,12 @@ def forward(
             mixing=mixing,
             content_bias=content_bias,
             gate=gate,
-            bias=None,
-            offset_bias=None,
-            sinks=None,
+            bias=dense,
+            offset_bias=table,
+            sinks=sinks,
             intervals=intervals_of(attn_mask, is_causal, query, (B, H, T, S), None),
             scale=check_scale(scale, width if mixing is None else width / max(H, 1), query.dtype),
+            softcap=check_softcap(softcap),
             gate_activation=gate_activation,
         )
         out = empty_heads(query if mixing is None else value, B, H, T, Dv)
@@ -94,10 +102,6 @@ def forward(
     except (TypeError, ValueError, RuntimeError):
         return None
     return out
-
-
-def _is_bool(mask: Tensor) -> bool:
-    return type(mask) in _CLASSES and mask.dtype == torch.bool
 
 
 def _is_unobserved() -> bool:

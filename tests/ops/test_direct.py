@@ -76,6 +76,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "both": {"attn_mask": hk.Mask(key_lengths=[2] * B), "is_causal": True},
     "bool mask": {"attn_mask": torch.rand(B, 1, 1, S) < 0.6},
     "dense mask": {"attn_mask": torch.rand(T, S) < 0.6},
+    "float mask": {"attn_mask": torch.randn(T, S)},
+    "bias": {"bias": torch.randn(B, 1, T, S).to(torch.float16)},
+    "offsets": {"bias": hk.OffsetBias(torch.randn(H, 3)), "is_causal": True},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.randn(H)},
     "backend": {"backend": "cpu"},
 }
 
@@ -115,10 +120,6 @@ def test_parameters_without_gradients(mode: Callable[[], Any], ways: list[str]) 
 
 OTHER: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.5},
-    "float mask": {"attn_mask": torch.randn(T, S)},
-    "bias": {"bias": torch.randn(H, T, S)},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.randn(H)},
     "eager": {"backend": "eager"},
 }
 
@@ -127,6 +128,34 @@ OTHER: dict[str, dict[str, Any]] = {
 def test_other_calls_are_ops(case: str, ways: list[str]) -> None:
     hk.gated_attention(**tensors("gated_attention", dtype=torch.float32), **OTHER[case])
     assert "direct" not in ways
+
+
+def test_gradients_of_biases_and_sinks_are_recorded(ways: list[str]) -> None:
+    arguments = tensors("gated_attention", dtype=torch.float32)
+    table = torch.randn(H, 3, requires_grad=True)
+    wanted: dict[str, Any] = {
+        "attn_mask": torch.randn(T, S, requires_grad=True),
+        "bias": hk.OffsetBias(table),
+        "sinks": torch.randn(H, requires_grad=True),
+    }
+    for name, operand in wanted.items():
+        assert hk.gated_attention(**arguments, **{name: operand}).requires_grad
+    assert ways == ["op"] * len(wanted)
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "bias": {"bias": torch.randn(T + 1, S)},
+    "softcap": {"softcap": -1.0},
+    "sinks": {"sinks": torch.randn(H + 1)},
+    "attn_mask": {"attn_mask": torch.zeros(T, S, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_terms_are_refused_by_name(name: str, ways: list[str]) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        hk.gated_attention(**tensors("gated_attention", dtype=torch.float32), **BAD[name])
+    assert ways == ["op"]
 
 
 def test_batch_dimensions(ways: list[str]) -> None:
