@@ -14,7 +14,7 @@ from heads_kernels.functional import (
     collaborative_attention,
     gated_attention,
 )
-from heads_kernels.integrations.transformers.head_masks import PLACE, head_mask
+from heads_kernels.integrations.transformers.head_masks import PLACE, given_head_mask, head_mask_row
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.mask import Mask
@@ -249,9 +249,14 @@ def _head_gate(
     Under tensor parallelism H is the number of heads of this process, and its gates are a part of the module's.
     """
     B, H, T = sizes
-    mesh = next((p.device_mesh for p in module.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
     head_gate: HeadGate | None = getattr(module, "head_gate", None)
-    row = head_mask(module, H if mesh is None else H * mesh.size(), arguments)
+    given = given_head_mask(module, arguments)
+    if head_gate is None and given is None:
+        return None, True
+    mesh = next((p.device_mesh for p in module.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
+    row = None
+    if given is not None:
+        row = head_mask_row(module, H if mesh is None else H * mesh.size(), given)
     gates, closed_grad = row, True
     if head_gate is not None:
         if mesh is not None:

@@ -49,13 +49,13 @@ _CROSS: Final = {
 }
 
 
-def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | None:
-    """The head mask of an attention module of H heads as gates `[H]`, or None without one.
+def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
+    """The head mask of the model's pass that reaches this attention module, or None.
 
     It is taken from the `arguments` of the attention function, or else from the place of the module.
 
     Raises:
-        ValueError: a mask that does not fit or that the model does not use; a module without a place.
+        ValueError: a mask that the model does not use; a module without a place.
     """
     masks = {
         name: mask
@@ -72,9 +72,16 @@ def head_mask(module: nn.Module, H: int, arguments: dict[str, Any]) -> Tensor | 
         if name not in place.known:
             was = f"reaches a {type(module).__name__}, whose model has no use for it"
             refuse(name, was, f"pass {', '.join(place.known)}")
-    given: Tensor | None = masks.get(place.argument, place.given)
-    if given is None:
-        return None
+    return masks.get(place.argument, place.given)
+
+
+def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
+    """The gates `[H]` that a head mask has for an attention module of H heads, which has a place.
+
+    Raises:
+        ValueError: a mask that does not fit.
+    """
+    place: HeadMaskPlace = getattr(module, PLACE)
     if not place.is_read:
         place.is_read = True
     row = given[place.layer] if given.dim() == 2 and len(given) == place.layers else given
