@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
@@ -39,18 +40,28 @@ def context_parallel(
     balanced: bool = False,
     length: int | None = None,
 ) -> Module:
-    """Let the attention modules of `hk.nn` in `module` attend to whole sequences, of which every process has a part.
+    """Let the attention of `module` attend to whole sequences, of which every process has a part.
 
-    Inputs and outputs of the modules are parts; masks are those of whole sequences. Everything else in a Transformer
-    is computed token by token. Gradients of weights are those of this process's tokens: sum or average them over the
-    mesh, as in data parallelism (`fully_shard` over the processes of both). `HardConcrete` gates draw one noise.
+    Inputs and outputs of modules of `hk.nn` are parts; masks are those of whole sequences. Everything else in a
+    Transformer is computed token by token. Gradients of weights are those of this process's tokens: sum or average them
+    over the mesh, as in data parallelism (`fully_shard` over the processes of both). `HardConcrete` gates draw one
+    noise.
 
         context_parallel(model, mesh["cp"])  # mesh["tp", "cp"] after a tensor_parallel_plan
         part = model.attention.context.split(tokens, dim=1)
 
+    A model of transformers takes `input_ids`, `attention_mask` and `position_ids`, of which every process passes its
+    part (the positions are those in whole sequences), and returns what belongs to its tokens:
+
+        context_parallel(hk.integrations.transformers.use(model), mesh, "ring")
+        context = model.model.layers[0].self_attn.context
+        logits = model(context.split(ids, 1), position_ids=context.split(positions, 1)).logits
+        loss = cross_entropy(logits.flatten(0, 1), context.split(next_ids, 1).flatten())
+
     Args:
-        module: contains attention of `hk.nn`. Each layer gets the attribute `context`, a `ContextParallel`; set it to
-            None to undo.
+        module: contains attention of `hk.nn`, or is a model of transformers in use. Each layer gets the attribute
+            `context`, a `ContextParallel`; set it to None to undo. A model of transformers is called twice with a few
+            tokens: what it gives for parts must be what it gives for whole sequences.
         mesh, method, balanced, length: as in `ContextParallel`.
 
     Returns:
@@ -59,15 +70,21 @@ def context_parallel(
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
-    layers = [each for each in module.modules() if isinstance(each, Multihead)]
-    if not layers:
+    context = ContextParallel(mesh, method, balanced=balanced, length=length)
+    layers: list[Any] = [each for each in module.modules() if isinstance(each, Multihead)]
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is not None and isinstance(module, transformers.PreTrainedModel):
+        from heads_kernels.integrations.transformers.parts import split_attention
+
+        layers = split_attention(module, context)
+    elif not layers:
         was = f"is a {type(module).__name__} without attention of hk.nn"
         refuse("module", was, "pass the model that contains it")
-    context = ContextParallel(mesh, method, balanced=balanced, length=length)
     for layer in layers:
         layer.context = context
-        if isinstance(layer.head_gate, HardConcrete):
-            layer.head_gate.meshes += (mesh,)
+        head_gate: Any = getattr(layer, "head_gate", None)
+        if isinstance(head_gate, HardConcrete):
+            head_gate.meshes += (mesh,)
     return module
 
 

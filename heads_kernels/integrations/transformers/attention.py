@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -17,6 +18,7 @@ from heads_kernels.functional import (
 from heads_kernels.integrations.transformers.head_masks import PLACE, given_head_mask, head_mask_row
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.whole_masks import whole_mask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall
@@ -100,7 +102,14 @@ def attention_forward(
         gate, activation, output_gate = output_gate, gate_activation, None
 
     S = operands["key"].shape[-2]
-    mask = _mask(module, (T, S), attention_mask, is_causal, sliding_window)
+    context = getattr(module, "context", None)
+    if context is None:
+        mask = _mask(module, (T, S), attention_mask, is_causal, sliding_window)
+    elif attention_mask is None:
+        T_whole, S_whole = context.whole_length(T), context.whole_length(S)
+        mask = _mask(module, (T_whole, S_whole), None, is_causal, sliding_window)
+    else:
+        mask = whole_mask(module, context, attention_mask)
     scores: dict[str, Any] = {
         "bias": _bias(module, (H, T, S), attention_mask, position_bias, query.device),
         "softcap": softcap,
@@ -112,6 +121,13 @@ def attention_forward(
         observer(AttentionCall(**parts, mask=_visible(mask, attention_mask)))
 
     operator: Any = collaborative_attention if is_shared else gated_attention
+    if context is not None:
+        if observer is not None or output_attentions:
+            name = "observe" if observer is not None else "output_attentions"
+            refuse(
+                name, "is asked of parts of sequences", "set context to None, and pass whole ones"
+            )
+        operator = partial(context, operator)
     heads = operator(
         **operands,
         **scores,

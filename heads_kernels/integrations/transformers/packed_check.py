@@ -34,24 +34,9 @@ def check_packed(
     Raises:
         ValueError: they differ by more.
     """
-    device = rows.index.device
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _evaluating(layer):
-        expected, found = (_outputs(layer, arguments, device) for arguments in (padded, packed))
-    K = max((max(p.shape) for p in layer.parameters() if p.dim() > 1), default=0)
-    K = max(K, rows.sizes[1])
-    is_same = len(expected) == len(found)
-    worst = 0.0
-    for one, other in zip(expected, found, strict=False):
-        if one.shape[:2] != rows.sizes or other.shape[:2] != (1, len(rows.index)):
-            is_same = False  # not a number for each token
-            continue
-        one, other = rows.pack(one).flatten(2), other.flatten(2)
-        both_nan = one.isnan() & other.isnan()
-        error = (one - other).masked_fill(both_nan, 0).norm(dim=-1)
-        scale = one.masked_fill(both_nan, 0).norm(dim=-1)
-        bound = (_ROUNDINGS + K) * torch.finfo(one.dtype).eps * scale
-        is_same &= bool((error <= bound).all())
-        worst = max(worst, float((error / scale).max()))
+    expected, found = outputs_of(layer, rows.index.device, padded, packed)
+    expected = [rows.pack(each) if each.shape[:2] == rows.sizes else each for each in expected]
+    is_same, worst = differ(layer, expected, found, (1, len(rows.index)), rows.sizes[1])
     if not is_same:
         was = f"is True, but on real tokens alone {name!r}, a {type(layer).__name__}, computes something else"
         was += f" than on the padded batch (relative difference {worst:.1e})"
@@ -81,10 +66,11 @@ class _WithoutHooks(nn.Module):
         return self.layer.forward(*args, **kwargs)
 
 
-def _outputs(layer: nn.Module, arguments: Arguments, device: torch.device) -> list[Tensor]:
-    """The tensors that a layer gives, computed with weights and arguments of half precision as float32.
+def outputs_of(layer: nn.Module, device: torch.device, *calls: Arguments) -> list[list[Tensor]]:
+    """The tensors that a layer gives for each of some arguments, in evaluation mode and without gradients.
 
-    Random numbers that it draws are drawn again by what comes after.
+    Weights and arguments of half precision are computed with as float32. Random numbers that the layer draws are drawn
+    again by what comes after.
     """
     shell = _WithoutHooks(layer)
     weights = {
@@ -92,12 +78,41 @@ def _outputs(layer: nn.Module, arguments: Arguments, device: torch.device) -> li
         for name, tensor in (*shell.named_parameters(), *shell.named_buffers())
         if tensor.dtype in _HALF
     }
-    args, kwargs = tree_map(_widened, arguments)
     on_cpu = device.type == "cpu"
     kind = "cuda" if on_cpu else device.type  # the CPU's generator is forked with any
-    with torch.random.fork_rng([] if on_cpu else [device], device_type=kind):
-        output = functional_call(shell, weights, args, kwargs)
-    return [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    found = []
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _evaluating(layer):
+        for arguments in calls:
+            args, kwargs = tree_map(_widened, arguments)
+            with torch.random.fork_rng([] if on_cpu else [device], device_type=kind):
+                output = functional_call(shell, weights, args, kwargs)
+            found.append([each for each in tree_leaves(output) if isinstance(each, Tensor)])
+    return found
+
+
+def differ(
+    layer: nn.Module, expected: list[Tensor], found: list[Tensor], tokens: tuple[int, int], T: int
+) -> tuple[bool, float]:
+    """Whether outputs of a layer are the same numbers for each of `tokens`, and their largest relative difference.
+
+    `tokens` are the first two sizes of all outputs; sequences have T. For the bound see `check_packed`.
+    """
+    K = max((max(p.shape) for p in layer.parameters() if p.dim() > 1), default=0)
+    K = max(K, T)
+    is_same = len(expected) == len(found)
+    worst = 0.0
+    for one, other in zip(expected, found, strict=False):
+        if one.shape[:2] != tokens or other.shape[:2] != tokens:
+            is_same = False  # not a number for each token
+            continue
+        one, other = one.flatten(2), other.flatten(2)
+        both_nan = one.isnan() & other.isnan()
+        error = (one - other).masked_fill(both_nan, 0).norm(dim=-1)
+        scale = one.masked_fill(both_nan, 0).norm(dim=-1)
+        bound = (_ROUNDINGS + K) * torch.finfo(one.dtype).eps * scale
+        is_same &= bool((error <= bound).all())
+        worst = max(worst, float((error / scale).max()))
+    return is_same, worst
 
 
 def _widened(value: Any) -> Any:

@@ -1,0 +1,142 @@
+"""transformers models that are given a part of every sequence: their attention runs under a `ContextParallel`.
+
+What a model computes of a part alone must be what it computes of whole sequences, so a model is tried when it gets its
+context, and its calls are checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded
+from heads_kernels.heads.configs import NAME
+from heads_kernels.integrations.transformers.head_masks import PLACE
+from heads_kernels.integrations.transformers.packed_check import differ, outputs_of
+from heads_kernels.integrations.transformers.support import family
+from heads_kernels.integrations.transformers.unpadding import UNPADDED
+
+if TYPE_CHECKING:
+    from heads_kernels.integrations.distributed import ContextParallel
+
+#: The attribute of attention modules that holds their `ContextParallel`, as in layers of `hk.nn`.
+CONTEXT: Final = "context"
+
+#: Tokens of a process in the trial of `split_attention`: enough for positions to matter.
+_TRIAL: Final = 8
+
+
+def split_attention(model: PreTrainedModel, context: ContextParallel) -> list[nn.Module]:
+    """The attention modules of a model that `context` may be given to; checks the calls of the model from now on.
+
+    The model is tried, in evaluation mode: its outputs for parts must be those for whole sequences.
+
+    Raises:
+        ValueError: the model cannot be given parts; it is left as it was.
+    """
+    attention = _attention(model)
+    if context.mesh.ndim != 1 or any(map(is_sharded, model.parameters())):
+        was = f"is a {family(model)} with DTensors, or mesh has two dimensions"
+        instead = "pass mesh['cp'], without tensor parallelism and before fully_shard"
+        refuse("module", was, instead)
+    trial = type(context)(context.mesh, context.method, balanced=context.balanced)
+    with _under(attention, trial):
+        _try(model, attention, trial)
+    model.register_forward_pre_hook(_check_call, with_kwargs=True)
+    return attention
+
+
+def _attention(model: PreTrainedModel) -> list[nn.Module]:
+    """The attention modules of a model that may be given parts."""
+    name = family(model)
+    if model.config.is_encoder_decoder:
+        refuse("module", f"is a {name}, an encoder-decoder", "split a decoder or an encoder alone")
+    if any(hasattr(module, UNPADDED) for module in model.modules()):
+        was = f"is a {name} in use with unpad=True"
+        refuse("module", was, "call use(model, unpad=False) first")
+    attention = [module for module in model.modules() if hasattr(module, PLACE)]
+    if not attention or model.config._attn_implementation != NAME:
+        was = f"is a {name} whose attention is not that of heads_kernels"
+        refuse("module", was, "call hk.integrations.transformers.use(model) first")
+    missing = {"input_ids", "position_ids"} - inspect.signature(model.forward).parameters.keys()
+    if missing:
+        was = f"is a {name}, which takes no {' and no '.join(sorted(missing))}"
+        refuse("module", was, "use a model whose tokens and positions are arguments")
+    return attention
+
+
+@contextmanager
+def _under(attention: list[nn.Module], context: ContextParallel | None) -> Iterator[None]:
+    """These modules under another context; afterwards each has the one that it had."""
+    before = [getattr(module, CONTEXT, None) for module in attention]
+    for module in attention:
+        setattr(module, CONTEXT, context)
+    try:
+        yield
+    finally:
+        for module, own in zip(attention, before, strict=True):
+            setattr(module, CONTEXT, own)
+
+
+def _try(model: PreTrainedModel, attention: list[nn.Module], context: ContextParallel) -> None:
+    """Compare what a model gives for parts with what it gives for whole sequences, and refuse it if they differ."""
+    mesh, device = context.mesh, model.device
+    T = _TRIAL * mesh.size()
+    positions = torch.arange(T, device=device)[None]
+    vocabulary: int = model.get_input_embeddings().num_embeddings
+    whole = {"input_ids": (7 * positions + 3) % vocabulary, "position_ids": positions}
+    whole["attention_mask"] = torch.ones_like(positions)
+    part = {name: context.split(each, 1) for name, each in whole.items()}
+    with _under(attention, None):
+        (expected,) = outputs_of(model, device, ((), _without_cache(model, whole)))
+    (found,) = outputs_of(model, device, ((), _without_cache(model, part)))
+    expected = [context.split(e, 1) if e.shape[:2] == (1, T) else e for e in expected]
+    is_same, worst = differ(model, expected, found, (1, _TRIAL), T)
+    failed = torch.tensor(float(not is_same), device=device)
+    torch.distributed.all_reduce(failed, group=mesh.get_group())
+    if failed:
+        was = f"is a {family(model)}, whose outputs for parts are not those for whole sequences"
+        was += f" (relative difference {worst:.1e}), or not one for each token"
+        refuse("module", was, "use a model that works token by token outside of attention")
+
+
+def _without_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    takes = inspect.signature(model.forward).parameters
+    return arguments | ({"use_cache": False} if "use_cache" in takes else {})
+
+
+def _check_call(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Refuse what a model cannot compute from a part."""
+    contexts = (getattr(module, CONTEXT, None) for module in model.modules())
+    context: ContextParallel | None = next((each for each in contexts if each is not None), None)
+    if context is None:
+        return None
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    given = {name: each for name, each in given.items() if each is not None}
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if tokens is not None:
+        context.whole_length(tokens.shape[1])
+    for name, instead in (
+        ("labels", "compute the loss of the logits with labels that were shifted before they were split"),
+        ("past_key_values", "decode without context parallelism"),
+        ("use_cache", "decode without context parallelism"),
+    ):  # fmt: skip
+        if given.get(name):
+            refuse(name, "is given with a part of a sequence", instead)
+    if "position_ids" not in given:
+        instead = "pass context.split(positions, 1) of the positions [1, T] of whole sequences"
+        refuse("position_ids", "is not given", instead)
+    mask = given.get("attention_mask")
+    if tokens is not None and mask is not None and mask.shape != tokens.shape[:2]:
+        was = f"has shape {list(mask.shape)}, but this process has tokens {list(tokens.shape[:2])}"
+        refuse("attention_mask", was, "pass context.split(attention_mask, 1)")
+    return args, _without_cache(model, kwargs)
