@@ -105,6 +105,9 @@ def refusals() -> None:
             split(model, mesh)
         assert not any(getattr(each, "context", None) for each in model.modules())
     model = model_of("llama")
+    both = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "cp"))
+    with pytest.raises(ValueError, match="two dimensions"):
+        split(model, both)
     split(model, mesh)
     context = distributed.ContextParallel(mesh)
     given = {name: context.split(each, 1) for name, each in inputs("left").items()}

@@ -90,8 +90,11 @@ def _try(model: PreTrainedModel, attention: list[nn.Module], context: ContextPar
     mesh, device = context.mesh, model.device
     T = _TRIAL * mesh.size()
     positions = torch.arange(T, device=device)[None]
-    vocabulary: int = model.get_input_embeddings().num_embeddings
-    whole = {"input_ids": (7 * positions + 3) % vocabulary, "position_ids": positions}
+    embeddings: Any = model.get_input_embeddings()
+    whole = {
+        "input_ids": (7 * positions + 3) % embeddings.num_embeddings,
+        "position_ids": positions,
+    }
     whole["attention_mask"] = torch.ones_like(positions)
     part = {name: context.split(each, 1) for name, each in whole.items()}
     with _under(attention, None):
