@@ -114,6 +114,7 @@ def refusals() -> None:
     for wrong, words in (
         ({"position_ids": None}, "position_ids is not given"),
         ({"attention_mask": inputs("left")["attention_mask"]}, "attention_mask has shape"),
+        ({"labels": given["input_ids"]}, "labels is given"),
         ({"use_cache": True}, "use_cache"),
         ({"output_attentions": True}, "output_attentions"),
     ):

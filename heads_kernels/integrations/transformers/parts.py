@@ -94,8 +94,8 @@ def _try(model: PreTrainedModel, attention: list[nn.Module], context: ContextPar
     whole = {
         "input_ids": (7 * positions + 3) % embeddings.num_embeddings,
         "position_ids": positions,
+        "attention_mask": torch.ones_like(positions),
     }
-    whole["attention_mask"] = torch.ones_like(positions)
     part = {name: context.split(each, 1) for name, each in whole.items()}
     with _under(attention, None):
         (expected,) = outputs_of(model, device, ((), _without_cache(model, whole)))
@@ -123,7 +123,7 @@ def _check_call(
     context: ContextParallel | None = next((each for each in contexts if each is not None), None)
     if context is None:
         return None
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments | kwargs
     given = {name: each for name, each in given.items() if each is not None}
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is not None:
@@ -133,7 +133,7 @@ def _check_call(
         ("past_key_values", "decode without context parallelism"),
         ("use_cache", "decode without context parallelism"),
     ):  # fmt: skip
-        if given.get(name):
+        if given.get(name, False) is not False:
             refuse(name, "is given with a part of a sequence", instead)
     if "position_ids" not in given:
         instead = "pass context.split(positions, 1) of the positions [1, T] of whole sequences"
