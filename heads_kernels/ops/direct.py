@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from heads_kernels.checks import check_scale, check_sinks, check_softcap, check_whole_sequence
+from heads_kernels.checks import (
+    check_scale,
+    check_sinks,
+    check_sizes,
+    check_softcap,
+    check_whole_sequence,
+)
 from heads_kernels.dispatch import in_order
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -77,6 +83,7 @@ def forward(
         else:
             (B, T, width), H = query.shape, mixing.shape[0]
         _, _, S, Dv = value.shape
+        check_sizes(B, H, T, S)
         attn_mask, dense, table = biases_of(attn_mask, bias, query, (B, H, T, S), None)
         check_sinks(sinks, query, H)
         call = Call(
