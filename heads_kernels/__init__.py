@@ -4,6 +4,7 @@ The operators take the arguments of `torch.nn.functional.scaled_dot_product_atte
 
     gated_attention          act(gate) * softmax(scores) V; a head whose gate is exactly 0 costs nothing
     collaborative_attention  one query and one key shared by all heads, one mixing vector per head
+    entmax_attention         act(gate) * entmax(scores) V; probabilities that can be exactly 0
     attention_statistics     log-sum-exp, largest probability, its key and entropy of each query row
     merge_attention          attention over all keys from results over parts of them (return_lse=True)
     Mask                     causal, padding, windows, packed documents, prefixes; they combine with &
@@ -43,6 +44,7 @@ from heads_kernels.dispatch import Choice
 from heads_kernels.functional import (
     attention_statistics,
     collaborative_attention,
+    entmax_attention,
     explain,
     gated_attention,
 )
@@ -63,6 +65,7 @@ __all__ = [
     "build_info",
     "collaborative_attention",
     "convert",
+    "entmax_attention",
     "explain",
     "gated_attention",
     "heads",

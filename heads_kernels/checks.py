@@ -226,6 +226,24 @@ def check_sinks(sinks: Tensor | None, query: Tensor, H: int) -> None:
         refuse("sinks", f"has shape {shape_of(sinks)}", f"pass one logit per head, [H] = [{H}]")
 
 
+def check_alpha(alpha: float | Tensor, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
+    """`alpha` `[H]` in `dtype`. Values of tensors are left to the backend: reading them may synchronise."""
+    if isinstance(alpha, Tensor):
+        check_companion("alpha", alpha, query)
+        if alpha.shape != (H,):
+            refuse("alpha", f"has shape {shape_of(alpha)}", f"pass a number, or [H] = [{H}]")
+        return alpha.to(dtype)
+    if not is_real(alpha):
+        instead = "pass a number in (1, 2], or a tensor [H]"
+        kind = ValueError if isinstance(alpha, float) else TypeError
+        refuse("alpha", f"is {alpha!r}", instead, kind)
+    given = torch.full((H,), alpha, dtype=dtype, device=query.device)
+    if not 1 + torch.finfo(dtype).eps <= alpha <= 2:
+        instead = f"pass a number in (1, 2] that {dtype} tells from 1: 2 is sparsemax, and towards 1 it is softmax"
+        refuse("alpha", f"is {shown(alpha)}", instead)
+    return given
+
+
 def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:
     """`bias` `[B1, B2, H, T, S]` fits sizes (B, H, T, S), each 1 where it broadcasts: see `batch.flatten_bias`."""
     if bias is None:

@@ -17,6 +17,7 @@ from heads_kernels.ops import attention_statistics as statistics
 from heads_kernels.ops import direct
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.ops.operator import Operator
 from heads_kernels.ops.philox import draw_seed
@@ -291,6 +292,65 @@ def collaborative_attention(
     return _attend(COLLABORATIVE, problem, backend, return_lse)
 
 
+def entmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    alpha: float | Tensor = 1.5,
+    gate: Tensor | None = None,
+    gate_activation: GateActivation = "identity",
+    closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    backend: BackendName | None = None,
+) -> Tensor:
+    r"""Attention whose probabilities can be exactly 0, as sparse as each head has learned.
+
+    .. math::
+        out_h = act(gate_h) \cdot entmax_{\alpha_h}(score_h) V_h, \quad
+        entmax_\alpha(s)_j = [(\alpha - 1) s_j - \tau]_+^{1 / (\alpha - 1)}
+
+    (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is that
+    of `gated_attention`. Only the eager backend serves it, which holds `[B, H, T, S]` in memory.
+
+    Args:
+        alpha: a number, or `[H]` of any floating dtype with a gradient (proposition 1 of the paper), in (1, 2]: 2 is
+            sparsemax, and towards 1 it becomes softmax. The values of a tensor are read when the call runs.
+        query, key, value, attn_mask, dropout_p, is_causal, gate, gate_activation, closed_grad, bias, softcap, scale, enable_gqa, backend: as in `gated_attention`. DTensors are refused.
+
+    Returns:
+        `[..., H, T, Dv]` in the dtype of `query`; masked rows, hidden values and closed heads are as in
+        `gated_attention`.
+
+    Raises:
+        ValueError, TypeError: as in `gated_attention`, and for an `alpha` outside of (1, 2].
+    """
+    problem = Problem.entmax(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        alpha=alpha,
+        gate=gate,
+        gate_activation=gate_activation,
+        closed_grad=closed_grad,
+        bias=bias,
+        softcap=softcap,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    chosen = select(ENTMAX.backends, problem, backend)
+    return problem.unflatten(ENTMAX(problem, chosen, _seed(problem)))
+
+
 def attention_statistics(
     query: Tensor,
     key: Tensor,
@@ -393,6 +453,7 @@ _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Seque
         Problem.collaborative,
         COLLABORATIVE.backends,
     ),
+    "entmax_attention": (entmax_attention, Problem.entmax, ENTMAX.backends),
     "attention_statistics": (
         attention_statistics,
         Problem.statistics,
@@ -405,7 +466,8 @@ def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) ->
     """Which backend would run this call, and why the others would not. Nothing runs.
 
     Args:
-        operator: `gated_attention`, `collaborative_attention` or `attention_statistics`, the function or its name.
+        operator: `gated_attention`, `collaborative_attention`, `entmax_attention` or `attention_statistics`, the
+            function or its name.
         *args, **kwargs: the arguments of the call, including `backend`.
 
     Returns:

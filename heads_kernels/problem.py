@@ -22,6 +22,7 @@ from heads_kernels.batch import (
 )
 from heads_kernels.checks import (
     GateActivation,
+    check_alpha,
     check_companion,
     check_dropout,
     check_excluded,
@@ -37,6 +38,7 @@ from heads_kernels.checks import (
     refuse,
     shape_of,
 )
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import by_identity
@@ -74,6 +76,7 @@ class Problem(NamedTuple):
     closed_grad: bool = True
     dropout_p: float = 0.0
     exclude_keys: Tensor | None = None  # bool [B or 1, S]; attention_statistics only
+    alpha: Tensor | None = None  # [H] in the compute dtype; entmax_attention only
     batch: Batch = None
 
     # ------------------------------------------------------------------ constructors
@@ -130,6 +133,52 @@ class Problem(NamedTuple):
             closed_grad=closed_grad,
             dropout_p=dropout_p,
             batch=batch,
+        )
+
+    @classmethod
+    def entmax(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Mask | Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        alpha: float | Tensor = 1.5,
+        gate: Tensor | None = None,
+        gate_activation: GateActivation = "identity",
+        closed_grad: bool = True,
+        bias: Tensor | OffsetBias | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = True,
+    ) -> Problem:
+        """Check the arguments of `entmax_attention`; raises `ValueError` or `TypeError` naming the argument."""
+        for name, given in {"query": query, "key": key, "value": value, "alpha": alpha}.items():
+            if is_sharded(given):
+                refuse(
+                    name, "is a DTensor", "pass local tensors: entmax_attention serves no DTensors"
+                )
+        problem = cls.gated(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            gate=gate,
+            gate_activation=gate_activation,
+            closed_grad=closed_grad,
+            bias=bias,
+            softcap=softcap,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
+        return problem._replace(
+            operator="entmax_attention",
+            alpha=check_alpha(alpha, problem.query, problem.H, dtype),
         )
 
     @classmethod

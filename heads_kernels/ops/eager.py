@@ -65,7 +65,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
         dscores = formula.score_gradient(dattended, delta, value, p, kept, pairs)
         _fill_terms(call, saved, dscores, delta, pairs, gradients)
         draw = call.scale * formula.only(pairs, formula.times(dscores, slope))
-        _fill_operands(call, query, key, draw, pairs, gradients)
+        fill_operands(call, query, key, draw, pairs, gradients)
     if gradients.dvalue.numel():
         touched = None if pairs is None else pairs.mT
         dvalue = formula.product(formula.times(p, kept).mT, dattended, touched)
@@ -99,7 +99,7 @@ def _fill_terms(
         gradients.dsinks.copy_(rows)
 
 
-def _fill_operands(
+def fill_operands(
     call: Call, query: Tensor, key: Tensor, draw: Tensor, pairs: Tensor | None, gradients: Gradients
 ) -> None:
     """Fill the gradients of the operands of raw scores, from their gradient `draw` `[B, H, T, S]`."""

@@ -38,6 +38,7 @@ OPERANDS: Final = (
     "bias",
     "offset_bias",
     "sinks",
+    "alpha",
 )
 #: Arguments of an op after the operands: the fields of `Intervals`, then (`OPTIONS`) the rest of a `Call`.
 _MASK: Final = {
@@ -69,6 +70,7 @@ class Call(NamedTuple):
     bias: Tensor | None  # [B1, B2, H, T, S]: `batch.flatten_bias`
     offset_bias: Tensor | None  # [H or 1, T + S - 1]
     sinks: Tensor | None  # [H]
+    alpha: Any  # Tensor [H] in the compute dtype; None for softmax
     intervals: Intervals
     scale: float
     softcap: float = 0.0  # 0: none
@@ -93,7 +95,7 @@ class Results(NamedTuple):
 
     out: Tensor  # [B, H, T, Dv] in the memory order of the query, or of the value where the query is shared
     attended: Tensor  # also empty without a gate
-    lse: Tensor  # [B, H, T] in the compute dtype
+    lse: Tensor  # [B, H, T] in the compute dtype; of entmax attention the threshold of each row
 
 
 class Saved(NamedTuple):
@@ -120,6 +122,7 @@ class Gradients(NamedTuple):
     dbias: Any  # Tensor, as bias, summed over what it was broadcast along
     doffset_bias: Any  # Tensor [B, H, T + S - 1]
     dsinks: Any  # Tensor [B, H, T]
+    dalpha: Any  # Tensor [B, H, T]
 
 
 class Signature:
@@ -301,6 +304,7 @@ def _allocate_gradients(operator: Operator, call: Call, needs: list[bool]) -> Gr
         sums("bias", call.bias, *(() if call.bias is None else call.bias.shape)),
         sums("offset_bias", call.offset_bias, B, H, max(T + S - 1, 1)),
         sums("sinks", call.sinks, B, H, T),
+        sums("alpha", call.alpha, B, H, T),
     )
 
 
@@ -366,6 +370,8 @@ def finish(name: str, sums: Tensor, call: Call, closed_grad: bool) -> Tensor:
         return sums.sum(shared).reshape(call.offset_bias.shape).to(call.offset_bias.dtype)
     if name == "sinks" and call.sinks is not None:
         return sums.sum((0, 2)).to(call.sinks.dtype)
+    if name == "alpha":
+        return sums.sum((0, 2))
     if name == "gate" and call.gate is not None:
         return gates.gate_gradient(sums, call.gate, call.gate_activation, closed_grad)
     return sums

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 _COMPILED: Final = ("cpu", "cuda")
 
 #: Number of dimensions of the tensors that an op reads.
-_RANKS: Final = {"query": 4, "key": 4, "value": 4, "dout": 4, "attended": 4, "lse": 3, "dlse": 3}
+_RANKS: Final = {
+    "query": 4,
+    "key": 4,
+    "value": 4,
+    "alpha": 1,
+    "dout": 4,
+    "attended": 4,
+    "lse": 3,
+    "dlse": 3,
+}
 _SHARED_RANKS: Final = {**_RANKS, "query": 3, "key": 3, "mixing": 2}
 
 #: For each dimension its size, or the sizes allowed.
@@ -63,7 +72,7 @@ def check_operands(
             refuse(name, f"has shape {list(given.shape)}", f"pass {ranks[name]} dimensions")
     if backend in _COMPILED:
         return
-    operands = {name: given for name, given in tensors.items() if name != "mixing"}
+    operands = {name: given for name, given in tensors.items() if name not in ("mixing", "alpha")}
     check_tensors(**operands)
     if mixing is None:
         B, H, T, S, _ = check_grouped_heads(query, key)
@@ -88,6 +97,7 @@ def check_operands(
         ("attended", saved.get("attended"), heads, query.dtype),
         ("lse", saved.get("lse"), heads[:3], compute_dtype(query.dtype)),
         ("dlse", saved.get("dlse"), heads[:3], compute_dtype(query.dtype)),
+        ("alpha", call.alpha, (H,), compute_dtype(query.dtype)),
         ("k_lo", intervals.k_lo, rows, torch.int32),
         ("k_hi", intervals.k_hi, rows, torch.int32),
         ("key_visible", intervals.key_visible, keys, torch.bool),

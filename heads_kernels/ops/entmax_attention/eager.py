@@ -1,0 +1,109 @@
+"""Adaptively sparse attention in plain PyTorch: an executable specification; in float64 the oracle of the tests.
+
+    out = act(gate) * attended
+    attended = dropout(entmax_alpha(scores  under the mask)) value
+
+Scores are those of gated attention. Computation is in float32 (float64 for float64 inputs). What is saved in the place
+of `lse` is the threshold of each row: see `entmax_attention.formula`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from heads_kernels.checks import refuse, shown
+from heads_kernels.ops import formula, scores
+from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.ops.eager import fill_operands
+from heads_kernels.ops.entmax_attention import formula as entmax
+from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+from heads_kernels.ops.scores import NEG_INF
+
+
+def forward(call: Call, results: Results) -> None:
+    """Fill `out`, and the thresholds and `attended` if requested, also for closed heads."""
+    for result, computed in zip(results, _attend(call), strict=True):
+        if result.numel():
+            result.copy_(computed)
+
+
+@formula.without_autocast
+def _attend(call: Call) -> Results:
+    order = _order(call)
+    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
+    raw = formula.raw_scores(call, *formula.operands_of_scores(call))  # [B, H, T, S]
+    visible = scores.visible_pairs(call)
+    finished = scores.finish(call, raw)[0]
+    threshold = entmax.threshold(finished, visible, order)
+    p = _logs(finished, threshold, order, visible).exp()
+    kept = formula.kept_share(call.seed, call.dropout_p, p.shape, p)
+    value = formula.per_head(call.value, p)
+    attended = formula.product(formula.times(p, kept), value, visible)  # [B, H, T, Dv]
+    gated = formula.times(attended, formula.opened(gate, activation, dtype))
+    pairs = formula.contributing(visible, gate, activation)
+    return Results(formula.only_rows(gated, pairs), attended, threshold)
+
+
+@formula.without_autocast
+def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+    """Fill the requested gradients, from what `forward` saved."""
+    if saved.dlse is not None:
+        refuse("dlse", "is given", "pass None: thresholds have no gradient")
+    order = _order(call)
+    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
+    query, key = formula.operands_of_scores(call)
+    dout, attended = saved.dout.to(dtype), saved.attended.to(dtype)
+    raw = formula.raw_scores(call, query, key)  # [B, H, T, S]
+    visible = scores.visible_pairs(call)
+    pairs = formula.contributing(visible, gate, activation)
+    finished, slope = scores.finish(call, raw)
+    logs = _logs(finished, saved.lse, order, pairs)
+    p = logs.exp()
+    kept = formula.kept_share(call.seed, call.dropout_p, p.shape, p)
+    value = formula.per_head(call.value, p)
+    dattended = formula.times(dout, formula.opened(gate, activation, dtype))  # [B, H, T, Dv]
+
+    of_scores = [g for n, g in gradients._asdict().items() if n not in ("dvalue", "dgate")]
+    if any(gradient is not None and gradient.numel() for gradient in of_scores):
+        dp = formula.only(pairs, formula.times(dattended @ value.mT, kept))
+        weights = entmax.slopes(logs, order)
+        total = weights.sum(-1, keepdim=True)
+        center = (dp * weights).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0)
+        dscores = formula.only(pairs, weights * (dp - center))
+        if gradients.dbias.numel():
+            scores.bias_gradient(dscores, gradients.dbias)
+        if gradients.doffset_bias.numel():
+            scores.offset_gradient(dscores, gradients.doffset_bias)
+        if gradients.dalpha.numel():  # the derivatives of a row add up to 0, whatever is subtracted
+            change = (dp - center) * entmax.alpha_derivative(logs, order)
+            gradients.dalpha.copy_(formula.only(pairs, change).sum(-1))
+        draw = call.scale * formula.only(pairs, formula.times(dscores, slope))
+        fill_operands(call, query, key, draw, pairs, gradients)
+    if gradients.dvalue.numel():
+        touched = None if pairs is None else pairs.mT
+        dvalue = formula.product(formula.times(p, kept).mT, dattended, touched)
+        gradients.dvalue.copy_(formula.per_group(dvalue, call.value))
+    if gradients.dgate.numel() and gate is not None:
+        gradients.dgate.copy_(
+            formula.gate_rows(dout, attended, visible, gate, activation, closed_grad)
+        )
+
+
+def _order(call: Call) -> Tensor:
+    """`alpha - 1`, `[H, 1, 1]`; refuses values for which entmax is not defined."""
+    alpha = call.alpha
+    outside = ~((alpha > 1) & (alpha <= 2))
+    if bool(outside.any()):
+        refuse(
+            "alpha",
+            f"has the value {shown(alpha[outside][0].item())}",
+            "pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax (gated_attention)",
+        )
+    return (alpha - 1.0)[:, None, None]
+
+
+def _logs(finished: Tensor, threshold: Tensor, order: Tensor, pairs: Tensor | None) -> Tensor:
+    """`ln p` `[B, H, T, S]`, -inf outside of `pairs` and in rows that see no key."""
+    logs = entmax.log_probabilities(finished, threshold[..., None], order)
+    logs = logs.masked_fill((threshold == NEG_INF)[..., None], NEG_INF)
+    return logs if pairs is None else logs.masked_fill(~pairs, NEG_INF)

@@ -1,0 +1,73 @@
+"""alpha-entmax of rows of scores, its threshold and its derivatives (Correia, Niculae, Martins 2019).
+
+    p = [(alpha - 1) s - tau]_+ ^ (1 / (alpha - 1)) = [1 + order (s - threshold)]_+ ^ (1 / order)
+
+with `order = alpha - 1` in (0, 1] and `threshold = (tau + 1) / order`, which tends to the log of the sum of exp(s) as
+alpha tends to 1: neither form of it cancels there, as `tau` would.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads_kernels.ops.scores import NEG_INF
+
+
+def log_probabilities(scores: Tensor, threshold: Tensor, order: Tensor) -> Tensor:
+    """`ln p` of `scores` `[B, H, T, S]`, -inf outside of the support.
+
+    `threshold` is `[B, H, T, 1]`, `order` `[H, 1, 1]`.
+    """
+    return torch.log1p((order * (scores - threshold)).clamp(min=-1.0)) / order
+
+
+def slopes(logs: Tensor, order: Tensor) -> Tensor:
+    """`p ^ (2 - alpha)` inside of the support and 0 outside, from `ln p`."""
+    return torch.exp((1.0 - order) * logs).masked_fill(logs == NEG_INF, 0.0)
+
+
+def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
+    """The threshold `[B, H, T]` at which the visible probabilities of a row add up to 1; -inf if it sees no key.
+
+    The sum is convex and falls with the threshold, so that Newton's method from the largest score, where the sum is at
+    least 1, only increases the threshold, and ends where rounding no longer lets it.
+    """
+    if visible is not None:
+        scores = scores.masked_fill(~visible, NEG_INF)
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], NEG_INF)
+    top = scores.amax(-1, keepdim=True)
+    below = scores - top.masked_fill(top == NEG_INF, 0.0)
+    shift = torch.zeros_like(top)
+    while True:
+        logs = log_probabilities(below, shift, order)
+        excess = logs.exp().sum(-1, keepdim=True) - 1.0
+        step = (excess / slopes(logs, order).sum(-1, keepdim=True)).clamp(min=0.0)
+        moved = shift + step
+        if not bool((moved > shift).any()):
+            return (top + moved)[..., 0]
+        shift = moved
+
+
+def alpha_derivative(logs: Tensor, order: Tensor) -> Tensor:
+    """`dp / dalpha` `[B, H, T, S]` from `ln p`, 0 outside of the support.
+
+    The closed form of the paper (proposition 1),
+
+        (p - share) / order^2 - (p ln p + share * entropy) / order,   share = p^(2 - alpha) / sum p^(2 - alpha),
+
+    is a difference of large terms where alpha is near 1. Here their first-order parts are cancelled by hand.
+    """
+    inside = logs.masked_fill(logs == NEG_INF, 0.0)
+    p = logs.exp()
+    x = -order * inside
+    first = torch.expm1(x) / order
+    series = x.square() * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x / 720))))
+    small = x.abs() < torch.finfo(x.dtype).eps ** (1 / 6)
+    second = torch.where(small, series, torch.expm1(x) - x) / order.square()
+    entropy, mean_first, mean_second = (
+        (p * each).sum(-1, keepdim=True) for each in (-inside, first, second)
+    )
+    change = mean_second - second - inside * mean_first - first * entropy
+    return p * change / (1.0 + order * mean_first)
