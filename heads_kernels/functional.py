@@ -316,13 +316,14 @@ def entmax_attention(
         out_h = act(gate_h) \cdot entmax_{\alpha_h}(score_h) V_h, \quad
         entmax_\alpha(s)_j = [(\alpha - 1) s_j - \tau]_+^{1 / (\alpha - 1)}
 
-    (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is that
-    of `gated_attention`. Only the eager backend serves it, which holds `[B, H, T, S]` in memory.
+    (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is
+    that of `gated_attention`. Only the eager backend serves it, which holds `[B, H, T, S]` in memory.
 
     Args:
         alpha: a number, or `[H]` of any floating dtype with a gradient (proposition 1 of the paper), in (1, 2]: 2 is
             sparsemax, and towards 1 it becomes softmax. The values of a tensor are read when the call runs.
-        query, key, value, attn_mask, dropout_p, is_causal, gate, gate_activation, closed_grad, bias, softcap, scale, enable_gqa, backend: as in `gated_attention`. DTensors are refused.
+        query, key, value, attn_mask, dropout_p, is_causal, gate, gate_activation, closed_grad, bias, softcap, scale,
+            enable_gqa, backend: as in `gated_attention`. DTensors are refused.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`; masked rows, hidden values and closed heads are as in

@@ -42,6 +42,6 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
         options_of(call),
         closed_grad,
         saved,
-        [asked_for(gradient) for gradient in gradients],
+        [asked_for(gradient) for gradient in gradients[:-1]],  # not dalpha: no kernel has entmax
         torch.get_num_threads(),
     )

@@ -105,7 +105,7 @@ def cpu_forward(c: Call) -> None:
 
 
 def cpu_backward(c: Call) -> None:
-    names = [f"d{name}" for name in OPERANDS]
+    names = [f"d{name}" for name in OPERANDS if name != "alpha"]
     saved = c["dout"], c["attended"], c["lse"], c["dlse"]
     gradients = tuple(c[name] for name in names)
     cpu.attention_backward(*arguments(c), True, saved, gradients, 1)
@@ -168,7 +168,7 @@ _CALL = (*_SCORES, "value", "gate", "seed")
 _TILED = (*_CALL, "dense_cells")
 _READ = ("dout", "lse", "delta")
 #: Gradients, written only where they are asked for; an empty one is not.
-GRADIENTS = [f"d{name}" for name in OPERANDS]
+GRADIENTS = [f"d{name}" for name in OPERANDS if name != "alpha"]
 #: Each pass with the tensors that it reads and writes.
 PASSES: dict[Pass, tuple[str, ...]] = {
     cpu_forward: (*_CALL, "out", "attended", "lse"),
