@@ -96,6 +96,7 @@ def forward(
             bias=dense,
             offset_bias=table,
             sinks=sinks,
+            alpha=None,
             intervals=intervals_of(attn_mask, is_causal, query, (B, H, T, S), None),
             scale=check_scale(scale, width if mixing is None else width / max(H, 1), query.dtype),
             softcap=check_softcap(softcap),

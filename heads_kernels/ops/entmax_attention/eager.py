@@ -91,7 +91,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 
 def _order(call: Call) -> Tensor:
     """`alpha - 1`, `[H, 1, 1]`; refuses values for which entmax is not defined."""
-    alpha = call.alpha
+    alpha: Tensor = call.alpha
     outside = ~((alpha > 1) & (alpha <= 2))
     if bool(outside.any()):
         refuse(
