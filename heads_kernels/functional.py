@@ -327,7 +327,7 @@ def entmax_attention(
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`; masked rows, hidden values and closed heads are as in
-        `gated_attention`.
+        `gated_attention`, and keys of probability 0 add nothing either, NaN included.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`, and for an `alpha` outside of (1, 2].

@@ -155,11 +155,6 @@ class Problem(NamedTuple):
         enable_gqa: bool = True,
     ) -> Problem:
         """Check the arguments of `entmax_attention`; raises `ValueError` or `TypeError` naming the argument."""
-        for name, given in {"query": query, "key": key, "value": value, "alpha": alpha}.items():
-            if is_sharded(given):
-                refuse(
-                    name, "is a DTensor", "pass local tensors: entmax_attention serves no DTensors"
-                )
         problem = cls.gated(
             query,
             key,
@@ -175,6 +170,10 @@ class Problem(NamedTuple):
             scale=scale,
             enable_gqa=enable_gqa,
         )
+        for name, given in {**problem._asdict(), "alpha": alpha}.items():
+            if is_sharded(given):
+                instead = "pass local tensors: entmax_attention serves no DTensors"
+                refuse(name, "is a DTensor", instead)
         dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
         return problem._replace(
             operator="entmax_attention",

@@ -125,6 +125,22 @@ def test_hidden_nan_reaches_nothing():
         assert torch.equal(one.grad, other.grad)
 
 
+def test_values_outside_of_the_support_reach_nothing():
+    query, key, value = operands()
+    p = sparsemax(scores_of(query, key))
+    unused = (p == 0).all(2)  # [B, H, S]
+    assert unused.any()
+    clean = [t.clone().requires_grad_() for t in (query, key, value)]
+    poisoned = value.masked_fill(unused[..., None], float("nan"))
+    dirty = [t.clone().requires_grad_() for t in (query, key, poisoned)]
+    outs = [attend(*each, alpha=2) for each in (clean, dirty)]
+    assert torch.equal(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    for one, other in zip(clean, dirty, strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_closed_heads():
     query, key, value = operands()
     gate = torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
@@ -178,6 +194,14 @@ def test_empty_keys_and_batches():
 def test_bad_alpha(alpha, kind):
     with pytest.raises(kind, match="alpha"):
         attend(*operands(), alpha=alpha)
+
+
+def test_distributed_tensors_are_refused():
+    query, key, value = operands()
+    DTensor = type("DTensor", (torch.Tensor,), {})
+    gate = torch.ones(H, dtype=torch.float64).as_subclass(DTensor)
+    with pytest.raises(ValueError, match="gate is a DTensor"):
+        attend(query, key, value, gate=gate)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"])

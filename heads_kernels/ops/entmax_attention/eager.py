@@ -4,7 +4,8 @@
     attended = dropout(entmax_alpha(scores  under the mask)) value
 
 Scores are those of gated attention. Computation is in float32 (float64 for float64 inputs). What is saved in the place
-of `lse` is the threshold of each row: see `entmax_attention.formula`.
+of `lse` is the threshold of each row: see `entmax_attention.formula`. A key whose weight is 0, because it is outside of
+the support of a row or dropped, adds nothing to the row, NaN included.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _attend(call: Call) -> Results:
     p = _logs(finished, threshold, order, visible).exp()
     kept = formula.kept_share(call.seed, call.dropout_p, p.shape, p)
     value = formula.per_head(call.value, p)
-    attended = formula.product(formula.times(p, kept), value, visible)  # [B, H, T, Dv]
+    weights = formula.times(p, kept)
+    attended = formula.product(weights, value, weights != 0)  # [B, H, T, Dv]
     gated = formula.times(attended, formula.opened(gate, activation, dtype))
     pairs = formula.contributing(visible, gate, activation)
     return Results(formula.only_rows(gated, pairs), attended, threshold)
@@ -65,23 +67,24 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 
     of_scores = [g for n, g in gradients._asdict().items() if n not in ("dvalue", "dgate")]
     if any(gradient is not None and gradient.numel() for gradient in of_scores):
-        dp = formula.only(pairs, formula.times(dattended @ value.mT, kept))
         weights = entmax.slopes(logs, order)
+        inside = weights != 0
+        dp = formula.only(inside, formula.times(dattended @ value.mT, kept))
         total = weights.sum(-1, keepdim=True)
         center = (dp * weights).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0)
-        dscores = formula.only(pairs, weights * (dp - center))
+        dscores = formula.only(inside, weights * (dp - center))
         if gradients.dbias.numel():
             scores.bias_gradient(dscores, gradients.dbias)
         if gradients.doffset_bias.numel():
             scores.offset_gradient(dscores, gradients.doffset_bias)
         if gradients.dalpha.numel():  # the derivatives of a row add up to 0, whatever is subtracted
             change = (dp - center) * entmax.alpha_derivative(logs, order)
-            gradients.dalpha.copy_(formula.only(pairs, change).sum(-1))
-        draw = call.scale * formula.only(pairs, formula.times(dscores, slope))
-        fill_operands(call, query, key, draw, pairs, gradients)
+            gradients.dalpha.copy_(formula.only(inside, change).sum(-1))
+        draw = call.scale * formula.only(inside, formula.times(dscores, slope))
+        fill_operands(call, query, key, draw, draw != 0, gradients)
     if gradients.dvalue.numel():
-        touched = None if pairs is None else pairs.mT
-        dvalue = formula.product(formula.times(p, kept).mT, dattended, touched)
+        weights = formula.times(p, kept).mT
+        dvalue = formula.product(weights, dattended, weights != 0)
         gradients.dvalue.copy_(formula.per_group(dvalue, call.value))
     if gradients.dgate.numel() and gate is not None:
         gradients.dgate.copy_(

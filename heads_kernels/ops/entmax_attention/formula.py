@@ -30,8 +30,9 @@ def slopes(logs: Tensor, order: Tensor) -> Tensor:
 def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
     """The threshold `[B, H, T]` at which the visible probabilities of a row add up to 1; -inf if it sees no key.
 
-    The sum is convex and falls with the threshold, so that Newton's method from the largest score, where the sum is at
-    least 1, only increases the threshold, and ends where rounding no longer lets it.
+    Newton's method for `sum(p) ^ order = 1`, from the largest score. The left side is a norm of what exceeds the
+    threshold, so it is convex and falls: the threshold only increases, to where rounding no longer lets it. For equal
+    scores, and towards softmax, the first step is exact.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, NEG_INF)
@@ -42,7 +43,8 @@ def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
     shift = torch.zeros_like(top)
     while True:
         logs = log_probabilities(below, shift, order)
-        excess = logs.exp().sum(-1, keepdim=True) - 1.0
+        total = logs.exp().sum(-1, keepdim=True)
+        excess = -torch.expm1(-order * total.log()) / order * total
         step = (excess / slopes(logs, order).sum(-1, keepdim=True)).clamp(min=0.0)
         moved = shift + step
         if not bool((moved > shift).any()):
