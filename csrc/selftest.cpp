@@ -29,8 +29,8 @@ namespace {
 
 // One a line, named by what differs from the values in selftest/inputs.h: sizes; the band (lo, hi),
 // the intervals of rows, the visible keys; gate, a letter or 1 a dimension, its activation and
-// whether that of head 0 is zero; zeros of mixing; memory layout; percent of dropout; where a NaN
-// stands that some rows see; the only gradients requested.
+// whether that of head 0 is zero; zeros of mixing; percent of alpha; memory layout; percent of
+// dropout; where a NaN stands that some rows see; the only gradients requested.
 const char* const kCases = R"(T=1 S=1
 T=3 S=3
 T=63 S=63
@@ -120,6 +120,14 @@ T=7 S=320 H=4 Hk=2 drop=30 layout=padded
 T=70 S=70 drop=30
 T=130 S=67 H=4 Hk=2 drop=90 rows=random gate=H zero=1
 T=130 S=130 B=1 drop=50 hi=1
+T=130 S=194 H=4 Hk=2 D=5 Dv=9 alpha=150
+T=130 S=130 H=3 Hk=3 alpha=120 hi=1 gate=H zero=1
+T=67 S=130 H=4 alpha=177 rows=random keys=holes drop=30 layout=padded sharp=9
+T=70 S=70 alpha=150 lo=-3 hi=2 nan=value gate=BHTD
+T=3 S=300 alpha=105 keys=tile gate=BHT act=1
+S=0 alpha=150 gate=H zero=1
+T=130 S=67 alpha=150 gate=H zero=1 only=dgate
+T=130 S=67 alpha=150 only=dalpha
 T=70 S=70 B=1 gate=H zero=1 only=none
 T=70 S=70 B=1 gate=H zero=1 only=dquery
 T=70 S=70 B=1 gate=H zero=1 only=dkey
@@ -178,6 +186,7 @@ struct Call {
     if (asked("dgate") && !in.gated.empty())
       p.dgate = in.elementwise() ? make("dgate", in.compute, {in.B, in.H, in.T, in.Dv})
                                  : make_rows("dgate");
+    if (asked("dalpha") && in.alpha.tensor) p.dalpha = make_rows("dalpha");
     (in.collaborative ? run.collaborative_attention_backward : run.gated_attention_backward)(p);
   }
 

@@ -15,6 +15,7 @@ def attention_forward(
     options: _Options,
     outputs: Sequence[Tensor | None],
     threads: int,
+    alpha: Tensor | None,
     /,
 ) -> None: ...
 def attention_backward(
@@ -26,6 +27,7 @@ def attention_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor | None],
     gradients: Sequence[Tensor | None],
     threads: int,
+    alpha: Tensor | None,
     /,
 ) -> None: ...
 def attention_statistics(

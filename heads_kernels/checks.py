@@ -232,7 +232,7 @@ def check_alpha(alpha: float | Tensor, query: Tensor, H: int, dtype: torch.dtype
         check_companion("alpha", alpha, query)
         if alpha.shape != (H,):
             refuse("alpha", f"has shape {shape_of(alpha)}", f"pass a number, or [H] = [{H}]")
-        return alpha.to(dtype)
+        return alpha.to(dtype).contiguous()
     if not is_real(alpha):
         instead = "pass a number in (1, 2], or a tensor [H]"
         kind = ValueError if isinstance(alpha, float) else TypeError

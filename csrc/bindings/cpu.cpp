@@ -13,11 +13,31 @@ int checked_threads(int threads) {
   return threads;
 }
 
-// Collaborative attention if `scores` contains mixing, else gated attention.
+// `alpha` of entmax, or None.
+void set_alpha(hk::AttentionParams& params, const Sizes& n, py::handle alpha) {
+  params.alpha = floating(alpha, cpu(), "alpha");
+  require(!params.alpha || !params.mixing, "alpha", "comes with mixing");
+  require(!params.alpha || !params.terms.sinks, "sinks", "comes with alpha");
+  check_rows(params.query.dtype, params.alpha, {n.H}, "alpha");
+  for (int64_t h = 0; params.alpha && h < n.H; ++h) {
+    const double given = params.alpha.dtype == hk::DType::kFloat64
+                             ? static_cast<const double*>(params.alpha.data)[h]
+                             : static_cast<const float*>(params.alpha.data)[h];
+    if (!(given > 1 && given <= 2))
+      throw std::invalid_argument(
+          "alpha has the value " + std::string(py::str(py::float_(given))) +
+          "; pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax (gated_attention)");
+  }
+}
+
+// Collaborative attention if `scores` contains mixing, else gated attention, with entmax if there
+// is `alpha`.
 void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                       const py::tuple& options, const py::sequence& outputs, int threads) {
+                       const py::tuple& options, const py::sequence& outputs, int threads,
+                       py::handle alpha) {
   hk::ForwardParams params;
   const Sizes n = set_call(params, scores, value, mask, options, cpu());
+  set_alpha(params, n, alpha);
   set_outputs(params, n, outputs, cpu());
   params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
@@ -25,12 +45,16 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
 }
 
 // `saved` is (dout, attended, lse, dlse), of which dlse may be None; gradients (dquery, dkey,
-// dvalue, dmixing, dcontent_bias, dgate, dbias, doffset_bias, dsinks); None skips one.
+// dvalue, dmixing, dcontent_bias, dgate, dbias, doffset_bias, dsinks, dalpha); None skips one.
 void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                         const py::tuple& options, bool closed_grad, const py::tuple& saved,
-                        const py::sequence& gradients, int threads) {
+                        const py::sequence& gradients, int threads, py::handle alpha) {
   hk::BackwardParams params;
   const Sizes n = set_call(params, scores, value, mask, options, cpu());
+  set_alpha(params, n, alpha);
+  params.dalpha = output(gradients[9], cpu(), "dalpha");
+  require(params.alpha || !params.dalpha, "dalpha", "comes without alpha");
+  check_rows(params.query.dtype, params.dalpha, {n.B, n.H, n.T}, "dalpha");
   const int64_t Dv = params.value.size[3];
   params.closed_grad = closed_grad;
   params.dout = needed(saved[0], cpu(), "dout");
@@ -47,6 +71,7 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
   check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
   check_rows(params.query.dtype, params.dlse, {n.B, n.H, n.T}, "dlse");
+  require(!params.alpha || !params.dlse, "dlse", "comes with alpha");
   check_like(params.dquery, params.query, "dquery");
   check_like(params.dkey, params.key, "dkey");
   check_like(params.dvalue, params.value, "dvalue");

@@ -79,7 +79,8 @@ struct DropoutParams {
 struct AttentionParams {
   Tensor query, key, value;
   Tensor mixing, content_bias;  // absent for gated attention
-  Tensor gate;  // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
+  Tensor gate;   // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
+  Tensor alpha;  // [H] in the compute type: entmax; absent: softmax. CPU kernels only
   ScoreTerms terms;
   MaskParams mask;
   DropoutParams dropout;
@@ -91,7 +92,7 @@ struct AttentionParams {
 struct ForwardParams : AttentionParams {
   Tensor out;       // [B, H, T, Dv]
   Tensor attended;  // [B, H, T, Dv], out before the gate; absent if not requested
-  Tensor lse;       // [B, H, T] in the compute type; absent if not requested
+  Tensor lse;       // [B, H, T] in the compute type; absent if not requested. Entmax: thresholds
 };
 
 // Absent gradients are not computed.
@@ -107,6 +108,9 @@ struct BackwardParams : AttentionParams {
   Tensor dbias;                 // as bias, contiguous, in the compute type
   Tensor doffset_bias;          // [B, H, T + S - 1] in the compute type
   Tensor dsinks;                // [B, H, T] in the compute type
+  Tensor dalpha;                // [B, H, T] in the compute type
+  // [B, H, T] in the compute type: dS = slope (dP - delta). Null: rowsum(dout * attended) - dlse.
+  const void* delta = nullptr;
 };
 
 struct StatisticsParams : AttentionParams {

@@ -41,6 +41,13 @@ struct Head {
   int64_t D, Dv;
   Ranges features;  // features with a nonzero factor
   HeadTerms<Real> terms;
+  Real order = 0;  // alpha - 1 of entmax; 0: softmax
+
+  // Whether a key adds to a row, NaN included; `weight` is read only where the row sees the key.
+  bool adds(const VisibleRows<Real>& visible, int m, int64_t key, const Real* weight) const {
+    if (!visible.row_sees_key(m, key) || terms.hides(visible.first + m, key)) return false;
+    return order == Real(0) || *weight != Real(0);
+  }
 };
 
 // Whether the scale is folded into the query. Pairs round the query, so there it multiplies the
@@ -85,37 +92,52 @@ struct QueryTile {
         out(w.take<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
+// A tile of scores that entmax keeps.
+struct KeptTile {
+  KeyTile window, keys;
+  bool in_reach;  // a score may exceed the threshold of its row
+};
+
 // Scratch that the tiles of a work item share.
 template <typename Real, typename Operand>
 struct TileScratch {
-  Real* rows;        // [64][max(D, Dv)] a tile in the layout of tensors
-  Real* row;         // [max(D, Dv)]
-  Real* scores;      // [64][64] scores, then probabilities
-  Real* bias;        // [64][64]
-  Real* bias_rows;   // [64][row_stride(64)] a tile of bias in the layout of tensors
-  Real* slope;       // [64][64] of the cap
-  Operand* weights;  // [64][64] scores packed into pairs; empty if Operand is Real
+  Real* rows;         // [64][max(D, Dv)] a tile in the layout of tensors
+  Real* row;          // [max(D, Dv)]
+  Real* scores;       // [64][64] scores, then probabilities
+  Real* bias;         // [64][64]
+  Real* bias_rows;    // [64][row_stride(64)] a tile of bias in the layout of tensors
+  Real* slope;        // [64][64] of the cap
+  Operand* weights;   // [64][64] scores packed into pairs; empty if Operand is Real
+  Real* kept_scores;  // [tiles of keys][64][64] of a query tile; entmax only
+  KeptTile* kept;     // [tiles of keys]
   Panel<Operand> key, value;
 
   static constexpr int64_t kWeights =
       kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
-  static int64_t bytes(int64_t D, int64_t Dv) {
-    return buffer_bytes<Real>(BLOCK_M * width(D, Dv)) + buffer_bytes<Real>(width(D, Dv)) +
+  // `op` knows D and, where it has entmax, how many tiles of keys a query tile keeps.
+  template <typename Operator>
+  static int64_t bytes(const Operator& op, int64_t Dv) {
+    return buffer_bytes<Real>(BLOCK_M * width(op.D, Dv)) + buffer_bytes<Real>(width(op.D, Dv)) +
            3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
            buffer_bytes<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
-           buffer_bytes<Operand>(kWeights) + Panel<Operand>::bytes(D) + Panel<Operand>::bytes(Dv);
+           buffer_bytes<Operand>(kWeights) + buffer_bytes<Real>(op.kept_tiles * BLOCK_N * BLOCK_M) +
+           buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeptTile))) +
+           Panel<Operand>::bytes(op.D) + Panel<Operand>::bytes(Dv);
   }
   // `tiles`: how many query tiles may read a window.
-  TileScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)
-      : rows(w.take<Real>(BLOCK_M * width(D, Dv))),
-        row(w.take<Real>(width(D, Dv))),
+  template <typename Operator>
+  TileScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
+      : rows(w.take<Real>(BLOCK_M * width(op.D, Dv))),
+        row(w.take<Real>(width(op.D, Dv))),
         scores(w.take<Real>(BLOCK_N * BLOCK_M)),
         bias(w.take<Real>(BLOCK_N * BLOCK_M)),
         bias_rows(w.take<Real>(BLOCK_M * row_stride<Real>(BLOCK_N))),
         slope(w.take<Real>(BLOCK_N * BLOCK_M)),
         weights(w.take<Operand>(kWeights)),
-        key(w, D, tiles > 1),
+        kept_scores(w.take<Real>(op.kept_tiles * BLOCK_N * BLOCK_M)),
+        kept(w.take_objects<KeptTile>(op.kept_tiles)),
+        key(w, op.D, tiles > 1),
         value(w, Dv, tiles > 1) {}
 };
 
@@ -233,7 +255,7 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
 // NaN and infinity included.
 template <typename Real, typename Operand>
 inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeyTile& window,
-                              const KeyTile& keys, Range columns, const HeadTerms<Real>& terms,
+                              const KeyTile& keys, Range columns, const Head<Real>& head,
                               const VisibleRows<Real>& visible, const Real* weights,
                               const TileScratch<Real, Operand>& scratch, Real* sum,
                               bool accumulate) {
@@ -247,10 +269,10 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
   for (int64_t key : *rows.aside) {
     const Rows row = source.columns(columns.begin);
     load_row(scratch.row, row.at(key), row.dtype, width, row.step);
+    const Real* const row_weights = weights + (key - keys.begin) * BLOCK_M;
     for (int m = 0; m < visible.columns; ++m)
-      if (visible.row_sees_key(m, key) && !terms.hides(visible.first + m, key))
-        for (int64_t w = 0; w < width; ++w)
-          sum[w * BLOCK_M + m] += scratch.row[w] * weights[(key - keys.begin) * BLOCK_M + m];
+      if (head.adds(visible, m, key, row_weights + m))
+        for (int64_t w = 0; w < width; ++w) sum[w * BLOCK_M + m] += scratch.row[w] * row_weights[m];
   }
 }
 
@@ -282,8 +304,8 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
         }
         if (dropout.active)
           drop(dropout, head.b, head.h, keys, visible.first, visible.columns, scores);
-        add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, head.terms,
-                          visible, scores, scratch, tile.out, tile.started);
+        add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, head, visible,
+                          scores, scratch, tile.out, tile.started);
         tile.started = true;
       });
 }

@@ -6,7 +6,8 @@
 // keys, so the result does not depend bitwise on how the work is split.
 #pragma once
 
-#include "cpu/attend.h"
+#include "cpu/entmax.h"
+#include "cpu/entmax_attend.h"
 
 namespace hk::HK_LEVEL {
 
@@ -84,27 +85,32 @@ struct BackwardScratch : TileScratch<Real, Operand> {
   Real* more_rows;  // [64][max(D, Dv)]
   Real* dprobs;     // [64][64] dP, then dS
   Real* dropped;    // [64][64] probabilities after dropout
+  Real* slopes;     // [64][64] of entmax
 
-  static int64_t bytes(int64_t D, int64_t Dv) {
-    return TileScratch<Real, Operand>::bytes(D, Dv) +
-           buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(D, Dv)) +
-           2 * buffer_bytes<Real>(BLOCK_N * BLOCK_M);
+  template <typename Operator>
+  static int64_t bytes(const Operator& op, int64_t Dv) {
+    return TileScratch<Real, Operand>::bytes(op, Dv) +
+           buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(op.D, Dv)) +
+           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M);
   }
-  BackwardScratch(Workspace& w, int64_t D, int64_t Dv, int64_t tiles)
-      : TileScratch<Real, Operand>(w, D, Dv, tiles),
-        more_rows(w.take<Real>(BLOCK_M * this->width(D, Dv))),
+  template <typename Operator>
+  BackwardScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
+      : TileScratch<Real, Operand>(w, op, Dv, tiles),
+        more_rows(w.take<Real>(BLOCK_M * this->width(op.D, Dv))),
         dprobs(w.take<Real>(BLOCK_N * BLOCK_M)),
-        dropped(w.take<Real>(BLOCK_N * BLOCK_M)) {}
+        dropped(w.take<Real>(BLOCK_N * BLOCK_M)),
+        slopes(w.take<Real>(BLOCK_N * BLOCK_M)) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.
 struct HeadGradients {
-  Rows dout;         // [T][Dv]
-  Rows attended;     // [T][Dv]
-  const void* lse;   // [T] in the compute type
-  const void* dlse;  // [T] in the compute type; null: 0
-  void* dgate;       // [T] or [T][Dv] in the compute type; null if not requested
-  void* dsinks;      // [T] in the compute type; null if not requested
+  Rows dout;          // [T][Dv]
+  Rows attended;      // [T][Dv]
+  const void* lse;    // [T] in the compute type
+  const void* dlse;   // [T] in the compute type; null: 0
+  const void* delta;  // [T] in the compute type; null: rowsum(dout * attended) - dlse
+  void* dgate;        // [T] or [T][Dv] in the compute type; null if not requested
+  void* dsinks;       // [T] in the compute type; null if not requested
 };
 
 // The `HeadGradients` of head (b, h); dgate and dsinks are null unless `with_rows`.
@@ -116,6 +122,7 @@ inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p,
           rows_at(p.attended, b, h),
           static_cast<Real*>(p.lse.data) + row,
           p.dlse ? static_cast<Real*>(p.dlse.data) + row : nullptr,
+          p.delta ? static_cast<const Real*>(p.delta) + row : nullptr,
           with_rows && p.dgate ? static_cast<Real*>(p.dgate.data) + row * width : nullptr,
           with_rows && p.dsinks ? static_cast<Real*>(p.dsinks.data) + row : nullptr};
 }
@@ -206,7 +213,8 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
           -static_cast<Real>(std::exp2(head.terms.sink(i) - tile.lse[m])) *
           (dot(dout, attended, padded) - dlse);
     if (gate) round_row<Operand>(dout, padded);
-    tile.delta[m] = dot(dout, attended, padded) - dlse;
+    tile.delta[m] = gradients.delta ? static_cast<const Real*>(gradients.delta)[i]
+                                    : dot(dout, attended, padded) - dlse;
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);
   tile.bad_douts.gather(dout_rows, visible.columns, padded, stride);
@@ -218,7 +226,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
 template <typename Real, typename Operand>
 inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left,
                                  const Operand* rows, const SetAside<Real>& aside, int64_t width,
-                                 Range columns, const KeyTile& keys, const HeadTerms<Real>& terms,
+                                 Range columns, const KeyTile& keys, const Head<Real>& head,
                                  const VisibleRows<Real>& visible, Real* sum) {
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
@@ -227,8 +235,7 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
   for (int bad = 0; bad < aside.count; ++bad) {
     const int m = aside.index[bad];
     for (int n = 0; n < keys.count(); ++n)
-      if (visible.row_sees_key(m, keys.begin + n) &&
-          !terms.hides(visible.first + m, keys.begin + n))
+      if (head.adds(visible, m, keys.begin + n, weights + n * BLOCK_M + m))
         for (int64_t w = columns.begin; w < end; ++w)
           sum[n * stride + w] += weights[n * BLOCK_M + m] * aside.rows[bad * stride + w];
   }
@@ -249,39 +256,53 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
   }
 }
 
-// Probabilities from scores, and (`with_dscores`) dS times `scale` from dP, of one pair of tiles.
-// Hidden pairs and lanes without a row become 0, because the sums over query rows include all
-// lanes. `hiding` is the bias of the tile if it hides a pair, else null.
+// Scores of a pair of tiles to probabilities, in place; slopes of entmax in scratch.slopes. Hidden
+// pairs and lanes without a row become 0, because the sums over query rows include all lanes.
+// `hiding` is the bias of the tile if it hides a pair, else null. False if all are 0.
 template <typename Real, typename Operand>
-inline void softmax_backward(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
-                             Real scale, bool with_dscores, const KeyTile& keys, const Real* hiding,
-                             BackwardScratch<Real, Operand>& scratch) {
+inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeyTile& keys,
+                          const Real* hiding, BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
   const bool all_visible = keys.full && visible.all_rows;
-  const auto lanes_that_see = [&](int m, int n) {
-    const IntVec<Real> lanes = visible.lanes_that_see(m, keys.begin + n);
-    return hiding ? lanes & (load(hiding + n * BLOCK_M + m) != kHidden<Real>) : lanes;
-  };
+  if (tile.head.order != Real(0)) {  // where the bias hides a pair, its score is -inf
+    if (!all_visible) hide(scratch.scores, keys, visible, columns);
+    return entmax(tile.head.order, tile.lse, keys.count(), columns, scratch.scores, scratch.slopes)
+        .any;
+  }
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
-      Real* at = scratch.scores + n * BLOCK_M + m;
-      const Vec<Real> p = exp2<Real>(load(at) - load(tile.lse + m));
-      store<Real>(at, all_visible ? p : lanes_that_see(m, n) ? p : Vec<Real>{});
+      const int at = n * BLOCK_M + m;
+      Vec<Real> p = exp2<Real>(load(scratch.scores + at) - load(tile.lse + m));
+      if (!all_visible) p = visible.lanes_that_see(m, keys.begin + n) ? p : Vec<Real>{};
+      if (hiding) p = load(hiding + at) != kHidden<Real> ? p : Vec<Real>{};
+      store<Real>(scratch.scores + at, p);
     }
   }
-  if (dropout.active) {
-    std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
-    drop(dropout, tile.head.b, tile.head.h, keys, visible.first, columns, scratch.dropped,
-         scratch.dprobs);
-  }
-  if (!with_dscores) return;
+  return true;
+}
+
+// dS times `scale` from dP, in place, after `probabilities`.
+template <typename Real, typename Operand>
+inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
+                            const KeyTile& keys, const Real* hiding,
+                            BackwardScratch<Real, Operand>& scratch) {
+  const VisibleRows<Real>& visible = tile.visible;
+  const bool sparse = tile.head.order != Real(0);
+  const bool all_visible = keys.full && visible.all_rows;
+  const Real* const slopes = sparse ? scratch.slopes : scratch.scores;
   for (int n = 0; n < keys.count(); ++n) {
-    for (int m = 0; m < columns; m += kLanes<Real>) {
-      Real* at = scratch.dprobs + n * BLOCK_M + m;
-      const Vec<Real> p = load(scratch.scores + n * BLOCK_M + m);
-      const Vec<Real> ds = p * (load(at) - load(tile.delta + m)) * scale;
-      store<Real>(at, all_visible ? ds : lanes_that_see(m, n) ? ds : Vec<Real>{});
+    for (int m = 0; m < visible.columns; m += kLanes<Real>) {
+      const int at = n * BLOCK_M + m;
+      const Vec<Real> slope = load(slopes + at);
+      Vec<Real> ds = slope * (load(scratch.dprobs + at) - load(tile.delta + m)) * scale;
+      if (sparse) {  // NaN of a value outside of the support
+        ds = slope == Real(0) ? Vec<Real>{} : ds;
+      } else {
+        if (!all_visible) ds = visible.lanes_that_see(m, keys.begin + n) ? ds : Vec<Real>{};
+        if (hiding) ds = load(hiding + at) != kHidden<Real> ? ds : Vec<Real>{};
+      }
+      store<Real>(scratch.dprobs + at, ds);
     }
   }
 }
@@ -307,13 +328,19 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
             score_tile(head, tile.query, tile.visible, keys,
                        scratch.key.rows(head.key, window, keys), scratch, sloped);
         if (!any) return;
-        if (hiding) keys.full = false;
+        if (hiding || head.order != Real(0)) keys.full = false;
+        if (!probabilities(tile, keys, hiding, scratch)) return;
         if (with_dscores)
           multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
                    scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
                    BLOCK_M, false);
-        softmax_backward(tile, dropout, gradients.bias ? Real(1) : scale, with_dscores, keys,
-                         hiding, scratch);
+        if (dropout.active) {
+          std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
+          drop(dropout, head.b, head.h, keys, tile.visible.first, columns, scratch.dropped,
+               scratch.dprobs);
+        }
+        if (with_dscores)
+          score_gradients(tile, gradients.bias ? Real(1) : scale, keys, hiding, scratch);
         if (gradients.bias)
           gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
         if (sloped || (gradients.bias && with_raw))
@@ -329,14 +356,14 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
           const Real* weights = dropout.active ? scratch.dropped : scratch.scores;
           add_weighted_queries(
               weights, left_operand(weights, keys.count(), columns, scratch.weights),
-              tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys, head.terms,
-              tile.visible, gradients.dvalue + offset * row_stride<Real>(head.Dv));
+              tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys, head, tile.visible,
+              gradients.dvalue + offset * row_stride<Real>(head.Dv));
         }
         if (gradients.dkey) {
           const auto left = left_operand(scratch.dprobs, keys.count(), columns, scratch.weights);
           for (const Range& features : head.features)
             add_weighted_queries(scratch.dprobs, left, tile.query_rows, tile.bad_queries, head.D,
-                                 features, keys, head.terms, tile.visible,
+                                 features, keys, head, tile.visible,
                                  gradients.dkey + offset * row_stride<Real>(head.D));
         }
         if (gradients.dcontent_bias)
@@ -347,7 +374,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
             gradients.dcontent_bias[offset + n] += sum_lanes<Real>(sum);
           }
         for (const Range& features : dquery_features)
-          add_weighted_keys(scratch.key, head.key, window, keys, features, head.terms, tile.visible,
+          add_weighted_keys(scratch.key, head.key, window, keys, features, head, tile.visible,
                             scratch.dprobs, scratch, tile.dquery, true);
       });
 }
@@ -361,7 +388,7 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
   const int64_t Dv = tile.head.Dv, padded = round_up(Dv, kLanes<Real>);
   const int64_t stride = row_stride<Real>(Dv);
   Real* dout_rows = scratch.more_rows;
-  attend(&tile, 1, dropout, scratch);
+  attend_all(&tile, 1, dropout, scratch);
   transpose(tile.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   gather_rows(gradients.dout, visible, Dv, dout_rows);
   for (int m = 0; m < visible.count; ++m) {

@@ -100,11 +100,11 @@ void attention_statistics_of(const StatisticsParams& params) {
   const int64_t tile_bytes =
       buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + buffer_bytes<Real>(query_count);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
-  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Real>::bytes(op.D, 1) +
+  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) +
                         buffer_bytes<Real>(BLOCK_N * BLOCK_M);
   parallel_for(items.count(), params.threads, op.multiply_adds(), bytes,
                [&](int64_t item, Workspace& workspace) {
-                 TileScratch<Real, Real> scratch(workspace, op.D, 1, items.size);
+                 TileScratch<Real, Real> scratch(workspace, op, 1, items.size);
                  Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
                  auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
                  int64_t count = 0;

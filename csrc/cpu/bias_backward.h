@@ -57,12 +57,12 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
   const int64_t tiles_together = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);
   const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, tiles_together);
   const int64_t bytes =
-      BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + tiles_together * tile_bytes;
+      BackwardScratch<Real, Operand>::bytes(op, op.Dv) + tiles_together * tile_bytes;
 
   parallel_for(
       entries * parts, p.threads, 2 * op.multiply_adds(), bytes,
       [&](int64_t item, Workspace& workspace) {
-        BackwardScratch<Real, Operand> scratch(workspace, op.D, op.Dv, tiles_together);
+        BackwardScratch<Real, Operand> scratch(workspace, op, op.Dv, tiles_together);
         const int64_t entry = item / parts;
         const int64_t begin = all_rows ? 0 : item % parts * tiles_together * BLOCK_M;
         const int64_t end = all_rows ? op.T : std::min(op.T, begin + tiles_together * BLOCK_M);

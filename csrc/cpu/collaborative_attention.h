@@ -16,6 +16,7 @@ constexpr int64_t kMixingChunk = 16;  // MIXING_CHUNK of problem.py
 template <typename Real, typename Operand>
 struct CollaborativeAttention {
   static constexpr bool kMixes = true;
+  static constexpr int64_t kept_tiles = 0;  // no entmax
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, T, S, D, Dv, query_tiles;
@@ -231,7 +232,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   // The heads of group g of batch b; `shared` [T + S][Ds_stride] receives the sums of dQ and dK.
   void group(int64_t b, int64_t g, Real* shared, Workspace& workspace) const {
     const size_t mark = workspace.mark();
-    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, tiles_together);
+    BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, tiles_together);
     const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
                        workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
@@ -271,7 +272,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
     return;
   const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + op.head_bytes() +
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + op.head_bytes() +
                         op.tiles_together * BackwardTile<Real, Operand>::bytes(op);
   if (B == 0 || B >= params.threads || groups == 1) {
     parallel_for(B, params.threads, work, bytes + 2 * buffer_bytes<Real>(count),

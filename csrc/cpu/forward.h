@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/attend.h"
+#include "cpu/entmax_attend.h"
 #include "cpu/parallel.h"
 #include "cpu/work_items.h"
 
@@ -54,11 +54,11 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
       buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   store_closed_heads<Real>(params, op);
-  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op.D, op.Dv);
+  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op, op.Dv);
   parallel_for(
       items.count(), params.threads, op.multiply_adds(), bytes,
       [&](int64_t item, Workspace& workspace) {
-        TileScratch<Real, Operand> scratch(workspace, op.D, op.Dv, items.size);
+        TileScratch<Real, Operand> scratch(workspace, op, op.Dv, items.size);
         QueryTile<Real, Operand>* tiles =
             workspace.take_objects<QueryTile<Real, Operand>>(items.size);
         int64_t count = 0;
@@ -80,7 +80,7 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
               new (tiles + count++) QueryTile<Real, Operand>(workspace, op, at.b, at.h, visible);
           op.pack(at.b, at.h, visible, scratch.rows, tile->query);
         }
-        attend(tiles, count, params.dropout, scratch);
+        attend_all(tiles, count, params.dropout, scratch);
         for (int64_t i = 0; i < count; ++i)
           finish_tile(tiles[i], op.gate, scratch,
                       outputs_of<Real>(params, tiles[i].head.b, tiles[i].head.h));

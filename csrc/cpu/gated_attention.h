@@ -3,6 +3,7 @@
 
 #include "cpu/bias_backward.h"
 #include "cpu/decode.h"
+#include "cpu/entmax_backward.h"
 #include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {
@@ -14,6 +15,7 @@ struct GatedAttention {
   Gate<Real> gate;
   int64_t B, H, Hk, T, S, D, Dv, query_tiles;
   int64_t heads_per_key;      // query heads that share a key head
+  int64_t kept_tiles;         // tiles of scores that entmax keeps of a query tile
   Range features;             // all
   std::vector<Real> factors;  // of the D features of a query
   Real log2_scale;            // makes scores base-2 logarithms of weights
@@ -31,6 +33,7 @@ struct GatedAttention {
         Dv(p.value ? p.value.size[3] : 1),
         query_tiles(ceil_div(T, BLOCK_M)),
         heads_per_key(Hk ? std::max<int64_t>(1, H / Hk) : 1),
+        kept_tiles(p.alpha ? ceil_div(S, BLOCK_N) : 0),
         features{0, D},
         factors(D, static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1)),
         log2_scale(static_cast<Real>(p.scale * kLog2e)),
@@ -39,8 +42,12 @@ struct GatedAttention {
   Head<Real> head(int64_t b, int64_t h) const {
     const int64_t hk = h / heads_per_key;
     return {
-        b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk),      Rows{}, log2_scale,
-        D, Dv, Ranges{&features, 1},       image.terms(params.terms, b, h, T)};
+        b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk),       Rows{},  log2_scale,
+        D, Dv, Ranges{&features, 1},       image.terms(params.terms, b, h, T), order(h)};
+  }
+
+  Real order(int64_t h) const {
+    return params.alpha ? static_cast<const Real*>(params.alpha.data)[h] - Real(1) : Real(0);
   }
 
   Rows query_rows(int64_t b, int64_t h) const { return rows_at(params.query, b, h); }
@@ -58,7 +65,7 @@ struct GatedAttention {
 template <typename Real, typename Operand>
 void gated_attention_forward(const ForwardParams& params) {
   const GatedAttention<Real, Operand> op(params);
-  if (few_rows(params)) return decode<Operand>(params, op);
+  if (few_rows(params) && !params.alpha) return decode<Operand>(params, op);
   attention_forward<Real, Operand>(params, op);
 }
 
@@ -112,7 +119,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   // gradient of their bias to `bias`.
   void key_head(const WorkItems& items, int64_t index, const KeyTile& range, bool with_rows,
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
-    BackwardScratch<Real, Operand> scratch(workspace, this->D, this->Dv, items.size);
+    BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, items.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};
     if (backward.dkey)
       keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
@@ -142,11 +149,15 @@ inline bool divide_well(int64_t items, int threads) {
 template <typename Real, typename Operand>
 void gated_attention_backward(const BackwardParams& params) {
   const GatedAttentionBackward<Real, Operand> op(params);
+  const bool of_scores = params.dquery || params.dkey || params.dbias || params.doffset_bias;
+  if (params.alpha && !params.delta && (of_scores || params.dalpha)) {
+    with_centers<Real, Operand>(op, params, gated_attention_backward<Real, Operand>);
+    return;
+  }
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const WorkItems whole(op, tiles_in_cache(tile_bytes), 1);
-  const int64_t bytes =
-      BackwardScratch<Real, Operand>::bytes(op.D, op.Dv) + whole.size * tile_bytes;
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + whole.size * tile_bytes;
   const BiasEntries bias(params);
   // Where it broadcasts over rows, its sums would follow the order of the tiles in a work item.
   const bool on_the_way =
@@ -186,7 +197,7 @@ void gated_attention_backward(const BackwardParams& params) {
   if (params.dquery || params.dgate || params.dsinks) {
     const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
     parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
-      BackwardScratch<Real, Operand> scratch(w, op.D, op.Dv, items.size);
+      BackwardScratch<Real, Operand> scratch(w, op, op.Dv, items.size);
       op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);
     });
   }

@@ -50,7 +50,7 @@ struct Inputs {
   const std::string gated = words.word("gate"), zeros = words.word("mixing");
   const std::string layout = words.word("layout"), spread = layout == "padded" ? "spread" : layout;
   const Activation activation = static_cast<Activation>(words.number("act", 0));
-  Array query, key, value, mixing, content_bias, gate, dout;
+  Array query, key, value, mixing, content_bias, gate, dout, alpha;
   std::vector<int32_t> k_lo, k_hi;
   std::vector<uint8_t> key_visible, excluded;
 
@@ -62,6 +62,12 @@ struct Inputs {
     dout = random({B, H, T, Dv}, spread);
     if (collaborative) make_mixing();
     if (!gated.empty()) make_gate();
+    if (words.number("alpha", 0) && !collaborative) {
+      alpha = Array(compute, {H});
+      alpha.each([&](const Index& at) {
+        alpha.set(at, at[0] % 2 ? 2 : static_cast<double>(words.number("alpha", 0)) / 100);
+      });
+    }
     make_mask();
     poison();
   }
@@ -70,6 +76,7 @@ struct Inputs {
     AttentionParams p;
     p.query = query.tensor, p.key = key.tensor, p.value = value.tensor;
     p.mixing = mixing.tensor, p.content_bias = content_bias.tensor, p.gate = gate.tensor;
+    p.alpha = alpha.tensor;
     p.mask.band_lo = band_lo, p.mask.band_hi = band_hi;
     if (!rows.empty()) p.mask.k_lo = k_lo.data(), p.mask.k_hi = k_hi.data();
     if (!keys.empty()) p.mask.key_visible = key_visible.data();

@@ -1,6 +1,7 @@
-"""Both operators on the `cpu` backend: calls of the compiled extension `heads_kernels._cpu`.
+"""All operators on the `cpu` backend: calls of the compiled extension `heads_kernels._cpu`.
 
-Its kernels are in `csrc/cpu/`; a call without mixing runs those of gated attention. They run on PyTorch's thread pool.
+Its kernels are in `csrc/cpu/`; a call without mixing runs those of gated attention,
+with entmax if it has `alpha`. They run on PyTorch's thread pool.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def forward(call: Call, results: Results) -> None:
         options_of(call),
         [asked_for(result) for result in results],
         torch.get_num_threads(),
+        call.alpha,
     )
 
 
@@ -42,6 +44,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
         options_of(call),
         closed_grad,
         saved,
-        [asked_for(gradient) for gradient in gradients[:-1]],  # not dalpha: no kernel has entmax
+        [asked_for(gradient) for gradient in gradients],
         torch.get_num_threads(),
+        call.alpha,
     )

@@ -6,8 +6,8 @@ from heads_kernels.testing.accuracy import (
     compare,
     reference,
 )
-from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
-from heads_kernels.testing.cases import CASES, COLLABORATIVE, GATED, find
+from heads_kernels.testing.case import Case, CollaborativeCase, EntmaxCase, GatedCase
+from heads_kernels.testing.cases import CASES, COLLABORATIVE, ENTMAX, GATED, find
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.memory import Peak, peak_memory
 from heads_kernels.testing.plain import plain
@@ -17,9 +17,11 @@ from heads_kernels.testing.timing import Timing, time_in_turn
 __all__ = [
     "CASES",
     "COLLABORATIVE",
+    "ENTMAX",
     "GATED",
     "Case",
     "CollaborativeCase",
+    "EntmaxCase",
     "GatedCase",
     "Inputs",
     "Peak",

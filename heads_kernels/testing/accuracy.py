@@ -22,6 +22,7 @@ from torch import Tensor
 
 from heads_kernels.dispatch import select
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.testing.case import Case
@@ -34,7 +35,7 @@ FACTOR = 2.0
 #: Standard deviations that a normal variable exceeds once in a million.
 _ONE_IN_A_MILLION: Final = 4.75
 
-_OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATIVE)}
+_OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATIVE, ENTMAX)}
 
 
 @dataclass(frozen=True)

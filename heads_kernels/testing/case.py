@@ -24,7 +24,7 @@ Mixing = Literal["dense", "blocks", "ragged", "unaligned", "chunks", "zero_head"
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """A call of either operator.
+    """A call of an operator.
 
     gate       sizes of the gate, one letter per dimension, "1" broadcasts: "H", "BH", "B1T", "BHTD"
                (here D is the width Dv)
@@ -159,6 +159,19 @@ class GatedCase(Case):
             "key": draw.heads(Hk, self.S, self.D),
             "value": draw.heads(Hk, self.S, self.Dv),
         }
+
+
+@dataclass(frozen=True)
+class EntmaxCase(GatedCase):
+    """A call of `entmax_attention`: `alpha` is that of the first and of the last head, evenly spread between."""
+
+    alpha: tuple[float, float] = (1.5, 1.5)
+
+    operator: ClassVar[str] = "entmax_attention"
+
+    def _operands(self, draw: _Draw) -> dict[str, Tensor]:
+        alpha = torch.linspace(*self.alpha, self.H, dtype=torch.float64)
+        return {**super()._operands(draw), "alpha": draw.companion(alpha)}
 
 
 @dataclass(frozen=True)

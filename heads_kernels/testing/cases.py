@@ -1,6 +1,6 @@
 """The table of named cases: one call each, from tiny and nasty to the shapes of real models.
 
-Tests and benchmarks read `GATED` and `COLLABORATIVE`; a new row there is tested on every
+Tests and benchmarks read `GATED`, `COLLABORATIVE` and `ENTMAX`; a new row there is tested on every
 backend and dtype. Tags: "tiny" and "nasty" run in every test run; "model" are shapes of real
 models, for benchmarks and slow tests; "long" is too long for an oracle that builds the `[T, S]`
 matrix.
@@ -14,7 +14,7 @@ import torch
 
 from heads_kernels.mask import Mask
 from heads_kernels.testing import masks
-from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
+from heads_kernels.testing.case import Case, CollaborativeCase, EntmaxCase, GatedCase
 
 _TINY: Final = ("tiny",)
 _MODEL: Final = ("model",)
@@ -277,12 +277,54 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
 )  # fmt: skip
 
 
+# ---------------------------------------------------------------------- entmax attention
+_SPREAD: Final = (1.05, 2.0)
+
+ENTMAX: Final[tuple[EntmaxCase, ...]] = (
+    EntmaxCase("one", 1, 1, 1, 1, D=1, Dv=1, tags=_TINY),
+    EntmaxCase("small_causal", 2, 2, 6, 6, D=8, Dv=8, is_causal=True, gate="H", tags=_TINY),
+    EntmaxCase("sparsemax", 2, 3, 19, 21, D=16, Dv=24, alpha=(2.0, 2.0), tags=_TINY),
+    EntmaxCase("near_softmax", 2, 3, 19, 21, D=16, Dv=24, alpha=(1.02, 1.1), tags=_TINY),
+    EntmaxCase("gate_elements", 2, 3, 19, 21, D=16, Dv=24, gate="BHTD", gate_activation="sigmoid",
+        alpha=_SPREAD, tags=_TINY),
+    EntmaxCase("closed_heads", 2, 4, 65, 65, D=32, Dv=32, gate="H", closed=0.5, alpha=_SPREAD),
+    EntmaxCase("closed_batch_heads", 3, 4, 33, 40, D=32, Dv=32, gate="BH", closed=0.5, Hk=2,
+        mask=masks.causal, alpha=_SPREAD),
+    EntmaxCase("one_row", 2, 2, 1, 67, D=16, Dv=16, gate="BHT"),
+    EntmaxCase("length_1000", 1, 2, 1000, 1003, D=32, Dv=32, gate="H", alpha=_SPREAD),
+    EntmaxCase("cross", 2, 2, 37, 130, D=32, Dv=48, alpha=(1.3, 1.8)),
+    EntmaxCase("multi_query", 1, 5, 34, 35, D=16, Dv=16, Hk=1, is_causal=True, alpha=_SPREAD),
+    EntmaxCase("outliers", 1, 2, 65, 130, D=64, Dv=64, outlier=40.0),
+    EntmaxCase("transposed", 2, 4, 49, 50, D=24, Dv=40, Hk=2, layout="transposed", gate="BHT",
+        mask=masks.padded(50, 31, queries=False), alpha=_SPREAD),
+    EntmaxCase("sliced", 2, 3, 33, 47, D=24, Dv=40, layout="sliced", gate="BHTD"),
+    EntmaxCase("window", 1, 2, 130, 130, D=16, Dv=16, mask=masks.fixed(Mask(window=(9, 4)))),
+    EntmaxCase("holes", 3, 2, 35, 70, D=16, Dv=16, mask=masks.holes, gate="H", alpha=_SPREAD),
+    EntmaxCase("packed_causal", 1, 2, 100, 100, D=16, Dv=16, mask=masks.packed(31, 2, 65,
+        causal=True), gate="H"),
+    EntmaxCase("dense_blocks", 2, 4, 150, 215, D=16, Dv=24, Hk=2, mask=masks.dense_blocks,
+        gate="BHT", alpha=_SPREAD),
+    EntmaxCase("dropout", 2, 4, 66, 66, D=24, Dv=40, Hk=2, dropout_p=0.1, gate="BHT",
+        gate_activation="sigmoid", mask=masks.padded(66, 35, causal=True), layout="transposed"),
+    EntmaxCase("empty_batch", 0, 2, 5, 6, D=8, Dv=8, gate="BHT"),
+    EntmaxCase("zero_keys", 2, 2, 5, 0, D=8, Dv=8, gate="H"),
+    EntmaxCase("bias_shared", 3, 2, 70, 67, D=16, Dv=24, bias="1HTS", gate="BHTD",
+        gate_activation="sigmoid", alpha=_SPREAD),
+    EntmaxCase("bias_hides", 2, 2, 66, 70, D=16, Dv=24, bias="B1TS", bias_hides=True,
+        mask=masks.holes),
+    EntmaxCase("offsets", 2, 3, 70, 67, D=16, Dv=24, offsets=33, gate="H", closed=0.34),
+    EntmaxCase("softcap_bias", 2, 2, 65, 70, D=16, Dv=24, softcap=2.0, bias="1HTS", bias_hides=True,
+        is_causal=True, outlier=8.0, alpha=_SPREAD),
+)  # fmt: skip
+
+
+#: The cases of the operators with softmax.
 CASES: Final[tuple[Case, ...]] = (*GATED, *COLLABORATIVE)
 
 
 def find(operator: str, name: str) -> Case:
     """The case of this operator and name; raises `KeyError` with the existing names."""
-    table = {case.name: case for case in CASES if case.operator == operator}
+    table = {case.name: case for case in (*CASES, *ENTMAX) if case.operator == operator}
     if name not in table:
         raise KeyError(f"{operator} has no case {name!r}; it has {', '.join(table)}")
     return table[name]

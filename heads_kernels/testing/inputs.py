@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads_kernels.functional import collaborative_attention, gated_attention
+from heads_kernels.functional import collaborative_attention, entmax_attention, gated_attention
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.problem import Problem
@@ -17,10 +17,12 @@ from heads_kernels.problem import Problem
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gated_attention": gated_attention,
     "collaborative_attention": collaborative_attention,
+    "entmax_attention": entmax_attention,
 }
 _PROBLEMS: dict[str, Callable[..., Problem]] = {
     "gated_attention": Problem.gated,
     "collaborative_attention": Problem.collaborative,
+    "entmax_attention": Problem.entmax,
 }
 
 

@@ -15,11 +15,13 @@ of an ideal kernel are propagated through the formula, in float64, one head at a
     a score              its sum of absolute terms times u_c, and u_c times its own size for scale
                          and exponent; a shared query is also rounded after mixing, once for all keys,
                          so that its errors in lse are independent by feature and not by score
-    a probability        relative error = absolute error of its score, and its rounding as operand
+    a probability        relative error = absolute error of its score, and its rounding as operand; with entmax
+                         the slope of p times the absolute error of its score
     the cap of a score   its slope times the error of the score, and roundings of division, tanh and product
     delta, dgate         the saved output carries u_w, so rowsum(dout * out) does too; an error of
                          delta is common to its row and comes through dS as u * P. The gradient of
-                         lse is subtracted from delta
+                         lse is subtracted from delta. With entmax delta is the mean of dP by the slopes
+    dalpha               errors of p, ln p and dP through the sum of absolute terms of its closed form
     subnormals           half the smallest subnormal number, wherever something is rounded
 
 The result is one number per element. Nothing here depends on a kernel or is tuned to one.
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from heads_kernels.batch import bias_batches, expand_bias
 from heads_kernels.offset_bias import diagonals
+from heads_kernels.ops.entmax_attention import formula as entmax
 from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.philox import keep_mask
 from heads_kernels.testing.inputs import Inputs
@@ -63,6 +66,17 @@ class _Head(NamedTuple):
     gate: Tensor
     dout: Tensor
     dlse: Tensor  # [T]
+    order: Tensor | None  # alpha - 1 of entmax
+
+
+class _Weights(NamedTuple):
+    """Probabilities `[T, S]`, their slopes by the score with lse (or threshold) held, and the errors of both."""
+
+    lse: Tensor  # [T, 1]
+    p: Tensor
+    p_error: Tensor
+    slope: Tensor
+    slope_error: Tensor
 
 
 class _Floor(NamedTuple):
@@ -79,6 +93,7 @@ class _Floor(NamedTuple):
     dscores: tuple[Tensor, Tensor, Tensor]  # [T, S]: independent floor, floor common to a row, size
     dsink: tuple[Tensor, Tensor]  # [T]: floor, size
     dgate: Tensor
+    dalpha: tuple[Tensor, Tensor]  # floor, size
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -133,6 +148,7 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
                 gate[b, h],
                 wide[b, h],
                 wide.new_zeros(T) if inputs.dlse is None else inputs.dlse[b, h].double(),
+                None if p.alpha is None else p.alpha[h] - 1,
             )
             floor = _head_floor(head, p.scale, p.softcap, u, shared)
             result["out"][b, h], result["lse"][b, h] = floor.out, floor.lse
@@ -160,6 +176,9 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
             if p.sinks is not None:
                 squares["dsinks"][h] += (floor.dsink[0] ** 2).sum()
                 sizes["dsinks"][h] += floor.dsink[1].sum()
+            if p.alpha is not None:
+                squares["dalpha"][h] += floor.dalpha[0] ** 2
+                sizes["dalpha"][h] += floor.dalpha[1]
             rows[0][b, h], rows[1][b, h] = floor.dgate**2, (head.dout * floor.attended).abs()
     if p.gate is not None:
         squares["dgate"] = _gate_floor(p.gate, p.gate_activation, rows, u) ** 2
@@ -202,7 +221,7 @@ def _table_columns(table: Tensor, T: int, S: int) -> Tensor:
 
 
 def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bool) -> _Floor:
-    q, k, v, content_bias, bias, sink, visible, kept, gate, dout, dlse = head
+    q, k, v, content_bias, bias, sink, visible, kept, gate, dout, dlse, order = head
     # The forward pass. [T, S]
     score = q @ k.T
     size = q.abs() @ k.abs().T
@@ -227,17 +246,15 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
         alone = alone + u.compute * (finite.abs() + score.abs())
     error = alone + mixing_error
     score = score.masked_fill(~visible, -torch.inf)
-    lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:-1], -torch.inf)
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink)
-    lse = torch.where(lse == -torch.inf, 0.0, lse)[:, None]  # [T, 1]
-    P = (score - lse).exp()  # 0 where hidden
-    relative = u.working + u.compute * (3 + lse.abs()) + error
-    PZ = P if kept is None else P * kept
+    weights = (_softmax if order is None else _entmax)(head, score, error, u)
+    lse, P, P_error, W, W_error = weights
+    PZ, PZ_error, WZ = (each if kept is None else each * kept for each in (P, P_error, W))
     attended = PZ @ v
-    dP_error = PZ * relative + u.tiny * visible  # absolute error of an operand of P V
+    total = W.sum(-1, keepdim=True).clamp(min=torch.finfo(W.dtype).tiny)  # [T, 1]
+    moved = WZ @ v / total  # the derivative of the output by lse
+    PZ_error = PZ_error + u.tiny * visible  # absolute error of an operand of P V
     attended_error = (
-        (dP_error**2 @ v**2 + (P * relative).square().sum(-1, keepdim=True) * attended**2).sqrt()
+        (PZ_error**2 @ v**2 + P_error.square().sum(-1, keepdim=True) * moved**2).sqrt()
         + u.compute * (PZ @ v.abs())
         + u.tiny
     )
@@ -247,7 +264,9 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
     largest = torch.zeros_like(lse[:, 0])
     if score.shape[-1]:
         largest = torch.where(visible, score.abs(), 0.0).amax(-1)
-    lse_error = (P * alone).square().sum(-1).sqrt() + u.compute * (lse[:, 0].abs() + largest + 2)
+    lse_error = (W / total * alone).square().sum(-1).sqrt() + u.compute * (
+        lse[:, 0].abs() + largest + 2
+    )
     if shared:
         lse_error = lse_error + u.working * abs(scale) * (q * (P @ k)).square().sum(-1).sqrt()
 
@@ -257,21 +276,29 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
     dP_sum = u.working * (dO**2 @ (v**2).T).sqrt() + u.compute * (dO.abs() @ v.abs().T)
     if kept is not None:
         dP, dP_sum = dP * kept, dP_sum * kept
-    delta = (dO * attended).sum(-1, keepdim=True) - dlse[:, None]  # [T, 1]
-    delta_error = (dO * saved_error).square().sum(-1, keepdim=True).sqrt()
-    delta_error = delta_error + u.compute * (
-        (dO * attended).abs().sum(-1, keepdim=True) + dlse.abs()[:, None]
-    )
-    dS = P * (dP - delta)
-    own = dS.abs() * relative + P * dP_sum + u.tiny * visible  # independent in every element
-    common = P * delta_error  # the same delta for a row
+    if order is None:
+        delta = (dO * attended).sum(-1, keepdim=True) - dlse[:, None]  # [T, 1]
+        delta_error = (dO * saved_error).square().sum(-1, keepdim=True).sqrt()
+        delta_error = delta_error + u.compute * (
+            (dO * attended).abs().sum(-1, keepdim=True) + dlse.abs()[:, None]
+        )
+    else:
+        delta = (W * dP).sum(-1, keepdim=True) / total
+        delta_error = ((W * dP_sum) ** 2 + (W_error * (dP - delta)) ** 2).sum(-1, keepdim=True)
+        delta_error = (
+            delta_error.sqrt() + u.compute * (W * dP).abs().sum(-1, keepdim=True)
+        ) / total
+    dS = W * (dP - delta)
+    # Independent in every element, then the same delta for a row.
+    own = W_error * (dP - delta).abs() + W * dP_sum + u.tiny * visible
+    common = W * delta_error
     of_finished = own, common, dS.abs()
     own, common = own * slope + dS.abs() * slope_error, common * slope
     dS = dS * slope  # of the raw scores
     dq_value = scale * (dS @ k)
     dq = (own**2 @ k**2).sqrt() + (common @ k).abs() + u.compute * (dS.abs() @ k.abs())
     dk = ((own**2 + common**2).T @ q**2).sqrt() + u.compute * (dS.abs().T @ q.abs())
-    dv = ((dP_error + u.working * PZ) ** 2).T @ dO**2
+    dv = ((PZ_error + u.working * PZ) ** 2).T @ dO**2
     dcontent_bias = (own**2 + common**2).sum(0).sqrt() + u.compute * dS.abs().sum(0)
     share = torch.zeros_like(lse) if sink is None else (sink - lse).exp()  # [T, 1] of the sink
     of_share = delta.abs() * (u.compute * (3 + lse.abs()) + lse_error[:, None])
@@ -287,7 +314,61 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
         dscores=of_finished,
         dsink=((share * (delta_error + of_share))[:, 0], (share * delta.abs())[:, 0]),
         dgate=dout.abs() * saved_error + u.compute * (dout * attended).abs(),
+        dalpha=_alpha_floor(weights, order, dP - delta, dP_sum, u),
     )
+
+
+def _softmax(head: _Head, score: Tensor, error: Tensor, u: _Units) -> _Weights:
+    """The weights of a head from its scores `[T, S]`, -inf where hidden, whose absolute error is `error`."""
+    lse = score.logsumexp(-1) if score.shape[-1] else score.new_full(score.shape[:-1], -torch.inf)
+    if head.sink is not None:
+        lse = torch.logaddexp(lse, head.sink)
+    lse = torch.where(lse == -torch.inf, 0.0, lse)[:, None]  # [T, 1]
+    P = (score - lse).exp()  # 0 where hidden
+    P_error = P * (u.working + u.compute * (3 + lse.abs()) + error)
+    return _Weights(lse, P, P_error, P, P_error)
+
+
+def _entmax(head: _Head, score: Tensor, error: Tensor, u: _Units) -> _Weights:
+    """The same with entmax: a probability u^(1/order) has the slope u^(1/order - 1)."""
+    assert head.order is not None
+    order = head.order[None, None, None]
+    lse = entmax.threshold(score[None, None], None, order)[0, 0, :, None]  # [T, 1]
+    lse = torch.where(lse == -torch.inf, 0.0, lse)
+    order = head.order
+    base = (1 + order * (score - lse)).clamp(min=0.0)
+    P = base ** (1 / order)
+    W = torch.where(base > 0, base ** (1 / order - 1), 0.0)
+    moved = order * (error + u.compute * (lse.abs() + torch.where(W > 0, score.abs(), 0.0)))
+    # At the threshold the slope itself moves, for alpha = 2 from 0 to 1.
+    W_error = (base + moved) ** (1 / order - 1) - torch.where(
+        base > moved, (base - moved).clamp(min=0.0) ** (1 / order - 1), 0.0
+    )
+    W_error = torch.where(1 + order * (score - lse) > -moved, W_error.abs(), 0.0)
+    logs = P.log().nan_to_num(0.0, 0.0, 0.0).abs()
+    P_error = P * (u.working + u.compute * (3 + logs)) + W * moved / order
+    return _Weights(lse, P, P_error, W, W_error + W * (u.working + u.compute * (4 + logs)))
+
+
+def _alpha_floor(
+    weights: _Weights, order: Tensor | None, difference: Tensor, dP_sum: Tensor, u: _Units
+) -> tuple[Tensor, Tensor]:
+    """Floor and size of the gradient of alpha of a head, a sum over its rows and keys."""
+    if order is None:
+        return difference.new_zeros(()), difference.new_zeros(())
+    P, W = weights.p, weights.slope
+    logs = P.log().nan_to_num(0.0, 0.0, 0.0)
+    first = torch.where(P > 0, torch.expm1(-order * logs) / order, 0.0)
+    second = torch.where(P > 0, (torch.expm1(-order * logs) + order * logs) / order**2, 0.0)
+    entropy, mean_first, mean_second = (
+        (P * each).sum(-1, keepdim=True) for each in (-logs, first, second)
+    )
+    terms = mean_second + second - logs * mean_first + first * entropy
+    terms = P * terms / (1 + order * mean_first)
+    moved = weights.slope_error * terms / torch.where(W > 0, W, 1.0)  # of p, ln p and the powers
+    size = difference.abs() * terms
+    floor = ((difference * moved) ** 2 + (terms * dP_sum) ** 2).sum().sqrt()
+    return floor + 8 * u.compute * size.square().sum().sqrt(), size.sum()
 
 
 def _activated(gate: Tensor | None, activation: str, like: Tensor) -> Tensor:

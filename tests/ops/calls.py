@@ -10,7 +10,12 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.dispatch import Backend
-from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
+from heads_kernels.ops import (
+    attention_statistics,
+    collaborative_attention,
+    entmax_attention,
+    gated_attention,
+)
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from tests.support.alike import assert_alike
@@ -18,21 +23,21 @@ from tests.support.alike import assert_alike
 TABLES: dict[str, tuple[Backend, ...]] = {
     "gated_attention": gated_attention.BACKENDS,
     "collaborative_attention": collaborative_attention.BACKENDS,
+    "entmax_attention": entmax_attention.BACKENDS,
     "attention_statistics": attention_statistics.BACKENDS,
 }
 
-#: The operators that have a gradient, by name.
+#: The operators with softmax, by name; tests/ops/test_entmax.py has what is particular to entmax.
 OPERATORS = {operator.name: operator for operator in (GATED, COLLABORATIVE)}
 
-#: Every (operator, backend) whose result has a gradient.
-DIFFERENTIABLE = [
-    (operator, row.name)
-    for operator in ("gated_attention", "collaborative_attention")
-    for row in TABLES[operator]
-]
+#: Every (operator, backend) of them: their results have a gradient.
+DIFFERENTIABLE = [(operator, row.name) for operator in OPERATORS for row in TABLES[operator]]
 
-#: Every (operator, backend).
-EVERY = [(operator, row.name) for operator, table in TABLES.items() for row in table]
+#: The same and statistics of rows.
+EVERY = [
+    *DIFFERENTIABLE,
+    *(("attention_statistics", row.name) for row in attention_statistics.BACKENDS),
+]
 
 
 def serve(operator: str, backend: str, /, **arguments: Any) -> None:

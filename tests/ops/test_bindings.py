@@ -75,6 +75,19 @@ def call(shared: bool, splits: int = 2) -> Call:
         "dbias": None if shared else rows(splits, B, 1, T, S),
         "doffset_bias": rows(2, B, H, 128) if shared else None,
         "dsinks": rows(B, H, T),
+        "alpha": None,
+        "dalpha": None,
+    }
+
+
+def of_entmax() -> Call:
+    """A valid call with `alpha`, which has no sinks and no gradient of lse."""
+    absent = dict.fromkeys(("sinks", "dsinks", "dlse"))
+    return {
+        **of_cpu(shared=False),
+        **absent,
+        "alpha": torch.full((H,), 1.5),
+        "dalpha": rows(B, H, T),
     }
 
 
@@ -101,14 +114,22 @@ def cuda_arguments(c: Call) -> tuple[Any, ...]:
 
 
 def cpu_forward(c: Call) -> None:
-    cpu.attention_forward(*arguments(c), (c["out"], c["attended"], c["lse"]), 1)
+    cpu.attention_forward(*arguments(c), (c["out"], c["attended"], c["lse"]), 1, c["alpha"])
 
 
 def cpu_backward(c: Call) -> None:
-    names = [f"d{name}" for name in OPERANDS if name != "alpha"]
+    names = [f"d{name}" for name in OPERANDS]
     saved = c["dout"], c["attended"], c["lse"], c["dlse"]
     gradients = tuple(c[name] for name in names)
-    cpu.attention_backward(*arguments(c), True, saved, gradients, 1)
+    cpu.attention_backward(*arguments(c), True, saved, gradients, 1, c["alpha"])
+
+
+def entmax_forward(c: Call) -> None:
+    cpu_forward(c)
+
+
+def entmax_backward(c: Call) -> None:
+    cpu_backward(c)
 
 
 def cpu_statistics(c: Call) -> None:
@@ -168,12 +189,14 @@ _CALL = (*_SCORES, "value", "gate", "seed")
 _TILED = (*_CALL, "dense_cells")
 _READ = ("dout", "lse", "delta")
 #: Gradients, written only where they are asked for; an empty one is not.
-GRADIENTS = [f"d{name}" for name in OPERANDS if name != "alpha"]
+GRADIENTS = [f"d{name}" for name in OPERANDS]
 #: Each pass with the tensors that it reads and writes.
 PASSES: dict[Pass, tuple[str, ...]] = {
     cpu_forward: (*_CALL, "out", "attended", "lse"),
     cpu_backward: (*_CALL, "dout", "attended", "lse", "dlse", *GRADIENTS),
     cpu_statistics: (*_SCORES, "excluded", "lse", "max_prob", "argmax", "entropy"),
+    entmax_forward: ("alpha",),
+    entmax_backward: ("alpha", "dalpha"),
 }  # fmt: skip
 CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
     forward: (*_TILED, "out", "attended", "lse"),
@@ -197,19 +220,21 @@ OPTIONAL = {
     "attended",
     "lse",
     "dlse",
+    "alpha",
     *_TERMS,
     *GRADIENTS,
 }
 #: But these passes need it.
 NEEDED = {
     (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
-    (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"), (first, "sinks"),
-    (cells, "dense_mask"), *((cpu_backward, name) for name in _TERMS), (of_bias, "bias"), (of_bias, "offset_bias"),
+    (entmax_backward, "alpha"), (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"),
+    (first, "sinks"), (cells, "dense_mask"), *((cpu_backward, name) for name in _TERMS), (of_bias, "bias"),
+    (of_bias, "offset_bias"),
 }  # fmt: skip
 #: Outputs of passes that may be empty.
 OUTPUTS = {
     cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"},
-    cpu_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS, of_bias: GRADIENTS,
+    cpu_backward: GRADIENTS, entmax_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS, of_bias: GRADIENTS,
 }  # fmt: skip
 
 
@@ -238,6 +263,8 @@ NAMED = ("None", "scalar", "another rank", "another kind", "list", "meta", "spar
 
 
 def made(run: Pass, shared: bool) -> Call:
+    if run in (entmax_forward, entmax_backward):
+        return of_entmax()
     return of_cpu(shared) if run.__name__.startswith("cpu") else call(shared)
 
 
@@ -303,7 +330,19 @@ def test_numbers_that_do_not_fit(how: str) -> None:
         options = (*options[:2], None, options[3])
     outputs = c["out"], c["attended"], c["lse"]
     with pytest.raises(ValueError, match=how):
-        cpu.attention_forward(scores, value, mask, options, outputs, threads)
+        cpu.attention_forward(scores, value, mask, options, outputs, threads, None)
+
+
+@pytest.mark.parametrize("name", ["dlse", "sinks"])
+def test_what_entmax_has_not(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} comes with alpha"):
+        entmax_backward({**of_entmax(), name: of_cpu(shared=False)[name]})
+
+
+@pytest.mark.parametrize("value", [1.0, 2.1, float("nan")])
+def test_alpha_out_of_range(value: float) -> None:
+    with pytest.raises(ValueError, match="alpha has the value"):
+        entmax_forward({**of_entmax(), "alpha": torch.full((H,), value)})
 
 
 def test_rows_that_are_not_contiguous() -> None:

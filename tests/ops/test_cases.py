@@ -13,7 +13,7 @@ import torch
 
 from heads_kernels.dispatch import choose
 from heads_kernels.ops.philox import draw_seed
-from heads_kernels.testing import CASES, Case, check, plain
+from heads_kernels.testing import CASES, ENTMAX, Case, check, plain
 from tests.ops.calls import TABLES
 from tests.support.alike import assert_alike
 
@@ -21,7 +21,7 @@ from tests.support.alike import assert_alike
 #: that 0.4 says: at most twice the floor.
 EAGER_PART = 0.4
 
-QUICK = [case for case in CASES if "model" not in case.tags]
+QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
 SLOW = [case for case in CASES if "model" in case.tags and "long" not in case.tags]
 
 

@@ -1,10 +1,15 @@
 """Adaptively sparse attention against an independent oracle: bisection of the threshold in float64."""
 
+import functools
+
 import pytest
 import torch
 
 import heads_kernels as hk
 from heads_kernels import OffsetBias
+from heads_kernels.ops.entmax_attention import BACKENDS
+from heads_kernels.testing import ENTMAX, check, find
+from tests.support.alike import assert_alike
 
 B, H, T, S, D, DV = 2, 4, 7, 9, 5, 6
 ALPHAS = (1.02, 1.3, 1.5, 1.9, 2.0)
@@ -16,8 +21,9 @@ def operands(dtype=torch.float64, heads=H, requires_grad=False):
     return [torch.randn(s, dtype=dtype).mul(1.5).requires_grad_(requires_grad) for s in shapes]
 
 
-def attend(*args, **kwargs):
-    return hk.entmax_attention(*args, **kwargs, backend="eager")
+@pytest.fixture(params=[row.name for row in BACKENDS])
+def attend(request):
+    return functools.partial(hk.entmax_attention, backend=request.param)
 
 
 def bisected(scores, alpha):
@@ -49,7 +55,7 @@ def scores_of(query, key):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_against_bisection(alpha, masked):
+def test_against_bisection(attend, alpha, masked):
     query, key, value = operands()
     visible = torch.rand(B, H, T, S) < 0.5 if masked else torch.ones(B, H, T, S, dtype=torch.bool)
     visible[0, 0, 0] = not masked
@@ -60,7 +66,7 @@ def test_against_bisection(alpha, masked):
         assert not out[0, 0, 0].any()
 
 
-def test_alpha_2_is_sparsemax_and_near_1_softmax():
+def test_alpha_2_is_sparsemax_and_near_1_softmax(attend):
     query, key, value = operands()
     p = scores_of(query, key)
     torch.testing.assert_close(attend(query, key, value, alpha=2), sparsemax(p) @ value)
@@ -69,7 +75,7 @@ def test_alpha_2_is_sparsemax_and_near_1_softmax():
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_gradients(alpha):
+def test_gradients(attend, alpha):
     query, key, value = operands(heads=2, requires_grad=True)
     alphas = torch.full((H,), alpha - 0.005, dtype=torch.float64, requires_grad=True)
     gate = torch.tensor([0.5, 0.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
@@ -81,7 +87,7 @@ def test_gradients(alpha):
     assert torch.autograd.gradcheck(call, (query, key, value, alphas, gate, bias))
 
 
-def test_gradient_of_alpha_is_exact_near_1():
+def test_gradient_of_alpha_is_exact_near_1(attend):
     """In the limit it is `p / 2 * (sum p ln^2 p - ln^2 p)`, which the paper's form loses to cancellation."""
     query, key, value = operands()
     alpha = torch.full((H,), 1 + 1e-9, dtype=torch.float64, requires_grad=True)
@@ -94,7 +100,7 @@ def test_gradient_of_alpha_is_exact_near_1():
     torch.testing.assert_close(alpha.grad, expected)
 
 
-def test_offset_bias_softcap_and_dropout():
+def test_offset_bias_softcap_and_dropout(attend):
     query, key, value = operands()
     table = OffsetBias.alibi(torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64))
     dense = table.table(T, S)
@@ -109,7 +115,7 @@ def test_offset_bias_softcap_and_dropout():
     assert not torch.equal(dropped, attend(query, key, value))
 
 
-def test_hidden_nan_reaches_nothing():
+def test_hidden_nan_reaches_nothing(attend):
     query, key, value = operands()
     visible = torch.ones(S, dtype=torch.bool)
     visible[3] = False
@@ -125,7 +131,7 @@ def test_hidden_nan_reaches_nothing():
         assert torch.equal(one.grad, other.grad)
 
 
-def test_values_outside_of_the_support_reach_nothing():
+def test_values_outside_of_the_support_reach_nothing(attend):
     query, key, value = operands()
     p = sparsemax(scores_of(query, key))
     unused = (p == 0).all(2)  # [B, H, S]
@@ -141,7 +147,7 @@ def test_values_outside_of_the_support_reach_nothing():
         assert torch.equal(one.grad, other.grad)
 
 
-def test_closed_heads():
+def test_closed_heads(attend):
     query, key, value = operands()
     gate = torch.tensor([1.0, 0.0, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
     out = attend(query, key, value, gate=gate)
@@ -152,7 +158,7 @@ def test_closed_heads():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes_round_once(dtype):
+def test_dtypes_round_once(attend, dtype):
     query, key, value = (t.to(dtype) for t in operands())
     out = attend(query, key, value)
     exact = attend(query.double(), key.double(), value.double())
@@ -160,17 +166,17 @@ def test_dtypes_round_once(dtype):
     torch.testing.assert_close(out, exact.to(dtype))
 
 
-def test_opcheck():
+def test_opcheck(attend):
     query, key, value = operands()
     arguments = (
         *(query, key, value, None, None, None, torch.full((H,), 1.5, dtype=torch.float64)),
         *hk.Mask(causal=True).intervals(B, H, T, S, device=query.device),
-        *(D**-0.5, 0.0, None, "identity", 0.0, True, "eager"),
+        *(D**-0.5, 0.0, None, "identity", 0.0, True, attend.keywords["backend"]),
     )
     torch.library.opcheck(torch.ops.heads_kernels.entmax_attention.default, arguments)
 
 
-def test_empty_keys_and_batches():
+def test_empty_keys_and_batches(attend):
     query, key, value = operands()
     assert not attend(query, key[:, :, :0], value[:, :, :0]).any()
     assert attend(query[:0], key[:0], value[:0]).shape == (0, H, T, DV)
@@ -191,12 +197,12 @@ def test_empty_keys_and_batches():
         (torch.full((H,), 2), TypeError),
     ],
 )
-def test_bad_alpha(alpha, kind):
+def test_bad_alpha(attend, alpha, kind):
     with pytest.raises(kind, match="alpha"):
         attend(*operands(), alpha=alpha)
 
 
-def test_distributed_tensors_are_refused():
+def test_distributed_tensors_are_refused(attend):
     query, key, value = operands()
     DTensor = type("DTensor", (torch.Tensor,), {})
     gate = torch.ones(H, dtype=torch.float64).as_subclass(DTensor)
@@ -204,8 +210,59 @@ def test_distributed_tensors_are_refused():
         attend(query, key, value, gate=gate)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_other_backends_are_refused_by_name(backend):
     with pytest.raises(ValueError, match=backend):
         hk.entmax_attention(*operands(), backend=backend)
-    assert hk.explain(hk.entmax_attention, *operands()).backend == "eager"
+    assert hk.explain(hk.entmax_attention, *operands()).backend == "cpu"
+
+
+def test_compiled(attend):
+    """One graph, with the gradient of alpha."""
+    query, key, value = operands(torch.float32, requires_grad=True)
+    logits = torch.zeros(H, requires_grad=True)
+
+    def run(query, key, value, logits):
+        return attend(query, key, value, is_causal=True, alpha=1 + logits.sigmoid())
+
+    leaves = query, key, value, logits
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert_alike(compiled(*leaves), run(*leaves))
+    grads = [torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (compiled, run)]
+    assert_alike(*grads)
+
+
+def test_batch_dimensions(attend):
+    query, key, value = (t.unflatten(0, (1, B)) for t in operands())
+    assert torch.equal(attend(query, key, value)[0], attend(query[0], key[0], value[0]))
+
+
+@pytest.mark.parametrize("name", ["closed_batch_heads", "bias_shared", "length_1000"])
+def test_bits_do_not_depend_on_threads(name):
+    inputs = find("entmax_attention", name).make(torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            out, grads = inputs.backward("cpu")
+            results.append([out, *grads.values()])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("case", ENTMAX, ids=str)
+def test_every_level(case):
+    cpu = pytest.importorskip("heads_kernels._cpu")
+    before = cpu.level()
+    try:
+        for level in cpu.available_levels():
+            cpu.use_level(level)
+            for dtype in (torch.float32, torch.bfloat16):
+                report = check(case, dtype, "cpu")
+                assert report.ok, f"{level}: {report}"
+    finally:
+        cpu.use_level(before)

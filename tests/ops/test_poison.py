@@ -14,11 +14,20 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
-from heads_kernels.testing import CASES, Case, Inputs, dirty_allocator, find, hide, surrounded
+from heads_kernels.testing import (
+    CASES,
+    ENTMAX,
+    Case,
+    Inputs,
+    dirty_allocator,
+    find,
+    hide,
+    surrounded,
+)
 from tests.ops.calls import TABLES, assert_same_bits, call
 from tests.support.alike import assert_alike, rounding
 
-QUICK = [case for case in CASES if "model" not in case.tags]
+QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
 MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]
 BAD = [torch.nan, torch.inf, -torch.inf]
 

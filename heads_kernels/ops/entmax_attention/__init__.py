@@ -5,7 +5,10 @@ from heads_kernels.ops import support
 from heads_kernels.ops.operator import Operator
 
 #: In order of preference.
-BACKENDS = (Backend("eager", "heads_kernels.ops.entmax_attention.eager", support.eager),)
+BACKENDS = (
+    Backend("cpu", "heads_kernels.ops.native", support.cpu),
+    Backend("eager", "heads_kernels.ops.entmax_attention.eager", support.eager),
+)
 
 OPERATOR = Operator(
     "entmax_attention",

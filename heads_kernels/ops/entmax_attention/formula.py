@@ -46,7 +46,7 @@ def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
         total = logs.exp().sum(-1, keepdim=True)
         excess = -torch.expm1(-order * total.log()) / order * total
         step = (excess / slopes(logs, order).sum(-1, keepdim=True)).clamp(min=0.0)
-        moved = shift + step
+        moved = shift + step.masked_fill(top == NEG_INF, 0.0)
         if not bool((moved > shift).any()):
             return (top + moved)[..., 0]
         shift = moved

@@ -1,0 +1,201 @@
+// alpha-entmax of transposed tiles of scores: [keys][query rows], one query row per lane.
+//
+//   p = [1 + order (s - threshold)]_+ ^ (1 / order),   order = alpha - 1
+//
+// The threshold of a row makes its probabilities add up to 1 (Correia, Niculae, Martins 2019, where
+// it is called tau = order threshold - 1). As order tends to 0 it tends to the logarithm of the sum
+// of exp(s) and entmax to softmax. Scores and thresholds are base-2 logarithms here.
+#pragma once
+
+#include "cpu/softmax.h"
+
+namespace hk::HK_LEVEL {
+
+// ln(1 + y) for y >= -1, finite for -1; by the method of fdlibm.
+template <typename Real>
+inline Vec<Real> log1p(Vec<Real> y) {
+  constexpr bool kSingle = sizeof(Real) == 4;
+  constexpr int kMantissaBits = kSingle ? 23 : 52;
+  constexpr Int<Real> kOne = static_cast<Int<Real>>(kSingle ? 0x3f800000 : 0x3ff0000000000000);
+  constexpr Int<Real> kRootHalf = static_cast<Int<Real>>(kSingle ? 0x3f3504f3 : 0x3fe6a09e667f3bcd);
+  constexpr Int<Real> kMantissa = (Int<Real>{1} << kMantissaBits) - 1;
+
+  const Vec<Real> u = Real(1) + y, least = splat<Real>(std::numeric_limits<Real>::min());
+  const Vec<Real> lost = (y - (u - Real(1))) / at_least<Real>(least, u);
+  // u = 2^n (1 + f), with 1 + f between sqrt(1/2) and sqrt(2).
+  const IntVec<Real> shifted = (IntVec<Real>)u + (kOne - kRootHalf);
+  const Vec<Real> n =
+      __builtin_convertvector((shifted >> kMantissaBits) - (kOne >> kMantissaBits), Vec<Real>);
+  const Vec<Real> f = (Vec<Real>)((shifted & kMantissa) + kRootHalf) - Real(1);
+  const Vec<Real> s = f / (f + Real(2)), z = s * s, half = Real(0.5) * f * f;
+  Vec<Real> r;
+  if constexpr (kSingle) {
+    r = splat<Real>(0.24279078841f);
+    r = r * z + 0.28498786688f;
+    r = r * z + 0.40000972152f;
+    r = r * z + 0.66666662693f;
+  } else {
+    r = splat<Real>(1.479819860511658591e-1);
+    r = r * z + 1.531383769920937332e-1;
+    r = r * z + 1.818357216161805012e-1;
+    r = r * z + 2.222219843214978396e-1;
+    r = r * z + 2.857142874366239149e-1;
+    r = r * z + 3.999999999940941908e-1;
+    r = r * z + 6.666666666666735130e-1;
+  }
+  return n * static_cast<Real>(kLn2) + (f - (half - s * (half + z * r)) + lost);
+}
+
+// Probabilities, and their derivatives p ^ (2 - alpha) by the score with the threshold held: 0
+// where p is 0.
+template <typename Real>
+struct Powers {
+  Vec<Real> p, slope;
+};
+
+// The powers of u = 1 + y, y >= -1, for the orders 1 and 1/2 and for all.
+template <typename Real>
+struct LinearPower {
+  Powers<Real> operator()(Vec<Real> y) const {
+    const Vec<Real> u = Real(1) + y;
+    return {u, u == Real(0) ? Vec<Real>{} : splat<Real>(1)};
+  }
+};
+template <typename Real>
+struct SquarePower {
+  Powers<Real> operator()(Vec<Real> y) const {
+    const Vec<Real> u = Real(1) + y;
+    return {u * u, u};
+  }
+};
+template <typename Real>
+struct AnyPower {
+  Real exponent;  // of 2, from ln(u)
+
+  explicit AnyPower(Real order) : exponent(static_cast<Real>(kLog2e) / order) {}
+  Powers<Real> operator()(Vec<Real> y) const {
+    const Vec<Real> p = exp2<Real>(log1p<Real>(y) * exponent);
+    return {p, p == Real(0) ? Vec<Real>{} : p / (Real(1) + y)};
+  }
+};
+
+// Calls body(power) with the power of this order.
+template <typename Real, typename Body>
+inline void with_power(Real order, Body body) {
+  if (order == Real(1)) return body(LinearPower<Real>());
+  if (order == Real(0.5)) return body(SquarePower<Real>());
+  body(AnyPower<Real>(order));
+}
+
+// max(order * (score - threshold), -1).
+template <typename Real>
+inline Vec<Real> above_threshold(Real order, const Real* score, const Real* threshold) {
+  const Vec<Real> y = (load(score) - load(threshold)) * (order * static_cast<Real>(kLn2));
+  return at_least<Real>(splat<Real>(-1), y);
+}
+
+// Whether a score of a tile exceeds the threshold of its row.
+template <typename Real>
+inline bool in_support(Real order, const Real* threshold, int keys, int columns,
+                       const Real* scores) {
+  IntVec<Real> above{};
+  for (int n = 0; n < keys; ++n)
+    for (int m = 0; m < columns; m += kLanes<Real>)
+      above |= !(above_threshold(order, scores + n * BLOCK_M + m, threshold + m) <= Real(-1));
+  return any_lane<Real>(above);
+}
+
+// Which probabilities of a tile are not 0.
+struct Support {
+  bool any, all;
+};
+
+// Scores of a tile to probabilities, in place, and their slopes unless that is null. Scores of
+// hidden pairs are -inf.
+template <typename Real>
+inline Support entmax(Real order, const Real* threshold, int keys, int columns, Real* scores,
+                      Real* slopes) {
+  IntVec<Real> some{}, none{};
+  with_power(order, [&](auto power) {
+    for (int n = 0; n < keys; ++n) {
+      for (int m = 0; m < columns; m += kLanes<Real>) {
+        Real* at = scores + n * BLOCK_M + m;
+        const Powers<Real> result = power(above_threshold(order, at, threshold + m));
+        some |= result.p != Real(0);
+        none |= result.p == Real(0);
+        store<Real>(at, result.p);
+        if (slopes) store<Real>(slopes + n * BLOCK_M + m, result.slope);
+      }
+    }
+  });
+  return {any_lane<Real>(some), !any_lane<Real>(none)};
+}
+
+// The search for the thresholds of a tile of query rows: Newton's method for sum(p) ^ order = 1,
+// from the largest score. The left side is a norm of what exceeds the threshold, so it is convex
+// and falls, and thresholds only increase. For equal scores, and towards softmax, the first step is
+// exact.
+template <typename Real>
+struct ThresholdSearch {
+  Real order;
+  alignas(64) Real threshold[BLOCK_M];
+  alignas(64) Real total[BLOCK_M];  // sum of probabilities
+  alignas(64) Real slope[BLOCK_M];  // sum of their slopes
+
+  // `top` [64]: the largest score of each row, -inf where it sees none.
+  ThresholdSearch(Real order, const Real* top) : order(order) {
+    for (int m = 0; m < BLOCK_M; ++m) threshold[m] = top[m] == kHidden<Real> ? -top[m] : top[m];
+    clear();
+  }
+
+  void clear() {
+    std::memset(total, 0, sizeof total);
+    std::memset(slope, 0, sizeof slope);
+  }
+
+  // Adds the probabilities of a tile to the sums. False if none of its scores will exceed a
+  // threshold again.
+  bool add(const Real* scores, int keys, int columns) {
+    constexpr int L = kLanes<Real>;
+    IntVec<Real> near{};
+    with_power(order, [&](auto power) {
+      for (int m = 0; m < columns; m += L) {
+        Vec<Real> tile_total{}, tile_slope{};
+        for (int n = 0; n < keys; ++n) {
+          const Vec<Real> y = above_threshold(order, scores + n * BLOCK_M + m, threshold + m);
+          near |= y > Real(-1);
+          const Powers<Real> result = power(y);
+          tile_total += result.p;
+          tile_slope += result.slope;
+        }
+        store<Real>(total + m, load(total + m) + tile_total);
+        store<Real>(slope + m, load(slope + m) + tile_slope);
+      }
+    });
+    return any_lane<Real>(near);
+  }
+
+  // Moves the thresholds and clears the sums. False if rounding let no threshold move.
+  bool step(int columns) {
+    constexpr Real kLeast = 2 * std::numeric_limits<Real>::epsilon();
+    IntVec<Real> moved{};
+    for (int m = 0; m < columns; m += kLanes<Real>) {
+      const Vec<Real> sum = load(total + m), z = order * log1p<Real>(sum - Real(1));
+      Vec<Real> series = splat<Real>(1);  // (1 - exp(-z)) / z
+      for (int i = 6; i > 1; --i) series = Real(1) - z * series / static_cast<Real>(i);
+      const Vec<Real> excess =
+          z < Real(0.25) ? z * series : Real(1) - exp2<Real>(z * static_cast<Real>(-kLog2e));
+      const Vec<Real> slopes = load(slope + m), before = load(threshold + m);
+      const Vec<Real> by = slopes == Real(0)  // the row sees nothing
+                               ? Vec<Real>{}
+                               : sum * excess / slopes * (static_cast<Real>(kLog2e) / order);
+      const Vec<Real> size = before < Real(0) ? -before : before;
+      moved |= by > kLeast * at_least<Real>(splat<Real>(1), size);
+      store<Real>(threshold + m, slopes == Real(0) ? before : before + by);
+    }
+    clear();
+    return any_lane<Real>(moved);
+  }
+};
+
+}  // namespace hk::HK_LEVEL
