@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +32,13 @@ class _Masks:
 def baselines(inputs: Inputs) -> dict[str, Call]:
     """`eager` and `sdpa`: the same call in PyTorch, reading (and differentiating) the same tensors.
 
-    A cap or sinks have `eager` alone: SDPA has neither. Raises `ValueError` for a mask under which a row sees nothing,
-    unless it is padding, and for collaborative attention with a bias, a cap or sinks.
+    A cap, sinks and entmax have `eager` alone: SDPA has none of them. Raises `ValueError` for a mask under which a row
+    sees nothing, unless it is padding, and for collaborative attention with a bias, a cap or sinks.
     """
     masks = _masks(inputs)
     terms = {"bias", "offset_table", "sinks"} & inputs.tensors.keys()
+    if inputs.operator == "entmax_attention":
+        return {"eager": _gated_eager(inputs, masks)}
     if inputs.operator == "gated_attention":
         found = {"eager": _gated_eager(inputs, masks)}
         if "softcap" not in inputs.options and "sinks" not in terms:
@@ -65,6 +68,9 @@ def _gated_eager(inputs: Inputs, masks: _Masks) -> Call:
         for added in (_bias(inputs), masks.additive):
             if added is not None:
                 scores = scores + added
+        if "alpha" in t:
+            p = _Entmax.apply(scores, t["alpha"][:, None, None])  # type: ignore[no-untyped-call]
+            return times_gate(p @ v, inputs)
         if sinks is None:
             return times_gate(scores.softmax(-1) @ v, inputs)
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -72,6 +78,38 @@ def _gated_eager(inputs: Inputs, masks: _Masks) -> Call:
         return times_gate(p @ v, inputs)
 
     return call
+
+
+class _Entmax(torch.autograd.Function):
+    """alpha-entmax by bisection with the closed form of its gradients: the arithmetic of the `entmax` package."""
+
+    _STEPS = 50
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, alpha: Tensor) -> Tensor:
+        order = alpha - 1
+        z = scores * order
+        low = z.amax(-1, keepdim=True) - 1
+        width = 1 - (1 / scores.shape[-1]) ** order
+        for _ in range(_Entmax._STEPS):
+            width = width / 2
+            p = (z - low - width).clamp(min=0) ** (1 / order)
+            low = torch.where(p.sum(-1, keepdim=True) >= 1, low + width, low)
+        p = (z - low).clamp(min=0) ** (1 / order)
+        p = p / p.sum(-1, keepdim=True)
+        ctx.save_for_backward(p, alpha)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor) -> Any:
+        p, alpha = ctx.saved_tensors
+        slopes = torch.where(p > 0, p ** (2 - alpha), 0.0)
+        share = slopes / slopes.sum(-1, keepdim=True)
+        dscores = slopes * (dp - (dp * share).sum(-1, keepdim=True))
+        entropy = torch.where(p > 0, p * p.log(), 0.0)
+        dalpha = (p - share) / (alpha - 1) ** 2
+        dalpha = dalpha - (entropy - share * entropy.sum(-1, keepdim=True)) / (alpha - 1)
+        return dscores, (dp * dalpha).sum_to_size(alpha.shape)
 
 
 def _gated_sdpa(inputs: Inputs, masks: _Masks) -> Call:

@@ -102,7 +102,9 @@ def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, slice] | None]:
         return inputs, None
     tensors = dict(inputs.tensors)
     for name, tensor in tensors.items():
-        if name in ("mixing", "sinks", "offset_table") or (name == "gate" and tensor.dim() == 1):
+        if name in ("mixing", "sinks", "offset_table", "alpha") or (
+            name == "gate" and tensor.dim() == 1
+        ):
             tensors[name] = tensor[::step]  # [H, ...]
             continue
         if tensor.shape[0] == B:

@@ -50,7 +50,7 @@ class NothingToDo(Exception):
 def synthetic(form: str) -> list[Workload]:
     """The named workloads of a form; those of MiniLM come by capturing it."""
     if form == "smoke":
-        return [*problems.standard(64), *shapes.score_terms(8)]
+        return [*problems.standard(64), *shapes.score_terms(8), *shapes.entmax(8)]
     return shapes.full() if form == "full" else shapes.quick()
 
 

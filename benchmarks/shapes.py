@@ -17,7 +17,7 @@ from benchmarks.problems import (
     workload,
 )
 from heads_kernels.mask import Mask
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, find
+from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, find
 from heads_kernels.testing.masks import Sizes, fixed, lower_right, padded
 
 #: T to B of the series over length, about a thousand tokens a call: at 12 heads of width 64 all
@@ -47,7 +47,7 @@ def quick() -> list[Workload]:
 def full() -> list[Workload]:
     """All workloads of the full form but those of MiniLM."""
     return [*standard(closed=CLOSED_SERIES), *lengths(), *short(), *real_padding(), *shared(),
-        *narrow(), *models(), *score_terms()]  # fmt: skip
+        *narrow(), *models(), *score_terms(), *entmax()]  # fmt: skip
 
 
 def by_length(T: int, D: int) -> str:
@@ -225,6 +225,25 @@ def score_terms(part: int = 1) -> list[Workload]:
         workload("mask_blocks", table, "a quarter of the blocks", replace(dense, mask=block_sparse),
             dense.B * L * L // 4, dense="gated_dense"),
     ]  # fmt: skip
+    return result
+
+
+def entmax(part: int = 1) -> list[Workload]:
+    """Adaptively sparse attention beside bisection in PyTorch; all lengths divided by `part`."""
+    result = []
+    for T, name, alpha in (
+        (512, "alpha 1.5", (1.5, 1.5)),
+        (512, "alpha 1.1 to 1.9", (1.1, 1.9)),
+        (2048, "alpha 1.5", (1.5, 1.5)),
+        (2048, "alpha 1.1 to 1.9", (1.1, 1.9)),
+    ):
+        L, H = T // part, 12 if T == 512 else 3
+        case = EntmaxCase(
+            f"entmax_{T}_{alpha}", 1, H, L, L, D=64, Dv=64, alpha=alpha, layout="transposed"
+        )
+        varied = "" if alpha[0] == alpha[1] else "_learned"
+        result.append(workload(f"entmax_T{T}{varied}", "entmax, B1 D64; eager is bisection",
+            f"H{H} T{L}, {name}", case, L * L))  # fmt: skip
     return result
 
 

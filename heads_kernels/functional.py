@@ -317,7 +317,7 @@ def entmax_attention(
         entmax_\alpha(s)_j = [(\alpha - 1) s_j - \tau]_+^{1 / (\alpha - 1)}
 
     (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is
-    that of `gated_attention`. Only the eager backend serves it, which holds `[B, H, T, S]` in memory.
+    that of `gated_attention`. The CPU kernels keep the scores of 64 rows for each thread, the eager backend all.
 
     Args:
         alpha: a number, or `[H]` of any floating dtype with a gradient (proposition 1 of the paper), in (1, 2]: 2 is

@@ -84,7 +84,7 @@ def tensors(
     grad: bool = False,
 ) -> dict[str, Tensor]:
     """Random tensor arguments of `operator` by name, without a gate."""
-    if operator == "gated_attention":
+    if operator in ("gated_attention", "entmax_attention"):
         shapes = {"query": (B, H, T, D), "key": (B, Hk, S, D), "value": (B, Hk, S, Dv)}
     elif operator == "collaborative_attention":
         shapes = {

@@ -500,6 +500,16 @@ def test_baselines_of_score_terms_are_the_call(name: str) -> None:
         assert_alike(call(), inputs.call())
 
 
+@pytest.mark.parametrize("name", ["sparsemax", "cross", "bias_shared"])
+def test_the_baseline_of_entmax_is_the_call(name: str) -> None:
+    inputs = problems.find("entmax_attention", name).make(torch.float64, requires_grad=True)
+    (call,) = baselines(inputs).values()
+    assert_alike(call(), inputs.call())
+    leaves = list(inputs.tensors.values())
+    grads = [torch.autograd.grad(out, leaves, inputs.dout) for out in (call(), inputs.call())]
+    assert_alike(*grads)
+
+
 def test_a_part_of_many_batches_has_the_bias_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a call with pair bias: some heads, some batches, and the bias of those heads."""
     (workload, *_) = shapes.score_terms(2)
