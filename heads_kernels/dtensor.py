@@ -55,6 +55,14 @@ def local_part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return replicated(tensor, mesh).redistribute(placements=parts).to_local()
 
 
+def summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`tensor`, which all processes have; its gradient is the sum of theirs, each of its own part of the work."""
+    from torch.distributed.tensor import Partial
+
+    parts = [Partial()] * mesh.ndim
+    return replicated(tensor, mesh).to_local(grad_placements=parts)
+
+
 def of_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """The tensor of the first process of `mesh`, in all of them."""
     from torch.distributed.tensor import Replicate, distribute_tensor

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.shared_cache import store_shared_keys
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from heads_kernels.nn.collaborative import check_unsharded
 from heads_kernels.nn.replacing import put
 from heads_kernels.nn.shared import (
     FusedProjection,
@@ -187,8 +187,8 @@ def check_runs_shared(
     """Hook before the forward of a converted transformers module, whose queries, keys and caches need this package.
 
     Raises:
-        ValueError: the config names another attention function; weights under tensor parallelism; a cache with keys of
-            separate heads.
+        ValueError: the config names another attention function; weights that heads share are split by tensor
+            parallelism; a cache with keys of separate heads.
     """
     runs = attention_function(module)
     if runs != NAME:
@@ -198,9 +198,25 @@ def check_runs_shared(
             "call hk.integrations.transformers.use(model)"
         )
         refuse("attn_implementation", was, instead)
-    check_unsharded(module)
+    _check_whole(module)
     if (past := (arguments or {}).get("past_key_values")) is not None:
         store_shared_keys(past, module.layer_idx, rotary_places(module))
+
+
+def _check_whole(module: nn.Module) -> None:
+    """Refuse tensor parallelism of what heads share: each process would have a part of its features.
+
+    Parameters that `fully_shard` gathers for the forward pass are not DTensors there.
+    """
+    sharded = [name for name, each in module.named_parameters() if is_sharded(each)]
+    if not sharded:
+        return
+    shared = SharedProjection, RotaryProjection, FusedProjection
+    parts = [f"{name}." for name, part in module.named_modules() if isinstance(part, shared)]
+    for name in sharded:
+        if name == "mixing" or name.startswith(tuple(parts)):
+            was = "is a DTensor, but the heads of all processes share it"
+            refuse(name, was, "split the projections of values and outputs alone")
 
 
 def share(

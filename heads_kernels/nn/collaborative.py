@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import check_flag, check_size, refuse
-from heads_kernels.dtensor import is_sharded
 from heads_kernels.functional import collaborative_attention
 from heads_kernels.nn.initialization import mixing_init_
 from heads_kernels.nn.multihead import Multihead, head_width
@@ -139,18 +138,6 @@ class CollaborativeMultiheadAttention(Multihead):
 
     def extra_repr(self) -> str:
         return f"shared_dim={self.shared_dim}, {super().extra_repr()}"
-
-
-def check_unsharded(module: nn.Module) -> None:
-    """Refuse collaborative attention under tensor parallelism.
-
-    All heads share its query, key and content bias, so each process would have only a part of their gradients.
-    Parameters that `fully_shard` gathers for the forward pass are not DTensors there.
-    """
-    for name, parameter in module.named_parameters():
-        if is_sharded(parameter):
-            was = "is a DTensor: heads that share a query and a key cannot be split over processes"
-            refuse(name, was, "leave the layer out of the tensor-parallel plan")
 
 
 def _load_concatenated(

@@ -65,9 +65,24 @@ def test_converted_layers_under_tensor_parallelism(mesh: Any) -> None:
     model = build("bert")
     hk.convert.collaborate(model, 16, progress=False)
     attention = model.encoder.layer[1].attention.self
-    parallel.parallelize_module(attention, mesh, {"value": parallel.ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"value\.weight is a DTensor"):
+    content = attention.key.content
+    parallel.parallelize_module(attention, mesh, {"key.content": parallel.ColwiseParallel()})
+    assert attention.key.content is content
+    with pytest.raises(ValueError, match=r"key\.content\.weight is a DTensor"):
         outputs(model)
+
+
+def test_plans_of_what_cannot_be_split(mesh: Any) -> None:
+    pytest.importorskip("transformers", reason="a model of transformers")
+    from tests.support.tiny_models import build
+
+    plan = hk.integrations.distributed.tensor_parallel_plan
+    fused = build("gpt2")
+    hk.convert.collaborate(fused, 16, progress=False)
+    with pytest.raises(ValueError, match=r"layer 0 .*values together with other roles"):
+        plan(fused, mesh)
+    with pytest.raises(ValueError, match=r"without attention of hk\.nn"):
+        plan(build("bert"), mesh)
 
 
 def test_noise_of_gates_under_tensor_parallelism(mesh: Any) -> None:

@@ -8,8 +8,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from heads_kernels.checks import refuse
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, HardConcrete
 from heads_kernels.nn.multihead import Multihead
+from heads_kernels.nn.shared import FusedProjection
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,34 +31,67 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
 
     Attach and prune gates before: what is sharded is neither gated nor pruned.
 
+    In a model of transformers these are the layers that `hk.convert.collaborate` converted; for others the model has a
+    plan of its own.
+
     Args:
-        module: contains `hk.nn.GatedMultiheadAttention` or `hk.nn.CollaborativeMultiheadAttention`, or is one.
+        module: contains `hk.nn.GatedMultiheadAttention`, `hk.nn.CollaborativeMultiheadAttention` or converted layers of
+            transformers, or is one.
         mesh: of one dimension, as `parallelize_module` takes it.
 
     Returns:
         `{name: style}`, the names relative to `module`.
 
     Raises:
-        ValueError: `module` has no attention of `hk.nn`; a layer's heads cannot be split evenly (the message says how
-            many to keep).
+        ValueError: `module` has no such layers; a layer's heads cannot be split evenly (the message says how many to
+            keep); its values come from a projection with other roles.
     """
     layers = {name: each for name, each in module.named_modules() if isinstance(each, Multihead)}
-    if not layers:
+    mixing = [part for part in module.modules() if hasattr(part, "mixing")]
+    converted = [
+        layer
+        for layer in (attention_layers(module) if set(mixing) - set(layers.values()) else [])
+        if layer.layout.shared and layer.name not in layers
+    ]
+    if not layers and not converted:
         was = f"is a {type(module).__name__} without attention of hk.nn"
         refuse("module", was, "pass the model that contains it")
     plan: dict[str, ParallelStyle] = {}
+    names = {part: name for name, part in module.named_modules()}
+    for each in converted:
+        plan |= _converted_styles(each, names, mesh.size())
     for name, layer in layers.items():
         styles = _styles(name or type(layer).__name__, layer, mesh.size())
         plan |= {f"{name}.{part}" if name else part: style for part, style in styles.items()}
     return plan
 
 
-def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelStyle]:
-    H = layer.num_heads
+def _check_even(name: str, H: int, processes: int) -> None:
     if H % processes:
         fewer = H - H % processes
         instead = f"keep {fewer} heads" if fewer else "leave the layer out of the plan"
         refuse(name, f"has {H} heads, which {processes} processes cannot share evenly", instead)
+
+
+def _converted_styles(
+    layer: AttentionLayer, names: dict[nn.Module, str], processes: int
+) -> dict[str, ParallelStyle]:
+    """Of a converted layer of transformers: its module gets the values of the heads of its process."""
+    _check_even(str(layer), layer.num_heads, processes)
+    value, output = (names[each.linear] for each in (layer.value, layer.output))
+    fused = [part for part in layer.module.modules() if isinstance(part, FusedProjection)]
+    if any(layer.value.linear in part.children() for part in fused):
+        was = "projects values together with other roles, which cannot be split by heads"
+        refuse(str(layer), was, "leave the layer whole")
+    plan: dict[str, ParallelStyle] = {value: ColwiseParallel(), output: RowwiseParallel()}
+    if isinstance(layer.gate, HardConcrete):
+        plan[names[layer.gate]] = SharedNoise()
+    return plan
+
+
+def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelStyle]:
+    H = layer.num_heads
+    _check_even(name, H, processes)
     split = ["v_proj", "content_proj", "gate_proj"]
     if not isinstance(layer, CollaborativeMultiheadAttention):
         split += ["q_proj", "k_proj"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation, refuse
-from heads_kernels.dtensor import is_sharded, local_part
+from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
 from heads_kernels.functional import (
     attention_statistics,
     collaborative_attention,
@@ -27,6 +27,9 @@ from heads_kernels.nn.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.gate import activate
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Arguments of attention functions that the operator does not support.
 UNSERVED: Final = {
@@ -157,22 +160,31 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
 def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
     """The operands of the operator: with `mixing` and `content_bias`, of collaborative attention."""
     mixing: Tensor | None = getattr(module, "mixing", None)
-    if mixing is not None and (places := rotary_places(module)) is not None:
-        query, key, mixing = split_rotary(query, key, mixing, places)
-        value = value[:, : len(mixing)]  # fused projections pad it
-        return {"query": query, "key": key, "value": value, "mixing": mixing}
     if mixing is not None:
-        query, key, content_bias = split_shared(query, key, mixing)
-        return {
-            "query": query,
-            "key": key,
-            "value": value,
-            "mixing": mixing,
-            "content_bias": content_bias,
-        }
+        content_bias = None
+        if (places := rotary_places(module)) is not None:
+            query, key, mixing = split_rotary(query, key, mixing, places)
+        else:
+            query, key, content_bias = split_shared(query, key, mixing)
+        if value.shape[1] < len(mixing) and (mesh := _mesh(module)) is not None:
+            query, key = (summed_gradient(each, mesh) for each in (query, key))
+            mixing = local_part(mixing, 0, mesh)
+            content_bias = None if content_bias is None else local_part(content_bias, 1, mesh)
+            if value.shape[1] != len(mixing):
+                was = f"has {value.shape[1]} heads of values in a process that mixes {len(mixing)}"
+                instead = "keep a number of heads that the processes share evenly"
+                refuse(type(module).__name__, was, instead)
+        value = value[:, : len(mixing)]  # fused projections pad it
+        operands = {"query": query, "key": key, "value": value, "mixing": mixing}
+        return operands if content_bias is None else {**operands, "content_bias": content_bias}
     if query.shape[1] == 0:  # every head is pruned; keys may be left for a cache to count
         key, value = key[:, :0], value[:, :0]
     return {"query": query, "key": key, "value": value}
+
+
+def _mesh(module: nn.Module) -> DeviceMesh | None:
+    """The processes of tensor parallelism, each with a part of the heads; None without it."""
+    return next((p.device_mesh for p in module.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- masks and biases
@@ -269,7 +281,7 @@ def _head_gate(
     given = given_head_mask(module, arguments)
     if head_gate is None and given is None:
         return None, True
-    mesh = next((p.device_mesh for p in module.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
+    mesh = _mesh(module)
     row = None
     if given is not None:
         row = head_mask_row(module, H if mesh is None else H * mesh.size(), given)
