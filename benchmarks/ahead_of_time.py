@@ -114,7 +114,11 @@ def _works() -> tuple[Work, ...]:
             )  # fmt: skip
             result.append(Work(f"collaborative_attention: {shared}", shared, _attention))
     wide = CollaborativeCase("plain, Dv 128, Ds 256", B, H, T, T, Ds=256, Dv=128)
-    result.append(Work(f"collaborative_attention: {wide}", wide, _attention))
+    grouped = CollaborativeCase("causal, gate of grouped heads, Ds 256", B, H, T, T, Ds=256, Dv=64,
+        Hv=2, content_bias=True, is_causal=True, gate="H")  # fmt: skip
+    result += [
+        Work(f"collaborative_attention: {shared}", shared, _attention) for shared in (wide, grouped)
+    ]
     decoding: dict[str, dict[str, Any]] = {
         "decoding": {"mask": mask.lower_right, "gate": "H"},
         "decoding, dense mask, dropout, sinks": {

@@ -54,6 +54,8 @@ T=67 S=66 D=16 Dv=72
 T=67 S=66 D=64 Dv=64
 T=65 H=6 Hk=2
 S=70 H=3 Hk=3
+T=66 S=70 H=6 Hk=3 Hv=3
+T=66 S=70 H=3 Hk=3 Hv=1 gate=BHT
 T=70 S=70 sharp=30
 T=130 S=194 B=1 H=4 Hk=2 D=16 Dv=16 gate=BHT rows=random
 T=130 S=130 hi=1
@@ -110,6 +112,8 @@ T=65 S=67 H=4 Hk=2 D=16 Dv=16 rows=lengths gate=BHT layout=heads
 T=65 S=67 H=4 Hk=2 D=5 Dv=9 gate=BHTD layout=heads
 T=65 S=67 H=4 Hk=2 D=16 Dv=16 rows=lengths gate=BHT layout=padded
 T=65 S=67 H=4 Hk=2 D=5 Dv=9 gate=BHTD layout=padded
+T=65 S=67 H=4 Hk=2 Hv=2 D=5 Dv=9 gate=BHTD layout=heads rows=lengths
+T=130 S=194 B=1 H=8 Hk=4 Hv=4 D=16 Dv=16 gate=BH zero=1 rows=random
 T=65 S=67 H=4 D=16 Dv=16 gate=H layout=padded
 T=1 S=600 H=6 Hk=2 D=72 Dv=40 keys=holes gate=BHT
 T=2 S=257 H=3 Hk=1 D=64 Dv=136 hi=256 rows=random
@@ -117,6 +121,7 @@ T=10 S=300 H=4 Hk=2 D=5 Dv=9 layout=heads gate=BHTD keys=tile
 T=3 S=300 H=5 Hk=1 D=16 lo=-3 hi=2 nan=value
 T=3 S=520 H=3 Hk=3 D=40 mixing=chunks keys=holes gate=H zero=1
 T=7 S=320 H=4 Hk=2 drop=30 layout=padded
+T=2 S=300 H=6 Hk=2 Hv=2 D=40 Dv=24 mixing=chunks keys=holes gate=H zero=1
 T=70 S=70 drop=30
 T=130 S=67 H=4 Hk=2 drop=90 rows=random gate=H zero=1
 T=130 S=130 B=1 drop=50 hi=1

@@ -18,7 +18,7 @@ Batch = tuple[int, ...] | None
 
 #: What follows the batch dimensions.
 GROUPED: Final = {"query": "H, T, D", "key": "Hk, S, D", "value": "Hk, S, Dv"}
-SHARED: Final = {"query": "T, Ds", "key": "S, Ds", "value": "H, S, Dv"}
+SHARED: Final = {"query": "T, Ds", "key": "S, Ds", "value": "Hv, S, Dv"}
 
 
 def flatten_operands(

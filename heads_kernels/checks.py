@@ -120,6 +120,15 @@ def check_mixing(
     return B, H, T, S, Ds
 
 
+def check_value_heads(value: Tensor, H: int, S: int) -> int:
+    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys; returns Hv."""
+    Hv = value.shape[1]
+    if value.shape[2] != S or (H == 0) != (Hv == 0) or (Hv and H % Hv):
+        was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
+        refuse("value", was, "pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)")
+    return Hv
+
+
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
     """Rows, keys, heads and batches fit int32, which the kernels use for them."""
     for name, letter, size, most in (

@@ -246,7 +246,7 @@ def collaborative_attention(
         query: `[..., T, Ds]`, shared by all heads; any strides with a contiguous last dimension. Batch dimensions come
             first and broadcast, as in `gated_attention`.
         key: `[..., S, Ds]`, shared by all heads.
-        value: `[..., H, S, Dv]`.
+        value: `[..., Hv, S, Dv]`, `H` a multiple of `Hv`: head `h` reads value head `h // (H // Hv)`.
         mixing: `[H, Ds]`, any floating dtype. Chunks of 16 features of a head's vector that are all zero cost nothing.
         content_bias: `[..., H, S]` with all batch dimensions: added to the score of key s for every query, inside the
             scale.

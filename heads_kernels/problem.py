@@ -35,6 +35,7 @@ from heads_kernels.checks import (
     check_sizes,
     check_softcap,
     check_tensors,
+    check_value_heads,
     refuse,
     shape_of,
 )
@@ -51,12 +52,12 @@ MIXING_CHUNK: Final = 16
 
 @by_identity
 class Problem(NamedTuple):
-    """One validated call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
+    """One validated call of an operator (sizes as in the documentation: B, T, S, H, Hk, Hv, D, Dv).
 
     Batch dimensions are flattened: B is their product, `batch` the original ones (None: one, of size B).
     `query` is `[B, H, T, D]`, `key` `[B, Hk, S, D]`, `value` `[B, Hk, S, Dv]` for gated attention;
-    `query` `[B, T, Ds]`, `key` `[B, S, Ds]`, `value` `[B, H, S, Dv]`, `mixing` `[H, Ds]`, `content_bias` `[B, H, S]`
-    for collaborative attention. `attention_statistics` has either form, without `value` and `gate`.
+    `query` `[B, T, Ds]`, `key` `[B, S, Ds]`, `value` `[B, Hv, S, Dv]`, `mixing` `[H, Ds]`, `content_bias`
+    `[B, H, S]` for collaborative attention. `attention_statistics` has either form, without `value` and `gate`.
     """
 
     operator: str
@@ -207,9 +208,7 @@ class Problem(NamedTuple):
         content_bias = _flatten("content_bias", content_bias, batch, "H, S")
         B, H, T, S, Ds = check_mixing(query, key, mixing, content_bias)
         check_sizes(B, H, T, S)
-        if value.shape[1:3] != (H, S):
-            was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
-            refuse("value", was, "pass [..., H, S, Dv]")
+        check_value_heads(value, H, S)
         dropout_p = check_dropout(dropout_p)
         check_flag("closed_grad", closed_grad)
         gate = _flatten_gate(gate, batch)
@@ -302,6 +301,11 @@ class Problem(NamedTuple):
     def Hk(self) -> int:
         """Heads of the key: `H` or fewer for gated attention, 1 (shared) for collaborative attention."""
         return self.key.shape[1] if self.mixing is None else 1
+
+    @property
+    def Hv(self) -> int:
+        """Heads of the value, which divide `H`: those of the key in gated attention. `H` without a value."""
+        return self.H if self.value is None else self.value.shape[1]
 
     @property
     def T(self) -> int:

@@ -166,8 +166,11 @@ inline void check_gate(const Tensor& gate, const int64_t (&full)[4]) {
 inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.size[3] != 1; }
 
 inline void check_value(const AttentionParams& p, const Sizes& n) {
-  const int64_t heads = p.mixing ? n.H : p.key.size[1];
-  require(p.value.rank == 4 && is(p.value, {n.B, heads, n.S, p.value.size[3]}), "value");
+  require(p.value.rank == 4, "value");
+  const int64_t heads = p.mixing ? p.value.size[1] : p.key.size[1];
+  require(
+      is(p.value, {n.B, heads, n.S, p.value.size[3]}) && (heads == 0 ? n.H == 0 : n.H % heads == 0),
+      "value");
   require(p.value.dtype == p.query.dtype, "value");
   require(has_rows(p.value), "value", "has rows that are not contiguous");
 }

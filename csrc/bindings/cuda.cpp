@@ -240,13 +240,13 @@ void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& 
   params.dkey = output(gradients[0], device, "dkey");
   params.dvalue = output(gradients[1], device, "dvalue");
   params.dcontent_bias = output(gradients[2], device, "dcontent_bias");
-  const int64_t parts = n.B * splits, Hk = params.value.size[1], Dv = params.value.size[3];
+  const int64_t parts = n.B * splits, Hv = params.value.size[1], Dv = params.value.size[3];
   if (params.mixing) {
     check_gradient(params, params.dkey, splits, {parts, n.S, n.D}, "dkey");
-    check_gradient(params, params.dvalue, 1, {n.B, n.H, n.S, Dv}, "dvalue");
+    check_gradient(params, params.dvalue, 1, {n.B, Hv, n.S, Dv}, "dvalue");
   } else {
-    check_gradient(params, params.dkey, splits, {parts, Hk, n.S, n.D}, "dkey");
-    check_gradient(params, params.dvalue, splits, {parts, Hk, n.S, Dv}, "dvalue");
+    check_gradient(params, params.dkey, splits, {parts, Hv, n.S, n.D}, "dkey");
+    check_gradient(params, params.dvalue, splits, {parts, Hv, n.S, Dv}, "dvalue");
   }
   require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
   check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");

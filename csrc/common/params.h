@@ -2,8 +2,8 @@
 // Python.
 //
 // Sizes: B batch, T query length, S key length, H query heads, Hk key/value heads, D query/key
-// width of a head, Dv value width, Ds shared width of collaborative attention. Strides count
-// elements.
+// width of a head, Dv value width; of collaborative attention Hv value heads, Ds shared width.
+// Strides count elements.
 #pragma once
 
 #include <cstdint>
@@ -74,7 +74,7 @@ struct DropoutParams {
 };
 
 // Common to both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D],
-// value [B, Hk, S, Dv]. Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, H, S,
+// value [B, Hk, S, Dv]. Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, Hv, S,
 // Dv], mixing [H, Ds], content_bias [B, H, S].
 struct AttentionParams {
   Tensor query, key, value;

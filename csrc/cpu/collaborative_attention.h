@@ -20,7 +20,8 @@ struct CollaborativeAttention {
   const AttentionParams& params;
   Gate<Real> gate;
   int64_t B, H, T, S, D, Dv, query_tiles;
-  int64_t heads_per_key;                     // all
+  int64_t heads_per_key;  // all
+  int64_t heads_per_value;
   std::vector<Real> mixing;                  // [H][D]
   std::vector<Real> factors;                 // [H][D] of the features of a query
   std::vector<std::vector<Range>> features;  // per head: runs of chunks that are not all zero
@@ -37,6 +38,7 @@ struct CollaborativeAttention {
         Dv(p.value ? p.value.size[3] : 1),
         query_tiles(ceil_div(T, BLOCK_M)),
         heads_per_key(std::max<int64_t>(1, H)),
+        heads_per_value(p.value && H ? H / p.value.size[1] : 1),
         mixing(H * D),
         factors(H * D),
         features(H),
@@ -77,7 +79,7 @@ struct CollaborativeAttention {
     return {b,
             h,
             rows_at(params.key, b),
-            rows_at(params.value, b, h),
+            rows_at(params.value, b, h / heads_per_value),
             content_bias,
             static_cast<Real>(params.scale * kLog2e),
             D,
@@ -110,12 +112,12 @@ void collaborative_attention_forward(const ForwardParams& params) {
 }
 
 // The number of groups of heads with separate sums of dQ [T] and dK [S], which are added in order.
-// It depends only on H, T and S, so the result does not depend bitwise on the number of threads or
-// the batch size. A group has at least 128 pairs for each row of its sums: clearing and adding them
-// takes up to 5 % of the time (measured at T = S = 128). A power of two divides well among the
-// threads.
-inline int64_t groups_of_heads(int64_t H, int64_t T, int64_t S) {
-  const int64_t most = std::min(H, H * T * S / std::max<int64_t>(1, 128 * (T + S)));
+// It depends only on H, Hv, T and S, so the result does not depend bitwise on the number of threads
+// or the batch size. The heads that share a value head are in one group, which sums dV in their
+// order. A group has at least 128 pairs for each row of its sums: clearing and adding them takes up
+// to 5 % of the time (measured at T = S = 128). A power of two divides well among the threads.
+inline int64_t groups_of_heads(int64_t H, int64_t Hv, int64_t T, int64_t S) {
+  const int64_t most = std::min(Hv, H * T * S / std::max<int64_t>(1, 128 * (T + S)));
   int64_t groups = 1;
   while (2 * groups <= most) groups *= 2;
   return groups;
@@ -137,12 +139,14 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
         Dv_stride(row_stride<Real>(this->Dv)),
         tiles_together(std::clamp<int64_t>(
             this->query_tiles, 1, tiles_in_cache(BackwardTile<Real, Operand>::bytes(*this)))),
-        groups(groups_of_heads(this->H, this->T, this->S)) {}
+        groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {}
+
+  int64_t value_heads() const { return this->H / this->heads_per_value; }
 
   // Sums over the heads of a group: dQ [T][Ds_stride] then dK [S][Ds_stride].
   int64_t shared_count() const { return (this->T + this->S) * Ds_stride; }
 
-  // The accumulators of one head.
+  // The accumulators of one head, and of the heads that share its value.
   struct HeadSums {
     Real* dvalue;        // [S][Dv]
     Real* dmixing;       // [Ds]
@@ -155,7 +159,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   }
 
   // All query tiles of head (b, h): adds to dquery [T][Ds_stride] and dkey [S][Ds_stride]; stores
-  // the gradients that heads do not share.
+  // the gradients that heads do not share, and dV after the last of the heads that share it.
   void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const HeadSums& own,
                      BackwardScratch<Real, Operand>& scratch, Workspace& workspace) const {
     const BackwardParams& p = backward;
@@ -165,7 +169,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
         p.dcontent_bias ? static_cast<Real*>(p.dcontent_bias.data) + bh * this->S : nullptr;
     if (dcontent_bias) std::memset(dcontent_bias, 0, sizeof(Real) * this->S);
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
-    if (dvalue) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
+    if (dvalue && h % this->heads_per_value == 0)
+      std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
     const HeadGradients gradients = head_gradients<Real>(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
@@ -199,7 +204,9 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
           add_tile(tiles[i], dquery_features, dquery, own, scratch);
       workspace.rewind(mark);
     }
-    store_accumulator(rows_at(p.dvalue, b, h), 0, this->S, this->Dv, dvalue);
+    if ((h + 1) % this->heads_per_value == 0)
+      store_accumulator(rows_at(p.dvalue, b, h / this->heads_per_value), 0, this->S, this->Dv,
+                        dvalue);
     if (p.dmixing)
       std::memcpy(static_cast<Real*>(p.dmixing.data) + bh * D, own.dmixing, sizeof(Real) * D);
   }
@@ -236,7 +243,10 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     const HeadSums own{workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
                        workspace.take<Real>(Ds_stride), workspace.take<Real>(BLOCK_M * Ds_stride)};
     std::memset(shared, 0, sizeof(Real) * shared_count());
-    for (int64_t h = g * this->H / groups; h < (g + 1) * this->H / groups; ++h)
+    const auto first_head = [&](int64_t n) {
+      return n * value_heads() / groups * this->heads_per_value;
+    };
+    for (int64_t h = first_head(g); h < first_head(g + 1); ++h)
       head_backward(b, h, backward.dquery ? shared : nullptr,
                     backward.dkey ? shared + this->T * Ds_stride : nullptr, own, scratch,
                     workspace);

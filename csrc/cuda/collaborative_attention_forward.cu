@@ -94,7 +94,7 @@ struct CollaborativeForward {
     if (thread_index() == 0) {
       at = BlockCoord(p);
       rows = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
-              rows_of<T>(p.value, at.b, at.h)};
+              rows_of<T>(p.value, at.b, at.h / heads_per_value(p))};
     }
     sync_block();
     const bool closed = Gate(p.gate, p.activation).closes(at.b, at.h);

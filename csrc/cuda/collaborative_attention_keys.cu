@@ -15,11 +15,11 @@
 namespace hk::cuda {
 
 // A block of threads owns a slice of the features of kBlockN keys and sums dkey over the heads (a
-// splits-th of them) in registers. The block of the first slice also stores what is a head's own,
-// dvalue and dcontent_bias; where a slice is narrower than Ds, scores are computed again for every
-// one. On chip stay a head's features of the keys (where they fit), its values and all sums.
-// Scores are transposed, [keys, query rows], so that probabilities and dscores are left operands as
-// they stand in registers.
+// splits-th of them, whole groups that share a value head) in registers. The block of the first
+// slice also stores dvalue of every group and dcontent_bias of every head; where a slice is
+// narrower than Ds, scores are computed again for every one. On chip stay a head's features of the
+// keys (where they fit), its values and all sums. Scores are transposed, [keys, query rows], so
+// that probabilities and dscores are left operands as they stand in registers.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeKeys {
   struct Params : KeysParams {
@@ -45,7 +45,8 @@ struct CollaborativeKeys {
       const int B = static_cast<int>(p.query.size[0]), H = static_cast<int>(p.mixing.size[0]);
       const int tiles = ceil_div(static_cast<int>(p.key.size[1]), kBlockN), slices = slices_of(p);
       const int64_t rest = block_index() / tiles / slices;  // batches, then splits
-      const int split = static_cast<int>(rest / B), heads = ceil_div(H, p.splits);
+      const int group = heads_per_value(p), split = static_cast<int>(rest / B);
+      const int heads = static_cast<int>(ceil_div(H / group, p.splits)) * group;
       b = static_cast<int>(rest % B);
       first_head = split * heads;
       last_head = min_of(first_head + heads, H);
@@ -54,7 +55,7 @@ struct CollaborativeKeys {
       part = split * B + b;
     }
 
-    // Its block stores what is a head's own.
+    // Its block stores dvalue and dcontent_bias.
     HK_DEVICE bool is_first_slice() const { return column == 0; }
   };
 
@@ -93,8 +94,8 @@ struct CollaborativeKeys {
 
   struct Sums {
     Accumulator<kGroups, kSlice> dkey;
-    Accumulator<kGroups, kWidth> dvalue;
-    float dbias[kGroups][2];  // this lane's part of a key's sum
+    Accumulator<kGroups, kWidth> dvalue;  // of the heads so far that share a value head
+    float dbias[kGroups][2];              // this lane's part of a key's sum
   };
 
   HK_DEVICE static void run(const Params& p) {
@@ -110,13 +111,14 @@ struct CollaborativeKeys {
     const int warp_row = warp() * kGroups * 16;
     Sums sums;
     sums.dkey.clear();
+    const int group = heads_per_value(p);
     for (int h = at.first_head; h < at.last_head; ++h) {
-      sums.dvalue.clear();
+      if (h % group == 0) sums.dvalue.clear();
       for (auto& of_group : sums.dbias) of_group[0] = of_group[1] = 0.0f;
       add_head(p, list, on_chip, at, h, sums);
       if (!at.is_first_slice()) continue;
-      if (p.dvalue)
-        store_gradient<T>(p.dvalue, at.b, h, at.first_key + warp_row, 0, sums.dvalue, 1.0f);
+      if (p.dvalue && (h + 1) % group == 0)
+        store_gradient<T>(p.dvalue, at.b, h / group, at.first_key + warp_row, 0, sums.dvalue, 1.0f);
       if (p.dcontent_bias) store_bias(p, at, h, sums.dbias);
     }
     if (p.dkey) {
@@ -181,7 +183,8 @@ struct CollaborativeKeys {
       return RowTerm(p, rows.gate, visible_of(p, at), at.b, h, H, row);
     };
 
-    copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h), at.first_key);
+    copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)),
+                        at.first_key);
     Step step = {first_tile};
     copy(step);
     if (sets_term(step)) on_chip.terms->set(thread_index(), term_of(step));

@@ -129,7 +129,7 @@ struct CollaborativeQueries {
     const Sources& rows = *on_chip.sources;
     if (thread_index() == 0) {
       *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
-                          rows_of<T>(p.value, at.b, h)};
+                          rows_of<T>(p.value, at.b, h / heads_per_value(p))};
     }
     sync_block();
     const ContentBias content_bias(p.content_bias, at.b, h);

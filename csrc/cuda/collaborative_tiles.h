@@ -73,6 +73,12 @@ Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
   return tiles;
 }
 
+// How many heads share a value head.
+HK_DEVICE int heads_per_value(const AttentionParams& p) {
+  const int Hv = static_cast<int>(p.value.size[1]);
+  return Hv ? static_cast<int>(p.mixing.size[0]) / Hv : 1;
+}
+
 // Features that rows may have in any case: with copied rows, whatever part it is.
 constexpr int64_t kWidestShared = 1024;
 

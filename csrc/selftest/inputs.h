@@ -37,7 +37,7 @@ struct Inputs {
   const bool collaborative;
   const DType dtype, compute = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
   const int64_t B = words.number("B", 2), H = words.number("H", 2);
-  const int64_t Hk = collaborative ? H : words.number("Hk", 1);
+  const int64_t Hk = collaborative ? words.number("Hv", H) : words.number("Hk", 1);  // of values
   const int64_t T = words.number("T", 9), S = words.number("S", 11);
   const int64_t D = words.number("D", 8), Dv = words.number("Dv", 8);
   const int64_t band_lo = words.number("lo", -(1 << 30)), band_hi = words.number("hi", 1 << 30);

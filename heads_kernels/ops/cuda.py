@@ -140,7 +140,8 @@ def _keys_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
         dvalue_parts = split_parts(dvalue, splits)
     else:
         slices = -(-width // tiles.slice) if dkey.numel() else 1
-        splits = splits_of(H, B * -(-S // tiles.block_n) * slices, call.key)
+        groups = call.value.shape[1]  # of heads that share a value head, which one block sums
+        splits = splits_of(groups, B * -(-S // tiles.block_n) * slices, call.key)
         dvalue_parts = dvalue
     dkey_parts = split_parts(dkey, splits)
     written = asked_for(dkey_parts), asked_for(dvalue_parts), dcontent_bias

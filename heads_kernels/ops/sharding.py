@@ -34,12 +34,12 @@ _LAYOUTS: Final = {
     "sinks": "H",
     "exclude_keys": "B S",
 }
-_SHARED: Final = {"query": "B T D", "key": "B S D", "value": "B H S Dv"}
+_SHARED: Final = {"query": "B T D", "key": "B S D", "value": "B Hv S Dv"}
 _GATES: Final = {1: "H", 2: "B H", 3: "B H T", 4: "B H T Dv"}
 _INTERVALS: Final = {"k_lo": "B T", "k_hi": "B T", "key_visible": "B S", "dense": "B H T S"}
 _OUTPUT: Final = "B H T Dv"
 #: The dimensions that may be sharded, and along which of the call they are.
-_SPLIT: Final = {"B": "B", "H": "H", "Hk": "H", "T": "T"}
+_SPLIT: Final = {"B": "B", "H": "H", "Hk": "H", "Hv": "H", "T": "T"}
 #: The dimension that every row needs whole: what is sharded along it is gathered.
 _KEYS: Final = "S"
 
@@ -52,8 +52,8 @@ def part_of(problem: Problem) -> Part | None:
     Plain tensors beside DTensors count as replicated.
 
     Raises:
-        ValueError: operands are sharded along other dimensions, or differently, or heads that share a key would be
-            split. Every process of the mesh raises it.
+        ValueError: operands are sharded along other dimensions, or differently, or heads that share a key or
+            value head would be split. Every process of the mesh raises it.
     """
     operands = _operands(problem)
     sharded = [(name, t) for name, t, _ in operands if is_sharded(t)]
@@ -78,7 +78,8 @@ class Part:
             "" if self._sizes.get(split) == 1 else split for split in _splits(operands, mesh)
         ]
         self._spans = {letter: self._all_spans(letter, n) for letter, n in self._sizes.items()}
-        self._spans["Hk"] = _key_spans(problem, self._spans["H"])
+        #: Of the heads that groups of query heads share.
+        self._shared_spans = _shared_spans(problem, self._spans["H"])
         self._at = mesh.get_coordinate()
         self.problem = self._of(problem, operands)
 
@@ -161,10 +162,12 @@ class Part:
             tensor = replicated(tensor, self.mesh)
         placements = self._placements(layout, tensor.shape)
         narrowed = None
-        if "Hk" in layout and self._all_spans("H", tensor.shape[1]) != self._spans["Hk"]:
-            # Query heads of several processes share a key head.
+        spans = self._shared_spans
+        shared = "Hk" in layout or "Hv" in layout
+        if shared and self._all_spans("H", tensor.shape[1]) != spans:
+            # Query heads of several processes share one of its heads.
             placements = [Replicate() if p == Shard(1) else p for p in placements]
-            narrowed = self._span("Hk")
+            narrowed = spans[tuple(self._at)]
         # Of what all processes have, each one's gradient is a term of the sum.
         terms = [
             Partial() if split and placement == Replicate() else placement
@@ -229,16 +232,19 @@ def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
     return splits
 
 
-def _key_spans(problem: Problem, heads: dict[tuple[int, ...], Span]) -> dict[tuple[int, ...], Span]:
-    """The key heads that the query heads of each process read."""
-    group = problem.H // max(problem.Hk, 1) if problem.mixing is None else 1
+def _shared_spans(
+    problem: Problem, heads: dict[tuple[int, ...], Span]
+) -> dict[tuple[int, ...], Span]:
+    """The heads of key and value that the query heads of each process read; where the key has none, of the value."""
+    shared, name = (problem.Hk, "key") if problem.mixing is None else (problem.Hv, "value")
+    group = problem.H // max(shared, 1)
     spans = {}
     for place, (first, count) in heads.items():
         last = first + max(count, 1) - 1
         whole = first % group == 0 and count % group == 0
         if not whole and first // group != last // group:
             was = f"has {problem.H} heads, of which one process would have {first} to {last}"
-            instead = f"shard over a number of processes that splits no group of {group} that share a key head"
-            refuse("query", was, instead)
+            instead = f"shard over a number of processes that splits no group of {group} that share a {name} head"
+            refuse("query" if problem.mixing is None else "mixing", was, instead)
         spans[place] = first // group, -(-count // group)
     return spans

@@ -17,6 +17,7 @@ from heads_kernels.checks import (
     check_sinks,
     check_sizes,
     check_tensors,
+    check_value_heads,
     refuse,
 )
 from heads_kernels.ops.buffers import compute_dtype
@@ -74,14 +75,14 @@ def check_operands(
         return
     operands = {name: given for name, given in tensors.items() if name not in ("mixing", "alpha")}
     check_tensors(**operands)
+    value = operands.get("value")
     if mixing is None:
         B, H, T, S, _ = check_grouped_heads(query, key)
-        Hk = key.shape[1]
+        Hv = key.shape[1]
     else:
         B, H, T, S, _ = check_mixing(query, key, mixing, call.content_bias)
-        Hk = H
+        Hv = H if value is None else check_value_heads(value, H, S)
     check_sizes(B, H, T, S)
-    value = operands.get("value")
     Dv = 0 if value is None else value.shape[-1]
     activation = "identity" if call.gate_activation == LINEAR else call.gate_activation
     check_gate(call.gate, activation, query, (B, H, T, Dv))
@@ -92,7 +93,7 @@ def check_operands(
     intervals = call.intervals
     expected: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
         ("key", key, (B, *key.shape[1:]), query.dtype),
-        ("value", value, (B, Hk, S, Dv), query.dtype),
+        ("value", value, (B, Hv, S, Dv), query.dtype),
         ("dout", saved.get("dout"), heads, query.dtype),
         ("attended", saved.get("attended"), heads, query.dtype),
         ("lse", saved.get("lse"), heads[:3], compute_dtype(query.dtype)),

@@ -176,7 +176,7 @@ class EntmaxCase(GatedCase):
 
 @dataclass(frozen=True)
 class CollaborativeCase(Case):
-    """A call of `collaborative_attention`.
+    """A call of `collaborative_attention`; `Hv` 0 is a value head for every head of mixing.
 
     mixing    dense; blocks (disjoint supports of equal width); ragged (of unequal width, borders at
               chunks, a head may keep nothing); unaligned (the same, borders anywhere); chunks
@@ -186,6 +186,7 @@ class CollaborativeCase(Case):
     Ds: int
     mixing: Mixing = "dense"
     content_bias: bool = False
+    Hv: int = 0
 
     operator: ClassVar[str] = "collaborative_attention"
 
@@ -193,7 +194,7 @@ class CollaborativeCase(Case):
         tensors = {
             "query": draw.rows(self.T, self.Ds),
             "key": draw.rows(self.S, self.Ds),
-            "value": draw.heads(self.H, self.S, self.Dv),
+            "value": draw.heads(self.Hv or self.H, self.S, self.Dv),
             "mixing": draw.companion(draw.normal(self.H, self.Ds) * self.mixing_support()),
         }
         if self.content_bias:

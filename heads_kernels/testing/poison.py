@@ -57,11 +57,11 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
     masked = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)
     visible = masked if p.bias is None else masked & (expand_bias(p.bias, p.B) > -torch.inf)
     fully_masked, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]
+    of_group = unseen.reshape(p.B, p.Hv, p.H // p.Hv, p.S).all(2)  # [B, Hv, S]
     if p.mixing is None:
-        unseen_keys = unseen.reshape(p.B, p.Hk, p.H // p.Hk, p.S).all(2)
-        places = {"query": fully_masked, "key": unseen_keys, "value": unseen_keys}
+        places = {"query": fully_masked, "key": of_group, "value": of_group}
     else:
-        places = {"query": fully_masked.all(1), "key": unseen.all(1), "value": unseen}
+        places = {"query": fully_masked.all(1), "key": unseen.all(1), "value": of_group}
         places["content_bias"] = unseen
     tensors = dict(inputs.tensors)
     for name, place in places.items():

@@ -45,6 +45,7 @@ PARTS = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
 
 
 def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor]:
+    """`Hk` is the number of heads of values, and of keys where heads have their own."""
     torch.manual_seed(0)
     if operator == "gated_attention":
         given = {"query": torch.randn(B, H, length, D)}
@@ -52,7 +53,7 @@ def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor
         given["sinks"] = torch.randn(H)
     else:
         given = {name: torch.randn(B, length, 12) for name in ("query", "key")}
-        given |= {"value": torch.randn(B, H, length, D), "mixing": torch.randn(H, 12)}
+        given |= {"value": torch.randn(B, Hk, length, D), "mixing": torch.randn(H, 12)}
         given["content_bias"] = torch.randn(B, H, length)
     if (factors := GATES[gate]) is not None:
         given["gate"] = factors[:, :, :length] if factors.dim() > 2 else factors
@@ -333,8 +334,9 @@ def test_options(operator: str, how: str, ranks: Callable[[int], Processes]) -> 
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_grouped_heads(how: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_call, "gated_attention", "[H]", HOW[how], 2)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_grouped_heads(operator: str, how: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_call, operator, "[H]", HOW[how], 2)
 
 
 def test_balance(ranks: Callable[[int], Processes]) -> None:

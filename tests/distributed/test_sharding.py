@@ -222,6 +222,15 @@ def test_groups_that_would_be_split(mesh: Any) -> None:
         hk.gated_attention(query, key, key)
 
 
+def test_groups_of_a_value_that_would_be_split(mesh: Any) -> None:
+    mixing = local(mesh, (3, 8), tensor.Shard(0), tensor.Replicate())
+    shared = torch.randn(2, 6, 8)
+    with pytest.raises(
+        ValueError, match=r"mixing has 6 heads, .* 0 to 2; .* groups? of 2 .* value head"
+    ):
+        hk.collaborative_attention(shared, shared, torch.randn(2, 3, 6, 8), mixing)
+
+
 def test_two_meshes(mesh: Any) -> None:
     query = local(mesh, (2, 4, 3, 8), tensor.Replicate(), tensor.Replicate())
     other = torch.distributed.init_device_mesh("cpu", (4,))

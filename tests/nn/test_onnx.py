@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.check, pytest.mark.filterwarnings("ignore")]
 NAMES = {
     "gate_bht_sigmoid", "gate_broadcast_tokens", "closed_batch_heads", "transposed_grouped", "padded_causal", "holes",
     "window_lower_right", "packed_causal", "dense_heads", "bias_hides", "offsets", "softcap", "sinks",
-    "ragged_bias", "zero_chunks",
+    "ragged_bias", "zero_chunks", "grouped_padded",
 }  # fmt: skip
 SMALL = [case for case in CASES if case.name in NAMES]
 

@@ -76,6 +76,7 @@ def tensors(
     B: int = 2,
     H: int = 4,
     Hk: int = 2,
+    Hv: int | None = None,
     T: int = 5,
     S: int = 7,
     D: int = 8,
@@ -83,14 +84,14 @@ def tensors(
     dtype: torch.dtype = torch.float64,
     grad: bool = False,
 ) -> dict[str, Tensor]:
-    """Random tensor arguments of `operator` by name, without a gate."""
+    """Random tensor arguments of `operator` by name, without a gate; `Hv` is H by default."""
     if operator in ("gated_attention", "entmax_attention"):
         shapes = {"query": (B, H, T, D), "key": (B, Hk, S, D), "value": (B, Hk, S, Dv)}
     elif operator == "collaborative_attention":
         shapes = {
             "query": (B, T, D),
             "key": (B, S, D),
-            "value": (B, H, S, Dv),
+            "value": (B, H if Hv is None else Hv, S, Dv),
             "mixing": (H, D),
             "content_bias": (B, H, S),
         }

@@ -97,7 +97,7 @@ SHAPES: dict[str, tuple[str, Bad, str]] = {
         {"value": f32(B, 3, S, Dv)},
         (
             "value has shape [2, 3, 7, 6], but mixing has 4 heads and key has S = 7;"
-            " pass [..., H, S, Dv]."
+            " pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)."
         ),
     ),
     "mixing rank": (

@@ -125,10 +125,11 @@ def test_the_mixed_query_is_not_rounded(level: str, std: float) -> None:
     assert ((lse - exact).abs() <= 2.0**-15 * size + 2.0**-20 * (1 + exact.abs())).all()
 
 
+@pytest.mark.parametrize("Hv", [6, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_bits_of_a_shared_query_and_key(level: str, dtype: torch.dtype) -> None:
+def test_bits_of_a_shared_query_and_key(level: str, dtype: torch.dtype, Hv: int) -> None:
     """Gradients summed over heads: the same whatever the threads, and whatever else is in the batch."""
-    arguments = tensors("collaborative_attention", B=3, H=6, T=130, S=140, D=24, dtype=dtype)
+    arguments = tensors("collaborative_attention", B=3, H=6, Hv=Hv, T=130, S=140, D=24, dtype=dtype)
     inputs = inputs_of("collaborative_attention", arguments, is_causal=True)
     alone = replace(
         inputs,

@@ -67,6 +67,21 @@ def test_block_indicator_mixing_is_ordinary_attention(backend: str, dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", COLLABORATIVE)
+def test_grouped_values_are_values_repeated(backend: str, dtype: torch.dtype) -> None:
+    B, H, T, S = 2, 6, 33, 70
+    tensors = draw("collaborative_attention", B, H, T, S, dtype)
+    tensors["value"] = torch.randn(B, 3, S, 24, dtype=dtype)
+    tensors["gate"] = torch.tensor([0.5, 0.0, 1.0, 2.0, 0.0, 0.0], dtype=dtype)
+    dout = torch.randn(B, H, T, 24, dtype=dtype)
+    got = run("collaborative_attention", backend, tensors, dout, is_causal=True)
+    repeated = {**tensors, "value": tensors["value"].repeat_interleave(2, 1)}
+    want = run("collaborative_attention", backend, repeated, dout, is_causal=True)
+    want["value"] = want["value"].unflatten(1, (3, 2)).sum(2)
+    same(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", COLLABORATIVE)
 def test_zero_features_of_mixing_are_features_removed(backend: str, dtype: torch.dtype) -> None:
     B, H, T, S, Ds = 2, 2, 20, 21, 64
     tensors = draw("collaborative_attention", B, H, T, S, dtype, D=Ds)

@@ -233,7 +233,7 @@ class ContextParallel:
         """The mask of this process's rows and all keys."""
         query, key = given["query"], given["key"]
         B = query.shape[: query.dim() - (2 if "mixing" in given else 3)].numel()
-        H = given[_of_all_heads(given)].shape[-3]
+        H = _count_heads(given)
         T, S = self.whole_length(query.shape[-2]), self.whole_length(key.shape[-2])
         mask = as_mask(given.get("attn_mask"), (B, H, T, S))
         if given.get("is_causal", False):
@@ -328,11 +328,11 @@ class ContextParallel:
     def _dealt(self, given: dict[str, Any], heads: dict[str, int]) -> dict[int, Tensor]:
         """With "ulysses" the order in which heads are dealt out, by their number; empty: the order that they have.
 
-        Open heads are spread evenly. Heads that share a key stay together.
+        Open heads are spread evenly. Heads that share a key or value head stay together.
         """
         if self.method != "ulysses":
             return {}
-        W, H = self.mesh.size(), given[_of_all_heads(given)].shape[-3]
+        W, H = self.mesh.size(), _count_heads(given)
         groups = given["value"].shape[-3]
         if groups % W:
             was = (
@@ -361,9 +361,9 @@ def _local(operand: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- where operands have what
-def _of_all_heads(given: dict[str, Any]) -> str:
-    """The operand that has every head."""
-    return "value" if "mixing" in given else "query"
+def _count_heads(given: dict[str, Any]) -> int:
+    heads: int = given["mixing"].shape[-2] if "mixing" in given else given["query"].shape[-3]
+    return heads
 
 
 def _sequences(given: dict[str, Any]) -> dict[str, int]:

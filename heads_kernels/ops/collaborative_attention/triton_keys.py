@@ -134,15 +134,15 @@ def _rows_tile(
 @triton.jit
 def _keys_kernel(
     query, key, value, dout, mixing, content_bias, gate, lse, delta, terms, visible, dropout, dkey_out, dvalue_out,
-    dcontent_out, B, H, T, S, SPLITS, scale,
+    dcontent_out, B, H, T, S, GROUP, SPLITS, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """A program owns a SLICE of features of BLOCK_N keys and sums `dkey` over the heads on chip, for one store.
 
-    Where tiles alone would not fill the GPU it takes a SPLITS-th of the heads, and the parts are added up afterwards.
-    The program of the first slice also stores what belongs to a head alone, `dvalue` and `dcontent_bias`. Where SLICE
-    is narrower than Ds, scores are computed again for every slice.
+    Where tiles alone would not fill the GPU it takes a SPLITS-th of the heads, whole groups of GROUP that share a value
+    head, and the parts are added up afterwards. The program of the first slice also stores `dvalue` of every group and
+    `dcontent_bias` of every head. Where SLICE is narrower than Ds, scores are computed again for every slice.
     """
     tiles = tl.cdiv(S, BLOCK_N)
     slices = 1 if dkey_out is None else tl.cdiv(DS, SLICE)
@@ -157,7 +157,8 @@ def _keys_kernel(
             visible, b, first_key, T, S, BLOCK_N, BLOCK_M
         )
     dkey = tl.zeros((BLOCK_N, SLICE), tl.float32)
-    heads = tl.cdiv(H, SPLITS)
+    dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)  # of the heads of a group so far
+    heads = tl.cdiv(H // GROUP, SPLITS) * GROUP
     for index in range(tl.minimum(heads, H - split * heads)):
         h = split * heads + index
         count, numbers = active_chunks(mixing, h, DS, BLOCK_D, CHUNKS)
@@ -170,7 +171,7 @@ def _keys_kernel(
         if content_bias is not None:
             content = load_content_bias(content_bias, b, h, keys, S)
         v = load_tile(
-            value, b, h, first_key, keys < S, DV, BLOCK_N, BLOCK_DV
+            value, b, h // GROUP, first_key, keys < S, DV, BLOCK_N, BLOCK_DV
         )  # [BLOCK_N, BLOCK_DV]
         of_head = head_gate(gate, b, h, KIND, ACTIVATION)
         # A closed head has no steps; nor has one that does not use this slice, unless it is the first.
@@ -178,7 +179,7 @@ def _keys_kernel(
         taking_part = tl.minimum(
             open_rows(gate, b, h, T, KIND, ACTIVATION), tl.where(column == 0, 1, used)
         )
-        dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+        dvalue = tl.where(h % GROUP == 0, 0.0, dvalue)
         dcontent = tl.zeros((BLOCK_N,), tl.float32)
         for place in range(full_start, full_start + (full_end - full_start) * taking_part):
             tile = full_tile(visible, b, h, own, place)
@@ -200,10 +201,21 @@ def _keys_kernel(
             )  # fmt: skip
         if dvalue_out is not None:
             # Not in the branch: one that reads an accumulator Triton 3.6 cannot compile for sm_100.
-            dvalue = dvalue.to(dvalue_out.ptr.dtype.element_ty)
+            of_group = dvalue.to(dvalue_out.ptr.dtype.element_ty)
         if column == 0:
             if dvalue_out is not None:
-                store_tile(dvalue_out, b, h, first_key, S, dvalue, DV, BLOCK_N, BLOCK_DV)
+                end_of_keys = tl.where((h + 1) % GROUP == 0, S, 0)  # after the last head of a group
+                store_tile(
+                    dvalue_out,
+                    b,
+                    h // GROUP,
+                    first_key,
+                    end_of_keys,
+                    of_group,
+                    DV,
+                    BLOCK_N,
+                    BLOCK_DV,
+                )
             if dcontent_out is not None:
                 tl.store(
                     dcontent_out + (b * H + h).to(tl.int64) * S + keys,
@@ -222,11 +234,12 @@ def keys_pass(
     """Fill `dkey`, `dvalue` and `dcontent_bias`; an empty one is not computed."""
     if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
         return
-    (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
+    B, H, T, S, Ds, Dv = call.sizes
+    groups = max(call.value.shape[1], 1)  # of heads that share a value head
     tiles = tiles_for("collaborative_attention.keys", call.query, Ds, Dv, has_terms(call))
     width = tiles.block_slice
     programs = B * -(-S // tiles.block_n) * (-(-Ds // width) if dkey.numel() else 1)
-    splits = splits_of(H, programs, call.query)
+    splits = splits_of(groups, programs, call.query)
     part = split_parts(dkey, splits)
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
@@ -235,7 +248,7 @@ def keys_pass(
         terms_of(call), visible_to_tiles(call, tiles, by_keys=True), dropout_of(call.seed, call.dropout_p),
         rows_of(part) if dkey.numel() else None, rows_of(dvalue) if dvalue.numel() else None,
         dcontent_bias if dcontent_bias.numel() else None,
-        B, H, T, S, splits, call.scale,
+        B, H, T, S, max(H // groups, 1), splits, call.scale,
         KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), SLICE=width,

@@ -53,7 +53,7 @@ from heads_kernels.ops.triton.visible import (
 @triton.jit
 def _keys_tile(
     query, key, value, do, row_lse, row_delta, g, mixing, content_bias, terms, visible, dropout, dmixed, lo, hi, rows,
-    first_row, tile, count, numbers, slice_column, b, h, T, S, scale,
+    first_row, tile, count, numbers, slice_column, b, h, T, S, GROUP, scale,
     PARTIAL: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,9 @@ def _keys_tile(
             tl.trans(k),
             raw,
         )
-    v = load_tile(value, b, h, first_key, there, DV, BLOCK_N, do.shape[1])  # [BLOCK_N, BLOCK_DV]
+    v = load_tile(
+        value, b, h // GROUP, first_key, there, DV, BLOCK_N, do.shape[1]
+    )  # [BLOCK_N, BLOCK_DV]
     k_slice = load_columns(
         key, b, first_key, there, slice_column, DS, BLOCK_N, SLICE
     )  # [BLOCK_N, SLICE]
@@ -103,7 +105,7 @@ def _keys_tile(
 @triton.jit
 def _queries_kernel(
     query, key, value, dout, mixing, content_bias, gate, lse, delta, terms, visible, dropout, dquery_out, dmixing_out,
-    B, H, T, S, SPLITS, SKIPS, scale,
+    B, H, T, S, GROUP, SPLITS, SKIPS, scale,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
@@ -156,14 +158,14 @@ def _queries_kernel(
             tile = full_tile(visible, b, h, tile_of_rows, place)
             dmixed = _keys_tile(
                 query, key, value, do, row_lse, row_delta, g, mixing, content_bias, terms, visible, dropout, dmixed,
-                lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, scale,
+                lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, GROUP, scale,
                 False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         for place in range((full_start - start + end - full_end) * taking_part):
             tile = partial_tile(visible, b, h, tile_of_rows, place, start, full_start, full_end)
             dmixed = _keys_tile(
                 query, key, value, do, row_lse, row_delta, g, mixing, content_bias, terms, visible, dropout, dmixed,
-                lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, scale,
+                lo, hi, rows, first_row, tile, count, numbers, column, b, h, T, S, GROUP, scale,
                 True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
             )  # fmt: skip
         # Rows that see nothing take part in no sum, whatever stands in them or in the keys beside them.
@@ -192,7 +194,7 @@ def queries_pass(
     """Fill `dquery` and `dmixing_rows`; an empty one is not computed."""
     if not (dquery.numel() or dmixing_rows.numel()):
         return
-    (B, T, Ds), (_, H, S, Dv) = call.query.shape, call.value.shape
+    B, H, T, S, Ds, Dv = call.sizes
     if H == 0:
         dquery.zero_()  # no head writes it
         return
@@ -209,7 +211,7 @@ def queries_pass(
         content_bias_of(call.content_bias), gate_of(first.gate), first.lse, first.delta,
         terms_of(call), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
         rows_of(part) if dquery.numel() else None, mixing_parts,
-        B, H, T, S, splits, int(mixing_parts is None or not closed_grad), call.scale,
+        B, H, T, S, H // call.value.shape[1], splits, int(mixing_parts is None or not closed_grad), call.scale,
         KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), SLICE=width,
