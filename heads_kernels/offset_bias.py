@@ -91,6 +91,10 @@ class OffsetBias:
         """The bias for query rows that start at position `row`: `S - T` when decoding with a cache."""
         return self._of(self.values, self.first, self.kind, self.start + _whole("row", row))
 
+    def worked_out(self, T: int, S: int) -> OffsetBias:
+        """The same bias for calls of T rows and S keys, which read its table as it is: for layers that share it."""
+        return OffsetBias(self.table(T, S), 1 - T)
+
     @property
     def heads(self) -> int:
         """H, or 1 if all heads share it."""
@@ -99,7 +103,10 @@ class OffsetBias:
     def table(self, T: int, S: int) -> Tensor:
         """`[H or 1, T + S - 1]`, at least one column: the bias at offsets `-(T - 1)` to `S - 1`, for the kernels."""
         count = max(T + S - 1, 1)
-        offsets = torch.arange(count, device=self.values.device) - (T - 1 + self.start)
+        first, columns = 1 - T - self.start, self.values.shape[1]
+        if self.kind == "table" and (self.first, columns) == (first, count):
+            return self.values
+        offsets = torch.arange(count, device=self.values.device) + first
         if self.kind == "alibi":
             return -self.values * offsets.abs()
         return self.values[:, (offsets - self.first).clamp(0, self.values.shape[1] - 1)]

@@ -26,6 +26,11 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
+def is_watched() -> bool:
+    """Whether tensors may stand for others now: traced, transformed, or in a mode such as that of fake tensors."""
+    return traced() or bool(torch._C._len_torch_dispatch_stack())
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether its values may be read: on the CPU, not traced, not fake, not transformed."""
     return not traced() and type(tensor) is Tensor and tensor.device.type == "cpu"
@@ -42,7 +47,7 @@ def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
     On the CPU these are the bytes of the tensors. On a GPU, where reading them would synchronise: their addresses, and
     PyTorch's counts of writes to them.
     """
-    if traced() or torch._C._len_torch_dispatch_stack():
+    if is_watched():
         return None
     tensors = dict.fromkeys(tensors)
     if device.type == "cpu":
@@ -61,7 +66,7 @@ def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
 
 def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
     """`lengths` as int64 on `device`; equal lists are copied to a GPU once."""
-    if traced() or torch._C._len_torch_dispatch_stack() or not _keeps(device):
+    if is_watched() or not _keeps(device):
         return torch.tensor(lengths, dtype=torch.int64, device=device)
     if capturing(device):
         return _filled(lengths, device)
@@ -77,7 +82,7 @@ def _copied(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tens
 def distances_on(device: torch.device, S: int) -> Tensor:
     """int32 `[2, 1, S]` on `device`: the distance of each key from the end, S to 1, and from the start, 1 to S."""
     real = device.type == "cpu" or _keeps(device)
-    if traced() or torch._C._len_torch_dispatch_stack() or not real or capturing(device):
+    if is_watched() or not real or capturing(device):
         return _distances(S, device)
     return _kept_distances(S, device, _stream(device))
 

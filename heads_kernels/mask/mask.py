@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 from typing import Any, Final
@@ -15,7 +15,7 @@ from torch import Tensor
 from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, refuse, shown
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
-from heads_kernels.mask.kept import capturing, readable, state_of
+from heads_kernels.mask.kept import capturing, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
     Alignment,
     Bounds,
@@ -72,6 +72,7 @@ class Mask:
 
     terms: tuple[Term, ...]
     _last: tuple[object, Intervals] | None = None  # the last (call, its intervals)
+    _is_snapshot: bool = False  # whether nobody else has its tensors
 
     def __init__(
         self,
@@ -112,6 +113,19 @@ class Mask:
         """The mask of these terms."""
         mask = cls()
         object.__setattr__(mask, "terms", terms)
+        return mask
+
+    def snapshot(self) -> Mask:
+        """The mask as it is now: later writes to its tensors do not change what is returned, which has copies.
+
+        Nobody writes to the copies, so that calls of the same sizes on the CPU need not compare them.
+        """
+        terms: list[Term] = []
+        for term in self.terms:
+            tensors = {name: v.clone() for name, v in vars(term).items() if isinstance(v, Tensor)}
+            terms.append(replace(term, **tensors) if tensors else term)  # type: ignore[type-var]
+        mask = Mask.of(tuple(terms))
+        object.__setattr__(mask, "_is_snapshot", True)
         return mask
 
     @classmethod
@@ -155,6 +169,11 @@ class Mask:
         With only `causal` and `window` they have no tensors. Otherwise the last ones are cached and reused
         while the tensors hold the same values (`kept.state_of`), so that the layers of a model share them.
         """
+        if self._is_snapshot and not is_watched():
+            last = self._last  # read once: another thread may replace it
+            call: tuple[object, ...] = B, H, T, S, device, torch.is_inference_mode_enabled()
+            if last is not None and last[0] == call:
+                return last[1]
         tensors = [v for term in self.terms for v in vars(term).values() if isinstance(v, Tensor)]
         device = device_of(tensors) if device is None else torch.device(device)
         if all(isinstance(term, (Causal, Window)) for term in self.terms):
@@ -163,8 +182,10 @@ class Mask:
         if state is None:
             return self.work_out(B, H, T, S, device)
         # A tensor made in inference mode cannot be saved for a backward pass.
-        call = B, H, T, S, device, torch.is_inference_mode_enabled(), state
-        last = self._last  # read once: another thread may replace it
+        call = B, H, T, S, device, torch.is_inference_mode_enabled()
+        if not (self._is_snapshot and device.type == "cpu"):
+            call += (state,)
+        last = self._last
         if capturing(device):
             last = _CAPTURED
         elif last is not None and last[0] == call:

@@ -30,6 +30,39 @@ def test_intervals_are_kept_for_the_same_call() -> None:
     assert [wide.intervals(1, 1, T, 4).k_hi.shape[1] for T in (2, 3, 2)] == [2, 3, 2]  # type: ignore[union-attr]
 
 
+def test_a_snapshot_is_not_changed_by_writes() -> None:
+    real = all_real(2, 5)
+    mask = Mask(causal=True, key_mask=real) & Mask(key_lengths=[4, 5])
+    snapshot = mask.snapshot()
+    real[:, 1] = False
+    assert torch.equal(
+        snapshot.to_dense(2, 1, 5, 5),
+        (Mask(causal=True) & Mask(key_lengths=[4, 5])).to_dense(2, 1, 5, 5),
+    )
+    assert not torch.equal(snapshot.to_dense(2, 1, 5, 5), mask.to_dense(2, 1, 5, 5))
+
+
+def test_intervals_of_a_snapshot_are_kept_without_comparing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snapshot = every_kind().snapshot()
+    cpu = torch.device("cpu")
+    first = snapshot.intervals(2, 1, 5, 5, cpu)
+    monkeypatch.delattr(mask_module, "state_of")
+    assert snapshot.intervals(2, 1, 5, 5, cpu) is first
+
+
+def test_a_snapshot_keeps_what_the_call_was() -> None:
+    """Its sizes, and whether it is in inference mode."""
+    snapshot = Mask(key_mask=all_real(1, 4)).snapshot()
+    cpu = torch.device("cpu")
+    first = snapshot.intervals(1, 1, 2, 4, cpu)
+    assert snapshot.intervals(1, 1, 3, 4, cpu) is not first
+    with torch.inference_mode():
+        assert snapshot.intervals(1, 1, 3, 4, cpu).k_hi.is_inference()  # type: ignore[union-attr]
+    assert not snapshot.intervals(1, 1, 3, 4, cpu).k_hi.is_inference()  # type: ignore[union-attr]
+
+
 def test_intervals_of_lists_are_kept() -> None:
     mask = Mask(causal=True, key_lengths=[4, 5])
     first = mask.intervals(2, 1, 5, 5)

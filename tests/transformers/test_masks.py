@@ -276,3 +276,17 @@ def test_masks_by_kind_of_layer() -> None:
     for mask in masks.values():
         again = stock.create_causal_mask(config, torch.empty(B, 9, 0), mask, None)
         assert again is mask
+
+
+def test_a_mask_stays_as_it_was_made() -> None:
+    """Within a pass nothing compares it; a write to the caller's padding belongs to the next pass."""
+    real = padding(9)
+    made = prepare_mask(batch_size=B, q_length=9, kv_length=9, attention_mask=real)
+    assert made is not None
+    assert isinstance(made.mask, hk.Mask)
+    before = made.mask.to_dense(B, 1, 9, 9)
+    real[:] = True
+    assert torch.equal(made.mask.to_dense(B, 1, 9, 9), before)
+    after = prepare_mask(batch_size=B, q_length=9, kv_length=9, attention_mask=real)
+    assert after is not None
+    assert not torch.equal(after.to_dense()[:, 0], before[:, 0])

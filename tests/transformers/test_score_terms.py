@@ -53,10 +53,28 @@ def test_offsets_are_the_stock_bias(name: str, far: int) -> None:
             use(model)
             bias = module.compute_bias(T, S, past_seen_tokens=start)
             assert isinstance(bias, RelativeBias)
-            offsets = bias.offsets(None, expected.device)
+            offsets = bias.offsets(None, (T, S), expected.device)
             assert offsets is not None
             assert torch.equal(offsets.to_dense(T, S), expected[0])
             release(model)
+
+
+def test_offsets_are_worked_out_once_for_a_pass_without_gradients() -> None:
+    """For the sizes of the call; with gradients every layer has to look them up again."""
+    module: Any = use(build("t5")).decoder.block[0].layer[0].SelfAttention
+    bias = module.compute_bias(1, 9, past_seen_tokens=8)
+    cpu = torch.device("cpu")
+    with torch.no_grad():
+        first = bias.offsets(None, (1, 9), cpu)
+        assert bias.offsets(None, (1, 9), cpu) is first
+        assert first.table(1, 9) is first.values
+        assert torch.equal(bias.offsets(torch.tensor([1]), (1, 9), cpu).values, first.values[1:2])
+        assert bias.offsets(None, (1, 10), cpu).values.shape[1] == 10
+    found = bias.offsets(None, (1, 10), cpu)
+    assert found.values.requires_grad
+    assert bias.offsets(None, (1, 10), cpu) is not found
+    with torch.no_grad():
+        assert not bias.offsets(None, (1, 10), cpu).values.requires_grad
 
 
 @pytest.mark.parametrize("name", T5_LIKE)

@@ -227,7 +227,7 @@ def _bias(
     bias: Tensor | OffsetBias | None
     if isinstance(position_bias, RelativeBias):
         kept: Tensor | None = getattr(module, "kept_heads", None)
-        bias = position_bias.offsets(kept, device)
+        bias = position_bias.offsets(kept, (T, S), device)
     else:
         bias = None if position_bias is None else _of_kept_heads(module, H, position_bias, -3)
     if not _is_added(attention_mask):

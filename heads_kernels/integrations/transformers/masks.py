@@ -208,6 +208,7 @@ def prepare_mask(
         return PreparedMask(dense, tuple(dense.shape), device)
     if attention_mask is not None:
         mask &= Mask(key_mask=_real_keys(attention_mask, kv_length, kv_offset))
+    mask = mask.snapshot()  # as stock masks, which are made once for a pass
     return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device)
 
 

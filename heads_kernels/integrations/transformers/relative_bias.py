@@ -27,17 +27,26 @@ class RelativeBias:
     def __init__(self, module: Replacement | None, start: int = 0) -> None:
         self.module = module
         self.start = start
-        self.found: OffsetBias | None = None
+        self.found: OffsetBias
+        self.call: tuple[Any, ...] | None = None  # the call that `found` is for, without gradients
 
-    def offsets(self, kept_heads: Tensor | None, device: torch.device) -> OffsetBias | None:
-        """The bias as the operators take it, of these heads or of all of them; None where nothing is added."""
+    def offsets(
+        self, kept_heads: Tensor | None, sizes: tuple[int, int], device: torch.device
+    ) -> OffsetBias | None:
+        """The bias of a call of sizes (T, S), of these heads or of all of them; None where nothing is added.
+
+        Without gradients it is worked out once for all layers that this object is handed to.
+        """
         if self.module is None or (kept_heads is not None and len(kept_heads) == 0):
             return None
-        if self.found is None or torch.is_grad_enabled():
-            self.found = self.module.offsets()
-        table = self.found.values.to(device)
-        table = table if kept_heads is None else table[kept_heads]
-        return OffsetBias(table, self.found.first).starting_at(self.start)
+        call = (*sizes, device)
+        if torch.is_grad_enabled() or self.call != call:
+            bias = self.module.offsets()
+            moved = OffsetBias(bias.values.to(device), bias.first)
+            self.found = moved.starting_at(self.start).worked_out(*sizes)
+            self.call = None if torch.is_grad_enabled() else call
+        found = self.found
+        return found if kept_heads is None else OffsetBias(found.values[kept_heads], found.first)
 
 
 class OwnRelativePositions(Replacement):
