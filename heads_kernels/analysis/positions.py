@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import Device
 from heads_kernels.mask.terms import Term
-from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall, blocks
 from heads_kernels.ops import formula
 from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
@@ -20,9 +20,6 @@ from heads_kernels.ops.scores import NEG_INF
 from heads_kernels.problem import Problem
 
 #: Probabilities of a block of query rows, 1 MiB of float32: they stay in a cache of the second level. A block has
-#: 8 rows at least, for fewer make slow products. Heuristic.
-_BLOCK: Final = 1 << 18
-_LEAST_ROWS: Final = 8
 
 
 def own_keys(call: AttentionCall) -> Tensor:
@@ -144,9 +141,3 @@ def _by_blocks(call: AttentionCall, bands: list[Band]) -> list[Tensor]:
             within = (j >= band.lo[:, rows, None]) & (j < band.hi[:, rows, None])
             part[:, :, rows] = (p * within[:, None]) @ band.features.to(p.dtype)[:, None]
     return found
-
-
-def blocks(T: int, width: int) -> list[slice]:
-    """Rows 0 to T - 1 in slices of 2^18 numbers, of which a row has `width`, but 8 rows at least."""
-    rows = max(_LEAST_ROWS, _BLOCK // max(1, width))
-    return [slice(start, min(start + rows, T)) for start in range(0, T, rows)]

@@ -24,7 +24,7 @@ class HeadLayout:
         head_dim, value_dim: paths of the widths of a head's key and value; "" for a value as wide as the key.
         beside: paths of other projections with rows for every query head: logits of an output gate, content biases.
             Paths that do not exist, or are None, are skipped.
-        rows: names of parameters of the module that have one row per query head.
+        rows: names of parameters of the module that have one row per query head; those that are None are skipped.
         shared: whether all heads share query and key (collaborative attention).
         keeps_count: names of head counts that pruning does not change.
         scale: path of the factor of the scores; "" where it is `head_dim ** -0.5`.
@@ -82,6 +82,7 @@ LAYOUTS: dict[str, HeadLayout] = {
         output="out_proj",
         value_dim="value_dim",
         beside=("gate_proj",),
+        rows=("alpha_logits",),
         scale="scale",
     ),
     "CollaborativeMultiheadAttention": HeadLayout(

@@ -47,7 +47,8 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
     module = layer.module
     kept = torch.tensor(heads, dtype=torch.int64)
     for name in layer.layout.rows:
-        replace(module, name, getattr(module, name)[kept])
+        if (rows_of_heads := getattr(module, name)) is not None:
+            replace(module, name, rows_of_heads[kept])
     if layer.gate is not None:
         layer.gate.keep(heads)
     if not hasattr(module, "kept_heads"):
@@ -138,6 +139,8 @@ def check_has_products(layer: AttentionLayer) -> None:
         refuse(str(layer), was, "only scores that are products of the weights have shared features")
     if not layer.num_heads:
         refuse(str(layer), "has no heads left", "leave it out")
+    if getattr(layer.module, "alpha_logits", None) is not None:
+        refuse(str(layer), "has entmax, which collaborative attention has not", "leave it out")
     name = type(layer.module).__name__
     if layer.layout.rotary and name not in LAYOUTS:
         instead = "convert a model whose layers are of a known class themselves"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size, refuse
-from heads_kernels.functional import gated_attention
+from heads_kernels.checks import check_flag, check_size, refuse
+from heads_kernels.functional import entmax_attention, gated_attention
 from heads_kernels.nn.multihead import Multihead, head_width
 from heads_kernels.nn.state_dict import load_torch_projections, split_projections
+from heads_kernels.ops.buffers import compute_dtype
 
 
 class GatedMultiheadAttention(Multihead):
@@ -37,6 +40,8 @@ class GatedMultiheadAttention(Multihead):
         scale: factor of the scores; default `head_dim ** -0.5`.
         output_gate: gates from the query's input, `sigmoid(X W_g + b_g)` (`gate_proj`): one per token and head
             ("head"), per token and element of a head ("element"), or None.
+        entmax: whether alpha-entmax takes the place of softmax, with an `alpha` per head that is learned (Correia,
+            Niculae, Martins 2019); it starts at 1.5.
         batch_first: inputs and output are `[B, T, embed_dim]`, or `[T, B, embed_dim]` if False. Masks, caches and
             statistics have the batch first in both cases.
         device, dtype: of the parameters.
@@ -44,12 +49,14 @@ class GatedMultiheadAttention(Multihead):
     Attributes:
         head_gate: a `HeadGate`, initially None. With an output gate as well, the operator takes the head gate, so
             that closed heads cost nothing, and the output gate is applied afterwards.
+        alpha_logits: a parameter `[H]` with `alpha = 1 + sigmoid(alpha_logits)`; None without `entmax`.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
-    operator = staticmethod(gated_attention)
+    operator: Callable[..., Tensor] = staticmethod(gated_attention)
+    alpha_logits: nn.Parameter | None
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class GatedMultiheadAttention(Multihead):
         dropout: float = 0.0,
         scale: float | None = None,
         output_gate: str | None = None,
+        entmax: bool = False,
         batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -93,6 +101,11 @@ class GatedMultiheadAttention(Multihead):
         )
         self.num_key_heads = Hk
         self.head_dim = D
+        check_flag("entmax", entmax)
+        logits = nn.Parameter(torch.zeros(H, device=device, dtype=dtype)) if entmax else None
+        self.register_parameter("alpha_logits", logits)
+        if entmax:
+            self.operator = entmax_attention
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(load_torch_projections)  # type: ignore[no-untyped-call]
 
@@ -128,6 +141,14 @@ class GatedMultiheadAttention(Multihead):
             made.get_parameter(name).requires_grad_(weight.requires_grad)
         return made.train(attention.training)
 
+    @property
+    def alpha(self) -> Tensor | None:
+        """`[H]` in (1, 2], float32 or wider; None without `entmax`."""
+        if self.alpha_logits is None:
+            return None
+        logits = self.alpha_logits.to(compute_dtype(self.alpha_logits.dtype))
+        return 1.0 + logits.sigmoid().clamp(min=torch.finfo(logits.dtype).eps)
+
     def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return (
             self.by_head("k_proj", key, self.num_key_heads, self.head_dim),
@@ -137,12 +158,14 @@ class GatedMultiheadAttention(Multihead):
     def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
         key, value = source  # [B, S, Hk, D], [B, S, Hk, Dv]
         query = self.by_head("q_proj", query, self.num_heads, self.head_dim)
-        return {
+        found: dict[str, Tensor | None] = {
             "query": query.transpose(1, 2),
             "key": key.transpose(1, 2),
             "value": value.transpose(1, 2),
         }
+        return found if self.alpha_logits is None else {**found, "alpha": self.alpha}
 
     def extra_repr(self) -> str:
         heads = f"num_key_heads={self.num_key_heads}, head_dim={self.head_dim}"
-        return f"{heads}, {super().extra_repr()}"
+        entmax = "" if self.alpha_logits is None else ", entmax=True"
+        return f"{heads}, {super().extra_repr()}{entmax}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from heads_kernels.batch import Batch, unflatten
-from heads_kernels.checks import check_excluded
+from heads_kernels.checks import check_excluded, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -20,7 +21,13 @@ from heads_kernels.ops.attention_statistics import (
     AttentionStatistics,
     attention_statistics,
 )
+from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.ops.entmax_attention import eager as entmax
 from heads_kernels.problem import Problem
+
+#: 8 rows at least, for fewer make slow products. Heuristic.
+_BLOCK: Final = 1 << 18
+_LEAST_ROWS: Final = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +41,7 @@ class AttentionCall:
         mask: `hk.Mask` or bool tensor, True = visible.
         scale: the factor of scores.
         bias, softcap, sinks: as the operators take them, or None.
+        alpha: `[H]` of entmax; None for softmax.
         batch: the batch dimensions of the layer's input and of `bias`, with product B, if there are several.
         self_attention: whether rows and keys belong to one sequence; the last row is then the last key.
         rows: bool `[B, T]`, True for tokens and False for padding, if known.
@@ -52,6 +60,7 @@ class AttentionCall:
     batch: Batch = None
     self_attention: bool = True
     rows: Tensor | None = None
+    alpha: Tensor | None = None
 
     @property
     def B(self) -> int:
@@ -166,7 +175,12 @@ class AttentionCall:
 
     # ------------------------------------------------------------------ attention
     def statistics(self, exclude_keys: Tensor | None = None) -> AttentionStatistics:
-        """`hk.attention_statistics` of the call; `exclude_keys` is bool `[S]` or `[B, S]`."""
+        """`hk.attention_statistics` of the call; `exclude_keys` is bool `[S]` or `[B, S]`.
+
+        Raises:
+            ValueError: the call has entmax in the place of softmax.
+        """
+        self.check_softmax("statistics")
         problem = self._problem
         excluded = check_excluded(exclude_keys, problem.query, (self.B, self.S))
         problem = problem._replace(exclude_keys=excluded)
@@ -183,4 +197,31 @@ class AttentionCall:
         """
         start, stop, _ = rows.indices(self.T)
         call = SIGNATURE.unpack(SIGNATURE.pack(self._problem))
-        return formula.row_probabilities(scores.of_rows(call, start, stop))
+        call = scores.of_rows(call, start, stop)
+        if self.alpha is not None:
+            alpha = self.alpha.detach().to(compute_dtype(self.query.dtype))
+            return entmax.row_probabilities(call._replace(alpha=alpha))
+        return formula.row_probabilities(call)
+
+    def support_sizes(self) -> Tensor:
+        """int64 `[B, H, T]`: the number of keys to which each row gives a probability above 0.
+
+        Blocks of rows are worked out one after the other.
+        """
+        found = [
+            (self.probabilities(rows) > 0).sum(-1)
+            for rows in blocks(self.T, self.B * self.H * self.S)
+        ]
+        empty = self.query.new_zeros((self.B, self.H, 0), dtype=torch.int64)
+        return torch.cat([empty, *found], -1)
+
+    def check_softmax(self, what: str) -> None:
+        """Refuse, by the name of `what` is asked, a call with entmax in the place of softmax."""
+        if self.alpha is not None:
+            refuse(what, "is that of softmax, but the layer has entmax", "leave the layer out")
+
+
+def blocks(T: int, width: int) -> list[slice]:
+    """Rows 0 to T - 1 in slices of 2^18 numbers, of which a row has `width`, but 8 rows at least."""
+    rows = max(_LEAST_ROWS, _BLOCK // max(1, width))
+    return [slice(start, min(start + rows, T)) for start in range(0, T, rows)]

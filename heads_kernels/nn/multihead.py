@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heads_kernels.batch import Batch, flatten_companion, unflatten
 from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, refuse
 from heads_kernels.dtensor import is_sharded, replicated
-from heads_kernels.functional import attention_statistics
+from heads_kernels.functional import attention_statistics, entmax_attention
 from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.cache import KeyValueCache
@@ -63,7 +63,7 @@ class Multihead(nn.Module, ABC):
             `torch.nn.MultiheadAttention`. By default it hides rows as well.
     """
 
-    operator: ClassVar[Callable[..., Tensor]]
+    operator: Callable[..., Tensor]
     gate_proj: nn.Linear | None
     head_gate: HeadGate | None
     observer: Callable[[AttentionCall], None] | None = None
@@ -197,6 +197,11 @@ class Multihead(nn.Module, ABC):
             instead += " row, or call hk.attention_statistics"
             refuse("need_weights", "is True, but the weights are never stored", instead)
         check_flag("is_causal", is_causal)
+        if need_statistics and self.operator is entmax_attention:
+            instead = (
+                "observe the layer and call support_sizes or probabilities of its AttentionCall"
+            )
+            refuse("need_statistics", "is True, but they are those of softmax", instead)
         alone = key is None or key is query
         if key is None:
             if value is not None:
@@ -251,7 +256,7 @@ class Multihead(nn.Module, ABC):
             self.observer(call)
         # The operator gets the unflattened batch dimensions, so that a bias that broadcasts is not expanded.
         arguments: dict[str, Any] = {
-            name: each if each is None or name == "mixing" else unflatten(each, batch)
+            name: each if each is None or name in ("mixing", "alpha") else unflatten(each, batch)
             for name, each in operands.items()
         }
         arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
@@ -295,7 +300,7 @@ class Multihead(nn.Module, ABC):
             beside = beside * factor
         if batch is not None and gate is not None and gate.dim() > 1:
             gate = unflatten(gate.expand(len(query), *gate.shape[1:]), batch)
-        operator: Callable[..., Tensor] = type(self).operator
+        operator = self.operator
         if self.context is not None:
             operator = partial(self.context, operator)
         heads = operator(
@@ -319,6 +324,9 @@ class Multihead(nn.Module, ABC):
 
     def _check_context(self, cache: KeyValueCache | None, need_statistics: bool) -> None:
         """What reads the keys of whole sequences, of which this process has a part."""
+        if self.operator is entmax_attention:
+            was = "is set, but entmax needs the scores of whole rows"
+            refuse("context", was, "leave the layer out of context_parallel")
         for name, given in (
             ("cache", cache is not None),
             ("need_statistics", need_statistics),

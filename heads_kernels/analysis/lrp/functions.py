@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from heads_kernels.analysis.lrp import rules
-from heads_kernels.analysis.positions import blocks
 from heads_kernels.checks import refuse
-from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall, blocks
 from heads_kernels.ops import formula
 from heads_kernels.ops import gate as gates
 

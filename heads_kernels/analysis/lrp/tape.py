@@ -72,6 +72,7 @@ class RelevanceTape(TorchFunctionMode):
 
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
+        call.check_softmax("relevance")
         self._call = layer, call
         self.rows[call.B, call.T] = call.real_queries
 

@@ -92,6 +92,8 @@ def _converted_styles(
 def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelStyle]:
     H = layer.num_heads
     _check_even(name, H, processes)
+    if getattr(layer, "alpha_logits", None) is not None:
+        refuse(name, "has entmax, which serves no DTensors", "leave the layer out of the plan")
     split = ["v_proj", "content_proj", "gate_proj"]
     if not isinstance(layer, CollaborativeMultiheadAttention):
         split += ["q_proj", "k_proj"]

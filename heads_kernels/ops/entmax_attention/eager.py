@@ -29,14 +29,25 @@ def forward(call: Call, results: Results) -> None:
 
 
 @formula.without_autocast
-def _attend(call: Call) -> Results:
+def row_probabilities(call: Call) -> Tensor:
+    """Probabilities `[B, H, T, S]` of a call, before dropout."""
+    return _probabilities(call, scores.visible_pairs(call))[0]
+
+
+def _probabilities(call: Call, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities `[B, H, T, S]` and thresholds `[B, H, T]`."""
     order = _order(call)
-    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))  # [B, H, T, S]
-    visible = scores.visible_pairs(call)
     finished = scores.finish(call, raw)[0]
     threshold = entmax.threshold(finished, visible, order)
-    p = _logs(finished, threshold, order, visible).exp()
+    return _logs(finished, threshold, order, visible).exp(), threshold
+
+
+@formula.without_autocast
+def _attend(call: Call) -> Results:
+    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
+    visible = scores.visible_pairs(call)
+    p, threshold = _probabilities(call, visible)
     kept = formula.kept_share(call.seed, call.dropout_p, p.shape, p)
     value = formula.per_head(call.value, p)
     weights = formula.times(p, kept)
