@@ -12,6 +12,7 @@ runs one experiment; NAME is
     conversion_recovered         a model made collaborative, as it is and trained on
     deep_decoders                12 layers without warm-up: depth-scaled initialisation, merged attention
     rotary_conversion            a model with rotary positions made collaborative, beside other ways to a smaller cache
+    sparse_heads                 heads that learn how sparse they are (entmax), beside softmax
 
 and writes NAME.json and NAME.svg into DIR. NAME.json grows by a run at a time: after an interruption the same command
 goes on with the runs that are missing, and a finished run is not computed again. With --quick everything is tiny, takes

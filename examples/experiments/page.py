@@ -21,6 +21,7 @@ EXPERIMENTS: Final = (
     "conversion_recovered",
     "deep_decoders",
     "rotary_conversion",
+    "sparse_heads",
 )
 DOCS: Final = Path(__file__).parents[2] / "docs"
 KEPT: Final = DOCS / "experiments"

@@ -24,7 +24,7 @@ FOLDERS = EXAMPLES / "experiments", EXAMPLES / "translation"
 NAMES = (
     "heads_of_minilm", "pruning_curves", "l0_by_kind", "collaborative_from_scratch",
     "l0_or_importance", "conversion_recovered", "deep_decoders",
-    "rotary_conversion",
+    "rotary_conversion", "sparse_heads",
 )  # fmt: skip
 ON_MINILM = NAMES[:2]
 
