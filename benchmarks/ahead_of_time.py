@@ -28,22 +28,24 @@ from benchmarks.binaries import TARGETS, Kernel, recorded
 from heads_kernels.ops import support
 from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.problem import Problem
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs
+from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask
 
 _DTYPES: Final = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
 }  # fmt: skip
+_OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATIVE, ENTMAX)}
 
 
 # ---------------------------------------------------------------------- calls
 def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
     """Forward, with what the backward reads (without a gate also without that), and backward."""
     p = inputs.problem()
-    operator = GATED if p.mixing is None else COLLABORATIVE
+    operator = _OPERATORS[p.operator]
     arguments = operator.pack(p, seed)
     if p.gate is None:
         operator.forward_op(*arguments, False, "triton")
@@ -55,7 +57,7 @@ def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
 
 def _forward(inputs: Inputs, seed: torch.Tensor | None) -> None:
     p = inputs.problem()
-    operator = GATED if p.mixing is None else COLLABORATIVE
+    operator = _OPERATORS[p.operator]
     operator.forward_op(*operator.pack(p, seed), True, "triton")
 
 
@@ -136,6 +138,11 @@ def _works() -> tuple[Work, ...]:
             mask=mask.lower_right, gate="H",
         )  # fmt: skip
         result.append(Work(f"collaborative_attention: {shared}", shared, _forward))
+    sparse = "plain", "causal, gate of heads", "holes, gate of elements", "causal, dropout", "bias, gate of elements"
+    for D, words in itertools.product((64, 128, 256), sparse):
+        if D == 64 or words.startswith("causal, gate"):
+            case = EntmaxCase(f"{words}, D {D}", B, H, T, T, D=D, Dv=D, **features[words])
+            result.append(Work(f"entmax_attention: {case}", case, _attention))
     for D in (64, 128, 256):
         case = GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D)
         result.append(Work(f"attention_statistics: {case}", case, _statistics))

@@ -22,7 +22,16 @@ from benchmarks.gpu.settings import (
     word,
 )
 from heads_kernels.mask import Mask
-from heads_kernels.testing import CASES, Case, CollaborativeCase, GatedCase, check, masks
+from heads_kernels.testing import (
+    CASES,
+    ENTMAX,
+    Case,
+    CollaborativeCase,
+    EntmaxCase,
+    GatedCase,
+    check,
+    masks,
+)
 
 #: At most 8 heads of 2048 x 2048 or 4 of 4096 x 4096: 0.5 GiB of float64 a matrix, about ten at once.
 REAL: Final[tuple[Case, ...]] = (
@@ -48,6 +57,9 @@ REAL: Final[tuple[Case, ...]] = (
         gate="H", closed=0.34),
     CollaborativeCase("real_512_padded", 2, 3, 2048, 2048, Ds=512, Dv=64,
         mask=masks.padded(2048, 1111)),
+    EntmaxCase("real_entmax_64", 1, 6, 2048, 2048, D=64, Dv=64, gate="H", closed=0.34),
+    EntmaxCase("real_entmax_128", 1, 4, 2048, 2048, D=128, Dv=128, alpha=(1.1, 2.0),
+        is_causal=True),
     CollaborativeCase("real_768", 1, 4, 2048, 2048, Ds=768, Dv=64, is_causal=True),
 )  # fmt: skip
 
@@ -55,8 +67,8 @@ REAL: Final[tuple[Case, ...]] = (
 def cases(settings: Settings) -> list[Case]:
     """Real sizes first: they are what people run; the long case has no oracle that fits."""
     if settings.tiny:
-        return [case for case in CASES if "tiny" in case.tags and case.B * case.H * case.T <= 24]
-    return [*REAL, *(case for case in CASES if "long" not in case.tags)]
+        return [case for case in (*CASES, *ENTMAX) if "tiny" in case.tags and case.B * case.H * case.T <= 24]
+    return [*REAL, *(case for case in (*CASES, *ENTMAX) if "long" not in case.tags)]
 
 
 def items(settings: Settings) -> Items:

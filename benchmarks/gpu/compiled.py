@@ -12,7 +12,11 @@ import heads_kernels as hk
 from benchmarks.gpu.settings import DIFFERENTIABLE, TABLES, Items, Refused, Row, Settings
 from heads_kernels.testing import Inputs, find
 
-_CASES = {"gated_attention": "small_causal", "collaborative_attention": "small_bias"}
+_CASES = {
+    "gated_attention": "small_causal",
+    "collaborative_attention": "small_bias",
+    "entmax_attention": "small_causal",
+}
 
 
 def items(settings: Settings) -> Items:

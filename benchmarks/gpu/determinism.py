@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.accuracy import REAL
 from benchmarks.gpu.settings import FAILED, PASSED, Items, Row, Settings, must_serve, word
-from heads_kernels.testing import CASES, Case, dirty_allocator
+from heads_kernels.testing import CASES, ENTMAX, Case, dirty_allocator
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -20,9 +20,9 @@ _TIMES: Final = 3
 
 
 def items(settings: Settings) -> Items:
-    found = [case for case in CASES if case.name in _NAMES]
+    found = [case for case in (*CASES, *ENTMAX) if case.name in _NAMES]
     if settings.tiny:
-        found = [case for case in CASES if case.name in ("small_causal", "small_bias")]
+        found = [case for case in (*CASES, *ENTMAX) if case.name in ("small_causal", "small_bias")]
     else:
         found = [*REAL, *found]
     return {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu.determinism import Result, differences
 from benchmarks.gpu.settings import FAILED, PASSED, Items, Row, Settings, Skipped, must_serve
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, masks
+from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs, masks
 
 _CASES: Final[tuple[Case, ...]] = (
     GatedCase("heads", 2, 8, 300, 300, D=64, Dv=64, gate="H", closed=0.5, is_causal=True),
@@ -25,6 +25,7 @@ _CASES: Final[tuple[Case, ...]] = (
     GatedCase("padded", 3, 4, 256, 256, D=128, Dv=128, gate="H", closed=0.25,
         mask=masks.padded(256, 77, 130)),
     GatedCase("elements", 1, 4, 256, 256, D=128, Dv=128, gate="BHTD", gate_activation="sigmoid"),
+    EntmaxCase("entmax", 2, 4, 256, 256, D=64, Dv=64, gate="H", closed=0.5, is_causal=True),
     CollaborativeCase("mixing", 2, 6, 200, 200, Ds=256, Dv=64, gate="H", closed=0.5,
         mixing="chunks", content_bias=True),
     CollaborativeCase("ragged", 1, 6, 200, 200, Ds=256, Dv=64, mixing="ragged", is_causal=True),

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.determinism import differences
 from benchmarks.gpu.settings import FAILED, PASSED, Items, Row, Settings, must_serve, word
-from heads_kernels.testing import CASES, Case, hide
+from heads_kernels.testing import CASES, ENTMAX, Case, hide
 
 _NAMES: Final = (
     "padded",
@@ -28,7 +28,7 @@ def items(settings: Settings) -> Items:
             _hidden, settings, case, dtype, bad, backend
         )
         for dtype in settings.dtypes()[:2]
-        for case in CASES
+        for case in (*CASES, *ENTMAX)
         if case.name in names
         for bad in ((torch.nan,) if settings.tiny else (torch.nan, torch.inf))
         for backend in settings.backends(case.operator)

@@ -11,16 +11,22 @@ from typing import Any, Final
 import torch
 
 from heads_kernels.dispatch import Backend, BackendName, choose
-from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
+from heads_kernels.ops import (
+    attention_statistics,
+    collaborative_attention,
+    entmax_attention,
+    gated_attention,
+)
 from heads_kernels.testing import Inputs
 
 TABLES: Final[dict[str, Sequence[Backend]]] = {
     "gated_attention": gated_attention.BACKENDS,
     "collaborative_attention": collaborative_attention.BACKENDS,
+    "entmax_attention": entmax_attention.BACKENDS,
     "attention_statistics": attention_statistics.BACKENDS,
 }
 #: Operators with a gradient.
-DIFFERENTIABLE: Final = ("gated_attention", "collaborative_attention")
+DIFFERENTIABLE: Final = ("gated_attention", "collaborative_attention", "entmax_attention")
 
 #: What an item found, as plain data. "verdict" is one of the words below, "detail" says more.
 Row = dict[str, Any]

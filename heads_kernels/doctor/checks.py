@@ -9,7 +9,12 @@ from typing import Any, Final
 import torch
 
 from heads_kernels.dispatch import Backend
-from heads_kernels.ops import attention_statistics, collaborative_attention, gated_attention
+from heads_kernels.ops import (
+    attention_statistics,
+    collaborative_attention,
+    entmax_attention,
+    gated_attention,
+)
 from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
 from heads_kernels.problem import Problem
 from heads_kernels.testing import check, find
@@ -18,10 +23,11 @@ from heads_kernels.testing.row_statistics import check_statistics
 TABLES: Final[dict[str, tuple[Backend, ...]]] = {
     "gated_attention": gated_attention.BACKENDS,
     "collaborative_attention": collaborative_attention.BACKENDS,
+    "entmax_attention": entmax_attention.BACKENDS,
     "attention_statistics": attention_statistics.BACKENDS,
 }
 
-_GATED, _SHARED = "gated_attention", "collaborative_attention"
+_GATED, _SHARED, _SPARSE = "gated_attention", "collaborative_attention", "entmax_attention"
 #: Operator under test, operator and name of the case; the most telling first, for time may run out.
 CHECKS: Final = tuple(
     (operator, of, name)
@@ -29,11 +35,13 @@ CHECKS: Final = tuple(
         (_GATED, _GATED, "transposed_grouped width_128"),
         (_SHARED, _SHARED, "ragged_bias gate_batch_heads"),
         ("attention_statistics", _GATED, "holes"),
+        (_SPARSE, _SPARSE, "closed_batch_heads transposed"),
         (_GATED, _GATED, "sinks_all sliced"),
         (_SHARED, _SHARED, "sinks_all holes"),
         ("attention_statistics", _SHARED, "ragged_bias"),
         (_GATED, _GATED, "dense_blocks closed_batch_heads offsets decode window_causal"),
         (_SHARED, _SHARED, "offsets width_384 dense_heads decode"),
+        (_SPARSE, _SPARSE, "holes bias_shared"),
         ("attention_statistics", _GATED, "softcap_bias"),
         (_GATED, _GATED, "length_1000_causal"),
         (_SHARED, _SHARED, "length_1000"),

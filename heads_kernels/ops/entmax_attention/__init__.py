@@ -7,6 +7,7 @@ from heads_kernels.ops.operator import Operator
 #: In order of preference.
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.native", support.cpu),
+    Backend("triton", "heads_kernels.ops.triton.backend", support.triton),
     Backend("eager", "heads_kernels.ops.entmax_attention.eager", support.eager),
 )
 

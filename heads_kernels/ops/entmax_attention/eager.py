@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from heads_kernels.checks import refuse, shown
+from heads_kernels.checks import refuse
 from heads_kernels.ops import formula, scores
 from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.ops.eager import fill_operands
@@ -105,15 +105,8 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 
 def _order(call: Call) -> Tensor:
     """`alpha - 1`, `[H, 1, 1]`; refuses values for which entmax is not defined."""
-    alpha: Tensor = call.alpha
-    outside = ~((alpha > 1) & (alpha <= 2))
-    if bool(outside.any()):
-        refuse(
-            "alpha",
-            f"has the value {shown(alpha[outside][0].item())}",
-            "pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax (gated_attention)",
-        )
-    return (alpha - 1.0)[:, None, None]
+    entmax.check_alpha_values(call.alpha)
+    return (call.alpha - 1.0)[:, None, None]
 
 
 def _logs(finished: Tensor, threshold: Tensor, order: Tensor, pairs: Tensor | None) -> Tensor:

@@ -11,7 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heads_kernels.checks import refuse, shown
 from heads_kernels.ops.scores import NEG_INF
+
+
+def check_alpha_values(alpha: Tensor) -> None:
+    """Refuse values for which entmax is not defined."""
+    outside = ~((alpha > 1) & (alpha <= 2))
+    if bool(outside.any()):
+        refuse(
+            "alpha",
+            f"has the value {shown(alpha[outside][0].item())}",
+            "pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax (gated_attention)",
+        )
 
 
 def log_probabilities(scores: Tensor, threshold: Tensor, order: Tensor) -> Tensor:

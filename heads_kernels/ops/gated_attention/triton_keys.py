@@ -14,6 +14,7 @@ from torch import Tensor
 
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
+from heads_kernels.ops.triton.entmax import dscores_of, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
@@ -26,8 +27,8 @@ from heads_kernels.ops.triton.operands import (
     terms_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
-from heads_kernels.ops.triton.softmax import kept, probabilities, product
+from heads_kernels.ops.triton.scores import finish, load_bias
+from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 from heads_kernels.ops.triton.visible import (
@@ -67,7 +68,7 @@ def _rows_tile(
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     raw = product(k, tl.trans(q), zeros)
     scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_N, BLOCK_M]
-    p = probabilities(scores, row_lse[None, :], scale_log2_of(scale, terms))
+    p, weight_slope = weigh(scores, row_lse[None, :], terms, h, scale)
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
         seen = pairs_visible(
@@ -84,7 +85,7 @@ def _rows_tile(
         dp = product(v, tl.trans(do), zeros)
         if dropout is not None:
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        dscores = p * (dp * g[None, :] - row_delta[None, :]) * slope
+        dscores = dscores_of(weight_slope, dp * g[None, :], row_delta[None, :], terms) * slope
         if PARTIAL:
             dscores = tl.where(seen, dscores, 0.0)
         dkey = product(dscores.to(q.dtype), q, dkey)
@@ -170,7 +171,7 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> Non
         _keys_kernel, programs * splits, call.query, tiles,
         rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),
         first.lse, first.delta,
-        terms_of(call), visible_to_tiles(call, tiles, by_keys=True), dropout_of(call.seed, call.dropout_p),
+        terms_of(call), visible_to_tiles(call, tiles, by_keys=True, support=first.support), dropout_of(call.seed, call.dropout_p),
         *(rows_of(part) if grad.numel() else None for grad, part in parts),
         B, H, T, S, group, splits, call.scale,
         KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.ops.operator import Call
+from heads_kernels.ops.triton.entmax import dscores_of, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
@@ -19,8 +20,8 @@ from heads_kernels.ops.triton.operands import (
     terms_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
-from heads_kernels.ops.triton.softmax import finite_part, kept, probabilities, product
+from heads_kernels.ops.triton.scores import finish, load_bias
+from heads_kernels.ops.triton.softmax import finite_part, kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 from heads_kernels.ops.triton.visible import (
@@ -53,11 +54,11 @@ def _keys_tile(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     raw = product(q, tl.trans(k), zeros)
     scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
-    p = probabilities(scores, row_lse[:, None], scale_log2_of(scale, terms))
+    _, weight_slope = weigh(scores, row_lse[:, None], terms, h, scale)
     dp = product(do, tl.trans(v), zeros)
     if dropout is not None:
         dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)
-    dscores = p * (dp * g[:, None] - row_delta[:, None]) * slope
+    dscores = dscores_of(weight_slope, dp * g[:, None], row_delta[:, None], terms) * slope
     if PARTIAL:
         seen = pairs_visible(
             visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
@@ -134,7 +135,7 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor) -> None:
         _queries_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),
         first.lse, first.delta,
-        terms_of(call), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p), rows_of(dquery),
+        terms_of(call), visible_to_tiles(call, tiles, support=first.support), dropout_of(call.seed, call.dropout_p), rows_of(dquery),
         H, T, S, H // max(Hk, 1), call.scale,
         KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),

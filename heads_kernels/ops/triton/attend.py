@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from heads_kernels.ops.entmax_attention.triton_forward import attend_sparse
 from heads_kernels.ops.triton.chunks import (
     active_chunks,
     active_features,
@@ -49,15 +50,23 @@ def attend(
     """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
 
     Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse is
-    -inf. Full tiles of keys come through the descriptors `key_tiles` and `value_tiles`, unless those are None.
+    -inf. With entmax lse is the threshold. Full tiles of keys come through the descriptors `key_tiles` and `value_tiles`, unless those are None.
     `scale` is not negative. The query tile, scores, probabilities and the accumulator stay on chip.
     """
-    rows = first_row + tl.arange(0, BLOCK_M)
-    acc, row_max, row_sum = accumulate(
-        of, key_tiles, value_tiles, b, h, h // GROUP, first_row, rows, None, None, T, S, scale,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
-    )  # fmt: skip
-    return normalized(acc, row_max, row_sum, of.terms, of.dropout, h, rows, T, scale)
+    if of.terms.alpha is None:
+        rows = first_row + tl.arange(0, BLOCK_M)
+        acc, row_max, row_sum = accumulate(
+            of, key_tiles, value_tiles, b, h, h // GROUP, first_row, rows, None, None, T, S, scale,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
+        )  # fmt: skip
+        attended, lse, sees = normalized(
+            acc, row_max, row_sum, of.terms, of.dropout, h, rows, T, scale
+        )
+    else:
+        attended, lse, sees = attend_sparse(
+            of, b, h, first_row, T, S, GROUP, scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV
+        )
+    return attended, lse, sees
 
 
 @triton.jit

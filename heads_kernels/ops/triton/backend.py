@@ -1,10 +1,12 @@
-"""Both operators on the `triton` backend: the order of their kernels."""
+"""The operators on the `triton` backend: the order of their kernels."""
 
 from __future__ import annotations
 
 from heads_kernels.ops.buffers import contiguous_rows
 from heads_kernels.ops.collaborative_attention import triton_keys as collaborative_keys
 from heads_kernels.ops.collaborative_attention import triton_queries as collaborative_queries
+from heads_kernels.ops.entmax_attention import formula as entmax
+from heads_kernels.ops.entmax_attention.triton_centers import centers_pass
 from heads_kernels.ops.gated_attention import triton_keys as gated_keys
 from heads_kernels.ops.gated_attention import triton_queries as gated_queries
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
@@ -15,6 +17,8 @@ from heads_kernels.ops.triton.rows import first_pass
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`; empty ones are not kept."""
+    if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU the host does not wait for it
+        entmax.check_alpha_values(call.alpha)
     forward_pass(call, results)
 
 
@@ -24,6 +28,8 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
     first = first_pass(call, saved, dout, g.dgate, g.dsinks)
     if g.dgate.numel() and closed_grad:
         closed_pass(call, dout, g.dgate)
+    if call.alpha is not None:
+        first = centers_pass(call, first, g.dalpha)
     if call.mixing is None:
         gated_keys.keys_pass(call, first, g.dkey, g.dvalue)
         gated_queries.queries_pass(call, first, g.dquery)

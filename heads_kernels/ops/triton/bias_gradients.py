@@ -16,6 +16,7 @@ from heads_kernels.batch import bias_batches
 from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
+from heads_kernels.ops.triton.entmax import dscores_of, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile
@@ -30,8 +31,8 @@ from heads_kernels.ops.triton.operands import (
     visible_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
-from heads_kernels.ops.triton.softmax import kept, probabilities, product
+from heads_kernels.ops.triton.scores import finish, load_bias
+from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tiles import Tiles, chunks_of, padded, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
@@ -91,14 +92,15 @@ def _add_dscores(
             ACTIVATION,
         )
         scores, _ = finish(raw, bias, terms, scale)
-        p = probabilities(scores, row_lse[:, None], scale_log2_of(scale, terms))
+        _, slope = weigh(scores, row_lse[:, None], terms, h, scale)
         do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         dp = product(do, tl.trans(v), tl.zeros((BLOCK, BLOCK), tl.float32))
         if dropout is not None:
             keep = kept(dropout, b, h, rows, first_key, BLOCK)
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        acc += tl.where(seen, p * (dp * g[:, None] - row_delta[:, None]), 0.0)
+        dscores = dscores_of(slope, dp * g[:, None], row_delta[:, None], terms)
+        acc += tl.where(seen, dscores, 0.0)
     return acc
 
 

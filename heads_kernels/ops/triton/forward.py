@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -183,8 +184,10 @@ def forward_pass(call: Call, outputs: Results) -> None:
     B, H, T, S, _, Dv = call.sizes
     tiles = _tiles(call)
     key_tiles = -(-S // tiles.block_n)
-    grouped = key_tiles > 1 and is_grouped(call)
-    splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
+    grouped, splits = False, 1
+    if call.alpha is None:  # entmax needs the scores of whole rows
+        grouped = key_tiles > 1 and is_grouped(call)
+        splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
     results = (
         rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None,
     )  # fmt: skip
@@ -290,9 +293,13 @@ def _launch(
     scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
     if query is not call.query:
         call = call._replace(query=query, content_bias=content_bias)
+    programs = splits * _programs(call, tiles, grouped)
+    in_reach = None
+    if call.alpha is not None:
+        in_reach = query.new_empty((programs, -(-S // tiles.block_n)), dtype=torch.int32)
     launch(
-        kernel, splits * _programs(call, tiles, grouped), query, tiles,
-        operands_of(call, visible, grouped), *_descriptors(call, tiles), gate_of(call.gate), *results,
+        kernel, programs, query, tiles,
+        operands_of(call, visible, grouped, in_reach), *_descriptors(call, tiles), gate_of(call.gate), *results,
         H, T, S, H // max(call.value.shape[1], 1), scale, **constants,
         D=width, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         BLOCK_D=padded(width) if call.mixing is None else tiles.block_d, BLOCK_DV=padded(Dv),

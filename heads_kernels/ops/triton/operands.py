@@ -76,6 +76,7 @@ class Terms(NamedTuple):
     far_bias: int | None  # not None: elements of a head are further apart than 32 bits count
     softcap: float | None
     sinks: Tensor | None
+    alpha: Tensor | None  # of entmax in the place of softmax; see `entmax`
 
 
 class Dense(NamedTuple):
@@ -100,6 +101,17 @@ class TileLists(NamedTuple):
     length: int
     stride_b: int
     stride_h: int
+
+
+class Support(NamedTuple):
+    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `triton_centers`.
+
+    Tiles have `block_m` rows and `block_n` keys.
+    """
+
+    ptr: Tensor
+    block_m: int
+    block_n: int
 
 
 class Visible(NamedTuple):
@@ -137,13 +149,16 @@ class Operands(NamedTuple):
     visible: Visible
     dropout: Dropout | None
     grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
+    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax_attention.triton_forward` to write
 
 
 #: Tuples of a pointer and numbers.
-POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Dropout)
+POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Support, Dropout)
 
 
-def operands_of(call: Call, visible: Visible, grouped: bool = False) -> Operands:
+def operands_of(
+    call: Call, visible: Visible, grouped: bool = False, in_reach: Tensor | None = None
+) -> Operands:
     return Operands(
         grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
         rows_of(call.key),
@@ -154,6 +169,7 @@ def operands_of(call: Call, visible: Visible, grouped: bool = False) -> Operands
         visible,
         dropout_of(call.seed, call.dropout_p),
         1 if grouped else None,
+        in_reach,
     )
 
 
@@ -180,15 +196,16 @@ def content_bias_of(content_bias: Tensor | None) -> ContentBias | None:
 
 
 def has_terms(call: Call) -> bool:
-    """Whether the loops over tiles read a bias, a cap or a dense mask, or draw random numbers."""
-    parts = call.bias, call.offset_bias, call.intervals.dense
+    """Whether the loops over tiles read a bias, a cap or a dense mask, draw random numbers, or have entmax."""
+    parts = call.bias, call.offset_bias, call.intervals.dense, call.alpha
     return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
 
 def terms_of(call: Call) -> Terms:
     sinks = None if call.sinks is None else call.sinks.contiguous()
     bias = call.bias if call.offset_bias is None else call.offset_bias
-    return Terms(_bias_of(call), _far(bias), call.softcap or None, sinks)
+    alpha = None if call.alpha is None else call.alpha.contiguous()
+    return Terms(_bias_of(call), _far(bias), call.softcap or None, sinks, alpha)
 
 
 def _bias_of(call: Call) -> Bias | None:

@@ -25,6 +25,7 @@ from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Rows,
+    Support,
     gate_kind,
     gate_of,
     rows_of,
@@ -45,6 +46,7 @@ class FirstPass(NamedTuple):
     delta: Tensor  # [B, H, T], prepared
     dattended: Tensor  # [B, H, T, Dv]: dout, or g * dout
     gate: Tensor | None  # what dattended still lacks
+    support: Support | None = None  # of entmax; outside of it nothing has a gradient
 
 
 @triton.jit
@@ -142,8 +144,8 @@ def load_row_terms(
     return row_lse, row_delta, g, finite
 
 
-def first_pass(call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor) -> FirstPass:
-    """Fill `dgate` and `dsinks`, unless they are empty, and what the other passes read."""
+def first_pass(call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None) -> FirstPass:
+    """Fill `dgate` and `dsinks`, unless they are empty or None, and what the other passes read."""
     B, H, T, Dv = dout.shape
     kind = gate_kind(call.gate)
     lse, delta = torch.empty_like(saved.lse), torch.empty_like(saved.lse)
@@ -155,7 +157,7 @@ def first_pass(call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Te
         rows_of(dout), rows_of(saved.attended), gate_of(call.gate), terms_of(call), saved.lse, saved.dlse,
         _seeing(call), lse, delta,
         of_gate if dgate.numel() else None, rows_of(dattended) if kind == "elements" else None,
-        dsinks if dsinks.numel() else None, H, T,
+        None if dsinks is None or not dsinks.numel() else dsinks, H, T,
         KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
     )  # fmt: skip
     return FirstPass(lse, delta, dattended, None if kind == "elements" else call.gate)

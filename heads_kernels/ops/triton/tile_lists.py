@@ -1,5 +1,7 @@
 """Lists of full and of partial tiles, for what hides pairs one by one: dense masks, and biases where they are -inf.
 
+They also leave out the tiles in which entmax has no probability above 0.
+
 A kernel of its own reads mask and bias once and writes, for every tile of query rows (for passes over keys, of keys),
 the tiles that it sees: those that are full, which take no mask arithmetic, and those that are partial. Tiles that are
 hidden whole are in neither list and are skipped. The lists are made anew for every launch that reads them, on the
@@ -14,7 +16,7 @@ import triton.language as tl
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import TileLists, Visible, terms_of, visible_of
+from heads_kernels.ops.triton.operands import Support, TileLists, Visible, terms_of, visible_of
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges, tiles_that_see
@@ -22,7 +24,7 @@ from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ran
 
 @triton.jit
 def _lists_kernel(
-    visible, terms, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """A program writes the two lists of one tile of rows, or BY_KEYS of keys, and how long they are."""
     row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
@@ -56,7 +58,10 @@ def _lists_kernel(
         there = (rows < T)[:, None] & (keys < S)[None, :]
         # Full tiles are loaded whole; rows or keys of the owner that are not there are not stored.
         whole = (row_tile + 1) * BLOCK_M <= T if BY_KEYS else (key_tile + 1) * BLOCK_N <= S
-        is_seen = tl.max((seen & there).to(tl.int32)) != 0
+        met = seen & there
+        if support is not None:
+            met = met & _supported(support, b * H + h, rows[:, None], keys[None, :], T, S, there)
+        is_seen = tl.max(met.to(tl.int32)) != 0
         is_full = is_seen & whole & (tl.min((seen | ~there).to(tl.int32)) != 0)
         tl.store(at + full, tile, mask=is_full)
         tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
@@ -67,15 +72,27 @@ def _lists_kernel(
     tl.store(counts + 1, partial)
 
 
-def visible_to_tiles(call: Call, tiles: Tiles, by_keys: bool = False) -> Visible:
+@triton.jit
+def _supported(support, pair, rows, keys, T, S, there):
+    """bool, False where rows and keys, which broadcast to the tile, are in a tile outside of the support."""
+    row_tiles, key_tiles = tl.cdiv(T, support.block_m), tl.cdiv(S, support.block_n)
+    tile = pair.to(tl.int64) * row_tiles + rows // support.block_m
+    return tl.load(support.ptr + tile * key_tiles + keys // support.block_n, mask=there, other=0) != 0
+
+
+def visible_to_tiles(
+    call: Call, tiles: Tiles, by_keys: bool = False, support: Support | None = None
+) -> Visible:
     """What kernels with these tiles read of the mask, with lists of tiles where they are needed.
 
-    `by_keys`: lists of tiles of rows for every tile of keys, not the other way around.
+    `by_keys`: lists of tiles of rows for every tile of keys, not the other way around. Tiles outside of `support` are
+    in none.
     """
-    if call.intervals.dense is None and call.bias is None and call.offset_bias is None:
+    terms = call.intervals.dense, call.bias, call.offset_bias, support
+    if all(part is None for part in terms):
         return visible_of(call.intervals)
-    _, _, T, S = call.scores
-    batches, heads = varying_pairs(call)
+    B, H, T, S = call.scores
+    batches, heads = varying_pairs(call) if support is None else (B, H)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
     count = batches * heads * owners
@@ -83,7 +100,7 @@ def visible_to_tiles(call: Call, tiles: Tiles, by_keys: bool = False) -> Visible
     counts = call.query.new_empty((count, 2), dtype=torch.int32)
     launch(
         _lists_kernel, count, call.query, tiles, visible_of(call.intervals), terms_of(call),
-        lists, counts, heads, T, S,
+        support, lists, counts, heads, T, S,
         BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
     )  # fmt: skip
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0

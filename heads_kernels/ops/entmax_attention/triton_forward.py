@@ -1,0 +1,129 @@
+"""Entmax attention forward in Triton: a tile of query rows of a head against every key that it sees.
+
+The threshold of a row is known only after all its scores, which do not fit on chip: they are computed anew in each pass
+over the keys. A pass finds the largest score, about four search the threshold (Newton's method, as in
+`entmax_attention.formula`), and one adds up the values. The threshold only increases, so a tile of keys below it in all
+rows is out of reach for good: each program keeps a list of the tiles in reach and shortens it in every pass.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.triton.entmax import above_threshold, load_order, log1p, powers
+from heads_kernels.ops.triton.load import load_tile
+from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
+from heads_kernels.ops.triton.softmax import LN2, LOG2E, finite_part, kept, poison, product
+from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
+
+#: About 4 are taken.
+_MOST_STEPS: tl.constexpr = tl.constexpr(32)
+#: 2 epsilon of float32.
+_LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-22)
+
+
+@triton.jit
+def masked_scores(
+    q, key, terms, visible, lo, hi, first, b, h, hk, rows, T, S, scale, D: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on in base 2, -inf where they are hidden, and the cap's slope."""
+    keys = first + tl.arange(0, BLOCK_N)
+    k = load_tile(key, b, hk, first, keys < S, D, BLOCK_N, q.shape[1])  # [BLOCK_N, BLOCK_D]
+    bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+    raw = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+    scores, slope = finish(raw, bias, terms, scale)
+    seen = pairs_visible(
+        visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+    )
+    return tl.where(seen, scores * scale_log2_of(scale, terms), float("-inf")), slope
+
+
+@triton.jit
+def _newton(total, slopes, threshold, order):
+    """The threshold after a step for `total ^ order = 1`, and whether rounding let one move.
+
+    `total` and `slopes` are the sums of probabilities and of their slopes. The left side is a norm of what exceeds the
+    threshold, so it is convex and falls, and thresholds only increase.
+    """
+    z = order * log1p(total - 1.0)
+    series = tl.full(z.shape, 1.0, tl.float32)  # (1 - exp(-z)) / z
+    for i in tl.static_range(6, 1, -1):
+        series = 1.0 - z * series / i
+    excess = tl.where(z < 0.25, z * series, 1.0 - tl.exp2(z * -LOG2E))
+    sees = slopes != 0.0
+    by = tl.where(sees, total * excess / tl.where(sees, slopes, 1.0) * (LOG2E / order), 0.0)
+    moved = by > _LEAST_STEP * tl.maximum(tl.abs(threshold), 1.0)
+    return tl.where(sees, threshold + by, threshold), tl.max(moved.to(tl.int32)) != 0
+
+
+@triton.jit
+def attend_sparse(
+    of, b, h, first_row, T, S, GROUP, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """`attended` [BLOCK_M, BLOCK_DV], thresholds and whether they see anything, of the rows of a head.
+
+    Rows that see nothing have 0 and -inf. With T 0 (a closed head) no row and no key is read.
+    """
+    hk = h // GROUP
+    rows = first_row + tl.arange(0, BLOCK_M)
+    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
+    start, _, _, end = tiles_in_ranges(of.visible, b, lo, hi, rows, T, BLOCK_N)
+    in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
+    order = load_order(of.terms, h)
+    q = load_tile(of.query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    threshold = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
+    count = end - start
+    for place in range(count):
+        tile = start + place
+        scores, _ = masked_scores(
+            q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
+        )  # fmt: skip
+        threshold = tl.maximum(threshold, tl.max(scores, 1))
+        tl.store(in_reach + place, tile)
+    # Nothing exceeds +inf; a row of nan alone, whose maximum may be -inf, stays nan.
+    threshold = tl.where(threshold == float("-inf"), float("inf"), threshold)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    moving = count > 0
+    step = 0
+    while moving & (step < _MOST_STEPS):
+        tl.debug_barrier()  # another thread of the program may have stored what this one reads
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        slopes = tl.zeros((BLOCK_M,), tl.float32)
+        left = 0
+        for place in range(count):
+            tile = tl.load(in_reach + place)
+            scores, _ = masked_scores(
+                q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
+            )  # fmt: skip
+            y = above_threshold(scores, threshold[:, None], order)
+            p, slope = powers(y, order)
+            total += tl.sum(p, 1)
+            slopes += tl.sum(slope, 1)
+            # The maximum waits for all threads: what is stored has been read before.
+            near = tl.max(tl.where(y == -1.0, 0, 1)) != 0
+            tl.store(in_reach + left, tile, mask=near)
+            left += near.to(tl.int32)
+        count = left
+        threshold, moving = _newton(total, slopes, threshold, order)
+        step += 1
+    sees = total != 0.0
+    tl.debug_barrier()
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    for place in range(count):
+        first = tl.load(in_reach + place) * BLOCK_N
+        scores, _ = masked_scores(
+            q, of.key, of.terms, of.visible, lo, hi, first, b, h, hk, rows, T, S, scale, D, BLOCK_N
+        )  # fmt: skip
+        p, _ = powers(above_threshold(scores, threshold[:, None], order), order)
+        if of.dropout is not None:
+            p = tl.where(kept(of.dropout, b, h, rows, first, BLOCK_N), p, 0.0)
+        there = first + tl.arange(0, BLOCK_N) < S
+        v = load_tile(of.value, b, hk, first, there, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        p = tl.where(p == 0.0, 0.0, p + poison(v)[None, :])
+        acc = product(p.to(v.dtype), finite_part(v), acc)
+    if of.dropout is not None:
+        acc = acc * of.dropout.scale
+    return acc, tl.where(sees, threshold * LN2, float("-inf")), sees

@@ -1,0 +1,93 @@
+"""alpha-entmax in the place of softmax: `csrc/cpu/entmax.h` in Triton (Correia, Niculae, Martins 2019).
+
+    p = [1 + order (s - threshold)]_+ ^ (1 / order)        order = alpha - 1
+
+The threshold of a row makes its probabilities add up to 1 and is saved in the place of lse, which it tends to as order
+tends to 0. Kernels are compiled for one or the other by `terms.alpha`. Scores and thresholds are base-2 logarithms here.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.triton.scores import scale_log2_of
+from heads_kernels.ops.triton.softmax import LN2, LOG2E, SMALLEST, probabilities
+
+_ROOT_HALF: tl.constexpr = tl.constexpr(0x3F3504F3)  # bits of sqrt(1/2)
+_ONE: tl.constexpr = tl.constexpr(0x3F800000)
+_MANTISSA: tl.constexpr = tl.constexpr(0x7FFFFF)
+
+
+@triton.jit
+def load_order(terms, h):
+    """`alpha - 1` of head h; nan, which makes nan of the whole head, for an alpha outside of (1, 2]."""
+    alpha = tl.load(terms.alpha + h)
+    return tl.where((alpha > 1.0) & (alpha <= 2.0), alpha - 1.0, float("nan"))
+
+
+@triton.jit
+def log1p(y):
+    """ln(1 + y) for y >= -1, finite for -1; by the method of fdlibm, for `tl.log` is only exact to 2^-22 near 1."""
+    u = 1.0 + y
+    lost = (y - (u - 1.0)) / tl.maximum(u, SMALLEST)
+    # u = 2^n (1 + f), with 1 + f between sqrt(1/2) and sqrt(2).
+    shifted = u.to(tl.int32, bitcast=True) + (_ONE - _ROOT_HALF)
+    n = ((shifted >> 23) - (_ONE >> 23)).to(tl.float32)
+    f = ((shifted & _MANTISSA) + _ROOT_HALF).to(tl.float32, bitcast=True) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    half = 0.5 * f * f
+    r = ((0.24279078841 * z + 0.28498786688) * z + 0.40000972152) * z + 0.66666662693
+    return n * LN2 + (f - (half - s * (half + z * r)) + lost)
+
+
+@triton.jit
+def above_threshold(scores, threshold, order):
+    """`order * (score - threshold)`, at least -1; nan stays nan."""
+    y = (scores - threshold) * (order * LN2)
+    return tl.where(y < -1.0, -1.0, y)
+
+
+@triton.jit
+def powers(y, order):
+    """Probabilities `(1 + y) ^ (1 / order)` and their slopes `p ^ (2 - alpha)`, by which they grow with their scores
+    while the threshold is held: 0 where p is 0."""
+    u = 1.0 + y
+    if order == 1.0:
+        p = u
+        slope = tl.where(u == 0.0, 0.0, 1.0)
+    elif order == 0.5:
+        p = u * u
+        slope = u
+    else:
+        p = tl.where(u == 0.0, 0.0, tl.exp2(log1p(y) * (LOG2E / order)))
+        slope = tl.where(p == 0.0, 0.0, p / u)
+    return p, slope
+
+
+@triton.jit
+def weigh(scores, lse, terms, h, scale):
+    """Probabilities of `scores`, and what multiplies the gradients of their scores: themselves with softmax, else their
+    slopes. `lse` in base 2 broadcasts to the tile: see `rows.load_row_terms`."""
+    scale_log2 = scale_log2_of(scale, terms)
+    if terms.alpha is None:
+        p = probabilities(scores, lse, scale_log2)
+        slope = p
+    else:
+        order = load_order(terms, h)
+        p, slope = powers(above_threshold(scores * scale_log2, lse, order), order)
+    return p, slope
+
+
+@triton.jit
+def dscores_of(slope, dp, center, terms):
+    """The gradient of scores, before cap and scale, with what `weigh` gave; `center` broadcasts to the tile.
+
+    It is delta with softmax, else the mean of dp by the slopes of a row. What is outside of the support is 0, NaN in
+    `dp` included.
+    """
+    dscores = slope * (dp - center)
+    if terms.alpha is not None:
+        dscores = tl.where(slope == 0.0, 0.0, dscores)
+    return dscores
