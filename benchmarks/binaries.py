@@ -109,7 +109,10 @@ def recorded(target: str) -> Iterator[list[Kernel]]:
         with _held_back() as output:
             try:
                 compiled = compile_and_run(self, *args, grid=grid, warmup=True, **options)
-            except Exception as error:
+            except Exception as raised:
+                error: BaseException = raised
+                while error.__cause__ is not None:  # the innermost says what is wrong
+                    error = error.__cause__
                 text = [str(error), *re.findall(r"(?:error|note): (.+)", output())]
                 kernels.append(Kernel(name, target, shown, error="; ".join(text)[:500]))
                 return

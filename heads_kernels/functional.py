@@ -317,11 +317,13 @@ def entmax_attention(
         entmax_\alpha(s)_j = [(\alpha - 1) s_j - \tau]_+^{1 / (\alpha - 1)}
 
     (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is
-    that of `gated_attention`. The CPU kernels keep the scores of 64 rows for each thread, the eager backend all.
+    that of `gated_attention`. The CPU kernels keep the scores of 64 rows for each thread, the eager backend all;
+    the Triton kernels compute them anew in each pass over the keys.
 
     Args:
         alpha: a number, or `[H]` of any floating dtype with a gradient (proposition 1 of the paper), in (1, 2]: 2 is
-            sparsemax, and towards 1 it becomes softmax. The values of a tensor are read when the call runs.
+            sparsemax, and towards 1 it becomes softmax. The values of a tensor are read when the call runs; on a GPU
+            the host does not read them, and a head with a value outside of (1, 2] is NaN.
         query, key, value, attn_mask, dropout_p, is_causal, gate, gate_activation, closed_grad, bias, softcap, scale,
             enable_gqa, backend: as in `gated_attention`. DTensors are refused.
 
@@ -330,7 +332,7 @@ def entmax_attention(
         `gated_attention`, and keys of probability 0 add nothing either, NaN included.
 
     Raises:
-        ValueError, TypeError: as in `gated_attention`, and for an `alpha` outside of (1, 2].
+        ValueError, TypeError: as in `gated_attention`, and for an `alpha` outside of (1, 2], of tensors in CPU memory.
     """
     problem = Problem.entmax(
         query,

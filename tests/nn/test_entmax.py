@@ -156,6 +156,13 @@ def test_support_sizes_and_probabilities() -> None:
     assert_alike(call.probabilities(slice(0, T)), p.float())
     assert torch.equal(call.support_sizes(), (call.probabilities(slice(0, T)) > 0).sum(-1))
     assert (call.support_sizes()[:, -1] < call.support_sizes()[:, 0]).any()  # alpha 1.95 and 1.1
+    above = call.probabilities(slice(0, T)) > 0
+    for size in (1, 3, 4 * T):
+        tiles = [rows.split(size, 3) for rows in above.split(size, 2)]
+        expected = sum(tile.any(3).any(2).long() for row in tiles for tile in row)
+        assert torch.equal(call.support_tiles(size), expected)
+    with pytest.raises(ValueError, match="size"):
+        call.support_tiles(0)
     with pytest.raises(ValueError, match="statistics is that of softmax"):
         call.statistics()
 

@@ -62,7 +62,7 @@ def _centers_kernel(
     order = load_order(terms, h)
     q = load_tile(query, b, h, first_row, rows < taking_part, D, BLOCK_M, BLOCK_D)
     do = load_tile(dout, b, h, first_row, rows < taking_part, DV, BLOCK_M, BLOCK_DV)
-    threshold, row_delta, g, _ = load_row_terms(
+    threshold, row_delta, g, finite = load_row_terms(
         lse, delta, gate, head_gate(gate, b, h, KIND, ACTIVATION), b, h, pair, rows, T, KIND, ACTIVATION
     )  # fmt: skip
     slopes = tl.zeros((BLOCK_M,), tl.float32)
@@ -79,7 +79,7 @@ def _centers_kernel(
     for place in range(end - start):
         tile = start + place
         first = tile * BLOCK_N
-        scores, _ = masked_scores(
+        scores = masked_scores(
             q, key, terms, visible, lo, hi, first, b, h, hk, rows, T, S, scale, D, BLOCK_N
         )  # fmt: skip
         y = above_threshold(scores, threshold[:, None], order)
@@ -107,7 +107,7 @@ def _centers_kernel(
     of_pair = pair.to(tl.int64) * T + rows
     center = row_delta + slope_differences / tl.where(sees, slopes, 1.0)
     # Rows with a number that is not finite have lse nan, which is all that the other passes need.
-    center = tl.where(tl.abs(threshold) < float("inf"), center, 0.0)
+    center = tl.where(finite, center, 0.0)
     tl.store(centers + of_pair, center, mask=rows < T)
     if dalpha is not None:
         change = seconds * p_differences - second_differences
@@ -132,7 +132,7 @@ def _terms_of_alpha(y, p, slope, order):
 def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
     """`first` with the centers as delta, and with the support; fills `dalpha` unless it is empty."""
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
-    tiles = tiles_for("gated_attention.queries", call.query, D, Dv, terms=True)
+    tiles = tiles_for("entmax_attention.centers", call.query, D, Dv)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     flags = call.query.new_zeros((B, H, row_tiles, key_tiles), dtype=torch.uint8)
     support = Support(flags, tiles.block_m, tiles.block_n)

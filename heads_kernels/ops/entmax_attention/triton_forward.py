@@ -27,16 +27,16 @@ _LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-22)
 def masked_scores(
     q, key, terms, visible, lo, hi, first, b, h, hk, rows, T, S, scale, D: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on in base 2, -inf where they are hidden, and the cap's slope."""
+    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on in base 2, -inf where they are hidden."""
     keys = first + tl.arange(0, BLOCK_N)
     k = load_tile(key, b, hk, first, keys < S, D, BLOCK_N, q.shape[1])  # [BLOCK_N, BLOCK_D]
     bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
     raw = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-    scores, slope = finish(raw, bias, terms, scale)
+    scores, _ = finish(raw, bias, terms, scale)
     seen = pairs_visible(
         visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
     )
-    return tl.where(seen, scores * scale_log2_of(scale, terms), float("-inf")), slope
+    return tl.where(seen, scores * scale_log2_of(scale, terms), float("-inf"))
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def attend_sparse(
     count = end - start
     for place in range(count):
         tile = start + place
-        scores, _ = masked_scores(
+        scores = masked_scores(
             q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
         )  # fmt: skip
         threshold = tl.maximum(threshold, tl.max(scores, 1))
@@ -95,7 +95,7 @@ def attend_sparse(
         left = 0
         for place in range(count):
             tile = tl.load(in_reach + place)
-            scores, _ = masked_scores(
+            scores = masked_scores(
                 q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
             )  # fmt: skip
             y = above_threshold(scores, threshold[:, None], order)
@@ -114,10 +114,10 @@ def attend_sparse(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for place in range(count):
         first = tl.load(in_reach + place) * BLOCK_N
-        scores, _ = masked_scores(
+        scores = masked_scores(
             q, of.key, of.terms, of.visible, lo, hi, first, b, h, hk, rows, T, S, scale, D, BLOCK_N
         )  # fmt: skip
-        p, _ = powers(above_threshold(scores, threshold[:, None], order), order)
+        p, slope = powers(above_threshold(scores, threshold[:, None], order), order)
         if of.dropout is not None:
             p = tl.where(kept(of.dropout, b, h, rows, first, BLOCK_N), p, 0.0)
         there = first + tl.arange(0, BLOCK_N) < S

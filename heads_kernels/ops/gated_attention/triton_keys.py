@@ -23,6 +23,7 @@ from heads_kernels.ops.triton.operands import (
     gate_kind,
     gate_of,
     has_terms,
+    operator_of,
     rows_of,
     terms_of,
 )
@@ -67,17 +68,18 @@ def _rows_tile(
     bias = load_bias(terms, b, h, rows[None, :], keys, T, S)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     raw = product(k, tl.trans(q), zeros)
-    scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_N, BLOCK_M]
-    p, weight_slope = weigh(scores, row_lse[None, :], terms, h, scale)
+    scores, cap = finish(raw, bias, terms, scale)  # [BLOCK_N, BLOCK_M]
+    seen = None
     if PARTIAL:
         lo, hi = ranges(visible, b, rows, T, S)
         seen = pairs_visible(
             visible, terms, b, h, lo[None, :], hi[None, :], rows[None, :], keys, T, S, bias
         )
-        p = tl.where(seen, p, 0.0)
+    p, slope = weigh(scores, row_lse[None, :], seen, terms, h, scale)
     weights = p * g[None, :]
     if dropout is not None:
-        keep = tl.trans(kept(dropout, b, h, rows, first_key, BLOCK_N))
+        # As bytes: Triton cannot pass bits through shared memory.
+        keep = tl.trans(kept(dropout, b, h, rows, first_key, BLOCK_N).to(tl.int8)) != 0
         weights = tl.where(keep, weights * dropout.scale, 0.0)
     if NEEDS_VALUE:
         dvalue = product(weights.to(do.dtype), do, dvalue)
@@ -85,9 +87,7 @@ def _rows_tile(
         dp = product(v, tl.trans(do), zeros)
         if dropout is not None:
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        dscores = dscores_of(weight_slope, dp * g[None, :], row_delta[None, :], terms) * slope
-        if PARTIAL:
-            dscores = tl.where(seen, dscores, 0.0)
+        dscores = dscores_of(slope, dp * g[None, :], row_delta[None, :], cap, seen, terms)
         dkey = product(dscores.to(q.dtype), q, dkey)
     return dkey, dvalue
 
@@ -162,7 +162,7 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> Non
         keys_pass(call, first, nothing, dvalue)
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
-    tiles = tiles_for("gated_attention.keys", call.query, D, Dv, has_terms(call))
+    tiles = tiles_for(f"{operator_of(call)}.keys", call.query, D, Dv, has_terms(call))
     programs = B * Hk * -(-S // tiles.block_n)
     group = H // Hk
     splits = splits_of(group, programs, call.query)

@@ -16,6 +16,7 @@ from heads_kernels.ops.triton.operands import (
     gate_kind,
     gate_of,
     has_terms,
+    operator_of,
     rows_of,
     terms_of,
 )
@@ -53,17 +54,18 @@ def _keys_tile(
     bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     raw = product(q, tl.trans(k), zeros)
-    scores, slope = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
-    _, weight_slope = weigh(scores, row_lse[:, None], terms, h, scale)
-    dp = product(do, tl.trans(v), zeros)
-    if dropout is not None:
-        dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)
-    dscores = dscores_of(weight_slope, dp * g[:, None], row_delta[:, None], terms) * slope
+    scores, cap = finish(raw, bias, terms, scale)  # [BLOCK_M, BLOCK_N]
+    seen = None
     if PARTIAL:
         seen = pairs_visible(
             visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
         )
-        dscores = tl.where(seen, dscores, 0.0)
+    _, slope = weigh(scores, row_lse[:, None], seen, terms, h, scale)
+    dp = product(do, tl.trans(v), zeros)
+    if dropout is not None:
+        dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)
+    dscores = dscores_of(slope, dp * g[:, None], row_delta[:, None], cap, seen, terms)
+    if PARTIAL:
         k = finite_part(k)
     return product(dscores.to(k.dtype), k, dquery)
 
@@ -130,7 +132,7 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor) -> None:
     if not dquery.numel():
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
-    tiles = tiles_for("gated_attention.queries", call.query, D, Dv, has_terms(call))
+    tiles = tiles_for(f"{operator_of(call)}.queries", call.query, D, Dv, has_terms(call))
     launch(
         _queries_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),

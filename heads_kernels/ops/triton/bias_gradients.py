@@ -26,6 +26,7 @@ from heads_kernels.ops.triton.operands import (
     gate_kind,
     gate_of,
     mixing_of,
+    operator_of,
     rows_of,
     terms_of,
     visible_of,
@@ -92,15 +93,14 @@ def _add_dscores(
             ACTIVATION,
         )
         scores, _ = finish(raw, bias, terms, scale)
-        _, slope = weigh(scores, row_lse[:, None], terms, h, scale)
+        _, slope = weigh(scores, row_lse[:, None], seen, terms, h, scale)
         do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         dp = product(do, tl.trans(v), tl.zeros((BLOCK, BLOCK), tl.float32))
         if dropout is not None:
             keep = kept(dropout, b, h, rows, first_key, BLOCK)
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        dscores = dscores_of(slope, dp * g[:, None], row_delta[:, None], terms)
-        acc += tl.where(seen, dscores, 0.0)
+        acc += dscores_of(slope, dp * g[:, None], row_delta[:, None], 1.0, seen, terms)
     return acc
 
 
@@ -249,7 +249,7 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
 
 
 def _tiles(call: Call) -> Tiles:
-    name = "gated_attention" if call.mixing is None else "collaborative_attention"
+    name = operator_of(call)
     return tiles_for(f"{name}.biases", call.query, call.query.shape[-1], call.value.shape[-1])
 
 

@@ -67,27 +67,36 @@ def powers(y, order):
 
 
 @triton.jit
-def weigh(scores, lse, terms, h, scale):
-    """Probabilities of `scores`, and what multiplies the gradients of their scores: themselves with softmax, else their
-    slopes. `lse` in base 2 broadcasts to the tile: see `rows.load_row_terms`."""
+def weigh(scores, lse, seen, terms, h, scale):
+    """Probabilities of `scores`, 0 where they are not `seen` (None: all are), and the slopes for `dscores_of`.
+
+    `lse` in base 2 broadcasts to the tile: see `rows.load_row_terms`.
+    """
     scale_log2 = scale_log2_of(scale, terms)
     if terms.alpha is None:
-        p = probabilities(scores, lse, scale_log2)
-        slope = p
+        slope = probabilities(scores, lse, scale_log2)
+        p = slope
+        if seen is not None:
+            p = tl.where(seen, p, 0.0)
     else:
         order = load_order(terms, h)
-        p, slope = powers(above_threshold(scores * scale_log2, lse, order), order)
+        y = above_threshold(scores * scale_log2, lse, order)
+        if seen is not None:
+            y = tl.where(seen, y, -1.0)
+        p, slope = powers(y, order)
     return p, slope
 
 
 @triton.jit
-def dscores_of(slope, dp, center, terms):
-    """The gradient of scores, before cap and scale, with what `weigh` gave; `center` broadcasts to the tile.
+def dscores_of(slope, dp, center, cap, seen, terms):
+    """The gradient of scores before scale, 0 where they are not `seen`; `slope` is what `weigh` gave, `cap` that of the
+    cap.
 
-    It is delta with softmax, else the mean of dp by the slopes of a row. What is outside of the support is 0, NaN in
-    `dp` included.
+    `center` broadcasts to the tile. It is delta with softmax, else the mean of dp by the slopes of a row.
     """
-    dscores = slope * (dp - center)
+    dscores = slope * (dp - center) * cap
     if terms.alpha is not None:
-        dscores = tl.where(slope == 0.0, 0.0, dscores)
+        dscores = tl.where(slope == 0.0, 0.0, dscores)  # hidden pairs too
+    elif seen is not None:
+        dscores = tl.where(seen, dscores, 0.0)
     return dscores

@@ -35,6 +35,7 @@ from heads_kernels.ops.triton.operands import (
     grouped_heads_of,
     has_terms,
     operands_of,
+    operator_of,
     rows_of,
     terms_of,
     visible_of,
@@ -279,10 +280,9 @@ def _descriptors(
 
 
 def _tiles(call: Call) -> Tiles:
-    operator = "gated_attention" if call.mixing is None else "collaborative_attention"
     *_, width, Dv = call.sizes
     terms, descriptors = has_terms(call), _has_descriptors(call)
-    return tiles_for(f"{operator}.forward", call.query, width, Dv, terms, descriptors)
+    return tiles_for(f"{operator_of(call)}.forward", call.query, width, Dv, terms, descriptors)
 
 
 def _launch(

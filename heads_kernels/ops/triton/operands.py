@@ -195,6 +195,13 @@ def content_bias_of(content_bias: Tensor | None) -> ContentBias | None:
     return None if content_bias is None else ContentBias(content_bias, *content_bias.stride())
 
 
+def operator_of(call: Call) -> str:
+    """The name of the operator, by which tiles are chosen."""
+    if call.mixing is not None:
+        return "collaborative_attention"
+    return "gated_attention" if call.alpha is None else "entmax_attention"
+
+
 def has_terms(call: Call) -> bool:
     """Whether the loops over tiles read a bias, a cap or a dense mask, draw random numbers, or have entmax."""
     parts = call.bias, call.offset_bias, call.intervals.dense, call.alpha

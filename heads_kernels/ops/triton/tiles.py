@@ -189,6 +189,8 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "collaborative_attention.queries": {256: (128, 32, 64, 128, 8, 2)},
         "gated_attention.biases": {64: (64, 64, 0, 0, 4, 2), 256: (64, 64, 0, 0, 8, 1)},
         "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
+        "entmax_attention.forward": {128: (128, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 2)},
+        "entmax_attention.centers": {128: (128, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 2)},
         "attention_statistics": {256: (128, 64, 64, 0, 8, 3)},
         "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
     },
@@ -211,6 +213,9 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "gated_attention.queries, terms": {64: (64, 32, 0, 0, 4, 2)},
         "gated_attention.biases": {64: (64, 64, 0, 0, 8, 2), 256: (32, 32, 0, 0, 4, 1)},
         "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
+        "entmax_attention.forward": {128: (64, 32, 0, 0, 8, 2), 256: (32, 32, 0, 0, 8, 1)},
+        "entmax_attention.keys": {128: (32, 64, 0, 0, 8, 2), 256: (32, 64, 0, 0, 8, 1)},
+        "entmax_attention.centers": {128: (64, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 1)},
         "attention_statistics": {256: (128, 64, 64, 0, 8, 2)},
         "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
     },
@@ -227,6 +232,8 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "collaborative_attention.queries": {256: (32, 32, 32, 64, 4, 1)},
         "gated_attention.biases": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "collaborative_attention.biases": {256: (32, 32, 32, 0, 4, 1)},
+        "entmax_attention.forward": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
+        "entmax_attention.centers": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "attention_statistics": {256: (64, 32, 32, 0, 4, 1)},
         "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
     },
@@ -246,6 +253,8 @@ _FLOAT: Final[dict[str, dict[int, Numbers]]] = {
     "collaborative_attention.queries": {256: (32, 32, 32, 64, 8, 1)},
     "gated_attention.biases": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
     "collaborative_attention.biases": {256: (32, 32, 32, 0, 8, 1)},
+    "entmax_attention.forward": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
+    "entmax_attention.centers": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
     "attention_statistics": {256: (32, 32, 32, 0, 8, 1)},
     "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
 }
@@ -254,11 +263,14 @@ _FLOAT: Final[dict[str, dict[int, Numbers]]] = {
 def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: str = "") -> Numbers:
     """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
 
-    Some kernels have rows of their own for a `variant`: "terms", where loops read a bias, a cap or a dense mask or
+    Passes of entmax attention that have no row run with the tiles of gated attention's. Some kernels have rows of their
+    own for a `variant`: "terms", where loops read a bias, a cap or a dense mask or
     drop; "descriptors", where none of that is so and descriptors can describe the key and the value.
     """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
     table = _HALF[kind] if half else _FLOAT
+    if kernel not in table:
+        kernel = kernel.replace("entmax_attention", "gated_attention")
     rows = table[kernel] | table.get(f"{kernel}, {variant}", {})
     return next(numbers for widest, numbers in sorted(rows.items()) if width <= widest)
 
