@@ -67,7 +67,11 @@ REAL: Final[tuple[Case, ...]] = (
 def cases(settings: Settings) -> list[Case]:
     """Real sizes first: they are what people run; the long case has no oracle that fits."""
     if settings.tiny:
-        return [case for case in (*CASES, *ENTMAX) if "tiny" in case.tags and case.B * case.H * case.T <= 24]
+        return [
+            case
+            for case in (*CASES, *ENTMAX)
+            if "tiny" in case.tags and case.B * case.H * case.T <= 24
+        ]
     return [*REAL, *(case for case in (*CASES, *ENTMAX) if "long" not in case.tags)]
 
 

@@ -29,7 +29,7 @@ class Report:
         features: number of features that each head uses.
         executed_features: features that the scores of all heads use, in whole chunks; `H D` before conversion.
         weight_error, score_error: of the functions with these names; `score_error` is None without moments.
-        parameters_before, parameters: of queries and keys (`count_parameters`), without repeated values.
+        parameters_before, parameters: of queries and keys (`count_parameters`).
         length: input length for which FLOPs are counted.
         flops_before, flops: of its self-attention (`count_flops`), with values as wide as keys.
         break_even: the length below which it takes fewer FLOPs than before (`break_even`).
@@ -63,8 +63,8 @@ class Report:
         bias, rotary = heads.has_bias, isinstance(heads, RotaryHeads)
         before = count_flops(length, length, D_in, D_k, H, D_in_k=D_in_k, Hk=Hk)
         after = count_flops(
-            length, length, D_in, D_k, H, Ds, D_in_k=D_in_k, executed_features=used, rotary=rotary
-        )
+            length, length, D_in, D_k, H, Ds, D_in_k=D_in_k, Hk=Hk, executed_features=used, rotary=rotary
+        )  # fmt: skip
         by_weights, by_scores = errors_of(heads, factors, moments)
         return cls(
             dim=Ds,

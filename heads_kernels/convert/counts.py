@@ -97,15 +97,15 @@ def count_flops(
     | `content` | 0 | `2 S D_in_k H + P H` |
     | `values`, `value`, `output` | `2 P D_v`, `2 S D_in_k D_v`, `2 T D_v D_out` | the same |
 
-    With rotary positions `content` is 0; the rotation does not count. With `Hk < H` key heads in ordinary attention,
-    `key` and `value` are multiplied by `Hk / H`.
+    With rotary positions `content` is 0; the rotation does not count. With `Hk < H` heads of values, `value` is
+    multiplied by `Hk / H`, and in ordinary attention `key` too.
 
     Args:
         T, S: query rows and keys, padding left out; summed over a batch.
         D_in, D_k, H, Ds: the sizes of the layer.
         D_v, D_in_k, D_out: concatenated width of the values, widths of the keys' inputs and of the output; None means
             `D_k`, `D_in`, `D_in`.
-        Hk: key heads of ordinary attention; None means H.
+        Hk: heads of values, and of keys in ordinary attention; None means H.
         pairs: P, visible (row, key) pairs, summed over a batch: about half of `T S` in causal attention; None means
             `T S`.
         executed_features: F, features that the scores of the open heads use (`Factors.executed_features`).
@@ -125,9 +125,7 @@ def count_flops(
         refuse("open_heads", f"is {open_heads}", f"pass 0 to {H}, which is H")
     P = T * S if pairs is None else pairs
     width, all_features = (D_k, D_k) if Ds is None else (Ds, H * Ds)
-    key_width, value_width = width, D_v
-    if Ds is None:
-        key_width, value_width = (_of_key_heads(each, H, Hk) for each in (D_k, D_v))
+    key_width = _of_key_heads(D_k, H, Hk) if Ds is None else width
     F = all_features * open_heads // H if executed_features is None else executed_features
     return Flops(
         query=2 * T * D_in * width,
@@ -136,7 +134,7 @@ def count_flops(
         scores=2 * P * F,
         content=0 if Ds is None or rotary else 2 * S * D_in_k * H + P * open_heads,
         values=2 * P * D_v * open_heads // H,
-        value=2 * S * D_in_k * value_width,
+        value=2 * S * D_in_k * _of_key_heads(D_v, H, Hk),
         output=2 * T * D_v * D_out,
     )
 
@@ -152,9 +150,8 @@ def break_even(
 ) -> float:
     """The T below which collaborative self-attention takes fewer FLOPs than ordinary attention.
 
-    It saves projections, `4 T D_in (D_k - Ds)`, and adds scores, `2 T^2 (F - D_k)`; mixing and content, which are
-    small, are left out. With dense mixing `F = H Ds`. With fewer key heads it saves `4 T D_in (D_k Hk / H - Ds)`,
-    including the cost of repeated values, as wide as keys.
+    It saves projections, `2 T D_in (D_k + D_k Hk / H - 2 Ds)`, and adds scores, `2 T^2 (F - D_k)`; mixing and content,
+    which are small, are left out. With dense mixing `F = H Ds`.
 
     Args:
         D_in, D_k, Ds, H: the sizes of the layer.
@@ -168,11 +165,11 @@ def break_even(
         TypeError, ValueError: a size is not an int >= 1.
     """
     _check_sizes(D_in=D_in, D_k=D_k, Ds=Ds, H=H, Hk=Hk)
-    saved = _of_key_heads(D_k, H, Hk) - Ds
+    saved = D_k + _of_key_heads(D_k, H, Hk) - 2 * Ds
     paid = (H * Ds if executed_features is None else executed_features) - D_k
     if paid <= 0:
         return math.inf if saved >= 0 else 0
-    return max(0, round(2 * D_in * saved / paid))
+    return max(0, round(D_in * saved / paid))
 
 
 def _of_key_heads(rows: int, H: int, Hk: int | None) -> int:

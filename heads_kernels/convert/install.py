@@ -138,8 +138,7 @@ def install(model: nn.Module, layer: AttentionLayer, factors: AnyFactors, *, rag
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
     of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
     attention function uses them. Its cache then keeps one key and H content biases per token instead of H keys.
-    Values, output, gates, scale, dropout and other attributes are kept; values that heads share are
-    repeated for each.
+    Values, output, gates, scale, dropout and other attributes are kept.
 
     The new parameters have the dtype, device and `requires_grad` of the old projections: create the optimiser
     afterwards. The conversion is recorded in `config.heads_kernels` of transformers models: pass the whole model, not a

@@ -76,7 +76,7 @@ class AttentionLayer:
             in PyTorch's decoder layers, and "decoder" if "decoder" is in their path.
         module: the `nn.Module` whose forward calls the operator; it carries `head_gate`.
         query, key, value, output: its projections; the heads of `output` are in its input features.
-        num_heads, num_key_heads: H and Hk; Hk is 1 if `shared`.
+        num_heads, num_key_heads: H and Hk; Hk is 1 if `shared`, and `value.heads` the number of value heads.
         head_dim, value_dim: D (Ds if `shared`) and Dv.
         layout: its `HeadLayout`; that of a converted layer describes it after conversion.
         scale: the factor of its scores; None if the layout's path does not exist.
@@ -341,7 +341,11 @@ def _roles(
     paths = [existing(holder, path) for path in (layout.query, layout.key, layout.value)]
     query, key, value = (at_path(holder, path) for path in paths)
     if layout.shared:
-        return Projection(query, 1, D), Projection(key, 1, D), Projection(value, H, Dv)
+        return (
+            Projection(query, 1, D),
+            Projection(key, 1, D),
+            Projection(value, _size(value) // Dv, Dv),
+        )
     has_query, has_value = paths[0] == paths[1], paths[1] == paths[2]
     start = H * D if has_query else 0
     key_features = (_size(key) - start) // (2 if has_value else 1)

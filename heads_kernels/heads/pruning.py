@@ -94,13 +94,14 @@ def _gone_and_spared(
 
 
 def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
-    """The key heads that the query heads `left` use, repeated to make groups of equal size."""
-    if layer.layout.shared:
-        return [0]
+    """The key heads that the query heads `left` use, repeated to make groups of equal size.
+
+    Of a layer whose heads share one key, the value heads.
+    """
     if not left:
         counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
-        return [0] if counts_tokens else []
-    group = layer.num_heads // layer.num_key_heads
+        return [0] if counts_tokens and not layer.layout.shared else []
+    group = layer.num_heads // layer.value.heads
     readers = Counter(head // group for head in left)
     size = gcd(*readers.values())
     return [key for key, count in readers.items() for _ in range(count // size)]

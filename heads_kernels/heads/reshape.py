@@ -29,11 +29,13 @@ from heads_kernels.nn.shared import (
 def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
     """Keep these heads and key heads of a layer, in this order; key heads may repeat.
 
+    Of a layer whose heads share one key `key_heads` are the value heads.
+
     The module then has `kept_heads`, an int64 buffer with the original numbers of its heads, and `heads_before`, their
     original number.
     """
     if layer.layout.shared:
-        projections = [(layer.value, heads)]
+        projections = [(layer.value, key_heads)]
     else:
         projections = [(layer.query, heads), (layer.key, key_heads), (layer.value, key_heads)]
     rows: dict[nn.Module, list[Tensor]] = {}  # a fused projection has several
@@ -56,7 +58,7 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
     numbers = getattr(module, "kept_heads", torch.arange(layer.num_heads)).to(kept.device)[kept]
     device = layer.output.linear.weight.device
     module.register_buffer("kept_heads", numbers.to(device), persistent=False)
-    count_heads(layer, len(heads), len(heads if layer.layout.shared else key_heads))
+    count_heads(layer, len(heads), len(key_heads))
 
 
 def replace(module: Any, name: str, value: Tensor) -> None:
@@ -114,6 +116,7 @@ def count_heads(layer: AttentionLayer, H: int, Hk: int) -> None:
         "n_heads": H,
         "num_key_heads": Hk,
         "num_key_value_heads": Hk,
+        "num_value_heads": Hk,
         "num_key_value_groups": H // Hk if Hk else 1,
         "all_head_size": H * layer.value_dim,
         "inner_dim": H * layer.value_dim,
@@ -228,8 +231,8 @@ def share(
     """Make a layer collaborative; its new parameters are uninitialised.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. Other
-    modules keep their forward and get a `SharedProjection` for query and for key, `mixing` and `ragged`. Values that
-    several heads share are repeated. Everything else is kept.
+    modules keep their forward and get a `SharedProjection` for query and for key, `mixing`, `ragged` and
+    `num_value_heads`. Everything else is kept.
 
     Args:
         model: contains the layer.
@@ -264,7 +267,8 @@ def share(
         mixing = module.mixing = _mixing(layer, dim)
         module.ragged = ragged
         module.register_forward_pre_hook(check_runs_shared, with_kwargs=True)
-        count_heads(layer, layer.num_heads, layer.num_heads)
+        module.num_value_heads = layer.num_key_heads
+        count_heads(layer, layer.num_heads, layer.num_key_heads)
     assert content is not None
     weights = query.weight, key.weight, mixing, content.weight
     return dict(zip(("query", "key", "mixing", "content"), weights, strict=True))
@@ -281,6 +285,7 @@ def _collaborative(
         kdim=old.kdim,
         vdim=old.vdim,
         value_dim=old.value_dim,
+        num_value_heads=old.num_key_heads,
         mixing_init="ones",
         ragged=ragged,
         dropout=old.dropout,
@@ -298,7 +303,6 @@ def _collaborative(
     ):
         _as_empty(linear, like)
     made.mixing = _mixing(layer, dim)
-    _repeat_values(layer)
     for name in ("v_proj", "out_proj", "gate_proj", "head_gate"):
         setattr(made, name, getattr(old, name))
     if hasattr(old, "kept_heads"):
@@ -323,7 +327,8 @@ def _share_rotary(
     module.mixing = _mixing(layer, dim // 2)
     module.ragged = ragged
     module.register_forward_pre_hook(check_runs_shared, with_kwargs=True)
-    count_heads(layer, layer.num_heads, layer.num_heads)
+    module.num_value_heads = layer.num_key_heads
+    count_heads(layer, layer.num_heads, layer.num_key_heads)
     found: dict[str, Tensor] = {"mixing": module.mixing}
     for role, projection in made.items():
         found |= {role: projection.weight, f"{role}_places": projection.places}
@@ -351,8 +356,6 @@ def _put_projections(
     made: dict[str, nn.Linear | SharedProjection | RotaryProjection] = {"query": query, "key": key}
     if paths["value"] in (paths["query"], paths["key"]):
         made["value"] = _values(layer)
-    else:
-        _repeat_values(layer)
     for path in dict.fromkeys(paths[role] for role in made):
         parts = {role: part for role, part in made.items() if paths[role] == path}
         put: nn.Module = next(iter(parts.values()))
@@ -375,20 +378,9 @@ def _mixing(layer: AttentionLayer, dim: int) -> nn.Parameter:
     return nn.Parameter(weight.detach().new_empty(layer.num_heads, dim), weight.requires_grad)
 
 
-def _value_features(layer: AttentionLayer) -> Tensor:
-    """The value features of each query head; heads of one group have the same ones."""
-    group = layer.num_heads // layer.num_key_heads
-    return layer.value.features([head // group for head in range(layer.num_heads)])
-
-
-def _repeat_values(layer: AttentionLayer) -> None:
-    if layer.num_key_heads != layer.num_heads:
-        select(layer.value.linear, _value_features(layer), 1)
-
-
 def _values(layer: AttentionLayer) -> nn.Linear:
-    """The values of all heads, out of a fused projection."""
-    linear, chosen = layer.value.linear, _value_features(layer)
+    """The projection of values, out of a fused one."""
+    linear, chosen = layer.value.linear, layer.value.features(range(layer.value.heads))
     weight = (linear.weight.T if is_transposed(linear) else linear.weight).detach()[chosen]
     width, inputs = weight.shape
     made = nn.Linear(inputs, width, bias=linear.bias is not None, device="meta")

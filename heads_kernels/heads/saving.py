@@ -203,14 +203,17 @@ def shape(layer: AttentionLayer) -> dict[str, Any]:
     """The shape of a pruned layer, for JSON.
 
     `heads`: original numbers of the remaining heads; `key_heads`: number of key heads; `head_dim` and `value_dim`:
-    their widths.
+    their widths; `value_heads`: number of value heads where it is another one.
     """
-    return {
+    found = {
         "heads": kept_heads(layer),
         "key_heads": layer.num_key_heads,
         "head_dim": layer.head_dim,
         "value_dim": layer.value_dim,
     }
+    if layer.layout.shared and layer.value.heads != layer.num_heads:
+        found["value_heads"] = layer.value.heads
+    return found
 
 
 def kept_heads(layer: AttentionLayer) -> list[int]:
@@ -282,7 +285,8 @@ def _kept(
     widths = layer.head_dim, layer.value_dim
     fits = layer.layout.shared == shared and (left["head_dim"], left["value_dim"]) == widths
     heads = [own.index(head) for head in left["heads"] if head in own]
-    key_heads = _sources(layer, heads, left["key_heads"])
+    count = left.get("value_heads", len(heads)) if shared else left["key_heads"]
+    key_heads = _sources(layer, heads, count)
     if not fits or len(heads) < len(left["heads"]) or key_heads is None:
         was = f"was saved with {_words(left)}; the model has {_words(shape(layer))}"
         instead = "load it into a model of the original shape, before pruning and conversion"
@@ -291,12 +295,15 @@ def _kept(
 
 
 def _sources(layer: AttentionLayer, heads: list[int], count: int) -> list[int] | None:
-    """The key heads of the layer from which the `count` key heads of the record come; None if they do not fit."""
-    if layer.layout.shared or not heads:
+    """The key heads of the layer from which the `count` key heads of the record come; None if they do not fit.
+
+    Of a layer whose heads share one key, the value heads.
+    """
+    if not heads:
         return [0] * count
     if not count or len(heads) % count:
         return None
-    group, size = layer.num_heads // layer.num_key_heads, len(heads) // count
+    group, size = layer.num_heads // layer.value.heads, len(heads) // count
     read = [head // group for head in heads]
     firsts = read[::size]
     return firsts if read == [key for key in firsts for _ in range(size)] else None
@@ -304,4 +311,5 @@ def _sources(layer: AttentionLayer, heads: list[int], count: int) -> list[int] |
 
 def _words(left: Mapping[str, Any]) -> str:
     widths = f"of widths {left['head_dim']} and {left['value_dim']}"
-    return f"heads {left['heads']} and {left['key_heads']} key heads {widths}"
+    values = f", {left['value_heads']} value heads" if "value_heads" in left else ""
+    return f"heads {left['heads']} and {left['key_heads']} key heads{values} {widths}"

@@ -229,7 +229,7 @@ class AttentionCall:
         found = self.query.new_zeros((self.B, self.H), dtype=torch.int64)
         for start in range(0, self.T, size):
             above = (self.probabilities(slice(start, start + size)) > 0).any(2)  # [B, H, S]
-            tiles = functional.pad(above, (0, -self.S % size)).unflatten(2, (-1, size))
+            tiles = functional.pad(above, (0, -self.S % size)).view(*found.shape, -1, size)
             found += tiles.any(3).sum(2)
         return found
 

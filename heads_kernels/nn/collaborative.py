@@ -35,6 +35,7 @@ class CollaborativeMultiheadAttention(Multihead):
         shared_dim: Ds, width of the shared query and key.
         kdim, vdim: widths of the inputs of key and value; default `embed_dim`.
         value_dim: Dv, width of a head's value; default `embed_dim / num_heads`.
+        num_value_heads: Hv, a divisor of H: that many neighbouring heads share a value; default H.
         bias: whether `v_proj`, `out_proj` and `gate_proj` have biases.
         qk_bias: whether `q_proj` and `k_proj` have biases.
         content_bias: whether keys have a bias per head, from the key's input (`content_proj`, initially 0).
@@ -67,6 +68,7 @@ class CollaborativeMultiheadAttention(Multihead):
         kdim: int | None = None,
         vdim: int | None = None,
         value_dim: int | None = None,
+        num_value_heads: int | None = None,
         bias: bool = True,
         qk_bias: bool = False,
         content_bias: bool = True,
@@ -82,13 +84,17 @@ class CollaborativeMultiheadAttention(Multihead):
         E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
         Ds = check_size("shared_dim", shared_dim)
         Dv = head_width("value_dim", E, H, value_dim)
+        Hv = H if num_value_heads is None else check_size("num_value_heads", num_value_heads)
+        if H % Hv:
+            was = f"is {Hv}, but num_heads is {H}"
+            refuse("num_value_heads", was, f"pass a divisor of {H}")
         check_flag("qk_bias", qk_bias)
         check_flag("content_bias", content_bias)
         check_flag("ragged", ragged)
         super().__init__(
             E,
             H,
-            (Ds, Ds, H * Dv),
+            (Ds, Ds, Hv * Dv),
             value_dim=Dv,
             kdim=kdim,
             vdim=vdim,
@@ -102,6 +108,7 @@ class CollaborativeMultiheadAttention(Multihead):
             dtype=dtype,
         )
         self.shared_dim = Ds
+        self.num_value_heads = Hv
         self.mixing_init = mixing_init
         self.ragged = ragged
         self.mixing = nn.Parameter(torch.empty(H, Ds, device=device, dtype=dtype))
@@ -122,12 +129,12 @@ class CollaborativeMultiheadAttention(Multihead):
         return not self.ragged
 
     def source(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        heads = self.by_head("v_proj", value, self.num_heads, self.value_dim)
+        heads = self.by_head("v_proj", value, self.num_value_heads, self.value_dim)
         shared = self.k_proj(key), heads
         return shared if self.content_proj is None else (*shared, self.content_proj(key))
 
     def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-        key, value, *content_bias = source  # [B, S, Ds], [B, S, H, Dv], [B, S, H]
+        key, value, *content_bias = source  # [B, S, Ds], [B, S, Hv, Dv], [B, S, H]
         return {
             "query": self.q_proj(query),
             "key": key,
@@ -137,7 +144,8 @@ class CollaborativeMultiheadAttention(Multihead):
         }
 
     def extra_repr(self) -> str:
-        return f"shared_dim={self.shared_dim}, {super().extra_repr()}"
+        values = f"num_value_heads={self.num_value_heads}"
+        return f"shared_dim={self.shared_dim}, {values}, {super().extra_repr()}"
 
 
 def _load_concatenated(

@@ -217,9 +217,13 @@ def test_what_grouped_keys_had_is_counted() -> None:
     # projections of queries, keys and values, scores, weighted values, output
     rows = 2 * T * 32 * (8 * D + 2 * D + 2 * D + 32)
     assert report.flops_before == rows + 2 * 2 * T * T * 8 * D
+    # One key of 32 features and content biases in the place of 2 keys of 4; values are grouped as before.
+    F = report.executed_features
+    rows += 2 * T * 32 * (32 - 2 * D + 8)
+    assert report.flops == rows + T * F + T * T * 8 + 2 * T * T * (F + 8 * D)
     assert report.break_even == 0
     found = collaborate(nn.Sequential(GatedMultiheadAttention(32, 8, num_key_heads=2)), 5)
-    assert found.reports[0].break_even == round(2 * 32 * (8 - 5) / (8 * 5 - 32))
+    assert found.reports[0].break_even == round(32 * (32 + 8 - 2 * 5) / (8 * 5 - 32))
 
 
 # ---------------------------------------------------------------------- a state of the model's own

@@ -109,6 +109,29 @@ def test_default_scale_is_that_of_the_heads_whatever_they_share() -> None:
     assert_alike(layer(x)[0], formula(layer, x, x))
 
 
+def test_grouped_values_are_values_repeated() -> None:
+    """Outputs and gradients, and a cache of as many values as there are."""
+    grouped, repeated = layer_of(num_value_heads=2), layer_of()
+    state = grouped.state_dict()
+    for name in ("weight", "bias"):
+        own = state[f"v_proj.{name}"].unflatten(0, (2, -1))
+        state[f"v_proj.{name}"] = own.repeat_interleave(H // 2, 0).flatten(0, 1)
+    repeated.load_state_dict(state)
+    x = torch.randn(B, T, E).double()
+    assert_alike(grouped(x, is_causal=True)[0], repeated(x, is_causal=True)[0])
+    (found,), (expected,) = (
+        torch.autograd.grad(each(x)[0].square().sum(), [each.v_proj.weight])
+        for each in (grouped, repeated)
+    )
+    assert_alike(found, expected.unflatten(0, (2, H // 2, -1)).sum(1).flatten(0, 1))
+
+    cache = hk.nn.KeyValueCache()
+    with torch.no_grad():
+        steps = [grouped(each, is_causal=True, cache=cache)[0] for each in x.split(1, dim=1)]
+    assert_alike(torch.cat(steps, 1), grouped(x, is_causal=True)[0])
+    assert f"[{B}, S, 2, {E // H}]" in repr(cache)
+
+
 def test_gates_and_closed_heads() -> None:
     layer, x = layer_of(), torch.randn(B, T, E).double()
     gates = torch.tensor([0.0, 1.0, 0.5, 0.0])
@@ -124,7 +147,7 @@ def test_gates_and_closed_heads() -> None:
     assert removed.content_proj is not None
     removed.content_proj.weight.data = removed.content_proj.weight.data[1:3]
     removed.out_proj.weight.data = layer.out_proj.weight.data[:, 6:18]
-    removed.num_heads = 2
+    removed.num_heads = removed.num_value_heads = 2
     assert_alike(removed(x)[0], out)
 
     layer.head_gate = None
@@ -152,7 +175,7 @@ def test_zeros_of_mixing_train_unless_ragged(ragged: bool, gated: bool) -> None:
 
 def test_without_heads_it_is_the_bias() -> None:
     layer, x = layer_of(), torch.randn(B, T, E).double().requires_grad_()
-    layer.num_heads = 0
+    layer.num_heads = layer.num_value_heads = 0
     layer.mixing = nn.Parameter(torch.empty(0, Ds).double())
     layer.v_proj.weight.data = torch.empty(0, E).double()
     layer.v_proj.bias.data = torch.empty(0).double()
@@ -385,6 +408,12 @@ BAD_LAYERS = [
     ({"shared_dim": 0}, ValueError, "shared_dim is 0"),
     ({"shared_dim": 3}, ValueError, "kind is 'concatenate', but 4 heads share 3 features"),
     ({"mixing_init": "uniform"}, ValueError, "kind is 'uniform'; use one of 'concatenate'"),
+    (
+        {"num_value_heads": 3},
+        ValueError,
+        "num_value_heads is 3, but num_heads is 4; .*divisor of 4",
+    ),
+    ({"num_value_heads": 0}, ValueError, "num_value_heads is 0"),
     ({"qk_bias": None}, TypeError, "qk_bias is a NoneType"),
     ({"content_bias": 1}, TypeError, "content_bias is a int"),
     ({"ragged": "yes"}, TypeError, "ragged is a str"),

@@ -77,7 +77,7 @@ def _converted_styles(
     layer: AttentionLayer, names: dict[nn.Module, str], processes: int
 ) -> dict[str, ParallelStyle]:
     """Of a converted layer of transformers: its module gets the values of the heads of its process."""
-    _check_even(str(layer), layer.num_heads, processes)
+    _check_even(str(layer), layer.value.heads, processes)
     value, output = (names[each.linear] for each in (layer.value, layer.output))
     fused = [part for part in layer.module.modules() if isinstance(part, FusedProjection)]
     if any(layer.value.linear in part.children() for part in fused):
@@ -95,7 +95,9 @@ def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelSt
     if getattr(layer, "alpha_logits", None) is not None:
         refuse(name, "has entmax, which serves no DTensors", "leave the layer out of the plan")
     split = ["v_proj", "content_proj", "gate_proj"]
-    if not isinstance(layer, CollaborativeMultiheadAttention):
+    if isinstance(layer, CollaborativeMultiheadAttention):
+        _check_even(name, layer.num_value_heads, processes)
+    else:
         split += ["q_proj", "k_proj"]
         Hk = getattr(layer, "num_key_heads", H)
         if Hk % processes:

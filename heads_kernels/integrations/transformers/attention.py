@@ -166,15 +166,17 @@ def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> d
             query, key, mixing = split_rotary(query, key, mixing, places)
         else:
             query, key, content_bias = split_shared(query, key, mixing)
-        if value.shape[1] < len(mixing) and (mesh := _mesh(module)) is not None:
+        Hv: int = module.num_value_heads  # type: ignore[assignment]
+        group = len(mixing) // max(Hv, 1)
+        if value.shape[1] < Hv and (mesh := _mesh(module)) is not None:
             query, key = (summed_gradient(each, mesh) for each in (query, key))
             mixing = local_part(mixing, 0, mesh)
             content_bias = None if content_bias is None else local_part(content_bias, 1, mesh)
-            if value.shape[1] != len(mixing):
+            if value.shape[1] * group != len(mixing):
                 was = f"has {value.shape[1]} heads of values in a process that mixes {len(mixing)}"
                 instead = "keep a number of heads that the processes share evenly"
                 refuse(type(module).__name__, was, instead)
-        value = value[:, : len(mixing)]  # fused projections pad it
+        value = value[:, :Hv]  # fused projections pad it
         operands = {"query": query, "key": key, "value": value, "mixing": mixing}
         return operands if content_bias is None else {**operands, "content_bias": content_bias}
     if query.shape[1] == 0:  # every head is pruned; keys may be left for a cache to count

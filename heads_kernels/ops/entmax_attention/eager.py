@@ -105,8 +105,9 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
 
 def _order(call: Call) -> Tensor:
     """`alpha - 1`, `[H, 1, 1]`; refuses values for which entmax is not defined."""
-    entmax.check_alpha_values(call.alpha)
-    return (call.alpha - 1.0)[:, None, None]
+    alpha: Tensor = call.alpha
+    entmax.check_alpha_values(alpha)
+    return (alpha - 1.0)[:, None, None]
 
 
 def _logs(finished: Tensor, threshold: Tensor, order: Tensor, pairs: Tensor | None) -> Tensor:

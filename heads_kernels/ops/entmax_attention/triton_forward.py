@@ -119,7 +119,7 @@ def attend_sparse(
         )  # fmt: skip
         p, slope = powers(above_threshold(scores, threshold[:, None], order), order)
         if of.dropout is not None:
-            p = tl.where(kept(of.dropout, b, h, rows, first, BLOCK_N), p, 0.0)
+            p = p * kept(of.dropout, b, h, rows, first, BLOCK_N).to(tl.float32)
         there = first + tl.arange(0, BLOCK_N) < S
         v = load_tile(of.value, b, hk, first, there, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
         p = tl.where(p == 0.0, 0.0, p + poison(v)[None, :])

@@ -50,8 +50,9 @@ def attend(
     """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
 
     Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse is
-    -inf. With entmax lse is the threshold. Full tiles of keys come through the descriptors `key_tiles` and `value_tiles`, unless those are None.
-    `scale` is not negative. The query tile, scores, probabilities and the accumulator stay on chip.
+    -inf. With entmax lse is the threshold. Full tiles of keys come through the descriptors `key_tiles` and
+    `value_tiles`, unless those are None. `scale` is not negative. The query tile, scores, probabilities and the
+    accumulator stay on chip.
     """
     if of.terms.alpha is None:
         rows = first_row + tl.arange(0, BLOCK_M)

@@ -2,8 +2,8 @@
 
     p = [1 + order (s - threshold)]_+ ^ (1 / order)        order = alpha - 1
 
-The threshold of a row makes its probabilities add up to 1 and is saved in the place of lse, which it tends to as order
-tends to 0. Kernels are compiled for one or the other by `terms.alpha`. Scores and thresholds are base-2 logarithms here.
+The threshold of a row makes its probabilities add up to 1. It is saved in the place of lse, to which it tends as order
+tends to 0. Kernels are compiled for softmax or entmax, by `terms.alpha`. Scores and thresholds are base-2 logarithms.
 """
 
 from __future__ import annotations

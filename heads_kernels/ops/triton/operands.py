@@ -149,7 +149,9 @@ class Operands(NamedTuple):
     visible: Visible
     dropout: Dropout | None
     grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
-    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax_attention.triton_forward` to write
+    in_reach: (
+        Tensor | None
+    )  # int32 [programs, tiles of keys] for `entmax_attention.triton_forward` to write
 
 
 #: Tuples of a pointer and numbers.

@@ -144,7 +144,9 @@ def load_row_terms(
     return row_lse, row_delta, g, finite
 
 
-def first_pass(call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None) -> FirstPass:
+def first_pass(
+    call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None
+) -> FirstPass:
     """Fill `dgate` and `dsinks`, unless they are empty or None, and what the other passes read."""
     B, H, T, Dv = dout.shape
     kind = gate_kind(call.gate)

@@ -77,7 +77,9 @@ def _supported(support, pair, rows, keys, T, S, there):
     """bool, False where rows and keys, which broadcast to the tile, are in a tile outside of the support."""
     row_tiles, key_tiles = tl.cdiv(T, support.block_m), tl.cdiv(S, support.block_n)
     tile = pair.to(tl.int64) * row_tiles + rows // support.block_m
-    return tl.load(support.ptr + tile * key_tiles + keys // support.block_n, mask=there, other=0) != 0
+    return (
+        tl.load(support.ptr + tile * key_tiles + keys // support.block_n, mask=there, other=0) != 0
+    )
 
 
 def visible_to_tiles(

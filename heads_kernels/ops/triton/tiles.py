@@ -191,6 +191,13 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
         "entmax_attention.forward": {128: (128, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 2)},
         "entmax_attention.centers": {128: (128, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 2)},
+        "entmax_attention.keys": {
+            64: (32, 128, 0, 0, 8, 2),
+            128: (32, 64, 0, 0, 8, 2),
+            256: (16, 64, 0, 0, 8, 2),
+        },
+        "entmax_attention.queries": {128: (128, 32, 0, 0, 8, 2), 256: (64, 16, 0, 0, 8, 2)},
+        "entmax_attention.biases": {256: (64, 64, 0, 0, 8, 1)},
         "attention_statistics": {256: (128, 64, 64, 0, 8, 3)},
         "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
     },
