@@ -19,7 +19,7 @@ from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import find
 
-NAMES = ("length_1000", "packed_causal", "closed_batch_heads", "dropout", "bias_hides")
+NAMES = ("cross", "packed_causal", "closed_batch_heads", "dropout", "bias_hides")
 
 
 def any_of_tiles(pairs: Tensor, rows: int, keys: int) -> Tensor:
