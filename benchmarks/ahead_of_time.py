@@ -303,9 +303,9 @@ STATED: Final = (
 )
 
 
-def _own_cache(folder: str) -> None:
-    """A cache for this process alone: a kernel found in a shared one comes without the log of ptxas."""
-    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)
+def _use_cache(folder: str) -> None:
+    """Not the user's: a kernel found there may come without the log of ptxas."""
+    os.environ["TRITON_CACHE_DIR"] = folder
     torch.set_num_threads(1)
 
 
@@ -319,9 +319,15 @@ def _compile(target: str, dtype: str, name: str) -> list[Compiled]:
 
 
 def compile_all(
-    targets: Iterable[str], works: Iterable[Work], dtypes: Sequence[str] = tuple(_DTYPES)
+    targets: Iterable[str],
+    works: Iterable[Work],
+    dtypes: Sequence[str] = tuple(_DTYPES),
+    cache: Path | None = None,
 ) -> list[Compiled]:
-    """The kernels of `works`, each once, in as many processes as there are cores."""
+    """The kernels of `works`, each once, in as many processes as there are cores.
+
+    `cache` is a folder that keeps them for the next call, of any process; without it they are gone after the call.
+    """
     tasks = [
         (target, dtype, work.name)
         for target, work in itertools.product(targets, works)
@@ -331,7 +337,7 @@ def compile_all(
     found: dict[tuple[str, ...], Compiled] = {}
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(
         min(os.cpu_count() or 1, len(tasks)) or 1,
-        multiprocessing.get_context("spawn"), _own_cache, (folder,),
+        multiprocessing.get_context("spawn"), _use_cache, (str(cache or folder),),
     ) as pool:  # fmt: skip
         for some in pool.map(_compile, *zip(*tasks, strict=True)) if tasks else ():
             for one in some:

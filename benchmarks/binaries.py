@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -98,8 +99,9 @@ class _Driver:
 def recorded(target: str) -> Iterator[list[Kernel]]:
     """In this block kernels are compiled for `target` instead of run; the list gets one entry per launch.
 
-    Results of launches stay uninitialised. Needs a process in which kernels are not interpreted. If there is a GPU,
-    Triton cannot run kernels on it afterwards.
+    A kernel in Triton's cache is not compiled again; it must have been compiled here or with `log_kept`. Results of
+    launches stay uninitialised. Needs a process in which kernels are not interpreted. If there is a GPU, Triton cannot
+    run kernels on it afterwards.
     """
     kernels: list[Kernel] = []
     compile_and_run = JITFunction.run
@@ -116,15 +118,29 @@ def recorded(target: str) -> Iterator[list[Kernel]]:
                 text = [str(error), *re.findall(r"(?:error|note): (.+)", output())]
                 kernels.append(Kernel(name, target, shown, error="; ".join(text)[:500]))
                 return
-            log = output()
-        kernels.append(_read(name, target, shown, compiled, log))
+        kernels.append(_read(name, target, shown, compiled))
 
     driver.set_active(_Driver(target))
+    with patch.object(JITFunction, "run", compile_only), log_kept():
+        yield kernels
+
+
+@contextlib.contextmanager
+def log_kept() -> Iterator[None]:
+    """In this block a kernel is compiled with what ptxas says in its metadata, `ptxas_log`, in Triton's cache too."""
+    make_cubin = CUDABackend.make_cubin
+
+    def make(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            cubin = make_cubin(self, source, metadata, *rest)
+        metadata["ptxas_log"] = log.getvalue()
+        return cubin
+
     with (
-        patch.object(JITFunction, "run", compile_only),
+        patch.object(CUDABackend, "make_cubin", make),
         patch.object(knobs.nvidia, "dump_ptxas_log", True),
     ):
-        yield kernels
+        yield
 
 
 def _name(function: Any) -> str:
@@ -140,7 +156,7 @@ def _shown(options: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[Any]:
-    """Captures what Triton prints: the log of ptxas, and MLIR's dump of a kernel that does not compile."""
+    """Captures what Triton prints: the log of ptxas that fails, and MLIR's dump of a kernel that does not compile."""
     printed = io.StringIO()
     with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
 
@@ -158,18 +174,14 @@ def _held_back() -> Iterator[Any]:
             os.close(own)
 
 
-#: What ptxas said about the kernels that this process compiled, by hash: a kernel is compiled once.
-_LOGS: Final[dict[str, str]] = {}
-
-
-def _read(name: str, target: str, options: str, compiled: Any, log: str) -> Kernel:
+def _read(name: str, target: str, options: str, compiled: Any) -> Kernel:
     found_loops: list[Loop] = []
+    log = getattr(compiled.metadata, "ptxas_log", "")  # AMD's have none
     if "amdgcn" in compiled.asm:
         code = compiled.asm["amdgcn"]
         registers = _number(r"\.vgpr_count:\s+(\d+)", code)
         spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", code)
     else:
-        log = _LOGS.setdefault(compiled.hash, log)
         code = ""
         if _PRODUCT in compiled.asm["ttir"]:  # else no loop has instructions to look for
             code = disassembled(compiled.asm["cubin"])

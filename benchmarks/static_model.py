@@ -116,12 +116,15 @@ def _rows(
 
 
 def of_triton(
-    targets: Sequence[str], works: Iterable[ahead_of_time.Work], dtype: str = "bfloat16"
+    targets: Sequence[str],
+    works: Iterable[ahead_of_time.Work],
+    dtype: str = "bfloat16",
+    cache: Path | None = None,
 ) -> list[Row]:
-    """The loops of Triton's kernels, compiled for these targets."""
+    """The loops of Triton's kernels, compiled for these targets; for `cache` see `ahead_of_time.compile_all`."""
     seen: Counter[tuple[str, ...]] = Counter()
     result: list[Row] = []
-    for one in ahead_of_time.compile_all(targets, works, [dtype]):
+    for one in ahead_of_time.compile_all(targets, works, [dtype], cache):
         kernel = one.kernel
         if kernel.error:
             raise RuntimeError(f"{one.work}: {kernel.name} does not compile: {kernel.error}")
@@ -300,6 +303,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--module", type=Path, metavar="FILE",
         help="the module of the CUDA kernels; default: the built one")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER",
+        help="keep the compiled Triton kernels here, and compile none that is there")  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="rewrite the kept numbers")
     return parser
 
@@ -329,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
     rows: list[Row] = []
     if "triton" in backends:
-        rows += of_triton(options.target or TARGETS["triton"], works)
+        rows += of_triton(options.target or TARGETS["triton"], works, cache=options.cache)
     if "cuda" in backends and module is not None and tool is not None:
         wanted = options.target or TARGETS["cuda"]
         found = of_cuda(module, tool, wanted, only=pattern)

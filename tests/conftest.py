@@ -79,6 +79,13 @@ def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(own + request.config.getoption("seed"))
 
 
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton kernels that were compiled ahead of time: one folder for all processes of a run."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
+
+
 #: Of backends that serve CPU tensors only in processes that were started for it: whether this one was, and how.
 STARTED_FOR = {
     "triton": (TRITON_INTERPRETED, "TRITON_INTERPRET=1"),

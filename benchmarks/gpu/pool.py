@@ -23,6 +23,8 @@ from typing import IO, Any
 from benchmarks.gpu.settings import CRASHED, LEFT_OUT, TIMED_OUT, Row, Settings
 
 ROOT = Path(__file__).parent.parent.parent
+#: The module that a worker runs.
+WORKER = "benchmarks.gpu.worker"
 #: Workers that compile kernels at the same time; each holds a CUDA context of half a GiB, and an oracle of
 #: `accuracy` up to 8 GiB more.
 MOST_WORKERS = 16
@@ -52,7 +54,7 @@ class _Worker:
     """One process, started when it is first asked; asked again after a crash, it starts anew."""
 
     def __init__(self, settings: Settings) -> None:
-        self._command = [sys.executable, "-m", "benchmarks.gpu.worker", settings.to_json()]
+        self._command = [sys.executable, "-m", WORKER, settings.to_json()]
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._pending = b""

@@ -6,6 +6,7 @@ A part of `python -m benchmarks.ahead_of_time`, in processes where kernels are n
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
@@ -45,30 +46,30 @@ if not NEWEST:
     WORKS = {"sm_90": PASSES}
 
 
-def hold(targets: list[str], works: list[ahead_of_time.Work], dtype: str) -> None:
-    found = ahead_of_time.compile_all(targets, works, [dtype])
+def hold(targets: list[str], works: list[ahead_of_time.Work], dtype: str, cache: Path) -> None:
+    found = ahead_of_time.compile_all(targets, works, [dtype], cache)
     assert {one.kernel.target for one in found} == set(targets)
     broken = [f"{one}: {words}" for one in found for words in one.broken(newest=NEWEST)]
     assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize("target", WORKS)
-def test_kernels_compile_within_their_bounds(target: str) -> None:
-    hold([target], WORKS[target], "bfloat16")
+def test_kernels_compile_within_their_bounds(target: str, kernel_cache: Path) -> None:
+    hold([target], WORKS[target], "bfloat16", kernel_cache)
 
 
 @pytest.mark.skipif(not NEWEST, reason="with the oldest Triton one target is compiled for")
-def test_small_parts() -> None:
-    hold(["sm_89", "sm_120"], works("heads, D 128", "decoding, D 128"), "bfloat16")
+def test_small_parts(kernel_cache: Path) -> None:
+    hold(["sm_89", "sm_120"], works("heads, D 128", "decoding, D 128"), "bfloat16", kernel_cache)
 
 
 @pytest.mark.skipif(not NEWEST, reason="with the oldest Triton one width is compiled")
-def test_wide_kernels() -> None:
-    hold(["sm_90"], works("heads, D 128", "Ds 768"), "bfloat16")
+def test_wide_kernels(kernel_cache: Path) -> None:
+    hold(["sm_90"], works("heads, D 128", "Ds 768"), "bfloat16", kernel_cache)
 
 
-def test_float32_kernels() -> None:
-    hold(["sm_90"], works("heads, D 64"), "float32")
+def test_float32_kernels(kernel_cache: Path) -> None:
+    hold(["sm_90"], works("heads, D 64"), "float32", kernel_cache)
 
 
 def test_what_breaks_a_bound_is_told() -> None:

@@ -57,7 +57,7 @@ def kernels() -> set[str]:
     return found
 
 
-def test_every_argument_arrives(tmp_path: Path) -> None:
+def test_every_argument_arrives(tmp_path: Path, kernel_cache: Path) -> None:
     if (cc := compiler()) is None:
         pytest.skip("no C compiler: gcc or clang in PATH, or CC")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -77,7 +77,7 @@ def test_every_argument_arrives(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "TRITON_LIBCUDA_PATH": str(tmp_path),
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_CACHE_DIR": str(kernel_cache),
     }
     names = [work.name for work in dict.fromkeys(WORKS)]
     run = subprocess.run(

@@ -23,6 +23,9 @@ def correct() -> None:
     interpreter.InterpreterBuilder.create_dot = _widening(interpreter.InterpreterBuilder.create_dot)
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    tl.block_type.__init__ = _checked_once(tl.block_type.__init__)
+    tl.tensor.__init__ = _with_shape_of_type(tl.tensor.__init__)
+    interpreter._patch_attr = _patch_attribute
     # Looks for int32 overflow, which these sizes cannot have, at two fifths of the time.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -91,6 +94,48 @@ def _remembered(numpy_dtype: Callable[..., np.dtype]) -> Callable[..., np.dtype]
         return np.dtype(np.uint64) if dtype.scalar.is_ptr() else known(dtype.scalar)
 
     return call
+
+
+def _checked_once(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Types of tiles: each is made thousands of times, and its shape is checked and named again each time."""
+    known: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+    def call(tile: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        sizes = tuple([size.value if type(size) is tl.constexpr else size for size in shape])
+        key = element_ty.name, sizes
+        if key in known:
+            tile.__dict__.update(known[key], element_ty=element_ty)
+            return
+        initialize(tile, element_ty, shape)
+        known[key] = dict(vars(tile))
+
+    return call
+
+
+def _with_shape_of_type(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Values: the shape of one is that of its type, as constants that are made anew for each value."""
+    known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def call(value: tl.tensor, handle: Any, kind: tl.dtype) -> None:
+        sizes = tuple(kind.shape.values) if type(kind) is tl.block_type else ()
+        if sizes in known:
+            value.__dict__.update(known[sizes], handle=handle, type=kind, dtype=kind.scalar)
+            return
+        initialize(value, handle, kind)
+        known[sizes] = {"shape": value.shape, "numel": value.numel}
+
+    return call
+
+
+def _patch_attribute(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of `triton.language` gets its `_semantic`, without a copy of its arguments."""
+    semantic = interpreter.TritonSemantic(builder)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(place, name, call)
 
 
 def _without_warnings(execute: Callable[..., Any]) -> Callable[..., Any]:

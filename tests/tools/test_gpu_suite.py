@@ -96,7 +96,8 @@ def test_workloads_are_those_of_the_goals() -> None:
 def test_whole_command(tmp_path: Path) -> None:
     """In processes of its own, with rich hidden: the machine with the GPU may lack it."""
     code = (
-        "import sys; sys.modules['rich'] = None; from benchmarks.gpu_suite import main; "
+        "import sys; sys.modules['rich'] = None; from benchmarks.gpu import pool; "
+        "pool.WORKER = 'tests.support.gpu_worker'; from benchmarks.gpu_suite import main; "
         f"sys.exit(main(['--out', {str(tmp_path)!r}, '--device', 'cpu', '--tiny', '--commit', 'abc']))"
     )
     env = {**os.environ, "TRITON_INTERPRET": "1", "HEADS_KERNELS_EMULATE_CUDA": "1"}

@@ -215,7 +215,7 @@ def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixtu
 
 # The parameter is not called `backend`: no kernel runs here.
 @pytest.mark.parametrize("language", static_model.BACKENDS)
-def test_no_loop_is_heavier_than_kept(language: str, tmp_path: Path) -> None:
+def test_no_loop_is_heavier_than_kept(language: str, tmp_path: Path, kernel_cache: Path) -> None:
     if language == "cuda":
         if cuda_resources.module() is None or cuda_resources.cuobjdump() is None:
             pytest.skip("heads_kernels._cuda is not built, or there is no cuobjdump")
@@ -227,7 +227,8 @@ def test_no_loop_is_heavier_than_kept(language: str, tmp_path: Path) -> None:
     if compiler != then:
         pytest.skip(f"kept numbers are those of {then}, not {compiler}")
     path = tmp_path / "rows.json"
-    assert static_model.main(["--backend", language, "--json", str(path)]) == 0
+    options = ["--backend", language, "--json", str(path), "--cache", str(kernel_cache)]
+    assert static_model.main(options) == 0
     # Every kept kernel is still there.
     rows = json.loads(path.read_text())
     assert len(rows) == len(static_model.kept()[language]["rows"])
