@@ -91,10 +91,6 @@ class OffsetBias:
         """The bias for query rows that start at position `row`: `S - T` when decoding with a cache."""
         return self._of(self.values, self.first, self.kind, self.start + _whole("row", row))
 
-    def worked_out(self, T: int, S: int) -> OffsetBias:
-        """The same bias for calls of T rows and S keys, which read its table as it is: for layers that share it."""
-        return OffsetBias(self.table(T, S), 1 - T)
-
     @property
     def heads(self) -> int:
         """H, or 1 if all heads share it."""

@@ -13,7 +13,6 @@ from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
-from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 
 
@@ -69,11 +68,12 @@ class MPNetBias(Replacement):
             return bias
         return RelativeBias(self)
 
-    def offsets(self) -> OffsetBias:
-        """The stock bucket of every offset; distances of 128 and more share one."""
+    def offset_table(self, T: int, S: int, start: int) -> Tensor:
+        """The stock bias at every offset of keys from T rows that start at position `start`, `[H, T + S - 1]`."""
         weight = self.relative_attention_bias.weight
-        offsets = torch.arange(-128, 129, device=weight.device)
-        return OffsetBias(weight[self.relative_position_bucket(offsets)].mT, first=-128)
+        offsets = torch.arange(max(T + S - 1, 1), device=weight.device) + (1 - T - start)
+        table: Tensor = weight[self.relative_position_bucket(offsets)].mT
+        return table
 
 
 class MPNet(Biased):

@@ -19,8 +19,8 @@ class RelativeBias:
     backward pass, and has to look them up again for the embedding to get its gradient.
 
     Args:
-        module: the module that has the embedding, whose `offsets()` is an `OffsetBias`; None: nothing is added, as in
-            cross-attention.
+        module: the module that has the embedding, whose `offset_table(T, S, start)` is the table of a call's
+            `OffsetBias`; None: nothing is added, as in cross-attention.
         start: position of the first query row.
     """
 
@@ -41,9 +41,8 @@ class RelativeBias:
             return None
         call = (*sizes, device)
         if torch.is_grad_enabled() or self.call != call:
-            bias = self.module.offsets()
-            moved = OffsetBias(bias.values.to(device), bias.first)
-            self.found = moved.starting_at(self.start).worked_out(*sizes)
+            table = self.module.offset_table(*sizes, self.start)
+            self.found = OffsetBias(table.to(device).contiguous(), first=1 - sizes[0])
             self.call = None if torch.is_grad_enabled() else call
         found = self.found
         return found if kept_heads is None else OffsetBias(found.values[kept_heads], found.first)
@@ -69,11 +68,11 @@ class OwnRelativePositions(Replacement):
         bias: Tensor = stock.compute_bias(*args)
         return bias
 
-    def offsets(self) -> OffsetBias:
-        """The bias of every distance: those from `max_distance` on share a bucket, and one row shows them all."""
-        far = self.relative_attention_max_distance
-        row = self._stock_bias(1, 2 * far + 1, None, far)  # [1, H, 1, 2 far + 1]
-        return OffsetBias(row[0, :, 0], first=-far)
+    def offset_table(self, T: int, S: int, start: int) -> Tensor:
+        """The bias at every offset of keys from T rows that start at position `start`, `[H, T + S - 1]`: that of the
+        last row and as many more keys."""
+        row = self._stock_bias(1, max(T + S - 1, 1), None, start + T - 1)  # [1, H, 1, T + S - 1]
+        return row[0, :, 0]
 
 
 class RelativePositions(OwnRelativePositions):
