@@ -45,8 +45,7 @@ _ENDS: Final = (
 WORKS: Final = tuple(
     work
     for work in ahead_of_time.WORKS
-    if work.name.startswith(("gated", "collaborative"))
-    and work.name.endswith(_ENDS)
+    if (work.name.startswith(("gated", "collaborative")) and work.name.endswith(_ENDS))
     or work.name == "entmax_attention: causal, gate of heads, D 64"
 )
 _WIDTHS: Final = (64, 128)  # of the kernels of CUDA, without score terms

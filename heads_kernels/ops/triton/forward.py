@@ -194,7 +194,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     )  # fmt: skip
     gate: dict[str, Any] = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
     if splits == 1 and not grouped:
-        _launch(_forward_kernel, call, tiles, visible_to_tiles(call, tiles), *results, **gate)
+        _launch(_forward_kernel, call, tiles, _visible(call, tiles), *results, **gate)
         return
     acc, row_max, row_sum = split_attended(out, splits)
     parts = acc.view(splits * B, H, T, Dv)
@@ -253,9 +253,12 @@ def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
     """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
     if call.gate is not None and can_close(call.gate, call.gate_activation):
         tiles = _tiles(call)
-        _launch(
-            _closed_kernel, call, tiles, visible_to_tiles(call, tiles), rows_of(dout), dgate_rows
-        )
+        _launch(_closed_kernel, call, tiles, _visible(call, tiles), rows_of(dout), dgate_rows)
+
+
+def _visible(call: Call, tiles: Tiles) -> Visible:
+    """What kernels read of the mask; with entmax a program lists its tiles itself."""
+    return visible_to_tiles(call, tiles) if call.alpha is None else visible_of(call.intervals)
 
 
 def _has_descriptors(call: Call) -> bool:
