@@ -37,7 +37,7 @@ class AttentionCall:
 
     Attributes:
         query, key, value: as the operator got them: `[B, H, T, D]`, `[B, Hk, S, D]`, `[B, Hk, S, Dv]`; in collaborative
-            attention `[B, T, Ds]`, `[B, S, Ds]`, `[B, H, S, Dv]`.
+            attention `[B, T, Ds]`, `[B, S, Ds]`, `[B, Hv, S, Dv]`.
         mixing, content_bias: `[H, Ds]`, `[B, H, S]`, or None.
         mask: `hk.Mask` or bool tensor, True = visible.
         scale: the factor of scores.

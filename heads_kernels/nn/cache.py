@@ -16,7 +16,8 @@ class KeyValueCache:
     Call the layer with the same cache in every step. In self-attention it appends the keys and values of the new
     tokens, whose rows see all cached keys; `is_causal=True` is then aligned at the last key. In encoder-decoder
     attention the first call fills the cache, and later calls ignore their key and value. Collaborative attention
-    keeps the shared key `[B, S, Ds]`, the values and the content bias; merged attention also the sum of earlier rows.
+    keeps the shared key `[B, S, Ds]`, the values `[B, S, Hv, Dv]` and the content bias; merged attention also the sum
+    of earlier rows.
 
         cache = hk.nn.KeyValueCache()
         for token in tokens.split(1, dim=1):  # [B, 1, embed_dim]
