@@ -139,7 +139,7 @@ def test_sanitizer_runs_items_under_the_tool(
     tool.chmod(0o755)
     row = sanitizer._run_under(TINY, "memcheck", "triton")
     assert row["verdict"] == PASSED, row
-    assert row["items"] == 1
+    assert row["items"] == 2  # gated and entmax attention
     tool.write_text("#!/bin/bash\nsleep 100 & wait\n")
     monkeypatch.setitem(sanitizer._TOOLS, "memcheck", 0.5)  # type: ignore[arg-type]
     with pytest.raises(sanitizer.Skipped, match="not finished"):
