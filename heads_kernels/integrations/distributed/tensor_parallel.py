@@ -22,8 +22,9 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
 
     Inputs and outputs of the modules are plain tensors that every process has, as those of a `ColwiseParallel` and a
     `RowwiseParallel` layer. What heads share is replicated: the query and key of collaborative attention, and keys and
-    values of fewer heads than there are processes. So are gates, and `HardConcrete` gates draw the noise of the first
-    process.
+    values of `GatedMultiheadAttention` where they have fewer heads than there are processes; collaborative attention
+    needs value heads that the processes share evenly. Gates are replicated too, and `HardConcrete` gates draw the noise
+    of the first process.
 
         plan = tensor_parallel_plan(model, mesh)
         plan |= {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
