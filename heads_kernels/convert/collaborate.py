@@ -59,10 +59,10 @@ def collaborate(
     Layers of transformers models keep their forward, and the model is prepared with `hk.integrations.transformers.use`.
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` (for `torch.nn.MultiheadAttention`,
     call `hk.nn.replace_attention_(model)` first). Gates, values, outputs, dropout and attributes set on a module are
-    kept, values of grouped-query heads among them: heads share them as before. The
-    parameters of queries and keys are new: create the optimiser afterwards. Convert the whole model, not a part of it,
-    so that `save_pretrained` can save it. Dense mixing (`cp`) pays off only in parameters, in the cache and for short
-    inputs: each report has the length below which it takes fewer FLOPs.
+    kept; heads that shared values still share them. The parameters of queries and keys are new: create the optimiser
+    afterwards. Convert the whole model, not a part of it, so that `save_pretrained` can save it. Dense mixing (`cp`)
+    pays off only in parameters, in the cache and for short inputs: each report has the length below which it takes
+    fewer FLOPs.
 
     Everything is checked and computed before anything is changed; an error or Ctrl-C leaves the model unchanged.
 

@@ -106,5 +106,7 @@ def test_heads_that_cannot_be_split(fake_mesh: Callable[..., Any]) -> None:
         plan(hk.nn.CollaborativeMultiheadAttention(12, 3, 4), mesh)
     with pytest.raises(ValueError, match=r"has 3 heads of keys, .*; use 3 processes"):
         plan(hk.nn.GatedMultiheadAttention(24, 12, num_key_heads=3), mesh)
+    with pytest.raises(ValueError, match=r"has 3 heads of values, .*; use .* that divides 3"):
+        plan(hk.nn.CollaborativeMultiheadAttention(24, 12, 12, num_value_heads=3), mesh)
     with pytest.raises(ValueError, match=r"module is a Linear without attention"):
         plan(nn.Linear(3, 3), mesh)

@@ -74,11 +74,18 @@ def _check_even(name: str, H: int, processes: int) -> None:
         refuse(name, f"has {H} heads, which {processes} processes cannot share evenly", instead)
 
 
+def _check_even_values(name: str, Hv: int, processes: int) -> None:
+    if Hv % processes:
+        was = f"has {Hv} heads of values, which {processes} processes cannot share evenly"
+        refuse(name, was, f"use a number of processes that divides {Hv}")
+
+
 def _converted_styles(
     layer: AttentionLayer, names: dict[nn.Module, str], processes: int
 ) -> dict[str, ParallelStyle]:
     """Of a converted layer of transformers: its module gets the values of the heads of its process."""
-    _check_even(str(layer), layer.value.heads, processes)
+    _check_even(str(layer), layer.num_heads, processes)
+    _check_even_values(str(layer), layer.value.heads, processes)
     value, output = (names[each.linear] for each in (layer.value, layer.output))
     fused = [part for part in layer.module.modules() if isinstance(part, FusedProjection)]
     if any(layer.value.linear in part.children() for part in fused):
@@ -97,7 +104,7 @@ def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelSt
         refuse(name, "has entmax, which serves no DTensors", "leave the layer out of the plan")
     split = ["v_proj", "content_proj", "gate_proj"]
     if isinstance(layer, CollaborativeMultiheadAttention):
-        _check_even(name, layer.num_value_heads, processes)
+        _check_even_values(name, layer.num_value_heads, processes)
     else:
         split += ["q_proj", "k_proj"]
         Hk = getattr(layer, "num_key_heads", H)

@@ -47,8 +47,8 @@ def _centers_kernel(
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the centers of BLOCK_M rows of a head, their part of dalpha, and which tiles of keys are not
-    outside of the support of all of them."""
+    """A program writes the centers of BLOCK_M rows of a head, their part of dalpha, and which tiles of keys have a
+    probability above 0."""
     tiles = tl.cdiv(T, BLOCK_M)
     pair = tl.program_id(0) // tiles
     b, h = pair // H, pair % H

@@ -249,8 +249,9 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
 
 
 def _tiles(call: Call) -> Tiles:
-    name = operator_of(call)
-    return tiles_for(f"{name}.biases", call.query, call.query.shape[-1], call.value.shape[-1])
+    return tiles_for(
+        f"{operator_of(call)}.biases", call.query, call.query.shape[-1], call.value.shape[-1]
+    )
 
 
 def _group(call: Call) -> int:
