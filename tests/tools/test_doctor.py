@@ -15,7 +15,7 @@ import torch
 from heads_kernels import __main__ as commands
 from heads_kernels import doctor_record
 from heads_kernels.doctor import command, worker
-from heads_kernels.doctor.checks import CHECKS, Verdict, run_checks
+from heads_kernels.doctor.checks import CHECKS, TABLES, Verdict, run_checks
 from heads_kernels.doctor.speed import SHAPES, fastest_first, sdpa, time_backends
 from heads_kernels.testing import find
 from tests.support.alike import assert_alike
@@ -63,11 +63,10 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> str:
 # ---------------------------------------------------------------------- one backend
 @pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"])
 def test_the_selection_passes(backend: str) -> None:
-    operators = {o for o, _, name in CHECKS} - (
-        {"attention_statistics"} if backend == "cuda" else set()
-    )
+    operators = [name for name, rows in TABLES.items() if backend in {row.name for row in rows}]
+    expected = [n for o, _, n in CHECKS if o in operators and not n.startswith("length_1000")]
     verdict = Verdict()
-    for row in run_checks(backend, sorted(operators), torch.float32, CPU):
+    for row in run_checks(backend, operators, torch.float32, CPU):
         if row["check"].startswith("length_1000"):
             break  # long, and the last
         if "wrong" in row:
@@ -75,7 +74,7 @@ def test_the_selection_passes(backend: str) -> None:
             verdict.planned += 1
     assert not verdict.failures
     assert verdict.word == "verified here"
-    assert verdict.passed >= len(CHECKS) - 5
+    assert verdict.passed == len(expected)
     assert 0 < verdict.worst <= 1
     assert str(verdict).startswith(f"verified here: {verdict.passed} of {verdict.planned} checks")
 
