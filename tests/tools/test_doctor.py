@@ -14,7 +14,7 @@ import torch
 
 from heads_kernels import __main__ as commands
 from heads_kernels import doctor_record
-from heads_kernels.doctor import command, worker
+from heads_kernels.doctor import checks, command, worker
 from heads_kernels.doctor.checks import CHECKS, TABLES, Verdict, run_checks
 from heads_kernels.doctor.speed import SHAPES, fastest_first, sdpa, time_backends
 from heads_kernels.testing import find
@@ -62,9 +62,15 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> str:
 
 # ---------------------------------------------------------------------- one backend
 @pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"])
-def test_the_selection_passes(backend: str) -> None:
+def test_the_selection_passes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter the first of each operator: `tests/ops` runs every one of these cases in it."""
+    if backend == "triton":
+        first = {operator: (operator, of, name) for operator, of, name in reversed(CHECKS)}
+        monkeypatch.setattr(checks, "CHECKS", tuple(first.values()))
     operators = [name for name, rows in TABLES.items() if backend in {row.name for row in rows}]
-    expected = [n for o, _, n in CHECKS if o in operators and not n.startswith("length_1000")]
+    expected = [
+        n for o, _, n in checks.CHECKS if o in operators and not n.startswith("length_1000")
+    ]
     verdict = Verdict()
     for row in run_checks(backend, operators, torch.float32, CPU):
         if row["check"].startswith("length_1000"):
@@ -110,9 +116,8 @@ def test_a_process_that_dies_failed_in_the_check_that_it_began() -> None:
 
 @pytest.mark.parametrize("how", ["hangs"])
 @pytest.mark.usefixtures("broken")
-def test_a_hang_is_neither_verified_nor_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_neither_verified_nor_failed() -> None:
     """It may be a compiler that takes long."""
-    monkeypatch.setattr(worker, "GRACE_S", 25.0)
     asked = job(seconds=5.0)
     rows, words, late = worker.ask(asked)
     assert late
@@ -120,7 +125,7 @@ def test_a_hang_is_neither_verified_nor_failed(monkeypatch: pytest.MonkeyPatch) 
     command._count(each, asked, rows, words, late)
     verdict = each.verdicts["gated_attention"]["cpu"]
     assert verdict.word == "not verified"
-    assert str(verdict).endswith("transposed_grouped in float32 did not end in 30 s")
+    assert str(verdict).endswith("transposed_grouped in float32 did not end in 20 s")
 
 
 def test_a_worker_that_does_not_start() -> None:
@@ -185,7 +190,7 @@ def test_in_words_and_nothing_is_written(
     """Of one dtype: the tests below examine all."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command, "dtypes", lambda backend, device: (torch.float32,))
-    assert commands.main(["doctor", "--seconds", "10"]) == 0
+    assert commands.main(["doctor", "--seconds", "3"]) == 0
     printed = capsys.readouterr().out
     assert "    cpu      verified here: " in printed
     assert "    triton   can't run: tensors are on cpu" in printed
@@ -194,7 +199,7 @@ def test_in_words_and_nothing_is_written(
 
 
 def test_saved_and_read(tmp_path: Path) -> None:
-    run = doctor(tmp_path, "--seconds", "20", "--save", "--json")
+    run = doctor(tmp_path, "--seconds", "5", "--save", "--json")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     (device,) = [each for each in found["devices"] if each["device"] == "cpu"]
@@ -207,13 +212,14 @@ def test_saved_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["raises"])
 @pytest.mark.usefixtures("broken")
 def test_a_broken_backend_is_not_chosen_afterwards(tmp_path: Path) -> None:
-    run = doctor(tmp_path, "--seconds", "20", "--save")
+    run = doctor(tmp_path, "--seconds", "5", "--save")
     assert run.returncode == 1, run.stderr
     words = "transposed_grouped in float32 (RuntimeError: no kernel image)"
     assert f"    cpu      failed: {words}; and " in run.stdout
     assert words in run.stdout.splitlines()[-1]
-    assert "runs on 'eager'" in explained(tmp_path)
-    assert f"not 'cpu': failed here: {words}" in explained(tmp_path)
+    chosen = explained(tmp_path)
+    assert "runs on 'eager'" in chosen
+    assert f"not 'cpu': failed here: {words}" in chosen
     named = explained(tmp_path, ", backend='cpu'")
     assert "runs on 'cpu'" in named
     assert f"'cpu' failed here: {words}" in named
@@ -221,7 +227,7 @@ def test_a_broken_backend_is_not_chosen_afterwards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_simulated(backend: str, tmp_path: Path) -> None:
-    run = doctor(tmp_path, "--seconds", "60", "--json")
+    run = doctor(tmp_path, "--seconds", "10", "--json")
     assert run.returncode == 0, run.stderr + run.stdout
     (device,) = json.loads(run.stdout)["devices"]
     assert device["operators"]["gated_attention"][backend]["verdict"] == "verified here"
