@@ -8,12 +8,14 @@ folder HK_EMULATED, where that is set). Such tests bear the backend's name as a 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import os
 import random
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HEADS_KERNELS_DOCTOR"] = "0"  # before the package: no record of whoever runs the tests
@@ -70,6 +72,20 @@ def pytest_configure(config: pytest.Config) -> None:
         from heads_kernels import _cpu
 
         _cpu.use_level(level)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Thousands of tests and modules that stay: Python's garbage collector does not go through them again and again."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
