@@ -8,6 +8,7 @@ kernels compile, fit into shared memory, use tensor cores for products of 16 bit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 
@@ -303,12 +305,6 @@ STATED: Final = (
 )
 
 
-def _use_cache(folder: str) -> None:
-    """Not the user's: a kernel found there may come without the log of ptxas."""
-    os.environ["TRITON_CACHE_DIR"] = folder
-    torch.set_num_threads(1)
-
-
 def _compile(target: str, dtype: str, name: str) -> list[Compiled]:
     work = next(work for work in WORKS if work.name == name)
     inputs = work.case.make(_DTYPES[dtype])
@@ -323,10 +319,12 @@ def compile_all(
     works: Iterable[Work],
     dtypes: Sequence[str] = tuple(_DTYPES),
     cache: Path | None = None,
+    processes: int | None = None,
 ) -> list[Compiled]:
-    """The kernels of `works`, each once, in as many processes as there are cores.
+    """The kernels of `works`, each once, compiled in `processes` processes (default: as many as there are cores).
 
-    `cache` is a folder that keeps them for the next call, of any process; without it they are gone after the call.
+    1 is this process, without the seconds in which another imports torch and Triton. `cache` is a folder that keeps
+    the kernels for the next call, of any process; without it they are gone after the call.
     """
     tasks = [
         (target, dtype, work.name)
@@ -335,15 +333,21 @@ def compile_all(
         if dtype in dtypes
     ]
     found: dict[tuple[str, ...], Compiled] = {}
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(
-        min(os.cpu_count() or 1, len(tasks)) or 1,
-        multiprocessing.get_context("spawn"), _use_cache, (str(cache or folder),),
-    ) as pool:  # fmt: skip
-        for some in pool.map(_compile, *zip(*tasks, strict=True)) if tasks else ():
-            for one in some:
-                kernel = one.kernel
-                key = (kernel.target, kernel.hash or f"{kernel.name} {one.dtype} {one.work}")
-                found.setdefault(key, one)
+    with contextlib.ExitStack() as stack:
+        folder = str(cache or stack.enter_context(tempfile.TemporaryDirectory()))
+        # Not the user's: a kernel found there may come without the log of ptxas.
+        stack.enter_context(patch.dict(os.environ, TRITON_CACHE_DIR=folder))
+        every: Iterable[list[Compiled]] = itertools.starmap(_compile, tasks)
+        if processes != 1 and len(tasks) > 1:
+            pool = ProcessPoolExecutor(
+                min(processes or os.cpu_count() or 1, len(tasks)),
+                multiprocessing.get_context("spawn"), torch.set_num_threads, (1,),
+            )  # fmt: skip
+            every = stack.enter_context(pool).map(_compile, *zip(*tasks, strict=True))
+        for one in itertools.chain.from_iterable(every):
+            kernel = one.kernel
+            key = (kernel.target, kernel.hash or f"{kernel.name} {one.dtype} {one.work}")
+            found.setdefault(key, one)
     return list(found.values())
 
 

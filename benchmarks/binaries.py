@@ -100,8 +100,7 @@ def recorded(target: str) -> Iterator[list[Kernel]]:
     """In this block kernels are compiled for `target` instead of run; the list gets one entry per launch.
 
     A kernel in Triton's cache is not compiled again; it must have been compiled here or with `log_kept`. Results of
-    launches stay uninitialised. Needs a process in which kernels are not interpreted. If there is a GPU, Triton cannot
-    run kernels on it afterwards.
+    launches stay uninitialised. Needs a process in which kernels are not interpreted.
     """
     kernels: list[Kernel] = []
     compile_and_run = JITFunction.run
@@ -120,8 +119,11 @@ def recorded(target: str) -> Iterator[list[Kernel]]:
                 return
         kernels.append(_read(name, target, shown, compiled))
 
-    driver.set_active(_Driver(target))
-    with patch.object(JITFunction, "run", compile_only), log_kept():
+    with (
+        patch.object(driver, "_active", _Driver(target)),
+        patch.object(JITFunction, "run", compile_only),
+        log_kept(),
+    ):
         yield kernels
 
 
@@ -212,5 +214,5 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, "-c", str(path)]
+        command = [knobs.nvidia.nvdisasm.path, "-c", "-ndf", str(path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -121,11 +121,12 @@ def of_triton(
     works: Iterable[ahead_of_time.Work],
     dtype: str = "bfloat16",
     cache: Path | None = None,
+    processes: int | None = None,
 ) -> list[Row]:
-    """The loops of Triton's kernels, compiled for these targets; for `cache` see `ahead_of_time.compile_all`."""
+    """The loops of Triton's kernels, compiled for these targets; the rest as in `ahead_of_time.compile_all`."""
     seen: Counter[tuple[str, ...]] = Counter()
     result: list[Row] = []
-    for one in ahead_of_time.compile_all(targets, works, [dtype], cache):
+    for one in ahead_of_time.compile_all(targets, works, [dtype], cache, processes):
         kernel = one.kernel
         if kernel.error:
             raise RuntimeError(f"{one.work}: {kernel.name} does not compile: {kernel.error}")
@@ -306,6 +307,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
     parser.add_argument("--cache", type=Path, metavar="FOLDER",
         help="keep the compiled Triton kernels here, and compile none that is there")  # fmt: skip
+    parser.add_argument("--processes", type=int, choices=range(1, 65), metavar="N",
+        help="that compile Triton kernels, 1: this one; default: as many as there are cores")  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="rewrite the kept numbers")
     return parser
 
@@ -335,7 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
     rows: list[Row] = []
     if "triton" in backends:
-        rows += of_triton(options.target or TARGETS["triton"], works, cache=options.cache)
+        targets = options.target or TARGETS["triton"]
+        rows += of_triton(targets, works, cache=options.cache, processes=options.processes)
     if "cuda" in backends and module is not None and tool is not None:
         wanted = options.target or TARGETS["cuda"]
         found = of_cuda(module, tool, wanted, only=pattern)

@@ -1,6 +1,7 @@
 """Triton kernels compiled without a GPU: they fit into shared memory, use tensor cores and keep their bounds on spills.
 
-A part of `python -m benchmarks.ahead_of_time`, in processes where kernels are not interpreted.
+A part of `python -m benchmarks.ahead_of_time`, in processes where kernels are not interpreted. They compile here: other
+tests keep the other cores busy.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ if not NEWEST:
 
 
 def hold(targets: list[str], works: list[ahead_of_time.Work], dtype: str, cache: Path) -> None:
-    found = ahead_of_time.compile_all(targets, works, [dtype], cache)
+    found = ahead_of_time.compile_all(targets, works, [dtype], cache, processes=1)
     assert {one.kernel.target for one in found} == set(targets)
     broken = [f"{one}: {words}" for one in found for words in one.broken(newest=NEWEST)]
     assert not broken, "\n".join(broken)

@@ -204,6 +204,7 @@ def test_threads_of_a_block() -> None:
         (["--keep", "--only", "D 64"], "leave out --only"),
         (["--backend", "triton", "--only", "nothing"], "matches no loop"),
         (["--backend", "cuda", "--module", "nothing.so"], "no module"),
+        (["--processes", "0"], "invalid choice"),
     ],
 )
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +228,8 @@ def test_no_loop_is_heavier_than_kept(language: str, tmp_path: Path, kernel_cach
     if compiler != then:
         pytest.skip(f"kept numbers are those of {then}, not {compiler}")
     path = tmp_path / "rows.json"
-    options = ["--backend", language, "--json", str(path), "--cache", str(kernel_cache)]
+    options = ["--backend", language, "--json", str(path)]
+    options += ["--cache", str(kernel_cache), "--processes", "1"]
     assert static_model.main(options) == 0
     # Every kept kernel is still there.
     rows = json.loads(path.read_text())
