@@ -6,6 +6,7 @@ them is tested here without an edit.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from heads_kernels.dispatch import choose
 from heads_kernels.ops.philox import draw_seed
-from heads_kernels.testing import CASES, ENTMAX, Case, check, plain
+from heads_kernels.testing import CASES, ENTMAX, Case, GatedCase, check, plain
 from tests.ops.calls import TABLES
 from tests.support.alike import assert_alike
 
@@ -22,7 +23,14 @@ from tests.support.alike import assert_alike
 EAGER_PART = 0.4
 
 QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
-SLOW = [case for case in CASES if "model" in case.tags and "long" not in case.tags]
+#: Of 32 heads 8, in groups of as many: heads are computed alike.
+SLOW = [
+    replace(case, H=8, Hk=2)
+    if isinstance(case, GatedCase) and (case.H, case.Hk) == (32, 8)
+    else case
+    for case in CASES
+    if "model" in case.tags and "long" not in case.tags
+]
 
 
 def ids(values: tuple[Any, ...]) -> str:
