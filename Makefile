@@ -12,8 +12,8 @@ INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c cons
 # A folder on the path instead of setuptools' import hook, which type checkers do not follow.
 EDITABLE := --config-settings editable_mode=compat
 OLDEST := .venv/triton-3.6.0
-# All tests of the GPU backends. Collecting the others too would take two processes 20 s each.
-GPU_TESTS := tests/ops tests/tools/test_doctor.py
+# All tests of the GPU backends, the longest first. Collecting the others too would take two processes 20 s each.
+GPU_TESTS := tests/tools/test_doctor.py tests/ops
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
