@@ -8,6 +8,15 @@ _Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, _Terms]
 _Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
 _Options = tuple[Tensor | None, str, Tensor | None, float]
 
+def attend(
+    scores: _Scores,
+    value: Tensor,
+    mask: _Mask,
+    options: _Options,
+    recording: bool,
+    threads: int,
+    /,
+) -> Tensor | None: ...
 def attention_forward(
     scores: _Scores,
     value: Tensor,

@@ -198,6 +198,12 @@ def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     return float(dropout_p)
 
 
+#: Kernels multiply it by log2(e) = 1.44.
+_LARGEST_SCALE: Final = {
+    dtype: torch.finfo(dtype).max / 2 for dtype in (torch.float32, torch.float64)
+}
+
+
 def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.float64) -> float:
     """`scale` as a float that the compute dtype for `dtype` can hold; None gives `width ** -0.5`."""
     if scale is None:
@@ -206,7 +212,7 @@ def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.fl
         was = "is a tensor" if isinstance(scale, Tensor) else f"is a {type(scale).__name__}"
         refuse("scale", was, "pass a float (scale.item()), or None", TypeError)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    most = torch.finfo(compute).max / 2  # kernels multiply it by log2(e) = 1.44
+    most = _LARGEST_SCALE[compute]
     if not -most <= scale <= most:
         instead = f"pass a finite float of at most {most:.1e}: scores are {compute}"
         refuse("scale", f"is {shown(scale)}", instead)

@@ -30,6 +30,12 @@ void set_alpha(hk::AttentionParams& params, const Sizes& n, py::handle alpha) {
   }
 }
 
+void run(hk::ForwardParams& params, int threads) {
+  params.threads = checked_threads(threads);
+  const hk::Kernels& k = hk::kernels();
+  launch(params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward, params);
+}
+
 // Collaborative attention if `scores` contains mixing, else gated attention, with entmax if there
 // is `alpha`.
 void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
@@ -39,9 +45,42 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
   const Sizes n = set_call(params, scores, value, mask, options, cpu());
   set_alpha(params, n, alpha);
   set_outputs(params, n, outputs, cpu());
-  params.threads = checked_threads(threads);
-  const hk::Kernels& k = hk::kernels();
-  launch(params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward, params);
+  run(params, threads);
+}
+
+// An empty output in the memory order of `like`, as `empty_heads` of ops/buffers.py makes it.
+py::object empty_heads(hk::ForwardParams& params, const Sizes& n, py::handle query) {
+  const hk::Tensor& like = params.mixing ? params.value : params.query;
+  const bool tokens_first = like.stride[1] < like.stride[2];
+  const int64_t Dv = params.value.size[3];
+  const int64_t stride[3] = {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv,
+                             tokens_first ? n.H * Dv : Dv};
+  const py::object sizes = checked(Py_BuildValue("(LLLL)", n.B, n.H, n.T, Dv));
+  const py::object strides = checked(Py_BuildValue("(LLLL)", stride[0], stride[1], stride[2], 1LL));
+  PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr()};
+  const py::str& method = Torch::get().new_empty_strided;
+  py::object out = checked(PyObject_VectorcallMethod(method.ptr(), arguments, 3, nullptr));
+  params.out = {PyLong_AsVoidPtr(call(out, Torch::get().data_ptr).ptr()),
+                params.query.dtype,
+                4,
+                {n.B, n.H, n.T, Dv},
+                {stride[0], stride[1], stride[2], 1}};
+  return out;
+}
+
+// The output of a call without dropout; None if it is empty, or if a tensor is not plain.
+py::object attend(const py::tuple& scores, py::handle value, const py::tuple& mask,
+                  const py::tuple& options, bool recording, int threads) {
+  const py::handle terms = scores[5];
+  if (!are_plain(scores, 4, recording) || !is_plain(value, recording) ||
+      !are_plain(options, 1, recording) || !(terms.is_none() || are_plain(terms, 3, recording)))
+    return py::none();
+  hk::ForwardParams params;
+  const Sizes n = set_call(params, scores, value, mask, options, cpu());
+  if (!n.B || !n.H || !n.T || !params.value.size[3]) return py::none();
+  py::object out = empty_heads(params, n, scores[0]);
+  run(params, threads);
+  return out;
 }
 
 // `saved` is (dout, attended, lse, dlse), of which dlse may be None; gradients (dquery, dkey,
@@ -138,6 +177,7 @@ void use_level(const std::string& name) {
 PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
   Torch::get();  // here, not at the first call, which two threads may make at once
   m.doc() = "C++ attention kernels for the CPU; called by the `native` backends, not by users.";
+  m.def("attend", &attend);
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);

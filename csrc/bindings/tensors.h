@@ -16,13 +16,15 @@ namespace hk::bindings {
 // The Python names, the dtypes and the devices of torch, looked up once.
 struct Torch {
   py::str data_ptr{"data_ptr"}, stride{"stride"}, shape{"shape"}, dtype{"dtype"}, device{"device"};
+  py::str requires_grad{"requires_grad"}, is_neg{"is_neg"}, new_empty_strided{"new_empty_strided"};
   py::object dtypes[7];  // in the order of Element
   py::object uint8, boolean;
-  py::object tensor, make_device, cpu;
+  py::object tensor, parameter, make_device, cpu;
 
   Torch() {
     const py::module_ torch = py::module_::import("torch");
     tensor = torch.attr("Tensor");
+    parameter = torch.attr("nn").attr("Parameter");
     make_device = torch.attr("device");
     cpu = make_device("cpu");
     const char* names[7] = {"float32", "float64", "bfloat16", "float16", "int32", "int64", "bool"};
@@ -86,6 +88,24 @@ inline Tensor shape_of(py::handle tensor, const py::object& device, const char* 
   }
   if (!result.data && count != 0) refuse(name, "has no memory");
   return result;
+}
+
+// Whether a tensor is no more than its memory: an instance of a subclass may have an implementation
+// of ops of its own, a gradient may be recorded, and the sign of a negated view is not in memory.
+inline bool is_plain(py::handle tensor, bool recording) {
+  const Torch& torch = Torch::get();
+  if (tensor.is_none()) return true;
+  const py::handle type = py::type::handle_of(tensor);
+  if (!type.is(torch.tensor) && !type.is(torch.parameter)) return false;
+  if (recording && attribute(tensor, torch.requires_grad).ptr() == Py_True) return false;
+  return call(tensor, torch.is_neg).ptr() == Py_False;
+}
+
+// The same for the first `count` arguments.
+inline bool are_plain(py::handle arguments, Py_ssize_t count, bool recording) {
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!is_plain(PyTuple_GET_ITEM(arguments.ptr(), i), recording)) return false;
+  return true;
 }
 
 inline Element element_of(py::handle dtype, const char* name) {

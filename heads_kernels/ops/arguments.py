@@ -22,15 +22,17 @@ Options = tuple[Tensor | None, str, Tensor | None, float]
 
 def scores_of(call: Call) -> Scores:
     """The operands, scale and terms of the scores."""
-    return call.query, call.key, call.mixing, call.content_bias, call.scale, terms_of(call)
+    terms = terms_of(call.bias, call.offset_bias, call.sinks, call.softcap)
+    return call.query, call.key, call.mixing, call.content_bias, call.scale, terms
 
 
-def terms_of(call: Call) -> Terms:
+def terms_of(
+    bias: Tensor | None, offset_bias: Tensor | None, sinks: Tensor | None, softcap: float
+) -> Terms:
     """The terms that follow the product of query and key, or None."""
-    bias, offsets, sinks, softcap = call.bias, call.offset_bias, call.sinks, call.softcap
-    if bias is None and offsets is None and sinks is None and not softcap:
+    if bias is None and offset_bias is None and sinks is None and not softcap:
         return None
-    return bias, offsets, sinks, softcap
+    return bias, offset_bias, sinks, softcap
 
 
 def options_of(call: Call) -> Options:

@@ -14,20 +14,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from heads_kernels.checks import (
-    check_scale,
-    check_sinks,
-    check_sizes,
-    check_softcap,
-    check_whole_sequence,
-)
+from heads_kernels.checks import check_scale, check_softcap, check_whole_sequence
 from heads_kernels.dispatch import in_order
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import support
-from heads_kernels.ops.buffers import empty_heads
+from heads_kernels.ops.arguments import terms_of
 from heads_kernels.ops.library import load
-from heads_kernels.ops.operator import Call, Operator, Results
+from heads_kernels.ops.operator import Operator
 from heads_kernels.problem import biases_of, intervals_of
 
 if TYPE_CHECKING:
@@ -57,57 +51,36 @@ def forward(
     """`out`, or None where the call has to go the ordinary way. All other arguments have their defaults."""
     if not _is_unobserved() or backend not in (None, "cpu") or not support.CPU_EXTENSION:
         return None
-    recording = torch.is_grad_enabled()
-    mask = attn_mask if isinstance(attn_mask, Tensor) else None
-    added = bias.values if isinstance(bias, OffsetBias) else bias
-    for tensor in (query, key, value, mixing, content_bias, gate, mask, added, sinks):
-        if tensor is not None and (
-            type(tensor) not in _CLASSES
-            or (recording and tensor.requires_grad)
-            or tensor.is_neg()  # the extension reads memory, where the sign is not
-        ):
-            return None
-    if (
-        not query.is_cpu
-        or (
-            backend is None
-            and in_order(operator.backends, operator.name, query.device)[0].name != "cpu"
-        )
-        or (gate is None and gate_activation != "identity")
-    ):
+    if type(query) not in _CLASSES or not query.is_cpu:
         return None
+    if query.requires_grad and torch.is_grad_enabled():  # as in training: known before any work
+        return None
+    if (
+        backend is None
+        and in_order(operator.backends, operator.name, query.device)[0].name != "cpu"
+    ) or (gate is None and gate_activation != "identity"):
+        return None
+    for tensor in (attn_mask, bias):  # what is made of them need not be of their class
+        if isinstance(tensor, Tensor) and type(tensor) not in _CLASSES:
+            return None
     try:
         check_whole_sequence()
         if mixing is None:
             B, H, T, width = query.shape
         else:
-            (B, T, width), H = query.shape, mixing.shape[0]
-        _, _, S, Dv = value.shape
-        check_sizes(B, H, T, S)
-        attn_mask, dense, table = biases_of(attn_mask, bias, query, (B, H, T, S), None)
-        check_sinks(sinks, query, H)
-        call = Call(
-            query=query,
-            key=key,
-            value=value,
-            mixing=mixing,
-            content_bias=content_bias,
-            gate=gate,
-            bias=dense,
-            offset_bias=table,
-            sinks=sinks,
-            alpha=None,
-            intervals=intervals_of(attn_mask, is_causal, query, (B, H, T, S), None),
-            scale=check_scale(scale, width if mixing is None else width / max(H, 1), query.dtype),
-            softcap=check_softcap(softcap),
-            gate_activation=gate_activation,
+            (B, T, width), (H, _) = query.shape, mixing.shape
+        *_, S, _ = key.shape
+        shape = B, H, T, S
+        attn_mask, dense, table = biases_of(attn_mask, bias, query, shape, None)
+        terms = terms_of(dense, table, sinks, check_softcap(softcap))
+        scale = check_scale(scale, width if mixing is None else width / max(H, 1), query.dtype)
+        out: Tensor | None = load(operator.backends, "cpu").attend(
+            (query, key, mixing, content_bias, scale, terms),
+            value,
+            intervals_of(attn_mask, is_causal, query, shape, None),
+            (gate, gate_activation, None, 0.0),
         )
-        out = empty_heads(query if mixing is None else value, B, H, T, Dv)
-        if not out.numel():
-            return None
-        results = Results(out, attended=None, lse=None)  # type: ignore[arg-type]
-        load(operator.backends, "cpu").forward(call, results)
-    except (TypeError, ValueError, RuntimeError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         return None
     return out
 

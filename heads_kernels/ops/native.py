@@ -7,10 +7,19 @@ with entmax if it has `alpha`. They run on PyTorch's thread pool.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from heads_kernels import _cpu
-from heads_kernels.ops.arguments import asked_for, mask_of, options_of, scores_of
+from heads_kernels.mask import Intervals
+from heads_kernels.ops.arguments import Options, Scores, asked_for, mask_of, options_of, scores_of
 from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+
+
+def attend(scores: Scores, value: Tensor, intervals: Intervals, options: Options) -> Tensor | None:
+    """The output of a call without dropout; None if it is empty, or if a tensor is more than its memory: of a subclass,
+    a negated view, or one whose gradient is recorded."""
+    mask, recording = mask_of(intervals), torch.is_grad_enabled()
+    return _cpu.attend(scores, value, mask, options, recording, torch.get_num_threads())
 
 
 def forward(call: Call, results: Results) -> None:
