@@ -1,0 +1,182 @@
+// Products of few rows: with keys, and of their weights with values.
+//
+// Keys and values are read once, in place, and widened in registers; the lanes are features. A
+// score is a sum over lanes, and as many of them are reduced together as there are lanes. The
+// scores and the weights of a row are contiguous.
+#pragma once
+
+#include "cpu/attend.h"
+#include "cpu/stored.h"
+
+namespace hk::HK_LEVEL {
+
+constexpr int64_t kPart = 256;  // keys of a task, and the stride of rows of products and weights
+
+// Sums that are accumulated in registers at once: half of these.
+constexpr int kSums = HK_VECTOR_REGISTERS / 2;
+
+// Prefetches rows [first, last); g++ drops calls of a function that only prefetches.
+__attribute__((always_inline)) inline void prefetch_rows(const Rows& rows, int64_t first,
+                                                         int64_t last, int64_t width) {
+  const int64_t bytes = width * element_size(rows.dtype);
+  for (int64_t row = first; row < last; ++row)
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows.at(row) + at);
+}
+
+// Lane i of the result is the sum of the lanes of v[i], each in the same order.
+template <typename Real>
+__attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
+  constexpr int L = kLanes<Real>;
+  using Lanes = std::make_index_sequence<L>;
+  Vec<Real> a[L];
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) a[i] = v[i];
+#pragma GCC unroll 4
+  for (int half = L / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i)
+      a[i] = interleave<Real, 0>(a[i], a[i + half], Lanes{}) +
+             interleave<Real, 1>(a[i], a[i + half], Lanes{});
+  return a[0];
+}
+
+// Rows of Real become rows of operands in place; `width` in whole vectors of them.
+template <typename Operand>
+inline Operand* as_operands(RealOf<Operand>* row, [[maybe_unused]] int64_t width) {
+  Operand* operands = reinterpret_cast<Operand*>(row);
+  if constexpr (kNumbers<Operand> == 2) pair_columns(row, 0, 1, width, operands, 0);
+  return operands;
+}
+
+// products[r][k] of R rows and K keys, [R][kPart]. `query` holds the rows in whole vectors, 0 past
+// the width. kLast: there are only `count` keys, at least 1; the other products are undefined.
+template <typename Operand, typename Number, int R, int K, bool kLast>
+inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
+                          const Operand* query, int64_t query_stride, Ranges features,
+                          RealOf<Operand>* products) {
+  using Real = RealOf<Operand>;
+  constexpr int L = kLanes<Real>;
+  static_assert(R * K == kSums && kSums % L == 0);
+  Vec<Real> sum[R * K];
+#pragma GCC unroll 16
+  for (int i = 0; i < R * K; ++i) sum[i] = Vec<Real>{};
+  // Features [d, d + C * kWidth) of one key after the other: rows are read as they lie in memory.
+  const auto add = [&](int64_t d, auto chunk, auto load_key) __attribute__((always_inline)) {
+    constexpr int C = chunk;
+    Vec<Operand> q[R][C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c)
+        q[r][c] = load(query + r * query_stride + d / kNumbers<Operand> + c * kLanes<Operand>);
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) {
+      const Number* row = keys + (kLast ? std::min<int64_t>(k, count - 1) : k) * key_stride + d;
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) {
+        const Vec<Operand> x = load_key(row + c * kWidth<Operand>);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+          sum[r * K + k] = add_product<Operand>(x, q[r][c], sum[r * K + k]);
+      }
+    }
+  };
+  constexpr int kChunk = std::max(1, kSums / (4 * R));
+  constexpr std::integral_constant<int, kChunk> chunk{};
+  constexpr std::integral_constant<int, 1> one{};
+  const auto whole = [](const Number* p) { return load_as<Operand>(p); };
+  for (const Range& range : features) {
+    int64_t d = range.begin;
+    for (; d + kChunk * kWidth<Operand> <= range.end; d += kChunk * kWidth<Operand>)
+      add(d, chunk, whole);
+    for (; d + kWidth<Operand> <= range.end; d += kWidth<Operand>) add(d, one, whole);
+    if (const int64_t rest = range.end - d)
+      add(d, one, [rest](const Number* p) { return load_as<Operand>(p, rest); });
+  }
+  alignas(64) Real sums[R * K];
+#pragma GCC unroll 4
+  for (int i = 0; i < R * K; i += L) store<Real>(sums + i, sums_of<Real>(sum + i));
+  for (int r = 0; r < R; ++r) std::memcpy(products + r * kPart, sums + r * K, sizeof(Real) * K);
+}
+
+// out[r][w] += weights[r][n] * values[n][w] over `count` keys, for R rows and V vectors of columns;
+// kLast: only the first `width` columns. The keys are summed from zero: a long sum rounds once per
+// call.
+template <typename Operand, typename Number, int R, int V, bool kLast>
+inline void add_block(const Operand* weights, int64_t count, const Number* values, int64_t stride,
+                      int64_t width, RealOf<Operand>* out, int64_t out_stride) {
+  using Real = RealOf<Operand>;
+  constexpr int L = kLanes<Real>;
+  Vec<Real> sum[R][V] = {};
+  const auto add = [&](int64_t n, const auto& x) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Vec<Operand> weight = splat<Operand>(weights[r * kPart + n]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sum[r][v] = add_product<Operand>(weight, x[v], sum[r][v]);
+    }
+  };
+  const auto load_row = [&](const Number* row, int v) __attribute__((always_inline)) {
+    return kLast ? load_as<Operand>(row, width) : load_as<Operand>(row + v * kWidth<Operand>);
+  };
+  if constexpr (kNumbers<Operand> == 1) {
+    for (int64_t n = 0; n < count; ++n) {
+      Vec<Operand> x[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) x[v] = load_row(values + n * stride, v);
+      add(n, x);
+    }
+  } else {  // two keys at a time: their numbers alternate
+    for (int64_t n = 0; n < count; n += 2) {
+      const Number* row = values + n * stride;
+      Vec<Operand> x[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V / 2; ++v) {
+        const Vec<Operand> a = load_row(row, v);
+        const Vec<Operand> b = n + 1 < count ? load_row(row + stride, v) : Vec<Operand>{};
+        x[2 * v] = couple<0>(a, b);
+        x[2 * v + 1] = couple<1>(a, b);
+      }
+      add(n / 2, x);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      Real* at = out + r * out_stride + v * L;
+      store<Real>(at, load(at) + sum[r][v]);
+    }
+}
+
+// The same for R rows and all `width` columns.
+template <typename Operand, typename Number, int R>
+inline void add_columns(const Operand* weights, int64_t count, const Number* values, int64_t stride,
+                        int64_t width, RealOf<Operand>* out, int64_t out_stride) {
+  constexpr int L = kLanes<Operand>;
+  constexpr int kMost = std::min(8, kSums / R), kLeast = kNumbers<Operand>;
+  int64_t w = 0;
+  const auto run = [&](auto block, int64_t columns) {
+    block(weights, count, values + w, stride, columns, out + w, out_stride);
+    w += columns;
+  };
+  while (width - w >= kMost * L) run(add_block<Operand, Number, R, kMost, false>, kMost * L);
+  if constexpr (kMost > 4)
+    if (width - w >= 4 * L) run(add_block<Operand, Number, R, 4, false>, 4 * L);
+  if constexpr (kMost > 2)
+    if (width - w >= 2 * L) run(add_block<Operand, Number, R, 2, false>, 2 * L);
+  if constexpr (kLeast == 1)
+    if (width - w >= L) run(add_block<Operand, Number, R, 1, false>, L);
+  if (width - w > 0) run(add_block<Operand, Number, R, kLeast, true>, width - w);
+}
+
+// Calls body(std::integral_constant<int, R>, first row) for blocks of up to four of `count` rows.
+template <typename Body>
+inline void for_row_blocks(int64_t count, Body body) {
+  int64_t r = 0;
+  for (; r + 4 <= count; r += 4) body(std::integral_constant<int, 4>{}, r);
+  if (r + 2 <= count) body(std::integral_constant<int, 2>{}, r), r += 2;
+  if (r < count) body(std::integral_constant<int, 1>{}, r);
+}
+
+}  // namespace hk::HK_LEVEL
