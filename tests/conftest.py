@@ -108,6 +108,8 @@ STARTED_FOR = {
     "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1"),
 }
 
+#: Single tests of this module take minutes; if one began last, the other processes would wait for it.
+LONGEST = "test_ahead_of_time"
 #: Tests that launch too much for both: long sequences, and checks of the op that every backend shares, which
 #: run it many times over.
 LONG = {
@@ -144,6 +146,7 @@ HIDES_AS_ANOTHER = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if seed := config.getoption("seed"):
         random.Random(seed).shuffle(items)  # the same in every worker of xdist
+    items.sort(key=lambda item: item.path.stem != LONGEST)
     no_gpu = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
