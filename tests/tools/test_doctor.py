@@ -227,7 +227,7 @@ def test_a_broken_backend_is_not_chosen_afterwards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_simulated(backend: str, tmp_path: Path) -> None:
-    run = doctor(tmp_path, "--seconds", "20", "--json")
+    run = doctor(tmp_path, "--seconds", "40", "--json")
     assert run.returncode == 0, run.stderr + run.stdout
     (device,) = json.loads(run.stdout)["devices"]
     assert device["operators"]["gated_attention"][backend]["verdict"] == "verified here"
