@@ -17,6 +17,20 @@ struct Float16 {
 template <typename Operand>
 constexpr int kWidth = kLanes<Operand> * kNumbers<Operand>;
 
+// How many vectors of operands one load becomes. Of bfloat16 the even numbers are shifted, then the
+// odd ones masked, in half the instructions that widen neighbours. Wider vectors would not end
+// where chunks of a mixing vector do.
+template <typename Operand, typename Number>
+constexpr int kVectors = 1;
+#if HK_VECTOR_BYTES <= 32
+template <>
+constexpr int kVectors<float, BFloat16> = 2;
+#endif
+
+// Numbers of a load.
+template <typename Operand, typename Number>
+constexpr int kLoad = kVectors<Operand, Number> * kWidth<Operand>;
+
 template <typename Number>
 struct WordOf {
   using Type = uint16_t;
@@ -30,11 +44,11 @@ struct WordOf<double> {
   using Type = double;
 };
 
-// kWidth<Operand> numbers.
+// kLoad numbers.
 template <typename Operand, typename Number>
 struct Stored {
   typedef typename WordOf<Number>::Type Vec
-      __attribute__((vector_size(kWidth<Operand> * sizeof(Number))));
+      __attribute__((vector_size(kLoad<Operand, Number> * sizeof(Number))));
 };
 
 template <typename Operand, typename Number>
@@ -44,7 +58,7 @@ inline typename Stored<Operand, Number>::Vec load_numbers(const Number* p) {
   return v;
 }
 
-// The first `count` numbers, fewer than kWidth, then zeros.
+// The first `count` numbers, fewer than kLoad, then zeros.
 template <typename Operand, typename Number>
 inline typename Stored<Operand, Number>::Vec load_numbers(const Number* p, int64_t count) {
   using Vec = typename Stored<Operand, Number>::Vec;
@@ -61,14 +75,20 @@ inline typename Stored<Operand, Number>::Vec load_numbers(const Number* p, int64
 #endif
 }
 
-// Vectors of stored numbers as operands.
-inline Vec<float> widened(Stored<float, float>::Vec v, float) { return v; }
-inline Vec<double> widened(Stored<double, double>::Vec v, double) { return v; }
-inline Vec<Pair> widened(Stored<Pair, BFloat16>::Vec v, BFloat16) { return (Vec<Pair>)v; }
-inline Vec<float> widened(Stored<float, BFloat16>::Vec v, BFloat16) {
-  return (Vec<float>)(__builtin_convertvector(v, IntVec<float>) << 16);
+// Vector i of the operands that a load becomes; operand and number name the types.
+inline Vec<float> widened(Stored<float, float>::Vec v, int, float, float) { return v; }
+inline Vec<double> widened(Stored<double, double>::Vec v, int, double, double) { return v; }
+inline Vec<Pair> widened(Stored<Pair, BFloat16>::Vec v, int, Pair, BFloat16) {
+  return (Vec<Pair>)v;
 }
-inline Vec<float> widened(Stored<float, Float16>::Vec v, Float16) {
+inline Vec<float> widened(Stored<float, BFloat16>::Vec v, [[maybe_unused]] int i, float, BFloat16) {
+#if HK_VECTOR_BYTES <= 32
+  return (Vec<float>)(i == 0 ? (IntVec<float>)v << 16 : (IntVec<float>)v & ~0xffff);
+#else
+  return (Vec<float>)(__builtin_convertvector(v, IntVec<float>) << 16);
+#endif
+}
+inline Vec<float> widened(Stored<float, Float16>::Vec v, int, float, Float16) {
 #if HK_VECTOR_BYTES == 64
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)v);  // masked: see at_least
 #else  // widen_half of rows.h in every lane
@@ -79,15 +99,28 @@ inline Vec<float> widened(Stored<float, Float16>::Vec v, Float16) {
 #endif
 }
 
-// A vector of operands from the numbers at p.
+// Puts numbers [kLoad] into the order of the lanes that a load has.
 template <typename Operand, typename Number>
-inline Vec<Operand> load_as(const Number* p) {
-  return widened(load_numbers<Operand>(p), Number{});
+inline void as_loaded(RealOf<Operand>* numbers) {
+  using Real = RealOf<Operand>;
+  constexpr int L = kLanes<Real>;
+  if constexpr (kVectors<Operand, Number> == 2) {
+    Real lanes[2 * L];
+    for (int i = 0; i < 2 * L; ++i) lanes[i % 2 * L + i / 2] = numbers[i];
+    std::memcpy(numbers, lanes, sizeof lanes);
+  }
 }
-// From the first `count` only, fewer than kWidth; zeros follow.
+
+// The opposite, of the vectors of a load.
 template <typename Operand, typename Number>
-inline Vec<Operand> load_as(const Number* p, int64_t count) {
-  return widened(load_numbers<Operand>(p, count), Number{});
+inline void in_order(Vec<RealOf<Operand>>* v) {
+  using Real = RealOf<Operand>;
+  if constexpr (kVectors<Operand, Number> == 2) {
+    constexpr std::make_index_sequence<kLanes<Real>> lanes{};
+    const Vec<Real> first = v[0];
+    v[0] = interleave<Real, 0>(first, v[1], lanes);
+    v[1] = interleave<Real, 1>(first, v[1], lanes);
+  }
 }
 
 }  // namespace hk::HK_LEVEL
