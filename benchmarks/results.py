@@ -120,7 +120,7 @@ def _shown(versus: Versus, ratio: float) -> str:
 
 def this_machine() -> Machine:
     return Machine(
-        processor=_processor(),
+        processor=processor(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         level=_level(),
@@ -169,12 +169,18 @@ def write_whole(path: Path, text: str) -> None:
         new.replace(path)
 
 
-def _processor() -> str:
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its name, and the numbers of its family and model where they are known: generations share a name."""
+    about: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+        for line in cpuinfo.read_text().partition("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            about[key.strip()] = value.strip()
+    if "model name" not in about:
+        return platform.processor() or platform.machine()
+    if "cpu family" not in about or "model" not in about:
+        return about["model name"]
+    return f"{about['model name']}, family {about['cpu family']} model {about['model']}"
 
 
 def _level() -> str:

@@ -432,6 +432,23 @@ def test_many_pairs_are_held_to_the_rule_on_some_heads(
     assert "a part of the whole call is off by 1.0e+00" in failure
 
 
+# ---------------------------------------------------------------------- the kept results
+def test_generations_of_one_name_keep_files_of_their_own(tmp_path: Path) -> None:
+    """Virtual machines call every generation "AMD EPYC"; what the first core says is enough."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cores = "processor : {}\ncpu family : 25\nmodel : {}\nmodel name : AMD EPYC\n\n"
+    machine, files = results.this_machine(), []
+    for model in (1, 17):
+        cpuinfo.write_text("".join(cores.format(core, model) for core in range(2)))
+        told = replace(machine, processor=results.processor(cpuinfo), cores=2)
+        files.append(results.kept_file(told).name)
+    assert files == [f"amd-epyc-family-25-model-{model}-2-cores.jsonl" for model in (1, 17)]
+    cpuinfo.write_text("processor : 0\nmodel name : Some Core\n")
+    assert results.processor(cpuinfo) == "Some Core"
+    cpuinfo.write_text("processor : 0\nCPU part : 0xd40\n")
+    assert results.processor(cpuinfo) == results.processor(tmp_path / "none") != ""
+
+
 # ---------------------------------------------------------------------- the plot
 def full_run() -> dict[str, object]:
     """A full run with all that is drawn."""
