@@ -280,7 +280,7 @@ STATED: Final = (
     ),
     Bound(
         1024,
-        "a list of chunks and two sums of a slice beside a tile of scores",
+        "a list of chunks and the sums of a head beside a tile of scores",
         kernel="collaborative_attention.*",
         target="sm_90",
     ),
@@ -292,6 +292,13 @@ STATED: Final = (
         work="*offsets*",
     ),
     Bound(512, "the same", kernel="collaborative_attention.*", target="sm_80"),
+    Bound(
+        640,
+        "the same beside the loops for each width; those over chunks spill nothing",
+        kernel="collaborative_attention.queries",
+        target="sm_80",
+        work="*Ds 768",
+    ),
     *(
         Bound(most, why, dtype=dtype, target=target, work=work)
         for target in ("sm_89", "sm_120")

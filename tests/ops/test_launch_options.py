@@ -52,7 +52,7 @@ def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> 
     assert buffers.splits_of(2, 10, like) == 2
 
 
-@pytest.mark.parametrize("kind", ["sm_90", "sm_80", "other"])
+@pytest.mark.parametrize("kind", ["sm_100", "sm_90", "sm_80", "other"])
 @pytest.mark.parametrize("kernel", ["gated_attention.forward", "collaborative_attention.queries"])
 def test_short_queries_have_short_tiles(kernel: str, kind: str) -> None:
     with (

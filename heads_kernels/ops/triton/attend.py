@@ -120,7 +120,9 @@ def accumulate(
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
             if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = active_features(numbers, count, D, BLOCK_D, BLOCK_D << doubling)
+                    columns, used = active_features(
+                        numbers, count, 0, D, BLOCK_D, BLOCK_D << doubling
+                    )
                     q = load_features(of.query, b, first_row, rows < T, columns, used, BLOCK_M)
                     q = mixed(q, of.mixing, h, columns, used)  # [BLOCK_M, BLOCK_D << doubling]
                     acc, row_max, row_sum = _stream(

@@ -1,7 +1,8 @@
 """Mixing vectors by chunks of BLOCK_D features: those of a head that are not all zero, and the steps over them.
 
-Heads that use few features take few steps over a tile; how many is decided on the device. The forward pass gathers few
-chunks into one tile; the others have a loop of chunks in their loop of tiles. Statistics count the steps of all tiles
+Heads that use few features take few steps over a tile; how many is decided on the device. The forward pass and the
+passes for `dkey` and `dquery` gather few chunks into one tile; for many, and in the other passes, a loop over chunks is
+inside the loop over tiles. Statistics count the steps of all tiles
 together (`step // count` is the tile, `step % count` the place of the chunk), so that the next chunks are on their way
 during the softmax.
 """
@@ -11,8 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from heads_kernels.ops.triton.load import add_columns
+
 #: Chunks that fit into the list: 16 of 4 bits each in one int64.
 MOST_CHUNKS = 16
+#: The list of all of them in order: 0xFEDCBA9876543210 as an int64.
+ALL_CHUNKS: tl.constexpr = tl.constexpr(-0x0123456789ABCDF0)
 
 
 @triton.jit
@@ -45,11 +50,40 @@ def chunk_at(numbers, place):
 
 
 @triton.jit
-def active_features(numbers, count, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The features of the chunks of a list, one chunk behind the other, and which of them there are: [COLUMNS] both."""
-    place = tl.arange(0, COLUMNS) // BLOCK_D
+def active_features(
+    numbers, count, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The features of the chunks of a list from place `first` on, one chunk behind the other, and which of them there
+    are: [COLUMNS] both."""
+    place = first + tl.arange(0, COLUMNS) // BLOCK_D
     columns = chunk_at(numbers, place) * BLOCK_D + tl.arange(0, COLUMNS) % BLOCK_D
     return columns, (place < count) & (columns < WIDTH)
+
+
+@triton.jit
+def halves(tile):
+    """The columns of `tile` [M, W] up to W / 2, and those from there on."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def add_chunks(
+    rows, b, first, L, numbers, count, place, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Add `values` [BLOCK, W] to the features of the chunks of a list from `place` on; a program's own rows only.
+
+    W is split in halves down to one chunk: what is read from memory needs registers beside `values`.
+    """
+    if values.shape[1] > BLOCK_D:
+        low, high = halves(values)
+        add_chunks(rows, b, first, L, numbers, count, place, low, WIDTH, BLOCK, BLOCK_D)
+        place += low.shape[1] // BLOCK_D
+        add_chunks(rows, b, first, L, numbers, count, place, high, WIDTH, BLOCK, BLOCK_D)
+    else:
+        end = tl.where(count > place, L, 0)
+        add_columns(
+            rows, b, first, end, chunk_at(numbers, place) * BLOCK_D, values, WIDTH, BLOCK, BLOCK_D
+        )
 
 
 @triton.jit

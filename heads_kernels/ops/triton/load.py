@@ -107,12 +107,12 @@ def store_columns(
 
 @triton.jit
 def add_columns(
-    rows, b, first, L, begun, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+    rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Add `values` to what stands in the rows below `begun`, store them in the others; a program's own rows only."""
+    """Add `values` [BLOCK, COLUMNS] to what stands in memory from `column` on; a program's own rows only."""
     at = column_addresses(rows, b, first, column, BLOCK, COLUMNS)
-    numbers = first + tl.arange(0, BLOCK)
-    inside = (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    there = (first + tl.arange(0, BLOCK) < L)[:, None] & (column + tl.arange(0, COLUMNS) < WIDTH)[
+        None, :
+    ]
     tl.debug_barrier()  # another thread of the program may have stored what this one reads
-    before = tl.load(at, mask=(numbers < begun)[:, None] & inside, other=0.0)
-    tl.store(at, before + values, mask=(numbers < L)[:, None] & inside)
+    tl.store(at, tl.load(at, mask=there, other=0.0) + values, mask=there)

@@ -39,8 +39,8 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a kernel's tiles: query rows, keys, features of a step, features of a slice (in the forward pass of
-    collaborative attention the most features of a mixed query that stay on chip); 0 where it has none.
+    """Sizes of a kernel's tiles: query rows, keys, features of a step, the most features of a head of collaborative
+    attention that stay on chip; 0 where it has none.
 
     `num_stages` is that of loops over full tiles, `partial_stages` that of loops over partial ones, whose mask takes
     registers that loads in flight need too. `maxnreg` is how many registers a thread may take at most, so that several
@@ -110,6 +110,8 @@ def _chosen(
     shared = "collaborative" in kernel
     width = padded(Dv if shared else max(D, Dv))
     variant = "terms" if terms else "descriptors" if descriptors and not short else ""
+    if shared and D > _MOST_RESIDENT:
+        variant = "wide"
     tiles = Tiles(*_numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, variant))
     if short:  # larger tiles would multiply rows that are not there
         tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
@@ -117,17 +119,18 @@ def _chosen(
 
 
 def _within(tiles: Tiles, Ds: int) -> Tiles:
-    """The same with steps and slices no wider than `Ds`, and steps wide enough for the list of chunks."""
+    """The same with steps no wider than `Ds` and wide enough for the list of chunks, and slices of whole steps."""
     step = max(min(tiles.block_d, padded(Ds)), padded(-(-Ds // MOST_CHUNKS)))
-    return replace(tiles, block_d=step, block_slice=min(tiles.block_slice, padded(Ds)))
+    return replace(tiles, block_d=step, block_slice=max(step, min(tiles.block_slice, padded(Ds))))
 
 
 def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
     """Tiles that leave several to a short sequence, several chunks to a narrow query, and few to what is long."""
     T = like.shape[-2]
     block_m, block_n = (16, 64) if T <= 16 else (32, 32) if T <= 128 else (128, 128)
+    step = padded(-(-D // 8))
     return Tiles(
-        block_m, block_n, padded(-(-D // 8)), min(64, padded(D)), 4, 1, full_tiles=2 * descriptors
+        block_m, block_n, step, max(step, min(64, padded(D))), 4, 1, full_tiles=2 * descriptors
     )
 
 
@@ -158,6 +161,10 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
     }
 
 
+#: The widest query of collaborative attention whose heads all stay on chip: 128 rows of 256 float32 sums take half of
+#: the registers. Beside the loops over chunks of wider ones, sums of 256 features spill kilobytes.
+_MOST_RESIDENT: Final = 256
+
 # ---------------------------------------------------------------------- kinds of GPU
 #: kernel -> widest head (padded; of collaborative attention the value's) -> numbers. 16-bit operands.
 _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
@@ -183,10 +190,13 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
             256: (128, 32, 64, 256, 8, 2),
         },
         "collaborative_attention.keys": {
-            64: (32, 128, 64, 128, 8, 2),
+            64: (16, 128, 64, 256, 8, 3),
+            128: (16, 128, 64, 128, 8, 3),
             256: (32, 128, 64, 64, 8, 2),
         },
-        "collaborative_attention.queries": {256: (128, 32, 64, 128, 8, 2)},
+        "collaborative_attention.queries": {256: (128, 16, 64, 256, 8, 3)},
+        "collaborative_attention.keys, wide": {64: (32, 128, 64, 128, 8, 2)},
+        "collaborative_attention.queries, wide": {256: (128, 32, 64, 128, 8, 2)},
         "gated_attention.biases": {64: (64, 64, 0, 0, 4, 2), 256: (64, 64, 0, 0, 8, 1)},
         "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
         "entmax_attention.forward": {128: (128, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 2)},
@@ -214,8 +224,13 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         },
         "gated_attention.queries": {128: (64, 64, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 1)},
         "collaborative_attention.forward": {256: (64, 32, 64, 256, 8, 2)},
-        "collaborative_attention.keys": {256: (32, 64, 64, 128, 8, 2)},
-        "collaborative_attention.queries": {256: (64, 32, 64, 128, 8, 2)},
+        "collaborative_attention.keys": {
+            64: (32, 32, 64, 256, 8, 2),
+            256: (32, 64, 64, 128, 8, 2),
+        },
+        "collaborative_attention.queries": {256: (64, 32, 64, 256, 8, 2)},
+        "collaborative_attention.keys, wide": {64: (32, 64, 64, 128, 8, 2)},
+        "collaborative_attention.queries, wide": {256: (64, 32, 64, 128, 8, 2)},
         "gated_attention.forward, terms": {64: (128, 32, 0, 0, 8, 3)},
         "gated_attention.queries, terms": {64: (64, 32, 0, 0, 4, 2)},
         "gated_attention.biases": {64: (64, 64, 0, 0, 8, 2), 256: (32, 32, 0, 0, 4, 1)},
@@ -235,8 +250,13 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "gated_attention.keys": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "gated_attention.queries": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "collaborative_attention.forward": {256: (64, 32, 32, 128, 4, 1)},
-        "collaborative_attention.keys": {256: (32, 32, 32, 64, 4, 1)},
-        "collaborative_attention.queries": {256: (32, 32, 32, 64, 4, 1)},
+        "collaborative_attention.keys": {64: (32, 32, 32, 128, 4, 1), 256: (32, 32, 32, 64, 4, 1)},
+        "collaborative_attention.queries": {
+            64: (32, 32, 32, 256, 4, 1),
+            256: (32, 32, 32, 64, 4, 1),
+        },
+        "collaborative_attention.keys, wide": {64: (32, 32, 32, 64, 4, 1)},
+        "collaborative_attention.queries, wide": {64: (32, 32, 32, 64, 4, 1)},
         "gated_attention.biases": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
         "collaborative_attention.biases": {256: (32, 32, 32, 0, 4, 1)},
         "entmax_attention.forward": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
@@ -244,6 +264,15 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "attention_statistics": {256: (64, 32, 32, 0, 4, 1)},
         "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
     },
+}
+
+#: An accumulator of 128 keys and 256 features, in a loop for each width, compiles to a trap for sm_100.
+_HALF["sm_100"] = _HALF["sm_90"] | {
+    "collaborative_attention.keys": {
+        64: (16, 64, 64, 256, 4, 2),
+        256: (32, 128, 64, 64, 8, 2),
+    },
+    "collaborative_attention.keys, wide": {64: (32, 128, 64, 64, 8, 2)},
 }
 
 #: The same for float32 on every kind.
@@ -272,7 +301,8 @@ def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: st
 
     Passes of entmax attention that have no row run with the tiles of gated attention's. Some kernels have rows of their
     own for a `variant`: "terms", where loops read a bias, a cap or a dense mask or
-    drop; "descriptors", where none of that is so and descriptors can describe the key and the value.
+    drop; "descriptors", where none of that is so and descriptors can describe the key and the value; "wide", where the
+    query that heads share has more than 256 features.
     """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
     table = _HALF[kind] if half else _FLOAT
@@ -285,11 +315,11 @@ def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: st
 def _kind_of(capability: tuple[int, int] | None) -> str:
     """The kind of an NVIDIA GPU by its compute capability; None: any other GPU.
 
-    sm_100 takes the tiles of sm_90. Parts with less than 128 KiB of shared memory (sm_86, sm_89, sm_120) and older
-    ones are "other".
+    sm_100 takes the tiles of sm_90, all but those of one kernel. Parts with less than 128 KiB of shared memory (sm_86,
+    sm_89, sm_120) and older ones are "other".
     """
     if capability is None:
         return "other"
     if capability[0] in (9, 10):
-        return "sm_90"
+        return f"sm_{capability[0]}0"
     return "sm_80" if capability in ((8, 0), (8, 7)) else "other"
