@@ -26,14 +26,8 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile, store_columns, store_tile
 from heads_kernels.ops.triton.operands import (
-    content_bias_of,
-    dropout_of,
-    gate_kind,
-    gate_of,
     has_terms,
-    mixing_of,
     rows_of,
-    terms_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
@@ -241,15 +235,15 @@ def keys_pass(
     programs = B * -(-S // tiles.block_n) * (-(-Ds // width) if dkey.numel() else 1)
     splits = splits_of(groups, programs, call.query)
     part = split_parts(dkey, splits)
+    of = first.operands
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), mixing_of(call.mixing),
-        content_bias_of(call.content_bias), gate_of(first.gate), first.lse, first.delta,
-        terms_of(call), visible_to_tiles(call, tiles, by_keys=True), dropout_of(call.seed, call.dropout_p),
+        of.query, of.key, of.value, first.dattended, of.mixing, of.content_bias, first.gate, first.lse, first.delta,
+        of.terms, visible_to_tiles(call, of.terms, of.visible, tiles, by_keys=True), of.dropout,
         rows_of(part) if dkey.numel() else None, rows_of(dvalue) if dvalue.numel() else None,
         dcontent_bias if dcontent_bias.numel() else None,
         B, H, T, S, max(H // groups, 1), splits, call.scale,
-        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
+        KIND=first.kind, ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), SLICE=width,
     )  # fmt: skip

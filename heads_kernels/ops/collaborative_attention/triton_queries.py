@@ -26,14 +26,8 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
-    content_bias_of,
-    dropout_of,
-    gate_kind,
-    gate_of,
     has_terms,
-    mixing_of,
     rows_of,
-    terms_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
@@ -205,14 +199,14 @@ def queries_pass(
     splits = splits_of(H, programs, call.query)
     part = split_parts(dquery, splits, torch.float32)
     mixing_parts = dmixing_rows.new_empty((B, row_tiles, H, Ds)) if dmixing_rows.numel() else None
+    of = first.operands
     launch(
         _queries_kernel, programs * splits, call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), mixing_of(call.mixing),
-        content_bias_of(call.content_bias), gate_of(first.gate), first.lse, first.delta,
-        terms_of(call), visible_to_tiles(call, tiles), dropout_of(call.seed, call.dropout_p),
+        of.query, of.key, of.value, first.dattended, of.mixing, of.content_bias, first.gate, first.lse, first.delta,
+        of.terms, visible_to_tiles(call, of.terms, of.visible, tiles), of.dropout,
         rows_of(part) if dquery.numel() else None, mixing_parts,
         B, H, T, S, H // call.value.shape[1], splits, int(mixing_parts is None or not closed_grad), call.scale,
-        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
+        KIND=first.kind, ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), SLICE=width,
     )  # fmt: skip
