@@ -190,7 +190,7 @@ class Compiled:
             words.append(f"ptxas serializes {kernel.serialized} products")
         wanted = target.matrix_instruction
         if "BLOCK_M 16," in kernel.options:  # those of Hopper and newer multiply 64 rows at least
-            wanted += "|HMMA"
+            wanted += r"|mma\.sync"
         if kernel.narrow_products and not any(re.fullmatch(wanted, n) for n, _ in kernel.matrix):
             words.append(f"no {wanted} instruction, found {dict(kernel.matrix)}")
         return words
@@ -312,11 +312,11 @@ STATED: Final = (
 )
 
 
-def _compile(target: str, dtype: str, name: str) -> list[Compiled]:
+def _compile(target: str, dtype: str, name: str, with_loops: bool) -> list[Compiled]:
     work = next(work for work in WORKS if work.name == name)
     inputs = work.case.make(_DTYPES[dtype])
     seed = seed_of(1) if work.case.dropout_p else None
-    with recorded(target) as kernels:
+    with recorded(target, with_loops) as kernels:
         work.drive(inputs, seed)
     return [Compiled(kernel, dtype, name) for kernel in kernels]
 
@@ -327,14 +327,16 @@ def compile_all(
     dtypes: Sequence[str] = tuple(_DTYPES),
     cache: Path | None = None,
     processes: int | None = None,
+    with_loops: bool = False,
 ) -> list[Compiled]:
     """The kernels of `works`, each once, compiled in `processes` processes (default: as many as there are cores).
 
     1 is this process, without the seconds in which another imports torch and Triton. `cache` is a folder that keeps
-    the kernels for the next call, of any process; without it they are gone after the call.
+    the kernels for the next call, of any process; without it they are gone after the call. `with_loops` as in
+    `binaries.recorded`.
     """
     tasks = [
-        (target, dtype, work.name)
+        (target, dtype, work.name, with_loops)
         for target, work in itertools.product(targets, works)
         for dtype in work.dtypes()
         if dtype in dtypes

@@ -31,7 +31,10 @@ from benchmarks.sass import Loop, loops, parse
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of GPU, with the shared memory that one program may take and the instruction of its tensor cores."""
+    """A kind of GPU, with the shared memory that one program may take and the instruction of its tensor cores.
+
+    NVIDIA's is that of PTX, which ptxas translates to one of the machine: the machine code need not be disassembled.
+    """
 
     gpu: GPUTarget
     shared_limit: int  # bytes
@@ -39,15 +42,15 @@ class Target:
 
 
 TARGETS: Final = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10, r"HMMA"),
-    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10, r"HMMA"),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10, r"HGMMA"),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 << 10, r"UTC\w*MMA"),
-    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 << 10, r"HMMA"),
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10, r"mma\.sync"),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10, r"mma\.sync"),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10, r"wgmma\.mma_async"),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 << 10, r"tcgen05\.mma"),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 << 10, r"mma\.sync"),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10, r"v_mfma\w*"),
 }
 
-_MATRIX_INSTRUCTIONS: Final = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)")
+_MATRIX_INSTRUCTIONS: Final = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma)")
 #: A product of tiles, and one whose operands have 16 bits.
 _PRODUCT: Final = "tt.dot "
 _NARROW_PRODUCT: Final = re.compile(r"tt\.dot .*: tensor<\w+x(bf16|f16)>")
@@ -73,7 +76,7 @@ class Kernel:
     narrow_products: bool = False  # whether it multiplies tiles of 16 bits
     serialized: int = 0  # matrix instructions, where ptxas reports that they wait for one another
     warps: int = 0
-    loops: tuple[Loop, ...] = field(default=(), repr=False)  # on NVIDIA's
+    loops: tuple[Loop, ...] = field(default=(), repr=False)  # on NVIDIA's, where asked for
 
 
 class _Driver:
@@ -96,8 +99,10 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def recorded(target: str) -> Iterator[list[Kernel]]:
+def recorded(target: str, with_loops: bool = False) -> Iterator[list[Kernel]]:
     """In this block kernels are compiled for `target` instead of run; the list gets one entry per launch.
+
+    `with_loops` disassembles NVIDIA's to find their loops: a third of a second each.
 
     A kernel in Triton's cache is not compiled again; it must have been compiled here or with `log_kept`. Results of
     launches stay uninitialised. Needs a process in which kernels are not interpreted.
@@ -117,7 +122,7 @@ def recorded(target: str) -> Iterator[list[Kernel]]:
                 text = [str(error), *re.findall(r"(?:error|note): (.+)", output())]
                 kernels.append(Kernel(name, target, shown, error="; ".join(text)[:500]))
                 return
-        kernels.append(_read(name, target, shown, compiled))
+        kernels.append(_read(name, target, shown, compiled, with_loops))
 
     with (
         patch.object(driver, "_active", _Driver(target)),
@@ -176,7 +181,7 @@ def _held_back() -> Iterator[Any]:
             os.close(own)
 
 
-def _read(name: str, target: str, options: str, compiled: Any) -> Kernel:
+def _read(name: str, target: str, options: str, compiled: Any, with_loops: bool) -> Kernel:
     found_loops: list[Loop] = []
     log = getattr(compiled.metadata, "ptxas_log", "")  # AMD's have none
     if "amdgcn" in compiled.asm:
@@ -184,10 +189,10 @@ def _read(name: str, target: str, options: str, compiled: Any) -> Kernel:
         registers = _number(r"\.vgpr_count:\s+(\d+)", code)
         spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", code)
     else:
-        code = ""
-        if _PRODUCT in compiled.asm["ttir"]:  # else no loop has instructions to look for
-            code = disassembled(compiled.asm["cubin"])
-            found_loops = loops(parse(code)[compiled.metadata.name])
+        code = compiled.asm["ptx"]
+        if with_loops and _PRODUCT in compiled.asm["ttir"]:  # others have no loop of interest
+            machine_code = disassembled(compiled.asm["cubin"])
+            found_loops = loops(parse(machine_code)[compiled.metadata.name])
         registers = _number(r"Used (\d+) registers", log)
         spilled = _number(r"(\d+) bytes spill stores", log)
         spilled += _number(r"(\d+) bytes spill loads", log)

@@ -126,7 +126,7 @@ def of_triton(
     """The loops of Triton's kernels, compiled for these targets; the rest as in `ahead_of_time.compile_all`."""
     seen: Counter[tuple[str, ...]] = Counter()
     result: list[Row] = []
-    for one in ahead_of_time.compile_all(targets, works, [dtype], cache, processes):
+    for one in ahead_of_time.compile_all(targets, works, [dtype], cache, processes, True):
         kernel = one.kernel
         if kernel.error:
             raise RuntimeError(f"{one.work}: {kernel.name} does not compile: {kernel.error}")

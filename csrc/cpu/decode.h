@@ -1,9 +1,9 @@
 // Few query rows against many keys (decoding): the forward pass of both operators.
 //
 // A task computes the rows of all heads that share a key head against a part of their keys
-// (decode_task.h). The last task of a key head combines its parts in order. Where a part ends
-// depends on nothing but the keys' numbers, so the result depends bitwise neither on the threads
-// nor on what else is in the call.
+// (decode_task.h), of several key heads where these are next to each other in memory. The last task
+// of a key head combines its parts in order. Where a part ends depends on nothing but the keys'
+// numbers, so the result depends bitwise neither on the threads nor on what else is in the call.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,13 @@
 
 #include "cpu/decode_task.h"
 #include "cpu/parallel.h"
+#include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
+
+// Where the heads of a token are next to each other, a task reads up to this many bytes of keys of
+// a token (heuristic: more heads do not leave the next keys in the first-level cache).
+constexpr int64_t kRun = 4096;
 
 template <typename Operand, typename Number, typename Operator>
 class Decoder {
@@ -33,25 +38,41 @@ class Decoder {
   }
 
   void run() const {
-    // Neighbours in memory follow each other: the parts of a key head or, where the heads of a key
-    // are next to each other, the heads of a part.
-    const bool heads_inside = key_heads_ > 1 && p_.key.stride[1] < p_.key.stride[2];
-    const int64_t each = key_heads_ * parts_;
+    const int64_t heads = heads_of_task(), groups = ceil_div(key_heads_, heads);
+    const int64_t each = groups * parts_;
     const int64_t bytes =
-        std::max(task_.workspace_bytes(), 2 * buffer_bytes<Real>(task_.out_stride()));
+        std::max(task_.workspace_bytes(heads), 2 * buffer_bytes<Real>(task_.out_stride()));
+    // Neighbours in memory follow each other: the parts of a key head or the heads of a part.
     parallel_for(op_.B * each, p_.threads, op_.multiply_adds(), bytes,
                  [&](int64_t item, Workspace& workspace) {
                    const int64_t b = item / each, n = item % each;
-                   const int64_t hk = heads_inside ? n % key_heads_ : n / parts_;
-                   const int64_t part = heads_inside ? n / key_heads_ : n % parts_;
-                   task_.run(b, hk, part, sums_of(b, hk, part), workspace);
-                   if (--parts_left_[b * key_heads_ + hk] > 0) return;
-                   for (int64_t h = hk * heads_; h < (hk + 1) * heads_; ++h)
-                     for (int64_t i = 0; i < op_.T; ++i) combine(b, h, i, workspace);
+                   const int64_t part = tokens_first() ? n / groups : n % parts_;
+                   const int64_t group = tokens_first() ? n % groups : n / parts_;
+                   const int64_t first = group * heads, last = std::min(key_heads_, first + heads);
+                   const auto sums = [&](int64_t hk) { return sums_of(b, hk, part); };
+                   task_.run(b, first, last - first, part, sums, workspace);
+                   for (int64_t hk = first; hk < last; ++hk) {
+                     if (--parts_left_[b * key_heads_ + hk] > 0) continue;
+                     for (int64_t h = hk * heads_; h < (hk + 1) * heads_; ++h)
+                       for (int64_t i = 0; i < op_.T; ++i) combine(b, h, i, workspace);
+                   }
                  });
   }
 
  private:
+  // Whether the key heads of a token are next to each other.
+  bool tokens_first() const { return p_.key.stride[1] < p_.key.stride[2]; }
+
+  // Key heads of a task: one or, where the heads of a token are next to each other, as many as
+  // leave the threads enough tasks, in groups of equal size.
+  int64_t heads_of_task() const {
+    if (!tokens_first() || !task_.prefetches_values()) return 1;
+    const int64_t groups = ceil_div(key_heads_ * op_.D * int64_t{sizeof(Number)}, kRun);
+    const int64_t tasks = op_.B * key_heads_ * parts_;
+    return std::clamp<int64_t>(tasks / (kItemsPerThread * p_.threads), 1,
+                               ceil_div(key_heads_, std::max<int64_t>(1, groups)));
+  }
+
   const ForwardParams& p_;
   const Operator& op_;
   const DecodeTask<Operand, Number, Operator> task_;

@@ -1,4 +1,5 @@
-// One task of decoding: the rows of all heads that share a key head against a part of their keys.
+// One task of decoding: the rows of heads that share a key head against a part of their keys, for
+// one key head or for several that are next to each other in memory.
 #pragma once
 
 #include "cpu/part_rows.h"
@@ -12,6 +13,18 @@ struct PartSums {
   Real* weights;     // [rows] sums, 0 where the row sees no key of the part
   Real* references;  // [rows] of the softmax; undefined where the row sees no key
 };
+
+// Up to this many keys, values are not prefetched (heuristic: they are in the caches).
+constexpr int64_t kShort = 2 * kPart;
+
+// Values of at least this many bytes that a single row reads are not prefetched (heuristic: the
+// processor foresees them, whatever lies between them).
+constexpr int64_t kLongRow = 512;
+
+// Values of a head that are prefetched and added at once (heuristic: those of all heads of a token
+// and the next ones stay in the first-level cache).
+template <typename Number>
+constexpr int64_t kValues = 8 * std::max<int64_t>(1, 4 / sizeof(Number));
 
 template <typename Operand, typename Number, typename Operator>
 class DecodeTask {
@@ -27,91 +40,156 @@ class DecodeTask {
         out_stride_(round_up(op.Dv, kLoad<Operand, Number>)) {}
 
   int64_t rows() const { return rows_; }
+  bool prefetches_values() const {
+    return op_.S > kShort && (rows_ > 1 || op_.Dv * int64_t{sizeof(Number)} < kLongRow);
+  }
   int64_t out_stride() const { return out_stride_; }
 
-  int64_t workspace_bytes() const {
-    return buffer_bytes<Head<Real>>(op_.heads_per_key) + buffer_bytes<Row>(rows_) +
-           buffer_bytes<Real>(rows_ * kPart) + buffer_bytes<Real>(rows_ * query_stride_) +
-           buffer_bytes<Real>(rows_ * out_stride_) + buffer_bytes<Number>(kWord * op_.Dv);
+  // Of a task with `heads` key heads.
+  int64_t workspace_bytes(int64_t heads) const {
+    const int64_t each = buffer_bytes<Head<Real>>(op_.heads_per_key) + buffer_bytes<Row>(rows_) +
+                         buffer_bytes<Real>(rows_ * kPart) +
+                         buffer_bytes<Real>(rows_ * query_stride_) +
+                         buffer_bytes<Real>(rows_ * out_stride_);
+    return heads * each + buffer_bytes<KeyHead>(heads) + buffer_bytes<Values>(heads * rows_) +
+           buffer_bytes<Number>(kWord * op_.Dv);
   }
 
-  // The sums of part `part` of the keys of key head hk.
-  void run(int64_t b, int64_t hk, int64_t part, const PartSums<Real>& sums,
+  // The sums of part `part` of the keys of key heads [first, first + heads): sums_of(hk) is where
+  // those of one are stored.
+  template <typename SumsOf>
+  void run(int64_t b, int64_t first, int64_t heads, int64_t part, SumsOf sums_of,
            Workspace& workspace) const {
-    const int64_t begin = part * kPart, end = std::min(op_.S, begin + kPart);
-    std::fill(sums.weights, sums.weights + rows_, Real(0));
+    const int64_t begin = part * kPart, size = std::min(op_.S - begin, kPart);
     const size_t mark = workspace.mark();
-    Row* rows = workspace.take_objects<Row>(rows_);
-    const int64_t count = find_rows(op_, p_.mask, b, hk, begin, end,
-                                    workspace.take_objects<Head<Real>>(op_.heads_per_key), rows);
-    if (count > 0) {
-      Real* weights = workspace.take<Real>(rows_ * kPart);
-      multiply_queries(rows, count, begin, end, weights, workspace);
-      const int64_t words = ceil_div(end - begin, kWord);
-      for (int64_t r = 0; r < count; ++r) {
-        Row& row = rows[r];
-        Real* scores = weights + r * kPart;
-        for (int64_t w = 0; w < words; ++w) {
-          const int64_t first = begin + w * kWord;
-          finish_word(*row.head, kScaledQuery<Operand> ? Real(1) : row.head->log2_scale, row.i,
-                      first, std::min(kWord, end - first), row.seen[w], scores + w * kWord);
-        }
-        const PartSoftmax<Real> softmax(scores, words);
-        sums.weights[row.slot] = softmax.sum;
-        sums.references[row.slot] = softmax.reference;
-        if (p_.dropout.active) drop_row(p_.dropout, *row.head, row.i, begin, end - begin, scores);
-        as_operands<Operand>(scores, words * kWord);
-      }
-      add_values(rows, count, begin, end, reinterpret_cast<const Operand*>(weights), sums.outputs,
-                 workspace);
+    KeyHead* open = workspace.take_objects<KeyHead>(heads);
+    int64_t count = 0;
+    for (int64_t hk = first; hk < first + heads; ++hk) {
+      const PartSums<Real> sums = sums_of(hk);
+      std::fill(sums.weights, sums.weights + rows_, Real(0));
+      Row* rows = workspace.take_objects<Row>(rows_);
+      Head<Real>* of_rows = workspace.take_objects<Head<Real>>(op_.heads_per_key);
+      const int64_t found = find_rows(op_, p_.mask, b, hk, begin, begin + size, of_rows, rows);
+      if (!found) continue;
+      Real* queries = workspace.take<Real>(found * query_stride_);
+      load_queries(rows, found, queries);
+      KeyHead& head = open[count++];
+      head = {rows,
+              found,
+              reinterpret_cast<const Operand*>(queries),
+              workspace.take<Real>(found * kPart),
+              sums,
+              {}};
+      for (int64_t r = 0; r < found; ++r)
+        for (int64_t w = 0; w < kWords; ++w) head.seen[w] |= rows[r].seen[w];
     }
+    multiply_queries(open, count, begin, size);
+    for (int64_t i = 0; i < count; ++i) weigh(open[i], begin, size);
+    add_values(open, count, begin, size, workspace);
     workspace.rewind(mark);
   }
 
  private:
+  // Rows of the heads that share a key head.
+  struct KeyHead {
+    Row* rows;
+    int64_t count;
+    const Operand* queries;  // [count][query_stride_]
+    Real* weights;           // [count][kPart], at first the scores
+    PartSums<Real> sums;
+    uint64_t seen[kWords];  // which keys some row sees, one bit each
+  };
+
+  // Rows that share their values.
+  struct Values {
+    const Row* rows;
+    int64_t count;
+    const Operand* weights;  // [count][kPart]
+    Real* sums;              // [count][out_stride_]
+    Real* out;               // the same by slot
+
+    const Rows& values() const { return rows->head->value; }
+  };
+
+  // Which keys some row sees, and every row, one bit each.
+  struct Seen {
+    uint64_t some, every;
+  };
+
   const ForwardParams& p_;
   const Operator& op_;
   const int64_t rows_;                       // of the heads that share a key head
   const int64_t query_stride_, out_stride_;  // whole loads
 
-  // products[r][n] = scaled query of row r times key begin + n, [count][kPart], of words of keys
-  // that some row sees.
-  void multiply_queries(const Row* rows, int64_t count, int64_t begin, int64_t end, Real* products,
-                        Workspace& workspace) const {
-    Real* query = workspace.take<Real>(count * query_stride_);
+  // Of `keys` keys of a word from n on.
+  static Seen seen_by(const Row* rows, int64_t count, int64_t n, int64_t keys) {
+    Seen seen{0, ~uint64_t{0}};
+    for (int64_t r = 0; r < count; ++r) {
+      const uint64_t bits = rows[r].seen[n / kWord] >> n % kWord;
+      seen.some |= bits, seen.every &= bits;
+    }
+    seen.some &= ~uint64_t{0} >> (kWord - keys);
+    return seen;
+  }
+
+  // The scaled queries of rows, as operands.
+  void load_queries(const Row* rows, int64_t count, Real* queries) const {
     for (int64_t r = 0; r < count; ++r) {
       const Head<Real>& head = *rows[r].head;
       const Rows source = op_.query_rows(head.b, head.h);
       const Real* factors = op_.factors_of(head.h);
-      Real* row = query + r * query_stride_;
+      Real* row = queries + r * query_stride_;
       load_row(row, source.at(rows[r].i), source.dtype, op_.D, source.step);
       for (int64_t d = 0; d < op_.D; ++d) row[d] *= factors[d];
       std::fill(row + op_.D, row + query_stride_, Real(0));
       prepare_query<Operand, Number>(row, query_stride_);
     }
-    const Rows keys = rows->head->key;
-    for (int64_t w = 0; begin + w * kWord < end; ++w) {
-      uint64_t some = 0;
-      for (int64_t r = 0; r < count; ++r) some |= rows[r].seen[w];
-      if (!some) continue;
-      const int64_t last = w * kWord + kWord - __builtin_clzll(some);
-      for (int64_t n = w * kWord + __builtin_ctzll(some) / kSums * kSums; n < last; n += kSums) {
+  }
+
+  // products[r][n] = scaled query of row r times key begin + n, of blocks of keys that some row
+  // sees.
+  void multiply_queries(const KeyHead* heads, int64_t count, int64_t begin, int64_t size) const {
+    constexpr uint64_t kBlock = ~uint64_t{0} >> (kWord - kSums);
+    const int64_t bytes = op_.D * sizeof(Number);
+    for (int64_t n = 0; n < size; n += kSums) {
+      for (int64_t i = 0; i < count; ++i) {
+        const KeyHead& head = heads[i];
+        const Rows& keys = head.rows->head->key;
         // The sums over lanes fill the queues of a core before it comes to the next keys: without
         // this it reads 11 GB/s instead of 17 (Zen 4).
-        const int64_t next_keys = begin + n + kSums;
-        for (int64_t row = next_keys; row < std::min(end, next_keys + kSums); ++row)
-          prefetch(keys.at(row), op_.D * sizeof(Number));
-        for (int64_t r = 0; r < count;) {
-          int64_t next = r + 1;
-          while (next < count && rows[next].same_features) ++next;
-          for_row_blocks(next - r, [&](auto R, int64_t row) {
-            multiply_block<R>(keys, begin + n, end,
-                              reinterpret_cast<const Operand*>(query + (r + row) * query_stride_),
-                              rows[r].head->features, products + (r + row) * kPart + n);
-          });
-          r = next;
-        }
+        prefetch_share(i, count, begin + n + kSums, kSums, begin + size, bytes,
+                       [&](int64_t j) { return heads[j].rows->head->key; });
+        if (!(head.seen[n / kWord] >> n % kWord & kBlock)) continue;
+        multiply_keys_of(head, keys, begin + n, begin + size, n);
       }
+    }
+  }
+
+  // Prefetches share i of `count` of rows [first, first + block), `bytes` each, of as many heads:
+  // rows_of(j) are those of head j. All shares together are the rows in the order of memory.
+  template <typename RowsOf>
+  __attribute__((always_inline)) static void prefetch_share(int64_t i, int64_t count, int64_t first,
+                                                            int64_t block, int64_t end,
+                                                            int64_t bytes, RowsOf rows_of) {
+    const int64_t last = std::min(end, first + block * (i + 1) / count);
+    first += block * i / count;
+    if (count == 1) return prefetch_rows(rows_of(0), first, last, bytes);
+    for (int64_t n = first; n < last; ++n)
+#pragma GCC unroll 1
+      for (int64_t j = 0; j < count; ++j) prefetch_rows(rows_of(j), n, n + 1, bytes);
+  }
+
+  // All rows of a head times the keys from `first` on, kSums of them or up to `end`.
+  void multiply_keys_of(const KeyHead& head, const Rows& keys, int64_t first, int64_t end,
+                        int64_t n) const {
+    for (int64_t r = 0; r < head.count;) {
+      int64_t next = r + 1;
+      while (next < head.count && head.rows[next].same_features) ++next;
+      for_row_blocks(next - r, [&](auto R, int64_t row) {
+        multiply_block<R>(keys, first, end, head.queries + (r + row) * query_stride_,
+                          head.rows[r].head->features, head.weights + (r + row) * kPart + n);
+      });
+      r = next;
     }
   }
 
@@ -130,69 +208,111 @@ class DecodeTask {
     }
   }
 
-  // The sums of values by `weights` [count][kPart], stored in `out` by slot.
-  void add_values(const Row* rows, int64_t count, int64_t begin, int64_t end,
-                  const Operand* weights, Real* out, Workspace& workspace) const {
-    Real* sums = workspace.take<Real>(count * out_stride_);
-    std::fill(sums, sums + count * out_stride_, Real(0));
-    Number* finite = workspace.take<Number>(kWord * op_.Dv);
-    for (int64_t r = 0; r < count;) {
-      const Rows& values = rows[r].head->value;
-      int64_t next = r + 1;
-      while (next < count && rows[next].head->value.data == values.data) ++next;
-      for (int64_t w = 0; begin + w * kWord < end; ++w)
-        add_word(rows + r, next - r, w, begin + w * kWord, end, values, weights + r * kPart,
-                 sums + r * out_stride_, finite);
-      r = next;
+  // Scores become weights, as operands.
+  void weigh(const KeyHead& head, int64_t begin, int64_t size) const {
+    const int64_t words = ceil_div(size, kWord);
+    for (int64_t r = 0; r < head.count; ++r) {
+      Row& row = head.rows[r];
+      Real* scores = head.weights + r * kPart;
+      for (int64_t w = 0; w < words; ++w)
+        finish_word(*row.head, kScaledQuery<Operand> ? Real(1) : row.head->log2_scale, row.i,
+                    begin + w * kWord, std::min(kWord, size - w * kWord), row.seen[w],
+                    scores + w * kWord);
+      const PartSoftmax<Real> softmax(scores, words);
+      head.sums.weights[row.slot] = softmax.sum;
+      head.sums.references[row.slot] = softmax.reference;
+      if (p_.dropout.active) drop_row(p_.dropout, *row.head, row.i, begin, size, scores);
+      as_operands<Operand>(scores, words * kWord);
     }
-    for (int64_t r = 0; r < count; ++r)
-      std::memcpy(out + rows[r].slot * out_stride_, sums + r * out_stride_,
-                  sizeof(Real) * out_stride_);
   }
 
-  // The values of word w, keys [begin, end). A key that a row may not see adds nothing to it, NaN
-  // and infinity included. `finite` is scratch [kWord][Dv].
-  void add_word(const Row* rows, int64_t count, int64_t w, int64_t begin, int64_t end,
-                const Rows& values, const Operand* weights, Real* sums, Number* finite) const {
-    uint64_t some = 0, every = ~uint64_t{0};
-    for (int64_t r = 0; r < count; ++r) some |= rows[r].seen[w], every &= rows[r].seen[w];
+  // The sums of values, stored by slot.
+  void add_values(const KeyHead* heads, int64_t heads_count, int64_t begin, int64_t size,
+                  Workspace& workspace) const {
+    Values* sources = workspace.take_objects<Values>(heads_count * rows_);
+    int64_t count = 0;
+    for (int64_t i = 0; i < heads_count; ++i) {
+      const KeyHead& head = heads[i];
+      Real* sums = workspace.take<Real>(head.count * out_stride_);
+      std::fill(sums, sums + head.count * out_stride_, Real(0));
+      for (int64_t r = 0; r < head.count; ++r) {
+        const Real* weights = head.weights + r * kPart;
+        if (r > 0 && head.rows[r].head->value.data == head.rows[r - 1].head->value.data) {
+          ++sources[count - 1].count;
+        } else {
+          sources[count++] = {head.rows + r, 1, reinterpret_cast<const Operand*>(weights),
+                              sums + r * out_stride_, head.sums.outputs};
+        }
+      }
+    }
+    Number* finite = workspace.take<Number>(kWord * op_.Dv);
+    // Blocks of all heads in turn where the heads of a token are next to each other, else all
+    // blocks of a head and then the next: the order of memory.
+    const int64_t together = p_.value.stride[1] < p_.value.stride[2] ? count : 1;
+    const bool prefetches = prefetches_values();
+    const int64_t block = prefetches ? kValues<Number> : kWord;
+    for (int64_t first = 0; first < count; first += together) {
+      const Values* group = sources + first;
+      for (int64_t n = 0; n < size; n += block) {
+        for (int64_t i = 0; i < together; ++i) {
+          if (prefetches)
+            prefetch_share(i, together, begin + n + block, block, begin + size,
+                           op_.Dv * int64_t{sizeof(Number)},
+                           [&](int64_t j) { return group[j].values(); });
+          add_block_of_values(group[i], begin, n, std::min(block, size - n), finite);
+        }
+      }
+    }
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t r = 0; r < sources[i].count; ++r)
+        std::memcpy(sources[i].out + sources[i].rows[r].slot * out_stride_,
+                    sources[i].sums + r * out_stride_, sizeof(Real) * out_stride_);
+  }
+
+  // `count` values from begin + n on. A key that a row may not see adds nothing to it, NaN and
+  // infinity included. `finite` is scratch [kWord][Dv].
+  void add_block_of_values(const Values& source, int64_t begin, int64_t n, int64_t count,
+                           Number* finite) const {
+    const auto [some, every] = seen_by(source.rows, source.count, n, count);
     if (!some) return;
+    const Rows& values = source.values();
+    begin += n;
     constexpr int kStep = kNumbers<Operand>;  // keys
     const int first = __builtin_ctzll(some) / kStep * kStep;
     const int last =
-        static_cast<int>(std::min(end - begin, round_up(kWord - __builtin_clzll(some), kStep)));
+        static_cast<int>(std::min(count, round_up(kWord - __builtin_clzll(some), kStep)));
     uint64_t aside = 0;  // keys with NaN or infinity that some row does not see
-    for (int n = first; n < last; ++n)
-      if (!(every >> n & 1) && !is_finite(row_of(values, begin + n))) aside |= uint64_t{1} << n;
+    for (int k = first; k < last; ++k)
+      if (!(every >> k & 1) && !is_finite(row_of(values, begin + k))) aside |= uint64_t{1} << k;
     const auto add = [&](const Number* data, int64_t stride) {
-      for_row_blocks(count, [&](auto R, int64_t r) {
-        add_columns<Operand, Number, R>(weights + r * kPart + (w * kWord + first) / kStep,
-                                        last - first, data, stride, op_.Dv, sums + r * out_stride_,
-                                        out_stride_);
+      for_row_blocks(source.count, [&](auto R, int64_t r) {
+        add_columns<Operand, Number, R>(source.weights + r * kPart + (n + first) / kStep,
+                                        last - first, data, stride, op_.Dv,
+                                        source.sums + r * out_stride_, out_stride_);
       });
     };
     if (!aside) return add(row_of(values, begin + first), values.stride);
-    for (int n = first; n < last; ++n) {
-      if (aside >> n & 1) {
-        std::memset(finite + n * op_.Dv, 0, sizeof(Number) * op_.Dv);
+    for (int k = first; k < last; ++k) {
+      if (aside >> k & 1) {
+        std::memset(finite + k * op_.Dv, 0, sizeof(Number) * op_.Dv);
       } else {
-        std::memcpy(finite + n * op_.Dv, values.at(begin + n), sizeof(Number) * op_.Dv);
+        std::memcpy(finite + k * op_.Dv, values.at(begin + k), sizeof(Number) * op_.Dv);
       }
     }
     add(finite + first * op_.Dv, op_.Dv);
     for (; aside; aside &= aside - 1) {
-      const int n = __builtin_ctzll(aside);
-      for (int64_t r = 0; r < count; ++r) {
-        if (!(rows[r].seen[w] >> n & 1)) continue;
+      const int k = __builtin_ctzll(aside);
+      for (int64_t r = 0; r < source.count; ++r) {
+        if (!(source.rows[r].seen[n / kWord] >> (n % kWord + k) & 1)) continue;
         Real weight = 0;
         load_row(&weight,
-                 reinterpret_cast<const char*>(weights + r * kPart) +
-                     (w * kWord + n) * sizeof(Operand) / kStep,
+                 reinterpret_cast<const char*>(source.weights + r * kPart) +
+                     (n + k) * sizeof(Operand) / kStep,
                  kStep == 1 ? kDTypeOf<Real> : DType::kBFloat16, 1);
         for (int64_t d = 0; d < op_.Dv; ++d) {
           Real value = 0;
-          load_row(&value, values.columns(d).at(begin + n), values.dtype, 1);
-          sums[r * out_stride_ + d] += weight * value;
+          load_row(&value, values.columns(d).at(begin + k), values.dtype, 1);
+          source.sums[r * out_stride_ + d] += weight * value;
         }
       }
     }

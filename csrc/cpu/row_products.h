@@ -15,15 +15,17 @@ constexpr int64_t kPart = 256;  // keys of a task, and the stride of rows of pro
 // Sums that are accumulated in registers at once: half of these.
 constexpr int kSums = HK_VECTOR_REGISTERS / 2;
 
-// Values that blocks of several rows prefetch (heuristic). Such a block has few columns, so it
-// reads memory in steps, which the processor does not foresee: with this, groups of 4 heads
-// decode 1.05 to 1.2 times as fast beyond the caches (Zen 3).
-constexpr int64_t kAhead = HK_VECTOR_REGISTERS == 16 ? 24 : 0;
-
-// g++ drops calls of a function that only prefetches.
-__attribute__((always_inline)) inline void prefetch(const void* data, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64)
-    __builtin_prefetch(static_cast<const char*>(data) + at);
+// Prefetches `bytes` of each of rows [first, last), all lines by one instruction: the processor
+// recognizes its stride and reads on by itself. Unrolled, with an instruction for each line, this
+// reads 22 GB/s instead of 38 (Zen 5). Inlined: g++ drops calls of a function that only prefetches.
+__attribute__((always_inline)) inline void prefetch_rows(const Rows& rows, int64_t first,
+                                                         int64_t last, int64_t bytes) {
+  const int64_t stride = rows.at(1) - rows.at(0);
+  if (stride == bytes) bytes *= std::max<int64_t>(0, last - first), last = first + 1;
+#pragma GCC unroll 1
+  for (int64_t n = first; n < last; ++n)
+#pragma GCC unroll 1
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows.at(n) + at);
 }
 
 // Lane i of the result is the sum of the lanes of v[i], each in the same order.
@@ -144,8 +146,6 @@ inline void add_block(const Operand* weights, int64_t count, const Number* value
   if constexpr (kNumbers<Operand> == 1) {
     constexpr int kEach = kVectors<Operand, Number>;
     for (int64_t n = 0; n < count; ++n) {
-      if constexpr (R > 1 && kAhead > 0)
-        prefetch(values + (n + kAhead) * stride, V * L * sizeof(Number));
       Vec<Operand> x[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v += kEach) {

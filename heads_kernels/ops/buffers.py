@@ -59,8 +59,10 @@ def splits_of(count: int, programs: int, like: Tensor) -> int:
 
     There are `programs` such sums. Every split has `cdiv(count, splits)` of them, the last the rest; none is empty.
     """
+    if count <= 1:
+        return 1
     wanted = max(1, min(count, -(-_programs_wanted(like.device) // max(programs, 1))))
-    return max(1, -(-count // -(-count // wanted))) if count else 1
+    return max(1, -(-count // -(-count // wanted)))
 
 
 def key_splits(T: int, programs: int, tiles: int, like: Tensor) -> int:

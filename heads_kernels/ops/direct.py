@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from heads_kernels.checks import check_scale, check_softcap, check_whole_sequence
+from heads_kernels.checks import MAX_LENGTH, check_scale, check_softcap, check_whole_sequence
 from heads_kernels.dispatch import in_order
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -70,6 +70,8 @@ def forward(
         else:
             (B, T, width), (H, _) = query.shape, mixing.shape
         *_, S, _ = key.shape
+        if T > MAX_LENGTH or S > MAX_LENGTH:  # refused before memory is taken for the mask
+            return None
         shape = B, H, T, S
         attn_mask, dense, table = biases_of(attn_mask, bias, query, shape, None)
         terms = terms_of(dense, table, sinks, check_softcap(softcap))

@@ -81,13 +81,15 @@ class Call(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """B, H, T, S, the width of scores (D or Ds) and Dv."""
-        return *self.scores, self.query.shape[-1], self.value.shape[-1]
+        B, *heads, T, width = self.query.shape
+        H = heads[0] if heads else self.mixing.shape[0]
+        return B, H, T, self.key.shape[-2], width, self.value.shape[-1]
 
     @property
     def scores(self) -> tuple[int, int, int, int]:
         """B, H, T, S."""
-        H = self.query.shape[1] if self.mixing is None else self.mixing.shape[0]
-        return self.query.shape[0], H, self.query.shape[-2], self.key.shape[-2]
+        B, *heads, T, _ = self.query.shape
+        return B, heads[0] if heads else self.mixing.shape[0], T, self.key.shape[-2]
 
 
 class Results(NamedTuple):

@@ -91,24 +91,33 @@ def check_operands(
     check_sinks(call.sinks, query, H)
     heads, rows, keys = (B, H, T, Dv), ((1, B), T), ((1, B), S)
     intervals = call.intervals
-    expected: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
-        ("key", key, (B, *key.shape[1:]), query.dtype),
-        ("value", value, (B, Hv, S, Dv), query.dtype),
-        ("dout", saved.get("dout"), heads, query.dtype),
-        ("attended", saved.get("attended"), heads, query.dtype),
-        ("lse", saved.get("lse"), heads[:3], compute_dtype(query.dtype)),
-        ("dlse", saved.get("dlse"), heads[:3], compute_dtype(query.dtype)),
-        ("alpha", call.alpha, (H,), compute_dtype(query.dtype)),
+    dtype, device, compute = query.dtype, query.device, compute_dtype(query.dtype)
+    exact: tuple[tuple[str, Tensor | None, Sequence[int], torch.dtype], ...] = (
+        ("key", key, (B, *key.shape[1:]), dtype),
+        ("value", value, (B, Hv, S, Dv), dtype),
+        ("dout", saved.get("dout"), heads, dtype),
+        ("attended", saved.get("attended"), heads, dtype),
+        ("lse", saved.get("lse"), heads[:3], compute),
+        ("dlse", saved.get("dlse"), heads[:3], compute),
+        ("alpha", call.alpha, (H,), compute),
+        ("seed", call.seed, (SEED_LENGTH,), torch.int64),
+    )
+    for name, tensor, size, wanted in exact:
+        if tensor is None or (
+            tensor.shape == size and tensor.dtype == wanted and tensor.device == device
+        ):
+            continue
+        _check_one(name, tensor, size, wanted, device)
+    ranges: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
         ("k_lo", intervals.k_lo, rows, torch.int32),
         ("k_hi", intervals.k_hi, rows, torch.int32),
         ("key_visible", intervals.key_visible, keys, torch.bool),
         ("dense_mask", intervals.dense, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
         ("excluded", excluded, keys, torch.bool),
-        ("seed", call.seed, (SEED_LENGTH,), torch.int64),
     )
-    for name, tensor, sizes, dtype in expected:
+    for name, tensor, sizes, wanted in ranges:
         if tensor is not None:
-            _check_one(name, tensor, sizes, dtype, query.device)
+            _check_one(name, tensor, sizes, wanted, device)
     if (intervals.k_lo is None) != (intervals.k_hi is None):
         refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
     if backend == "triton":  # its kernels compute addresses from these strides

@@ -33,12 +33,14 @@ def works(*ends: str, features: str = "*") -> list[ahead_of_time.Work]:
     ]
 
 
-#: Every operator and pass, with a bias too.
-PASSES = works(", D 64", "heads, Ds 256", features="causal, gate")
+#: Every operator and pass, with a bias too. Of the two groupings of collaborative attention's value heads the general
+#: one: where each head has its own, the same kernels are compiled with a constant in the place of the group.
+PASSES = works(", D 64", "grouped heads, Ds 256", features="causal, gate")
 PASSES += works("bias, gate of elements, D 64", "bias, softcap, sinks, D 64", ": Ds 256")
 PASSES += works(": decoding, D 128", ": decoding, Ds 256")
-#: Every feature too, where registers are scarcest.
-FEATURES = list(dict.fromkeys([*PASSES, *works(", D 64", "elements, Ds 256", "causal, Ds 256")]))
+#: Every feature and grouping too, where registers are scarcest.
+FEATURES = works(", D 64", "heads, Ds 256", "elements, Ds 256", "causal, Ds 256")
+FEATURES = list(dict.fromkeys([*PASSES, *FEATURES]))
 #: Those that spill there (`ahead_of_time.STATED`).
 SPILLS = list(dict.fromkeys([*PASSES, *works("dropout, D 64", "bias, gate of elements, Ds 256")]))
 #: With the oldest Triton, one target: whether it knows the language does not depend on the target.
@@ -76,7 +78,7 @@ def test_float32_kernels(kernel_cache: Path) -> None:
 def test_what_breaks_a_bound_is_told() -> None:
     good = ahead_of_time.Kernel(
         "gated_attention.forward", "sm_90", "", registers=128, shared=1 << 15,
-        matrix=(("HGMMA", 8),), narrow_products=True,
+        matrix=(("wgmma.mma_async", 8),), narrow_products=True,
     )  # fmt: skip
 
     def broken(**changes: object) -> str:
@@ -86,7 +88,7 @@ def test_what_breaks_a_bound_is_told() -> None:
     assert broken() == ""
     assert "1048576 bytes of shared memory, of 232448" in broken(shared=1 << 20)
     assert "bytes spilled, of" in broken(spilled=1 << 20)
-    assert "no HGMMA instruction" in broken(matrix=(("HMMA", 8),))
+    assert r"no wgmma\.mma_async instruction" in broken(matrix=(("mma.sync", 8),))
     assert broken(matrix=(), narrow_products=False) == ""
     assert "ptxas serializes 8 products" in broken(serialized=8)
     assert broken(error="PassManager::run failed").startswith("does not compile")

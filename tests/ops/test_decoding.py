@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import heads_kernels as hk
 from heads_kernels.testing import compare, reference
 from tests.ops.test_properties import DTYPE, cases
+from tests.support.alike import assert_alike
 
 OPERATORS = ["gated_attention", "collaborative_attention"]
 #: Around the ends of words of 64 keys and of parts of 256.
@@ -31,13 +32,15 @@ def test_few_rows_are_accurate(
 
 
 def _call(
-    operator: str, dtype: torch.dtype, B: int, S: int = 700
+    operator: str, dtype: torch.dtype, B: int, tokens_first: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    H, Hk, T, D = 6, 2, 3, 40
+    """With its tokens first, so many keys that a task reads several of their heads."""
+    H, Hk, T, D, S = (10, 5, 3, 256, 900) if tokens_first else (6, 2, 3, 40, 700)
     generator = torch.Generator().manual_seed(1)
 
     def draw(*size: int) -> torch.Tensor:
-        return torch.randn(4, *size, generator=generator)[:B].to(dtype)
+        drawn = torch.randn(4, *size, generator=generator)[:B].to(dtype)
+        return drawn.transpose(1, -2).contiguous().transpose(1, -2) if tokens_first else drawn
 
     if operator == "gated_attention":
         tensors = {"query": draw(H, T, D), "key": draw(Hk, S, D), "value": draw(Hk, S, D)}
@@ -50,29 +53,48 @@ def _call(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_bits_depend_neither_on_threads_nor_on_the_batch(operator: str, dtype: torch.dtype) -> None:
+def test_tokens_first_are_the_call(operator: str, dtype: torch.dtype) -> None:
+    """A cache whose heads are next to each other, two of them closed, against one with its heads first."""
+    tensors, options = _call(operator, dtype, 4, tokens_first=True)
+    options["gate"] = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 1.0]).to(dtype)
+    call = getattr(hk, operator)
+    alone = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    got = call(**tensors, **options, backend="cpu")
+    assert_alike(got, call(**alone, **options, backend="cpu"))
+    assert_alike(got, call(**alone, **options, backend="eager"))
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_bits_depend_neither_on_threads_nor_on_the_batch(
+    operator: str, dtype: torch.dtype, tokens_first: bool
+) -> None:
     call = getattr(hk, operator)
     before = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            tensors, options = _call(operator, dtype, 4)
+            tensors, options = _call(operator, dtype, 4, tokens_first)
             results.append(call(**tensors, **options, backend="cpu"))
         assert all(torch.equal(results[0], other) for other in results[1:])
-        tensors, options = _call(operator, dtype, 2)
+        tensors, options = _call(operator, dtype, 2, tokens_first)
         assert torch.equal(results[0][:2], call(**tensors, **options, backend="cpu"))
     finally:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_hidden_numbers_reach_no_row(operator: str, bad: float, dtype: torch.dtype) -> None:
+def test_hidden_numbers_reach_no_row(
+    operator: str, bad: float, dtype: torch.dtype, tokens_first: bool
+) -> None:
     """A key that one row sees and another does not: only the first may get its NaN."""
-    tensors, _ = _call(operator, dtype, 2)
-    T, S = 3, 700
+    tensors, _ = _call(operator, dtype, 2, tokens_first)
+    T, S = 3, 900 if tokens_first else 700
     hidden = torch.rand(S, generator=torch.Generator().manual_seed(2)) < 0.3
     for row_hides in ([True, True, True], [True, False, True]):
         dense = torch.ones(T, S, dtype=torch.bool)

@@ -16,10 +16,11 @@ B, H, T, S, D, DV = 2, 4, 7, 9, 5, 6
 ALPHAS = (1.02, 1.3, 1.5, 1.9, 2.0)
 
 
-def operands(dtype=torch.float64, heads=H, requires_grad=False):
+def operands(dtype=torch.float64, heads=H, requires_grad=False, sizes=(T, S, D, DV)):
     torch.manual_seed(0)
-    shapes = (B, H, T, D), (B, heads, S, D), (B, heads, S, DV)
-    return [torch.randn(s, dtype=dtype).mul(1.5).requires_grad_(requires_grad) for s in shapes]
+    t, s, d, dv = sizes
+    shapes = (B, H, t, d), (B, heads, s, d), (B, heads, s, dv)
+    return [torch.randn(x, dtype=dtype).mul(1.5).requires_grad_(requires_grad) for x in shapes]
 
 
 @pytest.fixture(params=["cpu", "eager"])
@@ -78,10 +79,11 @@ def test_alpha_2_is_sparsemax_and_near_1_softmax(attend):
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_gradients(attend, alpha):
-    query, key, value = operands(heads=2, requires_grad=True)
+    t, s = 5, 6  # gradcheck calls the operator twice for each number of its inputs
+    query, key, value = operands(heads=2, requires_grad=True, sizes=(t, s, 3, 2))
     alphas = torch.full((H,), alpha - 0.005, dtype=torch.float64, requires_grad=True)
     gate = torch.tensor([0.5, 0.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(H, T, S, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(H, t, s, dtype=torch.float64, requires_grad=True)
 
     def call(query, key, value, alphas, gate, bias):
         return attend(query, key, value, is_causal=True, alpha=alphas, gate=gate, bias=bias)

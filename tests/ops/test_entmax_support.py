@@ -54,13 +54,13 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     assert (seen & ~above).any()
 
     # The passes over keys have other tiles.
-    tiles = Tiles(16, 64, 0, 0, 4, 1)
+    of, tiles = first.operands, Tiles(16, 64, 0, 0, 4, 1)
     T, S = call.scores[2:]
     supported = cells.repeat_interleave(support.block_m, 2)[:, :, :T]
     supported = supported.repeat_interleave(support.block_n, 3)[..., :S]
     visited = any_of_tiles(seen & supported, tiles.block_m, tiles.block_n)
     for by_keys in (False, True):
-        lists = visible_to_tiles(call, tiles, by_keys, support).lists
+        lists = visible_to_tiles(call, of.terms, of.visible, tiles, by_keys, support).lists
         assert lists is not None
         assert torch.equal(
             lists.counts.sum(1).view(*call.scores[:2], -1), visited.sum(2 if by_keys else 3)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 
 import heads_kernels as hk
 from heads_kernels import checks
-from heads_kernels.mask import UNBOUNDED
+from heads_kernels.mask import UNBOUNDED, Intervals
+from heads_kernels.mask.terms import QueryLengths
 from heads_kernels.ops.attention_statistics import SIGNATURE
 from heads_kernels.problem import Problem
 from tests.ops.bad_calls import BOTH, GATED, Bad, good
@@ -45,8 +47,17 @@ def long(operator: str, **sizes: int) -> Bad:
         ({"H": 2**31}, "query has H = 2147483648; split the call: H is at most 2147483647."),
     ],
 )
-def test_sizes_that_int32_can_not_hold(operator: str, sizes: dict[str, int], message: str) -> None:
-    """Before a mask is worked out, which would take memory."""
+def test_sizes_that_int32_can_not_hold(
+    operator: str, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a mask is worked out, which would take 17 GB for 2**30 rows."""
+    work_out = QueryLengths.intervals
+
+    def intervals(self: QueryLengths, B: int, H: int, T: int, *rest: Any) -> Intervals:
+        assert T <= checks.MAX_LENGTH
+        return work_out(self, B, H, T, *rest)
+
+    monkeypatch.setattr(QueryLengths, "intervals", intervals)
     mask = hk.Mask(causal="lower_right", key_lengths=[1], query_lengths=[1])
     arguments = {**long(operator, **sizes), "attn_mask": mask}
     with pytest.raises(ValueError, match="^" + re.escape(message)):

@@ -22,11 +22,21 @@ from tests.support.alike import assert_alike
 
 B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
 NEG_INF = float("-inf")
+#: Triton's first pass over rows reads the gradient of lse, and no loop over tiles knows of it. In its interpreter,
+#: which is slow, the test has these and all tiny cases, with every kind of gate: what the first pass tells apart. They
+#: differ in rows that see nothing, closed heads, sinks, dropout, strides and widths, and in which sizes are 0 or 1.
+FIRST_PASS = {
+    "closed_batch_heads", "closed_all", "lower_right_blind_rows", "padded", "bias_hides", "dropout", "sinks",
+    "sinks_all", "sinks_no_keys", "zero_keys", "zero_rows", "empty_batch", "one_row", "one_key", "grouped",
+    "grouped_closed", "ragged", "zero_head", "gate_strided_elements", "transposed", "width_72_40", "width_7",
+    "multi_value", "scale_negative",
+}  # fmt: skip
 QUICK = [
     pytest.param(case, row.name, id=f"{case.operator}-{case}-{row.name}")
     for case in CASES
     if "model" not in case.tags
     for row in TABLES[case.operator]
+    if row.name != "triton" or "tiny" in case.tags or case.name in FIRST_PASS
 ]
 
 

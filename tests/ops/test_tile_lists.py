@@ -17,6 +17,7 @@ if not TRITON_INTERPRETED:
     pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
 from heads_kernels.ops.triton import operands
+from heads_kernels.ops.triton.operands import terms_of, visible_of
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles
 
@@ -49,7 +50,7 @@ def test_lists(name: str, by_keys: bool) -> None:
     problem = Problem.gated(*(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
     call = OPERATOR.unpack(OPERATOR.pack(problem))
     seen = call.intervals.to_dense(T, S).expand(B, H, T, S)
-    lists = visible_to_tiles(call, TILES, by_keys).lists
+    lists = visible_to_tiles(call, terms_of(call), visible_of(call.intervals), TILES, by_keys).lists
     assert lists is not None
     M, N = TILES.block_m, TILES.block_n
     row_tiles, key_tiles = -(-T // M), -(-S // N)

@@ -33,6 +33,12 @@ OPCHECKS = {
 }
 
 
+#: Of opcheck: whether results are what the schema and the fake say, and whether what AOTAutograd traces with symbolic
+#: sizes gives them too. It traces the schema and the fake, which all backends share: for one of them that is enough.
+OF_A_BACKEND = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACED = (*OF_A_BACKEND, "test_aot_dispatch_dynamic")
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("case", OPCHECKS)
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
@@ -50,13 +56,15 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
     parse = Problem.gated if operator == "gated_attention" else Problem.collaborative
     problem = parse(**arguments, gate=gate, **options)
     inputs = op.pack(problem, seed_of(5) if problem.dropout_p else None)
-    torch.library.opcheck(op.forward_op, (*inputs, True, backend))
-    torch.library.opcheck(op.forward_op, (*inputs, False, backend))
+    utils = TRACED if backend == "cpu" else OF_A_BACKEND
+    torch.library.opcheck(op.forward_op, (*inputs, True, backend), test_utils=utils)
+    torch.library.opcheck(op.forward_op, (*inputs, False, backend), test_utils=utils)
     out, attended, lse = op.forward_op(*inputs, True, backend)
     saved = (torch.randn_like(out), out if gate is None else attended, lse, None)
     every = [getattr(problem, name) is not None for name in op.operands]
     for needs in (every, [True, *[False] * (len(every) - 1)]):
-        torch.library.opcheck(op.backward_op, (*saved, *inputs, False, needs, backend))
+        arguments_of_backward = (*saved, *inputs, False, needs, backend)
+        torch.library.opcheck(op.backward_op, arguments_of_backward, test_utils=utils)
 
 
 @pytest.mark.parametrize("form", OPERATORS)

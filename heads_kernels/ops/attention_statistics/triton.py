@@ -21,6 +21,7 @@ from heads_kernels.ops.triton.operands import (
     mixing_of,
     rows_of,
     terms_of,
+    visible_of,
     with_positive_scale,
 )
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
@@ -88,9 +89,11 @@ def _gated(call: Call, excluded: Tensor | None, statistics: AttentionStatistics)
     (B, H, T, D), (_, Hk, S, _) = query.shape, key.shape
     scale, query = with_positive_scale(call.scale, query)
     tiles = tiles_for("attention_statistics.gated", query, D, 0, has_terms(call))
+    terms = terms_of(call)
+    visible = visible_to_tiles(call, terms, visible_of(call.intervals), tiles)
     launch(
         _gated_kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        rows_of(query), rows_of(key), terms_of(call), visible_to_tiles(call, tiles), *bytes_of(excluded), *statistics,
+        rows_of(query), rows_of(key), terms, visible, *bytes_of(excluded), *statistics,
         H, T, S, H // max(Hk, 1), scale,
         D=D, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D),
     )  # fmt: skip
@@ -174,10 +177,11 @@ def _collaborative(call: Call, excluded: Tensor | None, statistics: AttentionSta
     mixing, (B, H, T, S), Ds = call.mixing, call.scores, query.shape[-1]
     scale, query, content_bias = with_positive_scale(call.scale, query, call.content_bias)
     tiles = tiles_for("attention_statistics.collaborative", query, Ds, 0, has_terms(call))
+    terms = terms_of(call)
+    visible = visible_to_tiles(call, terms, visible_of(call.intervals), tiles)
     launch(
         _collaborative_kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        rows_of(query), rows_of(key), mixing_of(mixing), content_bias_of(content_bias), terms_of(call),
-        visible_to_tiles(call, tiles),
+        rows_of(query), rows_of(key), mixing_of(mixing), content_bias_of(content_bias), terms, visible,
         *bytes_of(excluded), *statistics, H, T, S, scale,
         DS=Ds, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d,
         CHUNKS=chunks_of(Ds, tiles.block_d),

@@ -31,10 +31,7 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_features, load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
-    gate_kind,
-    gate_of,
     has_terms,
-    operands_of,
     rows_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
@@ -239,14 +236,15 @@ def keys_pass(
     programs = B * -(-S // tiles.block_n)
     splits = splits_of(groups, programs, call.query)
     part = split_parts(dkey, splits, torch.float32).zero_()
+    of = first.operands
+    of = of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles, by_keys=True))
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        operands_of(call, visible_to_tiles(call, tiles, by_keys=True)), rows_of(first.dattended), gate_of(first.gate),
-        first.lse, first.delta,
+        of, first.dattended, first.gate, first.lse, first.delta,
         rows_of(part) if dkey.numel() else None, rows_of(dvalue) if dvalue.numel() else None,
         dcontent_bias if dcontent_bias.numel() else None,
         B, H, T, S, max(H // groups, 1), splits, call.scale,
-        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
+        KIND=first.kind, ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), RESIDENT=tiles.block_slice,
     )  # fmt: skip

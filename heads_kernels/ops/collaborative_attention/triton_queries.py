@@ -30,10 +30,7 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_features, load_tile
 from heads_kernels.ops.triton.operands import (
-    gate_kind,
-    gate_of,
     has_terms,
-    operands_of,
     rows_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
@@ -249,12 +246,14 @@ def queries_pass(
     splits = splits_of(H, B * row_tiles, call.query)
     part = split_parts(dquery, splits, torch.float32).zero_()
     mixing_parts = dmixing_rows.new_zeros((B, row_tiles, H, Ds)) if dmixing_rows.numel() else None
+    of = first.operands
+    of = of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles))
     launch(
         _queries_kernel, B * row_tiles * splits, call.query, tiles,
-        operands_of(call, visible_to_tiles(call, tiles)), rows_of(first.dattended), gate_of(first.gate),
-        first.lse, first.delta, rows_of(part) if dquery.numel() else None, mixing_parts,
+        of, first.dattended, first.gate, first.lse, first.delta,
+        rows_of(part) if dquery.numel() else None, mixing_parts,
         B, H, T, S, H // call.value.shape[1], splits, int(mixing_parts is None or not closed_grad), call.scale,
-        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
+        KIND=first.kind, ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=chunks_of(Ds, tiles.block_d), RESIDENT=tiles.block_slice,
     )  # fmt: skip

@@ -28,12 +28,6 @@ from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import (
     Support,
-    dropout_of,
-    gate_kind,
-    gate_of,
-    rows_of,
-    terms_of,
-    visible_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.softmax import kept, product
@@ -137,12 +131,13 @@ def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
     flags = call.query.new_zeros((B, H, row_tiles, key_tiles), dtype=torch.uint8)
     support = Support(flags, tiles.block_m, tiles.block_n)
     centers = torch.empty_like(first.delta)
+    of = first.operands
     launch(
         _centers_kernel, B * H * row_tiles, call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),
-        first.lse, first.delta, terms_of(call), visible_of(call.intervals), dropout_of(call.seed, call.dropout_p),
+        of.query, of.key, of.value, first.dattended, first.gate, first.lse, first.delta,
+        of.terms, of.visible, of.dropout,
         centers, dalpha if dalpha.numel() else None, support, H, T, S, H // max(Hk, 1), call.scale,
-        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
+        KIND=first.kind, ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
     )  # fmt: skip
     return first._replace(delta=centers, support=support)

@@ -19,13 +19,9 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
-    dropout_of,
-    gate_kind,
-    gate_of,
     has_terms,
     operator_of,
     rows_of,
-    terms_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
@@ -167,15 +163,17 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> Non
     group = H // Hk
     splits = splits_of(group, programs, call.query)
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
+    of = first.operands
+    visible = visible_to_tiles(
+        call, of.terms, of.visible, tiles, by_keys=True, support=first.support
+    )
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),
-        first.lse, first.delta,
-        terms_of(call), visible_to_tiles(call, tiles, by_keys=True, support=first.support),
-        dropout_of(call.seed, call.dropout_p),
+        of.query, of.key, of.value, first.dattended, first.gate, first.lse, first.delta,
+        of.terms, visible, of.dropout,
         *(rows_of(part) if grad.numel() else None for grad, part in parts),
         B, H, T, S, group, splits, call.scale,
-        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
+        KIND=first.kind, ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
     )  # fmt: skip
     for grad, part in parts:

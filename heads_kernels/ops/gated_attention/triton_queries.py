@@ -12,13 +12,9 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
-    dropout_of,
-    gate_kind,
-    gate_of,
     has_terms,
     operator_of,
     rows_of,
-    terms_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
@@ -133,13 +129,13 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor) -> None:
         return
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
     tiles = tiles_for(f"{operator_of(call)}.queries", call.query, D, Dv, has_terms(call))
+    of = first.operands
+    visible = visible_to_tiles(call, of.terms, of.visible, tiles, support=first.support)
     launch(
         _queries_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
-        rows_of(call.query), rows_of(call.key), rows_of(call.value), rows_of(first.dattended), gate_of(first.gate),
-        first.lse, first.delta,
-        terms_of(call), visible_to_tiles(call, tiles, support=first.support),
-        dropout_of(call.seed, call.dropout_p), rows_of(dquery),
+        of.query, of.key, of.value, first.dattended, first.gate, first.lse, first.delta,
+        of.terms, visible, of.dropout, rows_of(dquery),
         H, T, S, H // max(Hk, 1), call.scale,
-        KIND=gate_kind(first.gate), ACTIVATION=call.gate_activation, D=D, DV=Dv,
+        KIND=first.kind, ACTIVATION=call.gate_activation, D=D, DV=Dv,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
     )  # fmt: skip

@@ -21,15 +21,7 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile
 from heads_kernels.ops.triton.operands import (
-    content_bias_of,
-    dropout_of,
-    gate_kind,
-    gate_of,
-    mixing_of,
     operator_of,
-    rows_of,
-    terms_of,
-    visible_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
@@ -182,7 +174,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     parts = dbias.new_empty((splits, entries, *dbias.shape[2:]))
     launch(
         _bias_kernel, programs * splits, call.query, tiles,
-        *_operands(call, first), parts, entries, bias_batches(dbias, B)[1] if inner == 1 else 1, inner,
+        *_operands(first), parts, entries, bias_batches(dbias, B)[1] if inner == 1 else 1, inner,
         heads, units, -(-units // splits), H, T, S, _group(call), call.scale,
         SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, **_constants(call, first, tiles),
     )  # fmt: skip
@@ -238,7 +230,7 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     parts = doffset_bias.new_empty((2, B, H, diagonals, block))
     launch(
         _offsets_kernel, B * H * diagonals, call.query, tiles,
-        *_operands(call, first), parts, H, T, S, _group(call), call.scale,
+        *_operands(first), parts, H, T, S, _group(call), call.scale,
         **_constants(call, first, tiles),
     )  # fmt: skip
     left, right = parts.flatten(3)  # [B, H, diagonals * block]
@@ -259,20 +251,12 @@ def _group(call: Call) -> int:
     return call.scores[1] // max(call.value.shape[1], 1)
 
 
-def _operands(call: Call, first: FirstPass) -> tuple[object, ...]:
+def _operands(first: FirstPass) -> tuple[object, ...]:
+    of = first.operands
     return (
-        rows_of(call.query),
-        rows_of(call.key),
-        rows_of(call.value),
-        None if call.mixing is None else mixing_of(call.mixing),
-        content_bias_of(call.content_bias),
-        rows_of(first.dattended),
-        gate_of(first.gate),
-        first.lse,
-        first.delta,
-        terms_of(call),
-        visible_of(call.intervals),
-        dropout_of(call.seed, call.dropout_p),
+        *(of.query, of.key, of.value, of.mixing, of.content_bias),
+        *(first.dattended, first.gate, first.lse, first.delta),
+        *(of.terms, of.visible, of.dropout),
     )
 
 
@@ -280,7 +264,7 @@ def _constants(call: Call, first: FirstPass, tiles: Tiles) -> dict[str, object]:
     width, Dv = call.query.shape[-1], call.value.shape[-1]
     shared = call.mixing is not None
     return {
-        "KIND": gate_kind(first.gate),
+        "KIND": first.kind,
         "ACTIVATION": call.gate_activation,
         "D": width,
         "DV": Dv,

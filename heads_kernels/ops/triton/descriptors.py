@@ -26,7 +26,8 @@ def describable(rows: Tensor) -> bool:
     """
     if rows.dim() != 4 or rows.dtype.itemsize != 2 or not rows.numel() or rows.data_ptr() % 16:
         return False
-    return all(0 < s < 1 << 39 and s % 8 == 0 for s in _outer_strides(rows))
+    outer = zip(rows.shape[:3], rows.stride()[:3], strict=True)
+    return all(size == 1 or (0 < s < 1 << 39 and s % 8 == 0) for size, s in outer)
 
 
 def tiles_in(rows: Tensor, block: int, columns: int) -> TensorDescriptor:

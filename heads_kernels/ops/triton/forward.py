@@ -28,8 +28,9 @@ from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
-    Visible,
-    dropout_of,
+    Gate,
+    Operands,
+    Rows,
     gate_kind,
     gate_of,
     grouped_heads_of,
@@ -37,8 +38,6 @@ from heads_kernels.ops.triton.operands import (
     operands_of,
     operator_of,
     rows_of,
-    terms_of,
-    visible_of,
     with_positive_scale,
 )
 from heads_kernels.ops.triton.softmax import online_softmax
@@ -182,6 +181,7 @@ def _combine_kernel(
 def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
+    call = _with_positive_scale(call)
     B, H, T, S, _, Dv = call.sizes
     tiles = _tiles(call)
     key_tiles = -(-S // tiles.block_n)
@@ -189,24 +189,24 @@ def forward_pass(call: Call, outputs: Results) -> None:
     if call.alpha is None:  # entmax needs the scores of whole rows
         grouped = key_tiles > 1 and is_grouped(call)
         splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
+    of, gate = operands_of(call, grouped), gate_of(call.gate)
     results = (
         rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None,
     )  # fmt: skip
-    gate: dict[str, Any] = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
+    kind: dict[str, Any] = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
     if splits == 1 and not grouped:
-        _launch(_forward_kernel, call, tiles, _visible(call, tiles), *results, **gate)
+        _launch(_forward_kernel, call, tiles, _to_tiles(call, of, tiles), gate, *results, **kind)
         return
     acc, row_max, row_sum = split_attended(out, splits)
     parts = acc.view(splits * B, H, T, Dv)
     of_parts = grouped_heads_of(parts, call.key.shape[1]) if grouped else rows_of(parts)
-    visible = visible_of(call.intervals)
     _launch(
-        _split_kernel, call, tiles, visible, of_parts, row_max, row_sum, B, splits, splits=splits,
-        grouped=grouped, **gate,
+        _split_kernel, call, tiles, of, gate, of_parts, row_max, row_sum, B, splits, splits=splits,
+        grouped=grouped, **kind,
     )  # fmt: skip
     launch(
-        _combine_kernel, B * H * T, call.query, tiles, acc, row_max, row_sum, terms_of(call),
-        dropout_of(call.seed, call.dropout_p), gate_of(call.gate), *results, B, splits, H, T, abs(call.scale), **gate,
+        _combine_kernel, B * H * T, call.query, tiles, acc, row_max, row_sum, of.terms,
+        of.dropout, gate, *results, B, splits, H, T, call.scale, **kind,
         DV=Dv, BLOCK_DV=padded(Dv), BLOCK_SPLITS=_SPLITS_AT_ONCE,
     )  # fmt: skip
 
@@ -249,16 +249,32 @@ def _closed_kernel(
     tl.store(at, tl.sum(products, 1), mask=rows < closed)
 
 
-def closed_pass(call: Call, dout: Tensor, dgate_rows: Tensor) -> None:
+def closed_pass(
+    call: Call, of: Operands, gate: Gate | None, dout: Rows, dgate_rows: Tensor
+) -> None:
     """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
-    if call.gate is not None and can_close(call.gate, call.gate_activation):
-        tiles = _tiles(call)
-        _launch(_closed_kernel, call, tiles, _visible(call, tiles), rows_of(dout), dgate_rows)
+    if call.gate is None or not can_close(call.gate, call.gate_activation):
+        return
+    if call.scale < 0.0:
+        call = _with_positive_scale(call)
+        of = operands_of(call)
+    tiles = _tiles(call)
+    _launch(_closed_kernel, call, tiles, _to_tiles(call, of, tiles), gate, dout, dgate_rows)
 
 
-def _visible(call: Call, tiles: Tiles) -> Visible:
-    """What kernels read of the mask; with entmax a program lists its tiles itself."""
-    return visible_to_tiles(call, tiles) if call.alpha is None else visible_of(call.intervals)
+def _with_positive_scale(call: Call) -> Call:
+    if call.scale >= 0.0:
+        return call
+    scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
+    return call._replace(scale=scale, query=query, content_bias=content_bias)
+
+
+def _to_tiles(call: Call, of: Operands, tiles: Tiles) -> Operands:
+    """The operands as kernels with these tiles read them; with entmax a program lists its tiles itself."""
+    if call.alpha is not None:
+        return of
+    visible = visible_to_tiles(call, of.terms, of.visible, tiles)
+    return of if visible is of.visible else of._replace(visible=visible)
 
 
 def _has_descriptors(call: Call) -> bool:
@@ -289,21 +305,18 @@ def _tiles(call: Call) -> Tiles:
 
 
 def _launch(
-    kernel: Any, call: Call, tiles: Tiles, visible: Visible, *results: Any, splits: int = 1, grouped: bool = False,
-    **constants: Any,
+    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *results: Any, splits: int = 1,
+    grouped: bool = False, **constants: Any,
 ) -> None:  # fmt: skip
     _, H, T, S, width, Dv = call.sizes
-    scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
-    if query is not call.query:
-        call = call._replace(query=query, content_bias=content_bias)
     programs = splits * _programs(call, tiles, grouped)
-    in_reach = None
     if call.alpha is not None:
-        in_reach = query.new_empty((programs, -(-S // tiles.block_n)), dtype=torch.int32)
+        in_reach = call.query.new_empty((programs, -(-S // tiles.block_n)), dtype=torch.int32)
+        of = of._replace(in_reach=in_reach)
     launch(
-        kernel, programs, query, tiles,
-        operands_of(call, visible, grouped, in_reach), *_descriptors(call, tiles), gate_of(call.gate), *results,
-        H, T, S, H // max(call.value.shape[1], 1), scale, **constants,
+        kernel, programs, call.query, tiles,
+        of, *_descriptors(call, tiles), gate, *results,
+        H, T, S, H // max(call.value.shape[1], 1), call.scale, **constants,
         D=width, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         BLOCK_D=padded(width) if call.mixing is None else tiles.block_d, BLOCK_DV=padded(Dv),
         CHUNKS=0 if call.mixing is None else chunks_of(width, tiles.block_d), RESIDENT=tiles.block_slice,

@@ -20,7 +20,8 @@ from heads_kernels.ops.triton.tiles import Tiles
 _KEPT: Final[dict[tuple[object, ...], tuple[Any, tuple[object, ...]]]] = {}
 #: Calls with other numbers of rows or keys have other keys: so many are kept. Heuristic.
 _MOST_KEPT: Final = 4096
-_NUMBERS: Final = frozenset({int, float, bool})
+_PLAIN: Final = frozenset({type(None), int, float, bool})
+_POINTERS: Final = frozenset(POINTERS)
 
 
 def launch(
@@ -44,7 +45,8 @@ def _launch(
     args: tuple[Any, ...],
     constants: dict[str, Any],
 ) -> None:
-    facts: list[object] = [id(kernel), like.device, tiles, *constants, *constants.values()]
+    options = tiles.num_warps, tiles.num_stages, tiles.maxnreg
+    facts: list[object] = [id(kernel), like.device, *options, *constants, *constants.values()]
     _collect_facts(args, facts)
     key = tuple(facts)
     if (kept := _KEPT.get(key)) is not None:
@@ -63,14 +65,15 @@ def _launch(
 def _collect_facts(values: tuple[Any, ...], facts: list[object]) -> None:
     """Append dtype and alignment of each tensor in nested tuples, the block of a descriptor, and each number."""
     for value in values:
-        if value is None or type(value) in _NUMBERS:
+        kind = type(value)
+        if kind in _PLAIN:
             facts.append(value)
-        elif isinstance(value, POINTERS):
-            ptr, *numbers = value
-            facts += ptr.dtype, ptr.data_ptr() & 15, *numbers
-        elif isinstance(value, TensorDescriptor):
-            facts += value.base.dtype, *value.block_shape
+        elif kind in _POINTERS:
+            ptr = value[0]
+            facts += ptr.dtype, ptr.data_ptr() & 15, *value[1:]
         elif isinstance(value, tuple):
             _collect_facts(value, facts)
+        elif kind is TensorDescriptor:
+            facts += value.base.dtype, *value.block_shape
         else:
             facts += value.dtype, value.data_ptr() & 15

@@ -158,9 +158,8 @@ class Operands(NamedTuple):
 POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Support, Dropout)
 
 
-def operands_of(
-    call: Call, visible: Visible, grouped: bool = False, in_reach: Tensor | None = None
-) -> Operands:
+def operands_of(call: Call, grouped: bool = False) -> Operands:
+    """The operands of a call, packed once for all of its kernels."""
     return Operands(
         grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
         rows_of(call.key),
@@ -168,10 +167,10 @@ def operands_of(
         None if call.mixing is None else mixing_of(call.mixing),
         content_bias_of(call.content_bias),
         terms_of(call),
-        visible,
+        visible_of(call.intervals),
         dropout_of(call.seed, call.dropout_p),
         1 if grouped else None,
-        in_reach,
+        None,
     )
 
 
@@ -253,7 +252,7 @@ def gate_of(gate: Tensor | None) -> Gate | None:
     return Gate(gate, *strides, *[0] * (4 - len(strides)))
 
 
-def visible_of(intervals: Intervals, lists: TileLists | None = None) -> Visible:
+def visible_of(intervals: Intervals) -> Visible:
     i = intervals
     return Visible(
         band_lo=i.band_lo,
@@ -265,7 +264,7 @@ def visible_of(intervals: Intervals, lists: TileLists | None = None) -> Visible:
         stride_keys=_batch_stride(i.key_visible),
         dense=None if i.dense is None else _dense_of(i.dense),
         far_dense=_far(i.dense),
-        lists=lists,
+        lists=None,
     )
 
 

@@ -24,13 +24,14 @@ from heads_kernels.ops.triton.gate import element_gates, row_gates
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
+    Gate,
+    Operands,
     Rows,
     Support,
     gate_kind,
     gate_of,
+    operands_of,
     rows_of,
-    terms_of,
-    visible_of,
 )
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.softmax import LOG2E
@@ -40,12 +41,14 @@ from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ran
 
 
 class FirstPass(NamedTuple):
-    """What the first pass leaves for those that follow."""
+    """What the first pass leaves for those that follow, packed for their kernels."""
 
+    operands: Operands
     lse: Tensor  # [B, H, T], prepared: `load_row_terms`
     delta: Tensor  # [B, H, T], prepared
-    dattended: Tensor  # [B, H, T, Dv]: dout, or g * dout
-    gate: Tensor | None  # what dattended still lacks
+    dattended: Rows  # [B, H, T, Dv]: dout, or g * dout
+    gate: Gate | None  # what dattended still lacks
+    kind: str  # of that gate: `gate_kind`
     support: Support | None = None  # of entmax; outside of it nothing has a gradient
 
 
@@ -149,23 +152,27 @@ def first_pass(
 ) -> FirstPass:
     """Fill `dgate` and `dsinks`, unless they are empty or None, and what the other passes read."""
     B, H, T, Dv = dout.shape
-    kind = gate_kind(call.gate)
+    operands, gate, kind = operands_of(call), gate_of(call.gate), gate_kind(call.gate)
     lse, delta = torch.empty_like(saved.lse), torch.empty_like(saved.lse)
-    dattended = torch.empty_like(dout) if kind == "elements" else dout
+    of_dout = rows_of(dout)
+    by_element = kind == "elements"
+    dattended = rows_of(torch.empty_like(dout)) if by_element else of_dout
     tiles = tiles_for("backward.rows", dout, Dv, Dv)
-    of_gate = rows_of(dgate) if kind == "elements" else dgate
+    of_gate = rows_of(dgate) if by_element else dgate
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
-        rows_of(dout), rows_of(saved.attended), gate_of(call.gate), terms_of(call), saved.lse, saved.dlse,
-        _seeing(call), lse, delta,
-        of_gate if dgate.numel() else None, rows_of(dattended) if kind == "elements" else None,
+        of_dout, rows_of(saved.attended), gate, operands.terms, saved.lse, saved.dlse,
+        _seeing(call, operands), lse, delta,
+        of_gate if dgate.numel() else None, dattended if by_element else None,
         None if dsinks is None or not dsinks.numel() else dsinks, H, T,
         KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
     )  # fmt: skip
-    return FirstPass(lse, delta, dattended, None if kind == "elements" else call.gate)
+    if by_element:
+        gate, kind = None, "none"
+    return FirstPass(operands, lse, delta, dattended, gate, kind)
 
 
-def _seeing(call: Call) -> Rows | None:
+def _seeing(call: Call, operands: Operands) -> Rows | None:
     """bytes `[B or 1, H or 1, T]`, 1 for rows that see a key; None where `lse` says it: without sinks, or all do."""
     _, _, T, S = call.scores
     biased = call.bias is not None or call.offset_bias is not None
@@ -176,7 +183,7 @@ def _seeing(call: Call) -> Rows | None:
     tiles = tiles_for("backward.rows", call.query, 0, 0)
     launch(
         _seeing_kernel, batches * heads * -(-T // tiles.block_m), call.query, tiles,
-        visible_of(call.intervals), terms_of(call), seeing, heads, T, S,
+        operands.visible, operands.terms, seeing, heads, T, S,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_m,
     )  # fmt: skip
     return Rows(seeing, heads * T if batches != 1 else 0, T if heads != 1 else 0, 1)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import Support, TileLists, Visible, terms_of, visible_of
+from heads_kernels.ops.triton.operands import Support, Terms, TileLists, Visible
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges, tiles_that_see
@@ -83,16 +83,20 @@ def _supported(support, pair, rows, keys, T, S, there):
 
 
 def visible_to_tiles(
-    call: Call, tiles: Tiles, by_keys: bool = False, support: Support | None = None
+    call: Call,
+    terms: Terms,
+    visible: Visible,
+    tiles: Tiles,
+    by_keys: bool = False,
+    support: Support | None = None,
 ) -> Visible:
-    """What kernels with these tiles read of the mask, with lists of tiles where they are needed.
+    """`visible` of the call as kernels with these tiles read it: with lists of tiles where they are needed.
 
     `by_keys`: lists of tiles of rows for every tile of keys, not the other way around. Tiles outside of `support` are
     in none.
     """
-    terms = call.intervals.dense, call.bias, call.offset_bias, support
-    if all(part is None for part in terms):
-        return visible_of(call.intervals)
+    if visible.dense is None and terms.bias is None and support is None:
+        return visible
     B, H, T, S = call.scores
     batches, heads = varying_pairs(call) if support is None else (B, H)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
@@ -101,12 +105,12 @@ def visible_to_tiles(
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
     counts = call.query.new_empty((count, 2), dtype=torch.int32)
     launch(
-        _lists_kernel, count, call.query, tiles, visible_of(call.intervals), terms_of(call),
+        _lists_kernel, count, call.query, tiles, visible, terms,
         support, lists, counts, heads, T, S,
         BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
     )  # fmt: skip
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
-    return visible_of(call.intervals, TileLists(lists, counts, length, *strides))
+    return visible._replace(lists=TileLists(lists, counts, length, *strides))
 
 
 def varying_pairs(call: Call) -> tuple[int, int]:
