@@ -318,10 +318,10 @@ struct Outputs {
 };
 
 // The outputs of a head.
-template <typename Real>
-inline Outputs outputs_of(const ForwardParams& p, int64_t b, int64_t h) {
+template <typename Real, typename Operator>
+inline Outputs outputs_of(const Operator& op, const ForwardParams& p, int64_t b, int64_t h) {
   const int64_t row = (b * p.out.size[1] + h) * p.out.size[2];
-  return {rows_at(p.out, b, h), rows_at(p.attended, b, h),
+  return {head_rows(op, p.out, b, h), head_rows(op, p.attended, b, h),
           p.lse ? static_cast<Real*>(p.lse.data) + row : nullptr};
 }
 

@@ -118,8 +118,8 @@ template <typename Real, typename Operator>
 inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b,
                                     int64_t h, bool with_rows) {
   const int64_t row = (b * op.H + h) * op.T, width = op.gate.elementwise ? op.Dv : 1;
-  return {rows_at(p.dout, b, h),
-          rows_at(p.attended, b, h),
+  return {head_rows(op, p.dout, b, h),
+          head_rows(op, p.attended, b, h),
           static_cast<Real*>(p.lse.data) + row,
           p.dlse ? static_cast<Real*>(p.dlse.data) + row : nullptr,
           p.delta ? static_cast<const Real*>(p.delta) + row : nullptr,

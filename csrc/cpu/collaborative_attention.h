@@ -21,6 +21,7 @@ struct CollaborativeAttention {
   static constexpr int64_t kept_tiles = 0;  // no entmax
   const AttentionParams& params;
   Gate<Real> gate;
+  bool skips_closed = true;  // whether closed heads are not computed
   int64_t B, H, T, S, D, Dv, query_tiles;
   int64_t heads_per_key;  // all
   int64_t heads_per_value;
@@ -81,7 +82,7 @@ struct CollaborativeAttention {
     return {b,
             h,
             rows_at(params.key, b),
-            rows_at(params.value, b, h / heads_per_value),
+            head_rows(*this, params.value, b, h, heads_per_value),
             content_bias,
             static_cast<Real>(params.scale * kLog2e),
             D,
@@ -141,7 +142,9 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
         Dv_stride(row_stride<Real>(this->Dv)),
         tiles_together(std::clamp<int64_t>(
             this->query_tiles, 1, tiles_in_cache(BackwardTile<Real, Operand>::bytes(*this)))),
-        groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {}
+        groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {
+    this->skips_closed = !p.closed_grad;
+  }
 
   int64_t value_heads() const { return this->H / this->heads_per_value; }
 

@@ -113,7 +113,7 @@ class Decoder {
     const Head<Real> head = op_.head(b, h);
     alignas(64) Real token[L];
     if (op_.gate && !op_.gate.elementwise) op_.gate.tokens(b, h, i, 1, token);
-    finish_row(head, op_.gate, token[0], outputs_of<Real>(p_, b, h), i, reference, sum, out,
+    finish_row(head, op_.gate, token[0], outputs_of<Real>(op_, p_, b, h), i, reference, sum, out,
                workspace.take<Real>(width));
     workspace.rewind(mark);
   }

@@ -63,7 +63,7 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
             workspace.take_objects<QueryTile<Real, Operand>>(items.size);
         int64_t count = 0;
         for (const TilePlace& at : items.tiles(item)) {
-          Outputs empty = outputs_of<Real>(params, at.b, at.h);
+          Outputs empty = outputs_of<Real>(op, params, at.b, at.h);
           if (op.gate.closed(at.b, at.h)) {
             empty.out = {};  // stored above
             store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
@@ -83,7 +83,7 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
         attend_all(tiles, count, params.dropout, scratch);
         for (int64_t i = 0; i < count; ++i)
           finish_tile(tiles[i], op.gate, scratch,
-                      outputs_of<Real>(params, tiles[i].head.b, tiles[i].head.h));
+                      outputs_of<Real>(op, params, tiles[i].head.b, tiles[i].head.h));
       });
 }
 

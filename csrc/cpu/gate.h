@@ -62,6 +62,13 @@ struct Gate {
     return value == 0;
   }
 
+  // Heads from h to the next one, of H, that is not closed; 0 where there is none.
+  int64_t to_next_open(int64_t b, int64_t h, int64_t H) const {
+    for (int64_t next = h + 1; next < H; ++next)
+      if (!closed(b, next)) return next - h;
+    return 0;
+  }
+
   // Values of `count` tokens from `first`, whole vectors of storage.
   void tokens(int64_t b, int64_t h, int64_t first, int64_t count, Real* values) const {
     load_row(values, at(b, h, first), dtype, count, stride[2]);
@@ -76,5 +83,16 @@ struct Gate {
     activate(activation, values, width);
   }
 };
+
+// [rows, width] of head h or, where `group` heads share one of the tensor's, of theirs.
+template <typename Operator>
+inline Rows head_rows(const Operator& op, const Tensor& t, int64_t b, int64_t h,
+                      int64_t group = 1) {
+  Rows rows = rows_at(t, b, h / group);
+  if (!op.skips_closed) return rows;
+  const int64_t last = h / group * group + group - 1;
+  rows.next_head = (last + op.gate.to_next_open(b, last, op.H)) / group - h / group;
+  return rows;
+}
 
 }  // namespace hk::HK_LEVEL

@@ -13,6 +13,7 @@ struct GatedAttention {
   static constexpr bool kMixes = false;
   const AttentionParams& params;
   Gate<Real> gate;
+  bool skips_closed = true;  // whether closed heads are not computed
   int64_t B, H, Hk, T, S, D, Dv, query_tiles;
   int64_t heads_per_key;      // query heads that share a key head
   int64_t kept_tiles;         // tiles of scores that entmax keeps of a query tile
@@ -40,17 +41,24 @@ struct GatedAttention {
         image(p, B, H, T, S) {}
 
   Head<Real> head(int64_t b, int64_t h) const {
-    const int64_t hk = h / heads_per_key;
-    return {
-        b, h,  rows_at(params.key, b, hk), rows_at(params.value, b, hk),       Rows{},  log2_scale,
-        D, Dv, Ranges{&features, 1},       image.terms(params.terms, b, h, T), order(h)};
+    return {b,
+            h,
+            head_rows(*this, params.key, b, h, heads_per_key),
+            head_rows(*this, params.value, b, h, heads_per_key),
+            Rows{},
+            log2_scale,
+            D,
+            Dv,
+            Ranges{&features, 1},
+            image.terms(params.terms, b, h, T),
+            order(h)};
   }
 
   Real order(int64_t h) const {
     return params.alpha ? static_cast<const Real*>(params.alpha.data)[h] - Real(1) : Real(0);
   }
 
-  Rows query_rows(int64_t b, int64_t h) const { return rows_at(params.query, b, h); }
+  Rows query_rows(int64_t b, int64_t h) const { return head_rows(*this, params.query, b, h); }
   const Real* factors_of(int64_t) const { return factors.data(); }
 
   // The query tile of head h; `rows` is scratch.
@@ -74,7 +82,9 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   const BackwardParams& backward;
 
   explicit GatedAttentionBackward(const BackwardParams& p)
-      : GatedAttention<Real, Operand>(p), backward(p) {}
+      : GatedAttention<Real, Operand>(p), backward(p) {
+    this->skips_closed = !p.closed_grad;
+  }
 
   // Accumulators of dK and dV of `keys` keys.
   int64_t accumulator_bytes(int64_t keys) const {
@@ -104,14 +114,15 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       BackwardTile<Real, Operand>& tile =
           *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, at.b, at.h, visible);
       if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
-      load_queries<Real>(tile, rows_at(p.query, at.b, at.h), nullptr, scratch);
+      load_queries<Real>(tile, this->query_rows(at.b, at.h), nullptr, scratch);
       ++count;
     }
     attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), range,
                     Ranges{&this->features, with_dquery}, keys, scratch);
     if (with_dquery)
       for (int64_t i = 0; i < count; ++i)
-        store_dquery(rows_at(p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i], scratch.rows);
+        store_dquery(head_rows(*this, p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i],
+                     scratch.rows);
     workspace.rewind(mark);
   }
 

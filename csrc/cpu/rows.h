@@ -24,10 +24,11 @@ struct Rows {
   int64_t stride = 0;  // elements between rows
   int64_t step = 1;    // elements between columns
   DType dtype = DType::kFloat32;
+  int64_t next_head = 1;  // heads to the one that is processed next; 0: there is none
 
   char* at(int64_t row) const { return data + row * stride * element_size(dtype); }
   Rows columns(int64_t first) const {
-    return {data + first * step * element_size(dtype), stride, step, dtype};
+    return {data + first * step * element_size(dtype), stride, step, dtype, next_head};
   }
   explicit operator bool() const { return data != nullptr; }
 };
@@ -147,17 +148,18 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
   }
 }
 
-// Prefetches the `width` elements after those of a row. In the layout [B, T, H, D] of the
-// projections they are the same row of the next head, which is processed next; hardware prefetchers
-// do not cross the pages between rows. (g++ drops calls of a function that only prefetches.)
+// Prefetches the same row of the head that is processed next, of `width` elements too, if heads are
+// side by side, as in the layout [B, T, H, D] of the projections; hardware prefetchers do not cross
+// the pages between rows. (g++ drops calls of a function that only prefetches.)
 template <bool kWrite>
 __attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row,
                                                               int64_t width) {
   constexpr int64_t kLine = 64;
   const int64_t bytes = width * element_size(rows.dtype);
-  if (rows.stride == width || rows.step != 1) return;
+  if (rows.stride == width || rows.step != 1 || rows.next_head == 0) return;
+  const char* next = rows.at(row) + rows.next_head * bytes;
   for (int64_t at = 0; at < bytes; at += kLine)
-    __builtin_prefetch(rows.at(row) + bytes + at, kWrite, 2);  // 2: into the second-level cache
+    __builtin_prefetch(next + at, kWrite, 2);  // 2: into the second-level cache
 }
 
 // dst[0 .. width) = a row in Real.
