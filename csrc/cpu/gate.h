@@ -62,7 +62,7 @@ struct Gate {
     return value == 0;
   }
 
-  // Heads from h to the next one, of H, that is not closed; 0 where there is none.
+  // The distance from head h to the next of H heads that is not closed; 0 if there is none.
   int64_t to_next_open(int64_t b, int64_t h, int64_t H) const {
     for (int64_t next = h + 1; next < H; ++next)
       if (!closed(b, next)) return next - h;
@@ -84,7 +84,8 @@ struct Gate {
   }
 };
 
-// [rows, width] of head h or, where `group` heads share one of the tensor's, of theirs.
+// [rows, width] at (b, h / group), and the distance to the next head that is computed: `group`
+// query heads share a head of the tensor.
 template <typename Operator>
 inline Rows head_rows(const Operator& op, const Tensor& t, int64_t b, int64_t h,
                       int64_t group = 1) {

@@ -24,7 +24,7 @@ struct Rows {
   int64_t stride = 0;  // elements between rows
   int64_t step = 1;    // elements between columns
   DType dtype = DType::kFloat32;
-  int64_t next_head = 1;  // heads to the one that is processed next; 0: there is none
+  int64_t next_head = 1;  // distance in heads to the one processed next; 0: none
 
   char* at(int64_t row) const { return data + row * stride * element_size(dtype); }
   Rows columns(int64_t first) const {
@@ -148,8 +148,8 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
   }
 }
 
-// Prefetches the same row of the head that is processed next, of `width` elements too, if heads are
-// side by side, as in the layout [B, T, H, D] of the projections; hardware prefetchers do not cross
+// Prefetches the same row of the head that is processed next, where heads of `width` elements are
+// side by side, as in the layout [B, T, H, D] of the projections: hardware prefetchers do not cross
 // the pages between rows. (g++ drops calls of a function that only prefetches.)
 template <bool kWrite>
 __attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row,

@@ -81,9 +81,7 @@ class Call(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """B, H, T, S, the width of scores (D or Ds) and Dv."""
-        B, *heads, T, width = self.query.shape
-        H = heads[0] if heads else self.mixing.shape[0]
-        return B, H, T, self.key.shape[-2], width, self.value.shape[-1]
+        return *self.scores, self.query.shape[-1], self.value.shape[-1]
 
     @property
     def scores(self) -> tuple[int, int, int, int]:

@@ -30,10 +30,7 @@ from heads_kernels.ops.triton.chunks import (
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_features, load_tile, store_tile
-from heads_kernels.ops.triton.operands import (
-    has_terms,
-    rows_of,
-)
+from heads_kernels.ops.triton.operands import has_terms, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import kept, probabilities, product

@@ -29,10 +29,7 @@ from heads_kernels.ops.triton.chunks import (
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_features, load_tile
-from heads_kernels.ops.triton.operands import (
-    has_terms,
-    rows_of,
-)
+from heads_kernels.ops.triton.operands import has_terms, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import finite_part, kept, probabilities, product
@@ -97,15 +94,16 @@ def _keys_tile(
 
 @triton.jit
 def _of_head(
-    of, q, columns, used, count, numbers, first_place, dout, gate, lse, delta, dquery_out, dmixing_out,
-    lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split, B, H, T, S, GROUP, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
+    of, q, columns, used, active, active_numbers, count, numbers, first_place, dout, gate, lse, delta,
+    dquery_out, dmixing_out, lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split, B, H, T, S, GROUP,
+    scale, KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Add the term of head h to `dquery` at `columns` [W], and store the program's part of its `dmixing` there.
 
     `columns` and `used` are those of the head's chunks from `first_place` of the list on, `q` [BLOCK_M, W] the mixed
-    query there. `q` is None where the head uses more features than these: scores are computed chunk by chunk then.
+    query there. `q` is None where the list has more features than these: scores are then computed chunk by chunk, from
+    the list of the `active` chunks alone.
     """
     own = first_row // BLOCK_M
     do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
@@ -117,14 +115,14 @@ def _of_head(
     for place in range(full_start, full_end):
         tile = full_tile(of.visible, b, h, own, place)
         dmixed = _keys_tile(
-            of, q, columns, used, count, numbers, do, row_lse, row_delta, g, dmixed, lo, hi, rows, first_row, tile,
-            b, h, T, S, GROUP, scale, False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D,
+            of, q, columns, used, active, active_numbers, do, row_lse, row_delta, g, dmixed, lo, hi, rows, first_row,
+            tile, b, h, T, S, GROUP, scale, False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     for place in range(full_start - start + end - full_end):
         tile = partial_tile(of.visible, b, h, own, place, start, full_start, full_end)
         dmixed = _keys_tile(
-            of, q, columns, used, count, numbers, do, row_lse, row_delta, g, dmixed, lo, hi, rows, first_row, tile,
-            b, h, T, S, GROUP, scale, True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D,
+            of, q, columns, used, active, active_numbers, do, row_lse, row_delta, g, dmixed, lo, hi, rows, first_row,
+            tile, b, h, T, S, GROUP, scale, True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     # Rows that see nothing take part in no sum, whatever stands in them or in the keys beside them.
     seeing = row_lse != float("inf")
@@ -185,7 +183,7 @@ def _queries_kernel(
     What a head adds to `dquery` is added in memory, in float32, once a head: `dmixing` asks for the sum of the head
     alone, and both do not fit on chip. The program writes its part of `dmixing`, `[B, tiles, H, Ds]`; both outputs
     start as zeros. A head that uses more than RESIDENT features is computed once for every RESIDENT features of
-    `dmixed`. With SKIPS 0 all chunks of a head count as used, since `dmixing` is asked for where `mixing` is 0 too.
+    `dmixed`. With SKIPS 0 these are all features, since `dmixing` is asked for where `mixing` is 0 too.
     """
     tiles = tl.cdiv(T, BLOCK_M)
     own = tiles - 1 - tl.program_id(0) % tiles
@@ -202,9 +200,9 @@ def _queries_kernel(
         h = split * heads + index
         if of.visible.lists is not None:
             start, full_start, full_end, end = listed_tiles(of.visible, b, h, own, T)
-        count, numbers = active_chunks(of.mixing, h, DS, BLOCK_D, CHUNKS)
-        count = tl.where(SKIPS == 0, tl.cdiv(DS, BLOCK_D), count)
-        numbers = tl.where(SKIPS == 0, ALL_CHUNKS, numbers)
+        active, active_numbers = active_chunks(of.mixing, h, DS, BLOCK_D, CHUNKS)
+        count = tl.where(SKIPS == 0, tl.cdiv(DS, BLOCK_D), active)
+        numbers = tl.where(SKIPS == 0, ALL_CHUNKS, active_numbers)
         # A closed head has no chunks, and so takes none of the branches below.
         count = tl.where(open_rows(gate, b, h, T, KIND, ACTIVATION) == 0, 0, count)
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
@@ -216,18 +214,18 @@ def _queries_kernel(
                     q = load_features(of.query, b, first_row, rows < T, columns, used, BLOCK_M)
                     q = mixed(q, of.mixing, h, columns, used)  # [BLOCK_M, BLOCK_D << doubling]
                     _of_head(
-                        of, q, columns, used, count, numbers, 0, dout, gate, lse, delta, dquery_out, dmixing_out,
-                        lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split, B, H, T, S, GROUP,
-                        scale, KIND, ACTIVATION, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                        of, q, columns, used, active, active_numbers, count, numbers, 0, dout, gate, lse, delta,
+                        dquery_out, dmixing_out, lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split,
+                        B, H, T, S, GROUP, scale, KIND, ACTIVATION, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                     )  # fmt: skip
         if CHUNKS * BLOCK_D > RESIDENT:  # noqa: SIM102
             if count * BLOCK_D > RESIDENT:
                 for place in range(0, count, RESIDENT // BLOCK_D):
                     columns, used = active_features(numbers, count, place, DS, BLOCK_D, RESIDENT)
                     _of_head(
-                        of, None, columns, used, count, numbers, place, dout, gate, lse, delta, dquery_out, dmixing_out,
-                        lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split, B, H, T, S, GROUP,
-                        scale, KIND, ACTIVATION, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                        of, None, columns, used, active, active_numbers, count, numbers, place, dout, gate, lse, delta,
+                        dquery_out, dmixing_out, lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split,
+                        B, H, T, S, GROUP, scale, KIND, ACTIVATION, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
                     )  # fmt: skip
 
 

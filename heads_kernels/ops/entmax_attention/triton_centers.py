@@ -26,9 +26,7 @@ from heads_kernels.ops.triton.entmax import above_threshold, load_order, log1p, 
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
-from heads_kernels.ops.triton.operands import (
-    Support,
-)
+from heads_kernels.ops.triton.operands import Support
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tiles import padded, tiles_for

@@ -18,11 +18,7 @@ from heads_kernels.ops.triton.entmax import dscores_of, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
-from heads_kernels.ops.triton.operands import (
-    has_terms,
-    operator_of,
-    rows_of,
-)
+from heads_kernels.ops.triton.operands import has_terms, operator_of, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import kept, product

@@ -2,9 +2,8 @@
 
 Heads that use few features take few steps over a tile; how many is decided on the device. The forward pass and the
 passes for `dkey` and `dquery` gather few chunks into one tile; for many, and in the other passes, a loop over chunks is
-inside the loop over tiles. Statistics count the steps of all tiles
-together (`step // count` is the tile, `step % count` the place of the chunk), so that the next chunks are on their way
-during the softmax.
+inside the loop over tiles. Statistics count the steps of all tiles together (`step // count` is the tile,
+`step % count` the place of the chunk), so that the next chunks are on their way during the softmax.
 """
 
 from __future__ import annotations

@@ -94,18 +94,6 @@ def load_columns(
 
 
 @triton.jit
-def store_columns(
-    rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Store `values` [BLOCK, COLUMNS] from `column` on, rounded to the dtype of the tensor."""
-    at = column_addresses(rows, b, first, column, BLOCK, COLUMNS)
-    there = (first + tl.arange(0, BLOCK) < L)[:, None] & (column + tl.arange(0, COLUMNS) < WIDTH)[
-        None, :
-    ]
-    tl.store(at, values.to(rows.ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
 def add_columns(
     rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

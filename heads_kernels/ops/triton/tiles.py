@@ -252,7 +252,7 @@ _HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
         "collaborative_attention.forward": {256: (64, 32, 32, 128, 4, 1)},
         "collaborative_attention.keys": {64: (32, 32, 32, 128, 4, 1), 256: (32, 32, 32, 64, 4, 1)},
         "collaborative_attention.queries": {
-            64: (32, 32, 32, 256, 4, 1),
+            64: (32, 16, 32, 256, 4, 1),
             256: (32, 32, 32, 64, 4, 1),
         },
         "collaborative_attention.keys, wide": {64: (32, 32, 32, 64, 4, 1)},
@@ -300,9 +300,9 @@ def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: st
     """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
 
     Passes of entmax attention that have no row run with the tiles of gated attention's. Some kernels have rows of their
-    own for a `variant`: "terms", where loops read a bias, a cap or a dense mask or
-    drop; "descriptors", where none of that is so and descriptors can describe the key and the value; "wide", where the
-    query that heads share has more than 256 features.
+    own for a `variant`: "terms", where loops read a bias, a cap or a dense mask or drop; "descriptors", where none of
+    that is so and descriptors can describe the key and the value; "wide", where the query that heads share has more
+    than 256 features.
     """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
     table = _HALF[kind] if half else _FLOAT
@@ -315,7 +315,7 @@ def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: st
 def _kind_of(capability: tuple[int, int] | None) -> str:
     """The kind of an NVIDIA GPU by its compute capability; None: any other GPU.
 
-    sm_100 takes the tiles of sm_90, all but those of one kernel. Parts with less than 128 KiB of shared memory (sm_86,
+    sm_100 takes the tiles of sm_90, except those of one kernel. Parts with less than 128 KiB of shared memory (sm_86,
     sm_89, sm_120) and older ones are "other".
     """
     if capability is None:
