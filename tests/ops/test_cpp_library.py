@@ -172,6 +172,23 @@ except ImportError as error:
     assert "has loaded libheads_kernels.so" in without_package(code)
 
 
+def test_other_errors_of_the_registration_stay() -> None:
+    """Such as that of a second import."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import heads_kernels
+for name in [name for name in sys.modules if name.startswith("heads_kernels")]:
+    del sys.modules[name]
+try:
+    import heads_kernels
+except RuntimeError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ops/library.py" in run.stdout
+
+
 def test_it_adds_nothing_to_the_package() -> None:
     torch.ops.load_library(str(LIBRARY))
     query = torch.randn(1, 2, 3, 4)
