@@ -102,7 +102,7 @@ class Mask:
         if query_mask is not None:
             terms += (QueryMask(_parse_real("query_mask", query_mask, "[B, T], True = real row")),)
         if document_ids is not None:
-            terms += (Documents(*_parse_documents(document_ids)),)
+            terms += (_parse_documents(document_ids),)
         self._terms = terms
 
     @property
@@ -345,17 +345,17 @@ def _parse_real(argument: str, real: object, layout: str) -> Tensor:
     return _parse_tensor(argument, real, (torch.bool,), (2,), f"pass a bool tensor {layout}")
 
 
-def _parse_documents(document_ids: object) -> tuple[Tensor, ...]:
+def _parse_documents(document_ids: object) -> Documents:
     instead = "pass an integer tensor [S] or [B, S], or a pair (query_ids, key_ids)"
     given = document_ids if isinstance(document_ids, (tuple, list)) else (document_ids,)
     if isinstance(document_ids, (tuple, list)) and len(given) != 2:
         refuse("document_ids", f"has {len(given)} parts", instead)
-    ids = tuple(_parse_tensor("document_ids", each, _INTEGERS, (1, 2), instead) for each in given)
+    ids = [_parse_tensor("document_ids", each, _INTEGERS, (1, 2), instead) for each in given]
     keys = ids[-1]
     if readable(keys) and not bool((keys[..., 1:] >= keys[..., :-1]).all()):
         instead = "number the documents in the order of their keys"
         refuse("document_ids", "does not ascend along the keys", instead)
-    return ids
+    return Documents(ids[0], ids[1] if len(ids) == 2 else None)
 
 
 # ---------------------------------------------------------------------- a pytree, so that torch.export takes one

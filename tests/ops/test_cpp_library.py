@@ -24,7 +24,7 @@ OPS = ("gated_attention", "collaborative_attention", "attention_statistics")
 
 try:
     LIBRARY = hk.integrations.cpp.library_path()
-except (RuntimeError, FileNotFoundError) as refusal:
+except FileNotFoundError as refusal:
     pytest.skip(str(refusal), allow_module_level=True)
 pytest.importorskip("heads_kernels._cpu", reason="pip install, with a C++ compiler")
 pytestmark = pytest.mark.check
@@ -211,9 +211,3 @@ def test_functions_are_declared_as_in_pytorch(tmp_path: Path) -> None:
     flags = ["-std=c++17", "-fsyntax-only", *(f"-I{folder}" for folder in includes)]
     run = subprocess.run([COMPILER, *flags, source], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-
-
-def test_it_is_not_served_by_an_older_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    with pytest.raises(RuntimeError, match=r"PyTorch is 2\.9\.1\+cpu; .* needs 2\.10 or newer"):
-        hk.integrations.cpp.library_path()
