@@ -12,6 +12,8 @@ pytest.importorskip("torch.distributed.fsdp")
 
 from benchmarks import scaling
 
+pytestmark = pytest.mark.release
+
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scaling.json"
