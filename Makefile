@@ -16,6 +16,8 @@ EDITABLE := --config-settings editable_mode=compat
 # The oldest Triton, and the other releases that supported releases of PyTorch pin or will. The pinned one is in constraints.txt.
 OLDEST_TRITON := 3.6.0
 OTHER_TRITON := 3.7.1
+OLDEST_TRANSFORMERS := 5.23.0
+OF_TRANSFORMERS := $(addprefix tests/, transformers/test_models.py transformers/test_score_terms.py transformers/test_output_gated.py convert/test_surroundings.py)
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
@@ -35,8 +37,9 @@ test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on
 
 # What `make test` leaves out. The kernels of CUDA run in the emulator, the cases of bfloat16 in another order of threads
 # than the rest; those of Triton in its interpreter; with other releases of Triton they are compiled and launched only.
-check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) ## the tests of CI: the CUDA kernels in an emulator and Triton's in its interpreter too
+check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) .venv/stamp-transformers-$(OLDEST_TRANSFORMERS) ## the tests of CI: the CUDA kernels in an emulator and Triton's in its interpreter too
 	$(PYTEST) -m "check and not release and not cuda and not triton"
+	PYTHONPATH=.venv/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(OF_TRANSFORMERS) -m "not check"
 	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow" -k "not bfloat16"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"
@@ -141,6 +144,11 @@ clean: ## remove build outputs
 
 .venv/stamp-docs: .venv/stamp-test pyproject.toml
 	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[docs]"
+	touch $@
+
+.venv/stamp-transformers-%: .venv/stamp-base
+	rm -rf .venv/transformers-$*
+	$(PY) -m pip --disable-pip-version-check install --no-compile --no-deps --target .venv/transformers-$* transformers==$*
 	touch $@
 
 # Another Triton in a folder of its own.

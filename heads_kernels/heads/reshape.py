@@ -14,7 +14,7 @@ from heads_kernels.heads.configs import NAME, attention_function, names_attentio
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
 from heads_kernels.heads.layouts import LAYOUTS
-from heads_kernels.heads.shared_cache import store_shared_keys
+from heads_kernels.heads.shared_cache import is_cache, store_shared_keys
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.replacing import put
 from heads_kernels.nn.shared import (
@@ -205,8 +205,9 @@ def check_runs_shared(
         )
         refuse("attn_implementation", was, instead)
     _check_whole(module)
-    if (past := (arguments or {}).get("past_key_values")) is not None:
-        store_shared_keys(past, module.layer_idx, rotary_places(module))
+    for each in (*inputs, *(arguments or {}).values()):
+        if is_cache(each):
+            store_shared_keys(each, module.layer_idx, rotary_places(module))
 
 
 def _check_whole(module: nn.Module) -> None:

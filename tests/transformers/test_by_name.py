@@ -26,7 +26,7 @@ from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import use
 from heads_kernels.integrations.transformers.support import KNOWN
 from tests.support.alike import assert_alike
-from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, build, outputs
+from tests.support.tiny_models import PLAIN, SEQ2SEQ, TINY, build, outputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,6 @@ BY_USE: dict[str, dict[str, Any]] = {
 #: Those that are not.
 ITSELF: dict[str, dict[str, Any]] = {
     "XGLMModel": {"vocab_size": 40, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 24},
-    "CodeGenModel": GPT2 | {"rotary_dim": 4},
     "RoFormerModel": PLAIN,
     "LongformerModel": PLAIN | {"attention_window": 4},
     "LEDModel": SEQ2SEQ | {"attention_window": 4, "max_encoder_position_embeddings": 64},
@@ -52,7 +51,6 @@ ITSELF: dict[str, dict[str, Any]] = {
 #: Those that look their attention classes up by the name of the attention function.
 BY_TABLE: dict[str, dict[str, Any]] = {
     "FalconModel": {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "GPTJModel": GPT2 | {"rotary_dim": 4},
     "GPTNeoModel": {
         "vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
         "attention_types": [[["global", "local"], 1]],

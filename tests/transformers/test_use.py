@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import types
@@ -17,6 +18,8 @@ from tests.support.alike import assert_alike
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 import transformers
+from transformers.models.laguna import modeling_laguna
+from transformers.models.mpt import modeling_mpt
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import release, use
@@ -211,10 +214,10 @@ def test_model_of_a_pipeline_is_named() -> None:
 
 
 def test_unsupported_families_are_named() -> None:
-    plain = TINY["gpt2"].arguments
-    gptj = transformers.GPTJModel(transformers.GPTJConfig(rotary_dim=4, **plain))
-    with pytest.raises(ValueError, match=r"family 'gptj'\), which computes its attention itself"):
-        use(gptj)
+    plain = TINY["bert"].arguments
+    roformer = transformers.RoFormerModel(transformers.RoFormerConfig(**plain))
+    with pytest.raises(ValueError, match=r"'roformer'\), which computes its attention itself"):
+        use(roformer)
     doge = transformers.DogeModel(transformers.DogeConfig(**TINY["llama"].arguments))
     with pytest.raises(ValueError, match=r"family 'doge'\), which handles masks"):
         use(doge)
@@ -228,3 +231,31 @@ def test_unsupported_families_are_named() -> None:
         ValueError, match=r"sinks is given by Inkling2\w+Attention .* use attn_impl"
     ):
         inkling(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_an_argument_that_a_repeated_forward_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by name where stock computes attention itself; else the stock layer stays, and calls ours."""
+
+    def with_argument(stock: Any) -> Any:
+        signature = inspect.signature(stock.forward)
+        new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=None)
+        *others, last = signature.parameters.values()
+        forward = inspect.unwrap(stock.forward)
+        monkeypatch.setattr(
+            forward,
+            "__signature__",
+            signature.replace(parameters=[*others, new, last]),
+            raising=False,
+        )
+        monkeypatch.setattr(stock, "forward", forward)
+
+    mpt, laguna = build("mpt", "eager"), build("laguna", "sdpa")
+    expected = outputs(laguna)
+    with_argument(modeling_mpt.MptAttention)
+    with_argument(modeling_laguna.LagunaAttention)
+    with pytest.raises(ValueError, match=r"new is an argument of '.*', a MptAttention, and is not"):
+        use(mpt)
+    assert mpt.config._attn_implementation == "eager"
+    use(laguna)
+    assert not any(type(each).__name__.startswith("Fused") for each in laguna.modules())
+    assert_alike(outputs(laguna), expected)

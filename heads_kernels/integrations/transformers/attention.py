@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation, refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
@@ -155,6 +156,12 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             was = f"is given by {type(module).__name__} ({what})"
             refuse(name, was, "the operator has none; use attn_implementation='sdpa' or 'eager'")
+    for name, each in arguments.items():
+        if isinstance(each, Cache):
+            was = (
+                f"is given to the attention of {type(module).__name__}, which has no such argument"
+            )
+            refuse(name, was, "pass the argument that its stock forward has for caches")
 
 
 def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:

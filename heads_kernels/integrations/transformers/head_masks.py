@@ -144,6 +144,7 @@ class RowsOfHeadMask(Replacement):
     """ALBERT's loop over its layers: one layer runs several times, each time with its row of a head mask `[L, H]`."""
 
     prefix = "Rowwise"
+    repeats = True
 
     def forward(
         self,
