@@ -82,7 +82,7 @@ def test_without_a_mask(family: str, ranks: Callable[[int], Processes]) -> None:
     ranks(4).run(check, family, "none", {"method": "ring"}, False)
 
 
-@pytest.mark.parametrize("how", [{"method": "ulysses"}, {"method": "ring"}, {"balanced": True}])
+@pytest.mark.parametrize("how", [{"method": "ring"}, {"balanced": True}])
 def test_other_ways(how: dict[str, Any], ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check, "llama", "right", how, True)
 
