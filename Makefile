@@ -42,7 +42,7 @@ check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-tr
 	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_cases.py -m "triton and not slow" -k bfloat16
 	PYTHONPATH=$(OLDEST) $(PYTEST) tests/ops/test_ahead_of_time.py tests/ops/test_launch_path.py
 
-lint: .venv/stamp-dev ## ruff, mypy and clang-format
+lint: .venv/stamp-dev docs ## ruff, mypy and clang-format; the documentation site must build
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
