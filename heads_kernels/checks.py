@@ -30,8 +30,9 @@ def is_int(value: object) -> TypeGuard[int]:
 
 def is_real(value: object) -> TypeGuard[float]:
     """A number that a float can hold, finite."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def check_size(argument: str, size: object, least: int = 1) -> int:

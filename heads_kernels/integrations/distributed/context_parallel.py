@@ -21,6 +21,7 @@ from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.operator import Operator
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.ops.sharding import part_of
 from heads_kernels.problem import Problem
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Method = Literal["all_gather", "ring"]
 METHODS: Final = get_args(Method)
-_OPERATORS: Final[dict[Any, Any]] = {
+_OPERATORS: Final[dict[Any, tuple[Operator, Callable[..., Problem]]]] = {
     gated_attention: (GATED, Problem.gated),
     collaborative_attention: (COLLABORATIVE, Problem.collaborative),
 }
