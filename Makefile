@@ -63,7 +63,7 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	$(PY) -m benchmarks.importance --sentences 8
 	$(MAKE) newest wheel test-wheel
 
-lint: .venv/stamp-dev ## ruff, mypy and clang-format
+lint: .venv/stamp-dev docs ## ruff, mypy and clang-format; the documentation site must build
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_flag, check_floating, check_size, is_int, refuse, shape_of
+from heads_kernels.checks import (
+    check_flag,
+    check_floating,
+    check_size,
+    is_int,
+    refuse,
+    shape_of,
+    shown,
+)
+
+#: Of T5's buckets, which are computed in float32: it holds whole numbers up to here.
+_MAX_DISTANCE: Final = 1 << 24
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -78,6 +89,8 @@ class OffsetBias:
         check_floating("weight", weight)
         check_flag("bidirectional", bidirectional)
         check_size("max_distance", max_distance)
+        if max_distance > _MAX_DISTANCE:
+            refuse("max_distance", f"is {shown(max_distance)}", f"pass at most {_MAX_DISTANCE}")
         least = 4 if bidirectional else 2
         if weight.dim() != 2 or weight.shape[0] < least:
             instead = f"pass [buckets, H], at least {least} buckets"

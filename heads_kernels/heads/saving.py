@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -49,7 +50,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         beside = Path(folder) / path.name
         save_model(model, str(beside), metadata={RECORD: json.dumps(found)})
-        beside.chmod(0o644)  # safetensors makes it readable only by its owner
+        new = Path(folder) / "new"  # its permissions are those of any new file
+        new.touch()
+        shutil.copymode(new, beside)  # safetensors makes it readable only by its owner
         beside.replace(path)
 
 

@@ -213,8 +213,12 @@ HEADS = {"encoder": [1, 2, 3], "decoder": [0, 2], "cross": [0, 1, 2, 3]}
 def test_save_and_load(tmp_path: Path) -> None:
     model = translator()
     hk.heads.prune(model, HEADS)
-    hk.heads.save(model, tmp_path / "model.safetensors")
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    before = os.umask(0o027)
+    try:
+        hk.heads.save(model, tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
     assert os.listdir(tmp_path) == ["model.safetensors"]
     loaded = translator(seed=1)
     hk.heads.load(loaded, tmp_path / "model.safetensors")

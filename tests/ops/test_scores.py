@@ -246,3 +246,5 @@ def test_bad_tables() -> None:
         hk.OffsetBias.alibi(torch.zeros(2, 2))
     with pytest.raises(ValueError, match="max_distance is 8; pass more than 8"):
         hk.OffsetBias.t5(torch.zeros(32, 2), max_distance=8)
+    with pytest.raises(ValueError, match=f"max_distance is {2**62}; pass at most {2**24}"):
+        hk.OffsetBias.t5(torch.zeros(32, 2), max_distance=2**62)
