@@ -62,12 +62,29 @@ def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tens
         refuse(argument, f"has layout {layout}", instead)
 
 
+#: torch's `context_parallel` replaces the function while it is active.
+_STOCK_ATTENTION: Final = functional.scaled_dot_product_attention
+
+
 def check_whole_sequence() -> None:
-    """No sequence is split by `context_parallel`: operators attend within what they are given."""
-    if str(functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
+    """No sequence is split by `context_parallel`: operators attend within what they are given.
+
+    Compiled, the comparison is a guard: a graph that was compiled outside of `context_parallel` does not run in it.
+    """
+    if functional.scaled_dot_product_attention is not _STOCK_ATTENTION and _is_split():
         was = "is a part of a sequence, inside torch's context_parallel"
         instead = "call the operator outside of it: it would attend within that part only"
         refuse("query", was, instead)
+
+
+def _is_split() -> bool:
+    """Whether it was `context_parallel` that replaced the function."""
+    module = functional.scaled_dot_product_attention.__module__
+    return isinstance(module, str) and module.startswith("torch.distributed")
+
+
+# As `torch.compiler.assume_constant_result` does, which loads Dynamo: two seconds of every import of the package.
+_is_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_tensors(**tensors: Tensor) -> None:

@@ -113,7 +113,12 @@ class OffsetBias:
         """`[H or 1, T + S - 1]`, at least one column: the bias at offsets `-(T - 1)` to `S - 1`, for the kernels."""
         count = max(T + S - 1, 1)
         first, columns = 1 - T - self.start, self.values.shape[1]
-        if self.kind == "table" and (self.first, columns) == (first, count):
+        # Compiled, the comparison would bind the program to these lengths.
+        if (
+            self.kind == "table"
+            and not torch.compiler.is_compiling()
+            and (self.first, columns) == (first, count)
+        ):
             return self.values
         offsets = torch.arange(count, device=self.values.device) + first
         if self.kind == "alibi":

@@ -396,7 +396,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     float64 is not cast, as in PyTorch's own operators.
     """
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -475,7 +475,7 @@ def intervals_of(
     mask = as_mask(attn_mask, shape)
     read = mask.intervals if mask is attn_mask else mask.work_out
     intervals = read(*shape, device=query.device)
-    return intervals & Intervals(band_hi=1) if is_causal else intervals
+    return intervals.joined(Intervals(band_hi=1)) if is_causal else intervals
 
 
 def active_widths(mixing: Tensor) -> Tensor:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from heads_kernels.checks import refuse
 from heads_kernels.ops import eager
+from heads_kernels.ops.attention_statistics import SIGNATURE as STATISTICS
+from heads_kernels.ops.attention_statistics import eager as statistics
+from heads_kernels.ops.attention_statistics import statistics_op
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
+from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
 from heads_kernels.ops.operator import Operator
 
@@ -22,7 +27,8 @@ def export(
     """`torch.onnx.export` of a program that calls the operators of this package.
 
     ONNX has no gated or collaborative attention, so their calls become the formula in standard operators, with the
-    `[T, S]` matrix of each head: closed heads are computed too. Prune them first.
+    `[T, S]` matrix of each head: closed heads are computed too. Prune them first. `hk.attention_statistics` is exported
+    likewise; `hk.entmax_attention` cannot be.
 
         program = torch.export.export(model, inputs, dynamic_shapes=...)
         hk.integrations.onnx.export(program, "model.onnx")
@@ -36,7 +42,7 @@ def export(
         The `ONNXProgram`.
 
     Raises:
-        ValueError: an operator of the program has dropout.
+        ValueError: an operator of the program has dropout, or is `hk.entmax_attention`.
     """
     made = torch.onnx.export(program.run_decompositions(decompositions()), (), path, **options)
     assert made is not None  # the exporter of torch.export returns a program
@@ -46,7 +52,12 @@ def export(
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The operators as their formulas, and what masks compute that ONNX lacks; for `run_decompositions`."""
     operators = {operator.forward_op: _formula(operator) for operator in (GATED, COLLABORATIVE)}
-    return {**operators, torch.ops.aten.searchsorted.Tensor: _count_before}
+    return {
+        **operators,
+        statistics_op: _statistics,
+        ENTMAX.forward_op: _refuse_entmax,
+        torch.ops.aten.searchsorted.Tensor: _count_before,
+    }
 
 
 def _formula(operator: Operator) -> Callable[..., tuple[Tensor, ...]]:
@@ -65,6 +76,16 @@ def _formula(operator: Operator) -> Callable[..., tuple[Tensor, ...]]:
         )
 
     return attend
+
+
+def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
+    *packed, excluded, _ = arguments
+    return tuple(statistics.of_call(STATISTICS.unpack(packed), excluded))
+
+
+def _refuse_entmax(*arguments: Any) -> NoReturn:
+    was = "calls entmax_attention, and ONNX has no loop that finds its thresholds"
+    refuse("program", was, "use gated_attention, or run the program of torch.export")
 
 
 def _count_before(

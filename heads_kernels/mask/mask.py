@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import reduce
-from operator import and_
 from typing import Any, Final
 
 import torch
@@ -33,7 +31,6 @@ from heads_kernels.mask.terms import (
 )
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
 class Mask:
     """Which keys every query row may see. Several arguments, and `a & b`, hide what any of them hides.
 
@@ -70,7 +67,7 @@ class Mask:
         hk.Mask.from_cu_seqlens(cu_seqlens, total) & hk.Mask(causal=True)
     """
 
-    terms: tuple[Term, ...]
+    _terms: tuple[Term, ...]
     _last: tuple[object, Intervals] | None = None  # the last (call, its intervals)
     _is_snapshot: bool = False  # whether nobody else has its tensors
 
@@ -105,14 +102,19 @@ class Mask:
         if query_mask is not None:
             terms += (QueryMask(_parse_real("query_mask", query_mask, "[B, T], True = real row")),)
         if document_ids is not None:
-            terms += (Documents(*_parse_documents(document_ids)),)
-        object.__setattr__(self, "terms", terms)
+            terms += (_parse_documents(document_ids),)
+        self._terms = terms
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """One per argument, in a fixed order."""
+        return self._terms
 
     @classmethod
     def of(cls, terms: tuple[Term, ...]) -> Mask:
         """The mask of these terms."""
         mask = cls()
-        object.__setattr__(mask, "terms", terms)
+        mask._terms = terms
         return mask
 
     def snapshot(self) -> Mask:
@@ -120,12 +122,13 @@ class Mask:
 
         Nobody writes to the copies, so that calls of the same sizes on the CPU need not compare them.
         """
-        terms: list[Term] = []
-        for term in self.terms:
-            tensors = {name: v.clone() for name, v in vars(term).items() if isinstance(v, Tensor)}
-            terms.append(replace(term, **tensors) if tensors else term)  # type: ignore[type-var]
-        mask = Mask.of(tuple(terms))
-        object.__setattr__(mask, "_is_snapshot", True)
+        mask = Mask.of(
+            tuple(
+                type(term)(*(v.clone() if isinstance(v, Tensor) else v for v in term.values()))
+                for term in self.terms
+            )
+        )
+        mask._is_snapshot = True
         return mask
 
     @classmethod
@@ -174,7 +177,7 @@ class Mask:
             call: tuple[object, ...] = B, H, T, S, device, torch.is_inference_mode_enabled()
             if last is not None and last[0] == call:
                 return last[1]
-        tensors = [v for term in self.terms for v in vars(term).values() if isinstance(v, Tensor)]
+        tensors = [v for term in self.terms for v in term.values() if isinstance(v, Tensor)]
         device = device_of(tensors) if device is None else torch.device(device)
         if all(isinstance(term, (Causal, Window)) for term in self.terms):
             return self.work_out(B, H, T, S, device)
@@ -191,7 +194,7 @@ class Mask:
         elif last is not None and last[0] == call:
             return last[1]
         intervals = self.work_out(B, H, T, S, device)
-        object.__setattr__(self, "_last", last if last is _CAPTURED else (call, intervals))
+        self._last = last if last is _CAPTURED else (call, intervals)
         return intervals
 
     def rows(self, positions: Tensor, B: int, H: int, T: int, S: int) -> Mask:
@@ -228,10 +231,10 @@ class Mask:
         if not self.terms:
             return Intervals()
         parts = (term.intervals(B, H, T, S, device) for term in self.terms)
-        return reduce(and_, parts).laid_out(T)
+        return reduce(Intervals.joined, parts).laid_out(T)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"terms": self.terms}
+        return {"_terms": self.terms}
 
     def to_dense(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Tensor:
         """A bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
@@ -342,31 +345,30 @@ def _parse_real(argument: str, real: object, layout: str) -> Tensor:
     return _parse_tensor(argument, real, (torch.bool,), (2,), f"pass a bool tensor {layout}")
 
 
-def _parse_documents(document_ids: object) -> tuple[Tensor, Tensor]:
+def _parse_documents(document_ids: object) -> Documents:
     instead = "pass an integer tensor [S] or [B, S], or a pair (query_ids, key_ids)"
-    pair = document_ids if isinstance(document_ids, (tuple, list)) else (document_ids,) * 2
-    if len(pair) != 2:
-        refuse("document_ids", f"has {len(pair)} parts", instead)
-    queries, keys = pair
-    queries = _parse_tensor("document_ids", queries, _INTEGERS, (1, 2), instead)
-    keys = _parse_tensor("document_ids", keys, _INTEGERS, (1, 2), instead)
+    given = document_ids if isinstance(document_ids, (tuple, list)) else (document_ids,)
+    if isinstance(document_ids, (tuple, list)) and len(given) != 2:
+        refuse("document_ids", f"has {len(given)} parts", instead)
+    ids = [_parse_tensor("document_ids", each, _INTEGERS, (1, 2), instead) for each in given]
+    keys = ids[-1]
     if readable(keys) and not bool((keys[..., 1:] >= keys[..., :-1]).all()):
         instead = "number the documents in the order of their keys"
         refuse("document_ids", "does not ascend along the keys", instead)
-    return queries, keys
+    return Documents(ids[0], ids[1] if len(ids) == 2 else None)
 
 
 # ---------------------------------------------------------------------- a pytree, so that torch.export takes one
-# Its tensors are the leaves. The context can be written as JSON: per term its name and fields, with None in place of
+# Its tensors are the leaves. The context can be written as JSON: per term its name and fields, with 0 in place of
 # each tensor.
 def _constant(value: object) -> bool:
-    return isinstance(value, (str, tuple))
+    return value is None or isinstance(value, (str, tuple))
 
 
 def _flatten(mask: Mask) -> tuple[list[Any], Any]:
-    rows = [list(vars(term).values()) for term in mask.terms]
+    rows = [term.values() for term in mask.terms]
     return [value for row in rows for value in row if not _constant(value)], tuple(
-        (type(term).__name__, tuple(value if _constant(value) else None for value in row))
+        (type(term).__name__, tuple(value if _constant(value) else 0 for value in row))
         for term, row in zip(mask.terms, rows, strict=True)
     )
 
@@ -381,7 +383,7 @@ def _unflatten(leaves: Iterable[Any], context: Any) -> Mask:
     rest = iter(leaves)
     return Mask.of(
         tuple(
-            kinds[name](*(next(rest) if value is None else value for value in row))
+            kinds[name](*(next(rest) if value == 0 else value for value in row))
             for name, row in context
         )
     )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ Alignment = Literal["upper_left", "lower_right"]
 
 
 class Term(ABC):
-    """One reason to hide keys: a frozen dataclass of tensors, strings and tuples of integers.
+    """One reason to hide keys: a frozen dataclass of tensors, strings, tuples of integers and None.
 
     `argument` is its name in errors and `repr`; its first field is the value of that argument.
     """
@@ -36,8 +36,12 @@ class Term(ABC):
         int32 share no memory with tensors of the caller.
         """
 
+    def values(self) -> list[Any]:
+        """Those of its fields, in order."""
+        return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+
     def __str__(self) -> str:
-        return f"{self.argument}={describe(next(iter(vars(self).values())))}"
+        return f"{self.argument}={describe(self.values()[0])}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,18 +146,21 @@ class QueryMask(Term):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Term):
-    """Row i sees the keys with its own id. Key ids ascend; one tensor may serve as both."""
+    """Row i sees the keys with its own id. Key ids ascend; None: those of the queries."""
 
     query_ids: Tensor
-    key_ids: Tensor
+    key_ids: Tensor | None = None
     argument: str = "document_ids"
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        if self.query_ids is self.key_ids and T != S:
+        if self.key_ids is None and T != S:
             instead = "pass a pair (query_ids, key_ids)"
             refuse(self.argument, f"is one tensor, but T is {T} and S is {S}", instead)
-        queries = self.query_ids[None] if self.query_ids.dim() == 1 else self.query_ids
-        keys = self.key_ids[None] if self.key_ids.dim() == 1 else self.key_ids
+        queries, keys = self.query_ids, self.query_ids if self.key_ids is None else self.key_ids
+        dtype = torch.promote_types(queries.dtype, keys.dtype)
+        queries, keys = (
+            ids.to(dtype)[None] if ids.dim() == 1 else ids.to(dtype) for ids in (queries, keys)
+        )
         _check_rows(self.argument, queries, B, T, "T", device)
         _check_rows(self.argument, keys, B, S, "S", device)
         if queries.shape[0] != keys.shape[0]:
@@ -165,7 +172,7 @@ class Documents(Term):
         )
 
     def __str__(self) -> str:
-        if self.query_ids is self.key_ids:
+        if self.key_ids is None:
             return super().__str__()
         return f"{self.argument}=({describe(self.query_ids)}, {describe(self.key_ids)})"
 

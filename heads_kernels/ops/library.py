@@ -24,6 +24,8 @@ def _library() -> torch.library.Library:
     try:
         return torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
+        if "csrc/bindings/torch.cpp" not in str(error):  # where it was registered before
+            raise
         raise ImportError(
             "this process has loaded libheads_kernels.so, which defines the ops of heads_kernels for programs without"
             " Python; import heads_kernels instead, or before it: the package has the same ops."

@@ -78,8 +78,10 @@ def tensors(arguments: Arguments, B: int, T: int, S: int) -> Arguments:
             made[name] = rows.reshape(len(made[name]), size)
     if "document_ids" in made:
         made["document_ids"] = tuple(
-            torch.tensor(rows, dtype=torch.int64).reshape(len(rows), size)
-            for rows, size in zip(made["document_ids"], (T, S), strict=True)
+            torch.tensor(rows, dtype=dtype).reshape(len(rows), size)
+            for rows, size, dtype in zip(
+                made["document_ids"], (T, S), (torch.int64, torch.int32), strict=True
+            )
         )
     return made
 
@@ -364,7 +366,7 @@ def test_as_mask_of_none_and_of_a_mask() -> None:
 def test_mask_is_immutable_and_keeps_tensors_by_reference() -> None:
     real = all_real(2, 5)
     mask = Mask(causal=True, key_mask=real)
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         mask.terms = ()  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         mask.terms[0].align = "lower_right"  # type: ignore[attr-defined]
@@ -422,6 +424,7 @@ def test_copies_show_the_same() -> None:
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
     for twin in (
         copy.deepcopy(mask),
+        mask.snapshot(),
         pickle.loads(pickle.dumps(mask)),
         torch.load(stored, weights_only=True),
         pytree.tree_unflatten(leaves, spec),
@@ -433,4 +436,4 @@ def test_copies_show_the_same() -> None:
 def test_a_mask_as_pytree_maps_its_tensors() -> None:
     moved = pytree.tree_map(lambda tensor: tensor.to("meta"), every_kind())
     assert moved.intervals(2, 1, 5, 5).k_lo.device.type == "meta"
-    assert pytree.tree_flatten(pytree.tree_map(lambda _: 7, every_kind()))[0] == [7] * 6
+    assert pytree.tree_flatten(pytree.tree_map(lambda _: 7, every_kind()))[0] == [7] * 5

@@ -90,6 +90,31 @@ def test_operators(case: Case, tmp_path: Path) -> None:
     assert_alike(found, inputs.call("eager"))
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in SMALL if case.name in ("padded_causal", "grouped_padded")], ids=str
+)
+def test_statistics(case: Case, tmp_path: Path) -> None:
+    inputs = case.make(torch.float32)
+    left_out = "value", "gate", "gate_activation", "closed_grad", "dropout_p"
+    tensors = {name: t for name, t in inputs.tensors.items() if name not in left_out}
+    options = {name: option for name, option in inputs.options.items() if name not in left_out}
+    call = Call(hk.attention_statistics, options)
+    with torch.no_grad():
+        program = torch.export.export(call, (tensors,))
+        expected = call(tensors)
+    hk.integrations.onnx.export(program, tmp_path / "call.onnx", verbose=False)
+    found = run(tmp_path / "call.onnx", {f"tensors_{name}": t for name, t in tensors.items()})
+    assert_alike(found, expected[0])
+
+
+def test_entmax_is_refused() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    call = Call(hk.entmax_attention, {"alpha": 1.5})
+    program = torch.export.export(call, (dict.fromkeys(("query", "key", "value"), x),))
+    with pytest.raises(ValueError, match="program calls entmax_attention"):
+        hk.integrations.onnx.export(program)
+
+
 def test_dropout_is_refused() -> None:
     x = torch.randn(1, 2, 4, 8)
     call = Call(hk.gated_attention, {"dropout_p": 0.5})

@@ -104,6 +104,31 @@ def test_compile_masks(operator: str, backend: str) -> None:
             compare_compiled(run, compiled, [key_mask, torch.tensor([t, t - 3]), *values])
 
 
+MASK = hk.Mask(causal=True, key_mask=torch.ones(B, S).bool(), key_lengths=[S, S - 1])
+MADE_OUTSIDE: dict[str, dict[str, Any]] = {
+    "mask": {"attn_mask": MASK & hk.Mask(window=(3, 0))},
+    "snapshot": {"attn_mask": MASK.snapshot()},
+    "table": {"bias": hk.OffsetBias(torch.ones(H, 5))},
+    "alibi": {"bias": hk.OffsetBias.alibi(torch.ones(H)).starting_at(2)},
+}
+
+
+@pytest.mark.parametrize("name", MADE_OUTSIDE)
+def test_compile_with_what_was_made_outside(name: str) -> None:
+    """A mask or bias is constant in the graph, or one of its arguments."""
+    torch.compiler.reset()
+    made = MADE_OUTSIDE[name]
+    values = list(tensors("gated_attention", dtype=torch.float32).values())
+
+    def run(query: Tensor, key: Tensor, value: Tensor, given: Any) -> Tensor:
+        return hk.gated_attention(query, key, value, **given) + hk.gated_attention(
+            query, key, value, **made
+        )
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert_alike(compiled(*values, made), run(*values, made))
+
+
 def test_compile_before_any_call() -> None:
     """The first call of a process is compiled: nothing on its way is made lazily in a way that is not traced."""
     code = """
@@ -156,11 +181,13 @@ def test_compile_inductor(operator: str, backend: str, dynamic: bool) -> None:
 def test_export(operator: str, backend: str) -> None:
     """An exported program holds the op itself, and serves other lengths and masks."""
     names = list(tensors(operator))
+    bias = hk.OffsetBias(torch.randn(H, T + S - 1), 1 - T)  # that of the first lengths
 
     class Model(torch.nn.Module):
         def forward(self, key_mask: Tensor, *values: Tensor) -> Tensor:
             mask = hk.Mask(causal=True, key_mask=key_mask)
-            return function(operator, backend, names, attn_mask=mask, scale=0.5)(*values)
+            options = {"attn_mask": mask, "bias": bias, "scale": 0.5}
+            return function(operator, backend, names, **options)(*values)
 
     def inputs(t: int, s: int) -> tuple[Tensor, ...]:
         values = tensors(operator, T=t, S=s, dtype=torch.float32).values()

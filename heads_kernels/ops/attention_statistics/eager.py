@@ -13,17 +13,20 @@ from heads_kernels.ops.operator import Call
 BLOCK_M = 64
 
 
-@formula.without_autocast
 def forward(call: Call, excluded: Tensor | None, results: AttentionStatistics) -> None:
     """Fill `lse`, `max_prob`, `argmax` and `entropy` of every row: `functional.attention_statistics`."""
     for start in range(0, call.query.shape[-2], BLOCK_M):
         rows = scores.of_rows(call, start, start + BLOCK_M)
-        raw = formula.raw_scores(rows, *formula.operands_of_scores(rows))
-        block = of_scores(
-            scores.finish(rows, raw)[0], scores.visible_pairs(rows), call.sinks, excluded
-        )
-        for whole, part in zip(results, block, strict=True):
+        for whole, part in zip(results, of_call(rows, excluded), strict=True):
             whole[:, :, start : start + BLOCK_M] = part
+
+
+@formula.without_autocast
+def of_call(call: Call, excluded: Tensor | None) -> AttentionStatistics:
+    """Statistics of all rows of a call at once."""
+    raw = formula.raw_scores(call, *formula.operands_of_scores(call))
+    finished = scores.finish(call, raw)[0]
+    return of_scores(finished, scores.visible_pairs(call), call.sinks, excluded)
 
 
 def of_scores(
