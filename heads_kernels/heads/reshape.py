@@ -14,6 +14,7 @@ from heads_kernels.heads.configs import NAME, attention_function, names_attentio
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
 from heads_kernels.heads.layouts import LAYOUTS
+from heads_kernels.heads.pruned_calls import check_pruned_call
 from heads_kernels.heads.shared_cache import store_shared_keys
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.replacing import put
@@ -31,8 +32,8 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
 
     Of a layer whose heads share one key `key_heads` are the value heads.
 
-    The module then has `kept_heads`, an int64 buffer with the original numbers of its heads, and `heads_before`, their
-    original number.
+    The module then has `kept_heads`, an int64 buffer with the original numbers of its heads, `heads_before`, their
+    original number, and `kept_key_heads`, the number of its key heads. One of transformers checks its calls.
     """
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
@@ -55,6 +56,9 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
         layer.gate.keep(heads)
     if not hasattr(module, "kept_heads"):
         module.heads_before = layer.num_heads
+        if names_attention_function(getattr(module, "config", None)):
+            module.register_forward_pre_hook(check_pruned_call, with_kwargs=True)
+    module.kept_key_heads = len(key_heads)
     numbers = getattr(module, "kept_heads", torch.arange(layer.num_heads)).to(kept.device)[kept]
     device = layer.output.linear.weight.device
     module.register_buffer("kept_heads", numbers.to(device), persistent=False)

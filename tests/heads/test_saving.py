@@ -61,6 +61,60 @@ def test_save_pretrained(name: str, tmp_path: Path) -> None:
         assert old.module.heads_before == new.module.heads_before
 
 
+#: Position biases of a layer and of all layers, of families whose heads are known with them or without.
+BIASES = {
+    "data2vec-vision": ({}, {"use_shared_relative_position_bias": True}),
+    "beit": (
+        {},
+        {"use_relative_position_bias": True},
+        {"use_shared_relative_position_bias": True},
+        {"use_relative_position_bias": True, "use_shared_relative_position_bias": True},
+    ),
+    "layoutlmv3": ({"has_relative_attention_bias": False, "has_spatial_attention_bias": False},),
+    "mt5": ({},),
+    "t5": ({},),
+}
+
+
+@pytest.mark.parametrize("way", ["save", "shapes", "save_pretrained"])
+@pytest.mark.parametrize(
+    ("name", "biases"), [(n, each) for n, all in BIASES.items() for each in all]
+)
+def test_position_biases(name: str, biases: dict[str, bool], way: str, tmp_path: Path) -> None:
+    """Heads of families that compute attention themselves are found once `use` has replaced their classes."""
+    changes = {"use_relative_position_bias": False, **biases}
+    changes = changes if name in ("beit", "data2vec-vision") else biases
+    use = hk.integrations.transformers.use
+    model = use(build(name, **changes))
+    hk.heads.prune(model, {layer.index: [1] for layer in hk.heads.attention_layers(model)})
+    if way == "save_pretrained":
+        model.save_pretrained(tmp_path)
+        loaded = reload(tmp_path, type(model), attn_implementation="eager")
+        stock = loaded.state_dict()
+        assert hk.heads.attention_layers(loaded)
+        if "layoutlmv3" not in name and any(biases.values()) or "t5" in name:
+            with pytest.raises(ValueError, match=r"'eager' in a .* with 3 of 4 heads, .* call hk"):
+                outputs(loaded)
+        else:
+            assert_alike(outputs(loaded), outputs(model))
+        assert_same(use(loaded), model)
+        assert stock.keys() == model.state_dict().keys()
+        return
+    loaded, stock = build(name, **changes), build(name, **changes)
+    if way == "save":
+        hk.heads.save(model, tmp_path / "model.safetensors")
+        hk.heads.load(use(loaded), tmp_path / "model.safetensors")
+    else:
+        hk.heads.apply_shapes(use(loaded), hk.heads.shapes(model))
+        loaded.load_state_dict(model.state_dict())
+    assert_same(loaded, model)
+    if name in ("data2vec-vision", "layoutlmv3"):
+        with pytest.raises(
+            ValueError, match=r"is a \w+, whose heads are unknown; call .*use\(model"
+        ):
+            hk.heads.apply_shapes(stock, hk.heads.shapes(model))
+
+
 def test_the_shape_is_in_the_config(tmp_path: Path) -> None:
     model = build("bert", model="BertForSequenceClassification")
     hk.heads.prune(model, {0: [1, 2]})

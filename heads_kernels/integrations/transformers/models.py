@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from heads_kernels.checks import check_flag, refuse
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.integrations.transformers.classes import replacement
+from heads_kernels.heads.pruned_calls import adds_bias_of_all_heads
+from heads_kernels.integrations.transformers.classes import replace_classes
 from heads_kernels.integrations.transformers.passes import unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
@@ -69,9 +70,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
         vars(module).setdefault(_BEFORE, implementations)
         for config in configs_of(module):
             config._attn_implementation_internal = NAME
-    for module in model.modules():
-        if (made := replacement(type(module))) is not None:
-            module.__class__ = made
+    replace_classes(model)
     watch(model)
     pad_layers(model)
     unpad_layers(layers)
@@ -141,7 +140,6 @@ def _check_stock_would_do(model: nn.Module) -> None:
         if calls_interface(module) and getattr(module, "mixing", None) is not None:
             was = f"has heads that share queries and keys in {name!r}, which stock attention cannot read"
             refuse("model", was, "keep it in use")
-        biased = ("has_relative_attention_bias", "relative_position_bias")  # T5, Swin
-        if hasattr(module, "kept_heads") and any(hasattr(module, each) for each in biased):
+        if hasattr(module, "kept_heads") and adds_bias_of_all_heads(module):
             was = f"has fewer heads in {name!r} than the position bias that stock attention adds"
             refuse("model", was, "keep it in use")
