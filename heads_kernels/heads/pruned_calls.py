@@ -1,4 +1,4 @@
-"""Calls of pruned layers of transformers that stock attention or a cache of all heads would fail in, refused by name."""
+"""Calls of pruned layers of transformers that would fail, for their bias or their cache is of all heads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Hook before the forward of a pruned module of transformers.
 
     Raises:
-        ValueError: stock attention would add a position bias of the heads before pruning; or the cache has keys, or room
-            for keys, of another number of heads.
+        ValueError: stock attention would add a position bias of the heads before pruning; or the cache has, or is made
+            for, another number of key heads.
     """
     arguments = [*zip(_names(type(module)), args, strict=False), *kwargs.items()]
     H, before = len(module.kept_heads), module.heads_before
@@ -37,7 +37,8 @@ def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if getattr(module, "mixing", None) is None:
         for name, heads in _heads_in_caches(module, arguments):
             if heads != module.kept_key_heads:
-                was = f"has keys of {heads} heads for layer {module.layer_idx}, of which pruning left {module.kept_key_heads}"
+                was = f"has keys of {heads} heads for layer {module.layer_idx}, of which "
+                was += f"pruning left {module.kept_key_heads}"
                 instead = "pass an empty cache, and no prefill_chunk_size to generate: it reserves memory for all heads"
                 refuse(name, was, instead)
 

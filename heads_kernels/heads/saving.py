@@ -283,7 +283,8 @@ def _check_known(model: nn.Module, names: Iterable[str]) -> None:
         instead = "call hk.integrations.transformers.use(model), or register its layout, first"
         if isinstance(module, nn.MultiheadAttention):
             instead = "call hk.nn.replace_attention_(model) first"
-        was = f"was saved with fewer or shared heads; in the model it is a {type(module).__name__}, whose heads are unknown"
+        kind = type(module).__name__
+        was = f"was pruned or converted; in the model it is a {kind}, whose heads are unknown"
         refuse(f"layer {name!r}", was, instead)
 
 
