@@ -99,12 +99,19 @@ def _run_without_inputs(layer: AttentionLayer) -> None:
         setattr(layer.module, layer.layout.output, _as_linear(linear))
 
 
-def _as_linear(linear: Any) -> nn.Linear:
+def _as_linear(linear: Any) -> nn.Module:
     """The same projection as an `nn.Linear`."""
     made = nn.Linear(1, linear.nf, device="meta")
     made.in_features = linear.nx
     made.weight = nn.Parameter(linear.weight.detach().T, linear.weight.requires_grad)
     made.bias = linear.bias
+    return as_initialised(made)
+
+
+def as_initialised(made: nn.Module) -> nn.Module:
+    """A module whose weights `PreTrainedModel.init_weights` does not draw anew."""
+    for part in made.modules():
+        part._is_hf_initialized = True  # type: ignore[assignment]
     return made
 
 
@@ -258,6 +265,7 @@ def share(
     key: nn.Linear | SharedProjection
     if isinstance(module, GatedMultiheadAttention):
         made = _collaborative(layer, dim, ragged)
+        as_initialised(made)
         put(model, {module: made})
         query, key, content = made.q_proj, made.k_proj, made.content_proj
         mixing = made.mixing
@@ -367,7 +375,10 @@ def _put_projections(
             put = FusedProjection(parts, equal=not hasattr(layer.module, "split_size"))
             paths |= {role: f"{path}.{role}" for role in parts}
         parent, _, name = path.rpartition(".")
-        setattr(holder.get_submodule(parent), name, put.train(layer.module.training))
+        put = as_initialised(put.train(layer.module.training))
+        setattr(holder.get_submodule(parent), name, put)
+    # The family's initialisation looks for the stock projections in the module.
+    layer.module._is_hf_initialized = True
     return paths
 
 

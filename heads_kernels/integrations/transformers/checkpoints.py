@@ -78,9 +78,6 @@ def _in_shape(model_class: Any) -> Any:
         if record:
             replace_classes(self)  # heads of some families are known in their replacements alone
         restore_shape(self.base_model, record)
-        for name in record.get("converted", ()):
-            # transformers would initialise it anew where it looks for the stock projections
-            self.base_model.get_submodule(name)._is_hf_initialized = True
 
     members = {"__init__": __init__, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), members)
