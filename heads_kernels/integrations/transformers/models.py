@@ -89,7 +89,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
         replace_classes(model)
         watch(model)
         pad_layers(model)
-        unpad_layers(layers)
+        unpad_layers(model, layers)
     return model
 
 
