@@ -20,7 +20,8 @@ def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ValueError: stock attention would add a position bias of the heads before pruning; or the cache has, or is made
             for, another number of key heads.
     """
-    arguments = [*zip(_names(type(module)), args, strict=False), *kwargs.items()]
+    kind: Any = type(module)
+    arguments = [*zip(_names(kind), args, strict=False), *kwargs.items()]
     H, before = len(module.kept_heads), module.heads_before
     if (runs := attention_function(module)) != NAME:
         biases = (
