@@ -22,7 +22,7 @@ from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.whole_masks import whole_mask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
-from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.offset_bias import OffsetBias
@@ -122,7 +122,8 @@ def attention_forward(
     }
     if (observer := getattr(module, "observer", None)) is not None:
         parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands, **scores}
-        observer(AttentionCall(**parts, mask=_visible(mask, attention_mask)))
+        visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
+        observer(AttentionCall(**parts, mask=visible))
 
     operator: Any = collaborative_attention if is_shared else gated_attention
     if context is not None:
@@ -245,15 +246,6 @@ def _bias(
     if isinstance(bias, OffsetBias):
         bias = bias.to_dense(T, S)
     return added if bias is None else added + bias
-
-
-def _visible(
-    mask: Mask | Tensor | None, attention_mask: PreparedMask | Tensor | None
-) -> Mask | Tensor | None:
-    """The mask for observers, which need to know the real tokens: a float mask hides keys too."""
-    if not _is_added(attention_mask):
-        return mask
-    return attention_mask > torch.finfo(attention_mask.dtype).min / 2  # a bias may have been added
 
 
 def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tensor:

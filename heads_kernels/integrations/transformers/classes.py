@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from typing import Any, Final
 
+from torch import nn
 from transformers.monkey_patching import (
     get_patch_mapping,
     register_patch_mapping,
@@ -46,6 +47,13 @@ def replacement(stock: Any) -> Any:
     if class_calls_interface(stock) and (before.calls_operator or before.unknown_arguments(stock)):
         return None
     return _made(stock)
+
+
+def replace_classes(model: nn.Module) -> None:
+    """Replace the classes of a model's modules; with another attention function they run as stock modules."""
+    for module in model.modules():
+        if (made := replacement(type(module))) is not None:
+            module.__class__ = made
 
 
 def serves(model_class: type) -> bool:

@@ -58,11 +58,14 @@ class Padding(NamedTuple):
         packing: where they are.
         moves: whether packing moves any; of one row that is padded on the right it moves none.
         has_holes: whether padding is between real tokens of a row.
+        first, last: whether the first token of every row is real, and the last.
     """
 
     packing: Packing
     moves: bool
     has_holes: bool
+    first: bool = True
+    last: bool = True
 
     @classmethod
     def of(cls, real: Tensor) -> Padding:
@@ -72,8 +75,9 @@ class Padding(NamedTuple):
         if packing.is_whole or N == 0:
             return cls(packing, False, False)
         holes = ((index.diff() != 1) & (rows.diff() == 0)).any()
-        last, has_holes = torch.stack((index[-1], holes)).tolist()
-        return cls(packing, last != N - 1, bool(has_holes))
+        ends = real[:, 0].all(), real[:, -1].all()
+        end, *found = torch.stack((index[-1], holes, *ends)).tolist()
+        return cls(packing, end != N - 1, *map(bool, found))
 
 
 class PackedMask(PreparedMask):
@@ -233,6 +237,15 @@ class PackedCall:
         if self.keys is None or arguments.get("encoder_attention_mask") is not None:
             return {}
         return {"encoder_attention_mask": self.mask.cross(self.keys)}
+
+
+def without_cache(value: Any) -> Any:
+    """An argument of a model for a pass without its cache, of which the prepared mask may have all keys."""
+    if isinstance(value, Cache):
+        return None
+    if isinstance(value, PreparedMask) and (packed := value.derived.get(PackedMask)) is not None:
+        return packed.padded
+    return value
 
 
 def _is_of_keys(name: str) -> bool:

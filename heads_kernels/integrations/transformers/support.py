@@ -100,12 +100,12 @@ def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
 def check_keywords(model: PreTrainedModel) -> None:
     """Refuse a model that calls its attention function with an argument that the package does not know."""
     for name, module in model.named_modules():
-        if calls_interface(module) and (unknown := sorted(_asked(module) - KNOWN)):
+        if calls_interface(module) and (unknown := sorted(asked(module) - KNOWN)):
             was = f"is passed to the attention function by {name!r}, a {type(module).__name__}, and is not supported"
             refuse(unknown[0], was, INSTEAD)
 
 
-def _asked(module: nn.Module) -> set[str]:
+def asked(module: nn.Module) -> set[str]:
     """The names of the arguments that a module's forward passes to its attention function."""
     calls = (names for names in _keywords(module) if {"scaling", "dropout"} & set(names))
     return {name for names in calls for name in names}
