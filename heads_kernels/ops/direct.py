@@ -55,10 +55,9 @@ def forward(
         return None
     if query.requires_grad and torch.is_grad_enabled():  # as in training: known before any work
         return None
-    if (
-        backend is None
-        and in_order(operator.backends, operator.name, query.device)[0].name != "cpu"
-    ) or (gate is None and gate_activation != "identity"):
+    if (backend is None and in_order(operator.backends, operator.name, query)[0].name != "cpu") or (
+        gate is None and gate_activation != "identity"
+    ):
         return None
     for tensor in (attn_mask, bias):  # what is made of them need not be of their class
         if isinstance(tensor, Tensor) and type(tensor) not in _CLASSES:
