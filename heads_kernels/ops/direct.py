@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from heads_kernels.checks import MAX_LENGTH, check_scale, check_softcap, check_whole_sequence
+from heads_kernels.checks import (
+    MAX_LENGTH,
+    check_activation,
+    check_scale,
+    check_softcap,
+    check_whole_sequence,
+)
 from heads_kernels.dispatch import in_order
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -64,6 +70,7 @@ def forward(
             return None
     try:
         check_whole_sequence()
+        check_activation(gate_activation)  # the extension has one more, for ops
         if mixing is None:
             B, H, T, width = query.shape
         else:
