@@ -149,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path.stem != LONGEST)
     no_gpu = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         arguments: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
         backend = arguments.get("backend")

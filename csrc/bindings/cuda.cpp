@@ -272,9 +272,10 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
   params.dquery = output(gradients[0], device, "dquery");
   params.dmixing = output(gradients[1], device, "dmixing");
   if (params.mixing) {
-    const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
-                                       params.value.size[3], cuda::has_terms(params))
-                            .block_m;
+    const int block_m =
+        cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
+                       params.value.size[3], cuda::has_terms(params), target_of(target).device)
+            .block_m;
     const int64_t tiles = (n.T + block_m - 1) / block_m;
     check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
     require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery",
@@ -306,7 +307,8 @@ void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& 
   const hk::DType dtype = params.query.dtype;
   const int64_t* const size = params.terms.bias.size;
   check_rows(dtype, params.dbias, {splits * size[0], size[1], size[2], size[3], size[4]}, "dbias");
-  const int tile = cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true).block_m;
+  const int tile =
+      cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true, target_of(target).device).block_m;
   const int64_t blocks = (n.T + tile - 1) / tile + (n.S + tile - 1) / tile;
   check_rows(dtype, params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
   if (!params.dbias && !params.doffset_bias) return;
@@ -346,8 +348,9 @@ void dense_cells(py::handle mask, py::handle cells, const py::tuple& target) {
 }
 
 // (query rows, keys, features of a slice) of one block of threads.
-py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms) {
-  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv, terms);
+py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms,
+                   int device) {
+  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv, terms, device);
   return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
 }
 

@@ -207,6 +207,15 @@ struct GatedKeys {
 };
 
 template <typename T>
+bool runs_wide_keys(int device) {
+  if constexpr (kHasWideKeys<T, 128, false>) {
+    constexpr int kBytes = GatedKeys<T, 128, false, Sums::kBoth, true>::shared_bytes();
+    return kBytes <= shared_memory_limits(device).per_block;
+  }
+  return false;
+}
+
+template <typename T>
 void gated_keys(const KeysParams& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto sums, auto wide) {
     using Kernel = GatedKeys<T, width, terms, sums, wide>;
@@ -219,9 +228,7 @@ void gated_keys(const KeysParams& p, const LaunchTarget& target) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
       constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
       if constexpr (kHasWideKeys<T, width, terms>) {
-        constexpr int kBytes = GatedKeys<T, width, terms, Sums::kBoth, true>::shared_bytes();
-        if (kBytes <= shared_memory_limits(target.device).per_block)
-          return run(width, terms, both, std::true_type{});
+        if (runs_wide_keys<T>(target.device)) return run(width, terms, both, std::true_type{});
       }
       constexpr auto wide = std::false_type{};
       if constexpr (width <= 128) {
@@ -234,6 +241,7 @@ void gated_keys(const KeysParams& p, const LaunchTarget& target) {
   });
 }
 
+template bool runs_wide_keys<HK_DTYPE>(int);
 template void gated_keys<HK_DTYPE>(const KeysParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

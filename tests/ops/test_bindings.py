@@ -430,10 +430,10 @@ def test_parts_are_as_many_as_splits_and_float() -> None:
 @needs_emulator
 def test_tiles_of_a_kernel_that_is_not_there() -> None:
     for terms in (False, True):
-        assert min(cuda.tiles_of("gated_attention.keys", torch.float32, D, Dv, terms)[:2]) > 0
+        assert min(cuda.tiles_of("gated_attention.keys", torch.float32, D, Dv, terms, 0)[:2]) > 0
     for name in ("gated_attention.values", "keys", ""):
         with pytest.raises(ValueError, match="no kernel"):
-            cuda.tiles_of(name, torch.float32, D, Dv, False)
+            cuda.tiles_of(name, torch.float32, D, Dv, False, 0)
 
 
 # ---------------------------------------------------------------------- the ops

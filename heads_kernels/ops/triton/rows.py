@@ -158,12 +158,14 @@ def first_pass(
     by_element = kind == "elements"
     dattended = rows_of(torch.empty_like(dout)) if by_element else of_dout
     tiles = tiles_for("backward.rows", dout, Dv, Dv)
-    of_gate = rows_of(dgate) if by_element else dgate
+    dgate_rows = None
+    if dgate.numel():
+        dgate_rows = rows_of(dgate) if by_element else dgate
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms, saved.lse, saved.dlse,
         _seeing(call, operands), lse, delta,
-        of_gate if dgate.numel() else None, dattended if by_element else None,
+        dgate_rows, dattended if by_element else None,
         None if dsinks is None or not dsinks.numel() else dsinks, H, T,
         KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
     )  # fmt: skip
