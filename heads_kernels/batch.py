@@ -87,7 +87,8 @@ def flatten_bias(
     first, last = (varies[0], varies[-1] + 1) if varies else (0, 0)
     outside = all(batch[d] == 1 for d in range(first))
     inside = all(batch[d] == 1 for d in range(last, count))
-    if any(bias.shape[d] != batch[d] for d in range(first, last)) or not (outside or inside):
+    copied = any(bias.shape[d] != batch[d] for d in range(first, last)) or not (outside or inside)
+    if copied or (varies and 0 in batch):  # an empty batch reads no entry
         bias, outside, inside = bias.expand(*batch, *bias.shape[count:]), True, True
     elements = math.prod(bias.shape[:count])
     lead = (elements, 1) if outside else (1, elements)

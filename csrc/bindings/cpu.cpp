@@ -111,7 +111,7 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   params.dgate = output(gradients[5], cpu(), "dgate");
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
   require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
-  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_lse(params, n);
   check_rows(params.query.dtype, params.dlse, {n.B, n.H, n.T}, "dlse");
   require(!params.alpha || !params.dlse, "dlse", "comes with alpha");
   check_like(params.dquery, params.query, "dquery");

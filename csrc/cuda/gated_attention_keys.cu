@@ -109,7 +109,7 @@ struct GatedKeys {
     copy_rows<kThreads>(value, rows_of<T>(p.value, b, hk), first_key);
     if (step.h < last_head) {
       copy(step, 0);
-      if (thread_index() < kBlockM) rows.set(thread_index(), term_of(step));
+      if (thread_index() < kBlockM) rows.template set<kTerms>(thread_index(), term_of(step));
     }
     commit_copies();
     for (int stage = 0; step.h < last_head; stage ^= 1) {
@@ -134,7 +134,8 @@ struct GatedKeys {
       add_tile(p, visible(), memory, query[stage], dout[stage], partial, hides, b, step.h,
                first_key, first_row, dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
-      if (next.h < last_head && thread_index() < kBlockM) rows.set(thread_index(), term);
+      if (next.h < last_head && thread_index() < kBlockM)
+        rows.template set<kTerms>(thread_index(), term);
       step = next;
     }
     wait_copies<0>();
@@ -177,7 +178,7 @@ struct GatedKeys {
     };
     if (kTerms && wants_dkey) to_dp();  // the slope of the scores goes into it
     terms.finish(p, probabilities, &dscores);
-    to_probabilities(probabilities, row, Terms::scale_log2(p));
+    to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;

@@ -333,7 +333,7 @@ def _entmax(head: _Head, score: Tensor, error: Tensor, u: _Units) -> _Weights:
     """The same with entmax: a probability u^(1/order) has the slope u^(1/order - 1)."""
     assert head.order is not None
     order = head.order[None, None, None]
-    lse = entmax.threshold(score[None, None], None, order)[0, 0, :, None]  # [T, 1]
+    lse = entmax.threshold(score[None, None], None, order).sum(0)[0, 0, :, None]  # [T, 1]
     lse = torch.where(lse == -torch.inf, 0.0, lse)
     order = head.order
     base = (1 + order * (score - lse)).clamp(min=0.0)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.problem import Problem
-from tests.ops.calls import EVERY, assert_same_bits, call
+from tests.ops.calls import EVERY, TABLES, assert_same_bits, call
 from tests.support.alike import assert_alike
 
 H, T, S, D = 4, 5, 7, 8
@@ -26,6 +26,17 @@ BATCHES = {
     "three": ((2, 1, 2), (2, 1, 2), (2, 1, 2), (2, 1, 2)),
     "empty": ((0, 2), (1, 2), (0, 1), (0, 2)),
 }
+
+
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("own", [(2, 1), (1, 0), (2, 0)], ids=str)
+def test_a_bias_of_an_empty_batch(own: tuple[int, ...], backend: str) -> None:
+    query = torch.randn(2, 0, H, T, D, requires_grad=True)
+    bias = torch.randn(*own, H, 1, T, requires_grad=True)
+    out = call("gated_attention", backend, query=query, key=query, value=query, bias=bias)
+    assert out.shape == query.shape
+    (grad,) = torch.autograd.grad(out.sum(), bias)
+    assert torch.equal(grad, torch.zeros_like(bias))
 
 
 def operands(
