@@ -11,6 +11,7 @@ from torch import Tensor
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, attention_function
+from heads_kernels.heads.shared_cache import is_cache
 
 
 def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -61,7 +62,7 @@ def _heads_in_caches(module: Any, arguments: list[tuple[str, Any]]) -> Iterator[
     # Of layers that run several times.
     index += sum(given.get(name, 0) for name in ("cycle_offset", "cache_offset"))
     for name, value in arguments:
-        layers = getattr(value, "layers", None) if hasattr(type(value), "update") else None
+        layers = getattr(value, "layers", None) if is_cache(value) else None
         if isinstance(layers, list) and index < len(layers):
             keys = getattr(layers[index], "keys", None)
             if isinstance(keys, Tensor) and keys.dim() == 4:
