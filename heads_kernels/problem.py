@@ -475,7 +475,7 @@ def intervals_of(
     mask = as_mask(attn_mask, shape)
     read = mask.intervals if mask is attn_mask else mask.work_out
     intervals = read(*shape, device=query.device)
-    return intervals.joined(Intervals(band_hi=1)) if is_causal else intervals
+    return intervals & Intervals(band_hi=1) if is_causal else intervals
 
 
 def active_widths(mixing: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Intervals(NamedTuple):
     key_visible: Tensor | None = None
     dense: Tensor | None = None
 
-    def joined(self, other: Intervals) -> Intervals:
+    def __and__(self, other: Intervals) -> Intervals:
         """The pairs visible in both. Bounds may have any integer dtype and be `[B or 1, T or 1]` here."""
         return Intervals(
             band_lo=max(self.band_lo, other.band_lo),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from operator import and_
 from typing import Any, Final
 
 import torch
@@ -231,7 +232,7 @@ class Mask:
         if not self.terms:
             return Intervals()
         parts = (term.intervals(B, H, T, S, device) for term in self.terms)
-        return reduce(Intervals.joined, parts).laid_out(T)
+        return reduce(and_, parts).laid_out(T)
 
     def __getstate__(self) -> dict[str, object]:
         return {"_terms": self.terms}

@@ -77,6 +77,8 @@ class Part:
         self.splits = [
             "" if self._sizes.get(split) == 1 else split for split in _splits(operands, mesh)
         ]
+        #: The places of the mesh. Dynamo of PyTorch 2.11 does not know its `shape`.
+        self._counts = [mesh.size(dim) for dim in range(mesh.ndim)]
         self._spans = {letter: self._all_spans(letter, n) for letter, n in self._sizes.items()}
         #: Of the heads that groups of query heads share.
         self._shared_spans = _shared_spans(problem, self._spans["H"])
@@ -112,9 +114,9 @@ class Part:
     def _all_spans(self, letter: str, size: int) -> dict[tuple[int, ...], Span]:
         """What the process at each place of the mesh has of a dimension, as `Shard` splits it."""
         spans = {}
-        for place in itertools.product(*map(range, self.mesh.shape)):
+        for place in itertools.product(*map(range, self._counts)):
             first, count = 0, size
-            for n, at, split in zip(self.mesh.shape, place, self.splits, strict=True):
+            for n, at, split in zip(self._counts, place, self.splits, strict=True):
                 if split == letter:
                     step = -(-count // n)
                     skipped = min(at * step, count)
