@@ -213,14 +213,14 @@ def limits(
     for name in ("dsinks", "dalpha"):
         if name in squares:
             mean_squares[name] = (squares[name] * values[name].square()).sum()
-    own = {"out": u.working, "lse": 0.0}
+    roundoffs = {"out": u.working, "lse": 0.0}
     for name, square in squares.items():
         result_dtype = inputs.tensors[name[1:]].dtype
-        own[name] = u.working if result_dtype == dtype else unit(result_dtype)
-        roundoff = own[name] + 2 * u.compute  # 2: scale, sum over heads
+        roundoffs[name] = u.working if result_dtype == dtype else unit(result_dtype)
+        roundoff = roundoffs[name] + 2 * u.compute  # 2: scale, sum over heads
         floor_of = square.sqrt() + u.compute * sizes[name] + roundoff * values[name].abs()
         result[name] = floor_of + u.tiny
-    for name, roundoff in own.items():
+    for name, roundoff in roundoffs.items():
         finite = values[name].nan_to_num(0.0, 0.0, 0.0)
         _, same = torch.unique(finite.float(), return_inverse=True)
         mean_squares[name] += mean_error.add_equal(same, roundoff * finite.square())
