@@ -76,9 +76,8 @@ def flatten_bias(
     copied. `full` is (H, T, S). Raises ValueError for `argument` if the shape does not broadcast.
     """
     shape = check_bias_shape(bias, (*batch, *full), argument)
-    is_leaf = bias.requires_grad and bias.is_leaf  # every element of a leaf needs its gradient
     bias = bias.reshape(shape)
-    if not is_leaf:
+    if not bias.requires_grad:  # else every element gets its own gradient
         for dim, stride in enumerate(bias.stride()):
             if stride == 0 and bias.shape[dim] > 1:
                 bias = bias.narrow(dim, 0, 1)
