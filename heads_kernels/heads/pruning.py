@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.dense import check_projections, dense_parts
+from heads_kernels.heads.gating import set_gate
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
@@ -138,4 +139,4 @@ def _fold_gate(layer: AttentionLayer, spared: list[int]) -> None:
             columns = features[:, None] if is_transposed(part) else features
             weight: Tensor = part.weight  # type: ignore[assignment]
             replace(part, "weight", (weight * columns.to(weight.device)).to(weight.dtype))
-    layer.module.head_gate = None
+    set_gate(layer.module, None)

@@ -17,7 +17,7 @@ import transformers
 from transformers.masking_utils import eager_mask
 
 import heads_kernels as hk
-from heads_kernels.integrations.transformers import TESTED, attention, use
+from heads_kernels.integrations.transformers import TESTED, attention, release, use
 from tests.support.tiny_models import (
     GROUPED,
     PLAIN,
@@ -277,6 +277,7 @@ def test_layers_that_run_again_read_the_head_mask_of_their_pass(use_reentrant: b
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
     assert_alike(gradients[1], gradients[0])
+    release(model)
     assert functions == [layer._gradient_checkpointing_func for layer in model.model.layers]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,6 +11,7 @@ from heads_kernels.checks import check_flag, refuse
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.classes import replacement
+from heads_kernels.integrations.transformers.passes import BEFORE as _BEFORE
 from heads_kernels.integrations.transformers.passes import unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
@@ -25,9 +26,6 @@ from heads_kernels.integrations.transformers.unpadding import (
 )
 
 Model = TypeVar("Model", bound=nn.Module)
-
-#: The attribute of every module in use that holds configs: what their attention implementations were.
-_BEFORE: Final = "_attn_implementations_before"
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
