@@ -198,5 +198,5 @@ def check_runs_operators(layer: AttentionLayer) -> None:
     """Refuse a module of transformers whose attention function is not the package's."""
     if not layer.runs_operators:
         runs = attention_function(layer.module)
-        was = f"runs the attention function {runs!r} in {layer}, which ignores gates and pruning"
+        was = f"runs the attention function {runs!r} in {layer}, which ignores gates, pruning and observers"
         refuse("model", was, "call hk.integrations.transformers.use(model) first")

@@ -139,10 +139,9 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
         if name not in place.known:
             was = f"reaches a {type(module).__name__}, whose model has no use for it"
             refuse(name, was, f"pass {', '.join(place.known)}")
-    if place.argument in masks:
-        return masks[place.argument]
     state = pass_state()
-    return None if state is None else state.given.get(place)
+    given = None if state is None else state.given.get(place)
+    return masks.get(place.argument, given)
 
 
 def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
