@@ -230,20 +230,20 @@ def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
 
 def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> None:
     """Refuse head masks for layers that run another attention function, and statistics in a model in use."""
-    again = "call heads_kernels.integrations.transformers.use(model) again"
+    use = "call heads_kernels.integrations.transformers.use(model)"
     for name in masks:
         layers = own.arguments.get(name, [])
         others = [layer for layer in layers if layer.runs != NAME]
         if others and (own.is_one_stack[name] or len(others) == len(layers)):
             was = f"is given to a {type(model).__name__}, whose layers run the attention function {others[0].runs!r}"
-            refuse(name, f"{was}, which ignores it", again)
+            refuse(name, f"{was}, which ignores it", use)
     layers = own.layers
     if asks and layers and hasattr(model, BEFORE) and not any(each.runs == NAME for each in layers):
         was = f"is True, but the layers of the {type(model).__name__} in use run the attention function"
         refuse(
             "output_attentions",
             f"{was} {layers[0].runs!r}",
-            f"{again}, or release(model) first for maps",
+            f"{use}, or release(model) for maps",
         )
 
 
