@@ -1,9 +1,8 @@
-"""What was set on heads holds, or is refused by name, when a model leaves the operator; and among threads."""
+"""What was set on heads holds, or is refused by name, when a model leaves the operator."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -195,45 +194,3 @@ def test_alignment_heads_are_renumbered() -> None:
     assert model.model.decoder.layers[0].encoder_attn.num_heads == 4
     hk.heads.prune(model, {cross[0]: [0, 2], cross[1]: [1]})
     assert model.generation_config.alignment_heads == [[0, 0], [1, 2]]
-
-
-# ---------------------------------------------------------------------- threads
-def in_another_thread(run: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(run()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def test_threads_do_not_share_head_masks() -> None:
-    """Passes of other threads while one with a head mask runs; training ones are recomputed."""
-    model = use(build("bert"))
-    masks = torch.rand(2, 2, 4)
-    alone = [outputs(model), *(outputs(model, head_mask=mask) for mask in masks)]
-    between: list[Any] = []
-
-    def meanwhile(*_: Any) -> None:
-        handle.remove()
-        between.append(in_another_thread(lambda: outputs(model)))
-        between.append(in_another_thread(lambda: outputs(model, head_mask=masks[0])))
-
-    handle = model.encoder.layer[0].register_forward_hook(meanwhile)
-    found = outputs(model, head_mask=masks[1])
-    for each, expected in zip((*between, found), alone, strict=True):
-        assert_alike(each, expected)
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_backward_in_another_thread_reads_the_head_mask_of_its_pass(use_reentrant: bool) -> None:
-    model = use(build("llama")).train()
-    mask = torch.rand(2, 8)
-    expected = with_gradients(model, head_mask=mask, use_cache=False)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.zero_grad()
-    values = outputs(model, head_mask=mask, use_cache=False)
-    weights = torch.linspace(-1.0, 1.0, values.numel()).view(values.shape)
-    in_another_thread(lambda: (values * weights).sum().backward())
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert_alike({"outputs": values.detach(), **found}, expected)
