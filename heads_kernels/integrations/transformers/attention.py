@@ -16,7 +16,11 @@ from heads_kernels.functional import (
     collaborative_attention,
     gated_attention,
 )
-from heads_kernels.integrations.transformers.head_masks import PLACE, given_head_mask, head_mask_row
+from heads_kernels.integrations.transformers.head_masks import (
+    given_head_mask,
+    head_mask_row,
+    requests_statistics,
+)
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.whole_masks import whole_mask
@@ -37,7 +41,7 @@ UNSERVED: Final = {
     "sinks": "attention sinks by row",
     "indices": "keys chosen by index",
     "block_indices": "keys chosen by index",
-    "cache": "a paged cache",
+    "cache": "a paged cache of generate_batch",
 }
 
 
@@ -91,8 +95,7 @@ def attention_forward(
             that does not fit, or that is given to a model without `use(model)`.
     """
     _check_served(module, kwargs)
-    if (place := getattr(module, PLACE, None)) is not None and place.statistics:
-        output_attentions = True
+    output_attentions = output_attentions or requests_statistics(module)
     B, T, D = query.shape[0], *query.shape[2:]
     scale = D**-0.5 if scaling is None else scaling
     operands = _operands(module, query, key, value)
@@ -156,7 +159,10 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
     for name, what in UNSERVED.items():
         if arguments.get(name) is not None:
             was = f"is given by {type(module).__name__} ({what})"
-            refuse(name, was, "the operator has none; use attn_implementation='sdpa' or 'eager'")
+            instead = "the operator has none; use attn_implementation='sdpa' or 'eager'"
+            if name == "cache":  # another implementation would ignore gates and head masks
+                instead = "call generate, which keeps gates and head masks"
+            refuse(name, was, instead)
     for name, each in arguments.items():
         if isinstance(each, Cache):
             was = (

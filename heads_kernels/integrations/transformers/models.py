@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.pruned_calls import adds_bias_of_all_heads
 from heads_kernels.integrations.transformers.classes import replace_classes
-from heads_kernels.integrations.transformers.passes import unwatch, watch
+from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
     asked,
@@ -39,9 +39,6 @@ _COMPUTE_WITH_MASKS: Final = {
 }
 #: An argument of attention functions for which modules compute with masks: the keys of each row, chosen by index.
 _CHOSEN_KEYS: Final = "indices"
-
-#: The attribute of every module in use that holds configs: what their attention implementations were.
-_BEFORE: Final = "_attn_implementations_before"
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
@@ -83,7 +80,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             if (configs := configs_of(module))
         }
         for module, implementations in before.items():
-            vars(module).setdefault(_BEFORE, implementations)
+            vars(module).setdefault(BEFORE, implementations)
             for config in configs_of(module):
                 config._attn_implementation_internal = NAME
         replace_classes(model)
@@ -107,13 +104,13 @@ def release(model: Model) -> Model:
             whose shared queries and keys stock attention cannot read; or heads were pruned in a family with position
             biases, which stock attention would add for all heads.
     """
-    if _BEFORE not in vars(model):
+    if BEFORE not in vars(model):
         refuse("model", f"({type(model).__name__}) is not in use", "call use(model) first")
     _check_stock_would_do(model)
     with kept_on_error(model):
         own_configs(model)
         for module in model.modules():
-            before = vars(module).pop(_BEFORE, [])
+            before = vars(module).pop(BEFORE, [])
             for config, implementation in zip(configs_of(module), before, strict=False):
                 config._attn_implementation_internal = implementation
             if isinstance(module, Replacement):

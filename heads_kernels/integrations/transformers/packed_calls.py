@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from heads_kernels.integrations.transformers.head_masks import PLACE
+from heads_kernels.integrations.transformers.head_masks import requests_statistics
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.mask import Mask
@@ -330,8 +330,7 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
     if "hidden_states" in found and not found["hidden_states"]:
         return True  # transformers takes the embeddings from the arguments of the first layer
     for module in own.attention:
-        place = getattr(module, PLACE, None)
-        if getattr(module, "observer", None) is not None or (place and place.statistics):
+        if getattr(module, "observer", None) is not None or requests_statistics(module):
             return True
         gate = getattr(module, "head_gate", None)
         if gate is not None and not (type(gate) is FixedGate or _is_shared(gate)):
