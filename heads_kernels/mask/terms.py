@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Term(ABC):
     """
 
     argument: str
+    __match_args__: ClassVar[tuple[str, ...]]  # the names of its fields, which dataclasses fill in
 
     @abstractmethod
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
@@ -38,7 +39,7 @@ class Term(ABC):
 
     def values(self) -> list[Any]:
         """Those of its fields, in order."""
-        return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return [getattr(self, name) for name in self.__match_args__]
 
     def __str__(self) -> str:
         return f"{self.argument}={describe(self.values()[0])}"

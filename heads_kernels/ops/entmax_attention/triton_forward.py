@@ -53,7 +53,7 @@ def _newton(total, slopes, threshold, order):
     excess = tl.where(z < 0.25, z * series, 1.0 - tl.exp2(z * -LOG2E))
     sees = slopes != 0.0
     by = tl.where(sees, total * excess / tl.where(sees, slopes, 1.0) / order, 0.0)
-    moved = by > _LEAST_STEP * tl.maximum(tl.abs(threshold), 1.0)
+    moved = by > tl.maximum(tl.abs(threshold), 1.0) * _LEAST_STEP
     return tl.where(sees, threshold + by, threshold), tl.max(moved.to(tl.int32)) != 0
 
 
