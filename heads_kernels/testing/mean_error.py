@@ -55,9 +55,22 @@ class Weights(NamedTuple):
     finished: dict[str, Tensor]  # [T, S]: by dscores
 
 
-def squares(head: Head, weights: Weights) -> dict[str, Tensor]:
-    """The square of the bound by name."""
-    _, same = torch.unique(head.p.float(), return_inverse=True)
+class Equal(NamedTuple):
+    """Which numbers are equal."""
+
+    index: Tensor  # of each number among the distinct ones
+    heads: Tensor  # in how many heads each distinct one may be
+
+
+def equal(numbers: Tensor, heads: int = 1) -> Equal:
+    """Those among the numbers of one of `heads` heads: what is there twice, or is 1, may be in all of them."""
+    distinct, index, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
+    return Equal(index, ((counts > 1) | (distinct == 1.0)).double() * (heads - 1) + 1.0)
+
+
+def squares(head: Head, weights: Weights, heads: int) -> dict[str, Tensor]:
+    """The square of the bound by name, for one of `heads` heads."""
+    same = equal(head.p.float(), heads)
     u, result = head.working, {}
     for name, weight in weights.attended.items():
         of_p = weight @ head.value.T
@@ -86,13 +99,14 @@ def squares(head: Head, weights: Weights) -> dict[str, Tensor]:
     return result
 
 
-def add_equal(same: Tensor, weights: Tensor) -> Tensor:
-    """The sum of squares of the sums over equal numbers; `same` numbers these."""
-    sums = weights.new_zeros(int(same.max()) + 1 if same.numel() else 0)
-    return sums.index_add_(0, same.flatten(), weights.flatten()).square().sum()
+def add_equal(same: Equal, weights: Tensor) -> Tensor:
+    """The sum of squares of the sums over equal numbers; of N heads (a + ..)^2 is at most N (a^2 + ..)."""
+    sums = weights.new_zeros(same.heads.shape)
+    sums.index_add_(0, same.index.flatten(), weights.flatten())
+    return (sums.square() * same.heads).sum()
 
 
-def _of_dscores(head: Head, weight: Tensor, same: Tensor) -> Tensor:
+def _of_dscores(head: Head, weight: Tensor, same: Equal) -> Tensor:
     of_dattended = (weight * head.dp_weight) @ head.value
     return (
         add_equal(same, weight * head.p_part)

@@ -177,7 +177,7 @@ def limits(
                 None if p.alpha is None else p.alpha[h] - 1,
             )
             floor = _head_floor(head, p.scale, p.softcap, u, shared)
-            for name, square in mean_error.squares(floor.parts, weigh(b, h, head)).items():
+            for name, square in mean_error.squares(floor.parts, weigh(b, h, head), B * H).items():
                 mean_squares[name] += square
             result["out"][b, h], result["lse"][b, h] = floor.out, floor.lse
             squares["dvalue"][b, group] += floor.dv**2
@@ -222,7 +222,7 @@ def limits(
         result[name] = floor_of + u.tiny
     for name, roundoff in roundoffs.items():
         finite = values[name].nan_to_num(0.0, 0.0, 0.0)
-        _, same = torch.unique(finite.float(), return_inverse=True)
+        same = mean_error.equal(finite.float())
         mean_squares[name] += mean_error.add_equal(same, roundoff * finite.square())
     return {name: Limits(floor, mean_squares[name]) for name, floor in result.items()}
 

@@ -98,12 +98,9 @@ def test_mask_is_refused_where_nothing_else_was(name: str) -> None:
         model(IDS, attention_mask=REAL)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_part_that_computes_attention_itself(by_name: bool) -> None:
+def test_part_that_computes_attention_itself() -> None:
     """The encoder of BigBird-Pegasus does, its decoder does not: refused once the encoder gets its mask."""
-    arguments = SEQ2SEQ | {"attention_type": "original_full"}
-    model = make("BigBirdPegasusModel", arguments, NAME if by_name else "eager")
-    model = model if by_name else use(model)
+    model = make("BigBirdPegasusModel", SEQ2SEQ | {"attention_type": "original_full"}, NAME)
     with pytest.raises(ValueError, match=r"is computed with \(add\) by BigBirdPegasusSelfAttenti"):
         model(IDS, attention_mask=REAL, decoder_input_ids=IDS)
 
