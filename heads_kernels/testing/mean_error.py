@@ -58,7 +58,7 @@ class Weights(NamedTuple):
 class Equal(NamedTuple):
     """Which numbers are equal."""
 
-    index: Tensor  # of each number among the distinct ones
+    number: Tensor  # of each number among the distinct ones
     heads: Tensor  # in how many heads each distinct one may be
 
 
@@ -102,7 +102,7 @@ def squares(head: Head, weights: Weights, heads: int) -> dict[str, Tensor]:
 def add_equal(same: Equal, weights: Tensor) -> Tensor:
     """The sum of squares of the sums over equal numbers; of N heads (a + ..)^2 is at most N (a^2 + ..)."""
     sums = weights.new_zeros(same.heads.shape)
-    sums.index_add_(0, same.index.flatten(), weights.flatten())
+    sums.index_add_(0, same.number.flatten(), weights.flatten())
     return (sums.square() * same.heads).sum()
 
 
