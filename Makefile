@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # nvcc takes minutes, and only `make check` looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in all others too.
 export HEADS_KERNELS_CUDA ?= 0
+# For one architecture; those of a wheel are in csrc/build.py.
+export HEADS_KERNELS_CUDA_ARCHITECTURES ?= sm_90
 # Tests start hundreds of processes that import torch: bytecode is kept, or each compiles torch's sources (3 s).
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -11,16 +13,18 @@ PY  := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
 # A folder on the path instead of setuptools' import hook, which type checkers do not follow.
 EDITABLE := --config-settings editable_mode=compat
-OLDEST := .venv/triton-3.6.0
-# All tests of the GPU backends, the longest first. Collecting the others too would take two processes 20 s each.
-GPU_TESTS := tests/tools/test_doctor.py tests/ops
+# The oldest Triton, and the other releases that supported releases of PyTorch pin or will. The pinned one is in constraints.txt.
+OLDEST_TRITON := 3.6.0
+OTHER_TRITON := 3.7.1
+OLDEST_TRANSFORMERS := 5.23.0
+OF_TRANSFORMERS := $(addprefix tests/, transformers/test_models.py transformers/test_score_terms.py transformers/test_output_gated.py convert/test_surroundings.py)
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: help test check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel clean
+.PHONY: help test check release-check newest lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
@@ -31,18 +35,35 @@ help: ## this list
 test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
 	$(PYTEST) -m "not check and not cuda and not triton"
 
-# Everything but the kernels for GPUs, and Triton's compiled for GPUs that are not there: what `make test` leaves out; the
-# kernels of CUDA in the emulator, the cases of bfloat16 in another order of threads than the rest; Triton's in its
-# interpreter, the cases of bfloat16 with the oldest Triton that is supported, which also compiles a part of them.
-check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-3.6.0 ## all tests, the CUDA kernels in an emulator, Triton's in its interpreter
-	$(PYTEST) -m "check and not cuda and not triton"
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) $(GPU_TESTS) -m "cuda and not slow" -k "not bfloat16"
+# What `make test` leaves out. The kernels of CUDA run in the emulator, the cases of bfloat16 in another order of threads
+# than the rest; those of Triton in its interpreter; with other releases of Triton they are compiled and launched only.
+check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) .venv/stamp-transformers-$(OLDEST_TRANSFORMERS) ## the tests of CI: the CUDA kernels in an emulator and Triton's in its interpreter too
+	$(PYTEST) -m "check and not release and not cuda and not triton"
+	PYTHONPATH=.venv/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(OF_TRANSFORMERS) -m "not check"
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow" -k "not bfloat16"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
-	TRITON_INTERPRET=1 $(PYTEST) $(GPU_TESTS) -m "triton and not slow" -k "not bfloat16"
-	PYTHONPATH=$(OLDEST) TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_cases.py -m "triton and not slow" -k bfloat16
-	PYTHONPATH=$(OLDEST) $(PYTEST) tests/ops/test_ahead_of_time.py tests/ops/test_launch_path.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"
+	PYTHONPATH=.venv/triton-$(OLDEST_TRITON) $(PYTEST) tests/ops/test_launch_path.py
+	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PYTEST) tests/ops/test_ahead_of_time.py -k within_their_bounds
 
-lint: .venv/stamp-dev ## ruff, mypy and clang-format
+# What CI leaves out, for its time: the commands and the examples, all architectures of the CUDA kernels, every case in
+# the interpreter, the CUDA kernels under sanitizers, the wheel.
+release-check: check lint selftest selftest-cuda test-aarch64 ## all that a release needs: hours
+	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_CUDA_ARCHITECTURES= $(PY) setup.py -q build_ext --inplace
+	$(PYTEST) -m "release and not cuda and not triton"
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/tools -m "cuda and not slow"
+	TRITON_INTERPRET=1 $(PYTEST) tests/tools tests/ops -m "triton and not slow and release"
+	$(PYTEST) tests/ops/test_cuda_resources.py tests/tools/test_static_model.py
+	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --dtype bf16 --into build/emulator-sanitized
+	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
+	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
+	$(PY) -m benchmarks.models --smoke
+	$(PY) -m benchmarks.conversion --smoke
+	$(PY) -m benchmarks.importance --sentences 8
+	$(MAKE) newest wheel test-wheel
+
+lint: .venv/stamp-dev docs ## ruff, mypy and clang-format; the documentation site must build
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -66,16 +87,11 @@ selftest: .venv/stamp-base ## the CPU kernels without Python, then under sanitiz
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --into build/selftest-sanitized
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-sanitized/selftest
 
-# Only the kernels of bfloat16 are sanitized: the tests run no others.
-selftest-cuda: .venv/stamp-test .venv/stamp-built .venv/stamp-emulator ## the emulator of CUDA, and the CUDA kernels in it under sanitizers
+selftest-cuda: .venv/stamp-base ## the emulator of CUDA without Python, then under sanitizers
 	$(PY) setup.py -q selftest --emulator --into build/selftest-emulator
 	build/selftest-emulator/selftest
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q selftest --emulator --into build/selftest-emulator-sanitized
 	ASAN_OPTIONS=detect_leaks=0 build/selftest-emulator-sanitized/selftest
-	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --dtype bf16 --into build/emulator-sanitized
-	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
-	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
 
 test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator; needs a cross-compiler
 	@if command -v $(CROSS) && command -v $(QEMU); then \
@@ -87,7 +103,7 @@ test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator; needs 
 # not included: torch provides them.
 wheel: .venv/stamp-wheel ## source archive and wheel, in dist/; needs nvcc
 	rm -rf build/wheel dist
-	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir build/wheel
+	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_CUDA_ARCHITECTURES= HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir build/wheel
 	PATH=.venv/bin:$$PATH auditwheel repair --exclude libgomp.so.1 --exclude libtorch_cpu.so -w dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
 
@@ -96,6 +112,14 @@ test-wheel: ## the wheel of dist/ in a fresh environment whose PATH has no compi
 	$(PY) -m venv build/fresh
 	build/fresh/bin/pip --disable-pip-version-check install -q --only-binary :all: "$(TORCH)" dist/*.whl
 	env -i PATH=build/fresh/bin build/fresh/bin/python tests/tools/check_wheel.py dist/*.whl
+
+# The newest that install here (gigabytes: PyTorch comes with CUDA's libraries), which no constraint holds back.
+newest: .venv/stamp-built ## the tests of `make test` with the newest PyTorch, Triton and transformers
+	rm -rf build/newest
+	$(PYTHON) -m venv build/newest
+	build/newest/bin/pip --disable-pip-version-check install -q torch triton transformers safetensors pytest pytest-xdist hypothesis expecttest
+	build/newest/bin/pip --disable-pip-version-check freeze | grep -E "^(torch|triton|transformers)="
+	build/newest/bin/python -m pytest -n 2 --dist worksteal -m "not check and not cuda and not triton"
 
 clean: ## remove build outputs
 	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
@@ -122,10 +146,15 @@ clean: ## remove build outputs
 	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[docs]"
 	touch $@
 
-# The oldest Triton in a folder of its own, with a NumPy that its interpreter works with.
-.venv/stamp-triton-3.6.0: .venv/stamp-base
-	rm -rf $(OLDEST)
-	$(PY) -m pip --disable-pip-version-check install --no-compile --no-deps --target $(OLDEST) triton==3.6.0 numpy==2.3.5
+.venv/stamp-transformers-%: .venv/stamp-base
+	rm -rf .venv/transformers-$*
+	$(PY) -m pip --disable-pip-version-check install --no-compile --no-deps --target .venv/transformers-$* transformers==$*
+	touch $@
+
+# Another Triton in a folder of its own.
+.venv/stamp-triton-%: .venv/stamp-base
+	rm -rf .venv/triton-$*
+	$(PY) -m pip --disable-pip-version-check install --no-compile --no-deps --target .venv/triton-$* triton==$*
 	touch $@
 
 .venv/stamp-wheel: .venv/stamp-base

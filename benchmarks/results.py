@@ -152,20 +152,15 @@ def keep(results: Results) -> Path:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A new file in the folder of `path`, gone at the end unless it was renamed."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    """A file to write in a new folder beside `path`, gone at the end unless it was renamed."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        yield Path(folder) / path.name
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write `text` whole or not at all."""
     with _beside(path) as new:
         new.write_text(text, encoding="utf-8")
-        new.chmod(0o644)  # mkstemp makes it 0600
         new.replace(path)
 
 

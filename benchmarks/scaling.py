@@ -2,12 +2,8 @@
 
 Processes over gloo run one attention call or layer, forward and backward, split in each way. `CommDebugMode` sees the
 collectives, and the shapes of their operands give the bytes that each process receives: an all-gather or reduce-scatter
-of N bytes in all (W - 1) / W * N, and an all-reduce twice that, as rings do it. On gloo PyTorch replaces an all-to-all
-by an all-gather, which receives W times as much. Ulysses is predicted for that; other backends move 1 / W of it. A ring
-receives from one process what it counts.
-
-The second table is the balance of Ulysses when half of the heads are closed: the mean over the largest number of open
-heads of a process, on random gates.
+of N bytes in all (W - 1) / W * N, and an all-reduce twice that, as rings do it. A ring receives from one process what
+it counts.
 
 Exit status: 0; 1 where a measured number is not the predicted one.
 """
@@ -19,7 +15,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -57,14 +53,6 @@ def all_gather(W: int, keys: int) -> int:
     return 2 * (W - 1) * B * T * keys * SIZE // W
 
 
-def ulysses(W: int, by_head: int, shared: int = 0) -> int:
-    """`by_head`: numbers per token that all-to-alls move, here all-gathers; `shared`: those that every process needs.
-
-    The latter are gathered, and their gradients are all-reduced.
-    """
-    return (W - 1) * B * T * (2 * by_head + 3 * shared) * SIZE // W
-
-
 def ring(W: int, keys: int) -> int:
     """Keys and values pass on twice, and their gradients, in float32, once."""
     return 3 * (W - 1) * B * T * keys * SIZE // W
@@ -84,9 +72,6 @@ CASES: Final[dict[str, Callable[[int], int]]] = {
     "all_gather, gated": lambda W: all_gather(W, H * 2 * D),
     "all_gather, grouped": lambda W: all_gather(W, HK * 2 * D),
     "all_gather, collaborative": lambda W: all_gather(W, DS + H * D),
-    "ulysses, gated": lambda W: ulysses(W, H * 4 * D),
-    "ulysses, grouped": lambda W: ulysses(W, H * 2 * D + HK * 2 * D),
-    "ulysses, collaborative": lambda W: ulysses(W, H * 2 * D, 2 * DS),
     "ring, gated": lambda W: ring(W, H * 2 * D),
     "ring, grouped": lambda W: ring(W, HK * 2 * D),
     "ring, collaborative": lambda W: ring(W, DS + H * D),
@@ -193,46 +178,6 @@ def measure(worlds: Sequence[int]) -> list[Row]:
     return [Row(**row) for rows in found for row in rows]
 
 
-# ---------------------------------------------------------------------- balance, simulated
-def balances(heads: Sequence[int], worlds: Sequence[int], draws: int) -> Iterator[dict[str, float]]:
-    """Least balance over random gates of which half are closed: as dealt out, and in the order of the heads."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from heads_kernels.integrations.distributed import ContextParallel
-
-    generator = torch.Generator().manual_seed(0)
-    for W in worlds:
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=W)
-        context = ContextParallel(init_device_mesh("cpu", (W,)), "ulysses")
-        for n in (n for n in heads if n % W == 0):
-            found: list[tuple[float, float]] = []
-            for _ in range(draws):
-                gate = (torch.randperm(n, generator=generator) < n // 2).float()
-                given = torch.zeros(1, n, 1, 1)
-                seen: list[Tensor] = []
-
-                def operator(seen: list[Tensor] = seen, **parts: Any) -> Any:
-                    seen.append(parts["gate"].to_local())
-                    return parts["query"]
-
-                context(operator, query=given, key=given, value=given, gate=gate)
-                orders = (seen[0], gate)
-                largest = [g.view(W, -1).sum(1).max().item() for g in orders]
-                found.append((n // 2 / W / largest[0], n // 2 / W / largest[1]))
-            dealt, plain = zip(*found, strict=True)
-            best = n // 2 / W / -(-(n // 2) // W)
-            yield {
-                "H": n,
-                "W": W,
-                "dealt": min(dealt),
-                "best": best,
-                "undealt": sum(plain) / len(plain),
-            }
-        distributed.destroy_process_group()
-
-
 # ---------------------------------------------------------------------- the command
 def traffic_table(rows: Sequence[Row]) -> Table:
     table = Table(
@@ -247,40 +192,21 @@ def traffic_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def balance_table(rows: Sequence[dict[str, float]]) -> Table:
-    table = Table(title="Balance with half of the heads closed", title_justify="left", box=None)
-    for head in ("H", "W", "dealt, least", "best possible", "not dealt, mean"):
-        table.add_column(head, justify="right")
-    for row in rows:
-        shares = (f"{row[name]:.2f}" for name in ("dealt", "best", "undealt"))
-        table.add_row(f"{row['H']:.0f}", f"{row['W']:.0f}", *shares)
-    return table
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument(
-        "--smoke", action="store_true", help="two processes, few gates: does it run?"
-    )
+    parser.add_argument("--smoke", action="store_true", help="two processes: does it run?")
     parser.add_argument("--out", type=Path, metavar="PATH", help="write all numbers here, as JSON")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = measure(WORLDS[:1] if options.smoke else WORLDS)
-    heads, worlds, draws = (
-        ((12, 16), (2,), 3) if options.smoke else (range(12, 65, 4), (2, 4, 8), 100)
-    )
-    balance = list(balances(heads, worlds, draws))
-    console = make_console()
-    console.print(traffic_table(rows))
-    console.print(balance_table(balance))
+    make_console().print(traffic_table(rows))
     if options.out:
         numbers = {
             "machine": asdict(this_machine()),
             "sizes": {"B": B, "T": T, "H": H, "Hk": HK, "D": D, "Ds": DS},
             "traffic": [asdict(row) for row in rows],
-            "balance": balance,
         }
         write_whole(options.out, json.dumps(numbers, indent=1) + "\n")
     return int(any(row.measured != row.predicted for row in rows))

@@ -165,7 +165,8 @@ struct Call {
     ForwardParams p{in.params(threads), {}, {}, {}};
     p.out = make_like("out", in.dout);
     if (save && !in.gated.empty()) p.attended = make_like("attended", in.dout);
-    if (save) p.lse = make_rows("lse");
+    if (save && in.alpha.tensor) p.lse = make("lse", in.compute, {2, in.B, in.H, in.T});
+    if (save && !in.alpha.tensor) p.lse = make_rows("lse");
     (in.collaborative ? run.collaborative_attention_forward : run.gated_attention_forward)(p);
     return p;
   }

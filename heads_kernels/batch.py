@@ -76,9 +76,8 @@ def flatten_bias(
     copied. `full` is (H, T, S). Raises ValueError for `argument` if the shape does not broadcast.
     """
     shape = check_bias_shape(bias, (*batch, *full), argument)
-    is_leaf = bias.requires_grad and bias.is_leaf  # every element of a leaf needs its gradient
     bias = bias.reshape(shape)
-    if not is_leaf:
+    if not bias.requires_grad:  # else every element gets its own gradient
         for dim, stride in enumerate(bias.stride()):
             if stride == 0 and bias.shape[dim] > 1:
                 bias = bias.narrow(dim, 0, 1)
@@ -87,7 +86,8 @@ def flatten_bias(
     first, last = (varies[0], varies[-1] + 1) if varies else (0, 0)
     outside = all(batch[d] == 1 for d in range(first))
     inside = all(batch[d] == 1 for d in range(last, count))
-    if any(bias.shape[d] != batch[d] for d in range(first, last)) or not (outside or inside):
+    copied = any(bias.shape[d] != batch[d] for d in range(first, last)) or not (outside or inside)
+    if copied or (varies and 0 in batch):  # an empty batch reads no entry
         bias, outside, inside = bias.expand(*batch, *bias.shape[count:]), True, True
     elements = math.prod(bias.shape[:count])
     lead = (elements, 1) if outside else (1, elements)

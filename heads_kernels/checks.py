@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Final, Literal, NoReturn, TypeGuard, get_args
 
 import torch
@@ -29,8 +29,10 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def is_real(value: object) -> TypeGuard[float]:
-    """A finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A number that a float can hold, finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def check_size(argument: str, size: object, least: int = 1) -> int:
@@ -38,7 +40,7 @@ def check_size(argument: str, size: object, least: int = 1) -> int:
     if not is_int(size):
         refuse(argument, f"is a {type(size).__name__}", instead, TypeError)
     if size < least:
-        refuse(argument, f"is {size}", instead)
+        refuse(argument, f"is {shown(size)}", instead)
     return size
 
 
@@ -211,7 +213,7 @@ def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
         was = f"is a {type(dropout_p).__name__}"
         refuse(argument, was, "pass a float: a probability in [0, 1)", TypeError)
     if not 0.0 <= dropout_p < 1.0:
-        refuse(argument, f"is {dropout_p}", "pass a probability in [0, 1)")
+        refuse(argument, f"is {shown(dropout_p)}", "pass a probability in [0, 1)")
     return float(dropout_p)
 
 
@@ -265,15 +267,12 @@ def check_alpha(alpha: float | Tensor, query: Tensor, H: int, dtype: torch.dtype
         if alpha.shape != (H,):
             refuse("alpha", f"has shape {shape_of(alpha)}", f"pass a number, or [H] = [{H}]")
         return alpha.to(dtype).contiguous()
-    if not is_real(alpha):
-        instead = "pass a number in (1, 2], or a tensor [H]"
-        kind = ValueError if isinstance(alpha, float) else TypeError
-        refuse("alpha", f"is {alpha!r}", instead, kind)
-    given = torch.full((H,), alpha, dtype=dtype, device=query.device)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        refuse("alpha", f"is {alpha!r}", "pass a number in (1, 2], or a tensor [H]", TypeError)
     if not 1 + torch.finfo(dtype).eps <= alpha <= 2:
         instead = f"pass a number in (1, 2] that {dtype} tells from 1: 2 is sparsemax, and towards 1 it is softmax"
         refuse("alpha", f"is {shown(alpha)}", instead)
-    return given
+    return torch.full((H,), alpha, dtype=dtype, device=query.device)
 
 
 def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:

@@ -1,6 +1,7 @@
 """The table of backends, in order of preference, and the choice of one.
 
-The order is that of the table, or what `python -m heads_kernels doctor --save` found on this machine.
+The order is that of the table (on a GPU for float32: `_FLOAT32`), or what `python -m heads_kernels doctor --save` found
+on this machine.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
+from torch import Tensor
 
 from heads_kernels import doctor_record
 from heads_kernels.problem import Problem
 
 #: The names in the tables of backends.
 BackendName = Literal["cpu", "triton", "cuda", "eager"]
+#: What is tried first for float32 on a GPU: `cuda` multiplies it on tensor cores, `triton` does not.
+_FLOAT32: Final[tuple[BackendName, ...]] = ("cuda", "triton")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +75,7 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
             )
         order = f"{backend!r} {failed[backend]}: {found.source}" if backend in failed else ""
     else:
-        rows = in_order(table, problem.operator, problem.query.device)
+        rows = in_order(table, problem.operator, problem.query)
         order = f"order: {found.source}"
     refusals: dict[str, list[str]] = {}
     chosen: BackendName | None = None
@@ -94,7 +98,7 @@ def select(table: Sequence[Backend], problem: Problem, backend: str | None = Non
     Warns once if only `eager` can, which holds `[B, H, T, S]` in memory.
     """
     if backend is None:
-        for row in in_order(table, problem.operator, problem.query.device):
+        for row in in_order(table, problem.operator, problem.query):
             if not row.unsupported(problem):
                 wide = problem.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
                 if row.name == "eager" and not wide and not torch.compiler.is_compiling():
@@ -106,14 +110,17 @@ def select(table: Sequence[Backend], problem: Problem, backend: str | None = Non
     return choice.backend
 
 
-def in_order(table: Sequence[Backend], operator: str, device: torch.device) -> Sequence[Backend]:
+def in_order(table: Sequence[Backend], operator: str, query: Tensor) -> Sequence[Backend]:
     """The rows in the order in which they are tried, without those that failed on this machine."""
-    found = doctor_record.found(operator, device)
-    if not (found.verified or found.failed):
+    found = doctor_record.found(operator, query.device)
+    names: tuple[str, ...] = found.verified
+    if not names and query.dtype == torch.float32 and query.is_cuda:
+        names = _FLOAT32
+    if not (names or found.failed):
         return table
-    first = [row for name in found.verified for row in table if row.name == name]
-    left_out = (*found.verified, *(name for name, _ in found.failed))
-    return first + [row for row in table if row.name not in left_out]
+    failed = [name for name, _ in found.failed]
+    first = [row for name in names for row in table if row.name == name and name not in failed]
+    return first + [row for row in table if row.name not in (*names, *failed)]
 
 
 @functools.cache

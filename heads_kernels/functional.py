@@ -324,8 +324,8 @@ def entmax_attention(
         alpha: a number, or `[H]` of any floating dtype with a gradient (proposition 1 of the paper), in (1, 2]: 2 is
             sparsemax, and towards 1 it becomes softmax. The values of a tensor are read when the call runs; on a GPU
             the host does not read them, and a head with a value outside of (1, 2] is NaN.
-        query, key, value, attn_mask, dropout_p, is_causal, gate, gate_activation, closed_grad, bias, softcap, scale,
-            enable_gqa, backend: as in `gated_attention`. DTensors are refused.
+        query, key, value, attn_mask, dropout_p, is_causal: as in `gated_attention`. DTensors are refused.
+        gate, gate_activation, closed_grad, bias, softcap, scale, enable_gqa, backend: as in `gated_attention`.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`; masked rows, hidden values and closed heads are as in

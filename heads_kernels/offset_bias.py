@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_flag, check_floating, check_size, is_int, refuse, shape_of
+from heads_kernels.checks import (
+    check_flag,
+    check_floating,
+    check_size,
+    is_int,
+    refuse,
+    shape_of,
+    shown,
+)
+
+#: Of T5's buckets, which are computed in float32: it holds whole numbers up to here.
+_MAX_DISTANCE: Final = 1 << 24
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -78,6 +89,8 @@ class OffsetBias:
         check_floating("weight", weight)
         check_flag("bidirectional", bidirectional)
         check_size("max_distance", max_distance)
+        if max_distance > _MAX_DISTANCE:
+            refuse("max_distance", f"is {shown(max_distance)}", f"pass at most {_MAX_DISTANCE}")
         least = 4 if bidirectional else 2
         if weight.dim() != 2 or weight.shape[0] < least:
             instead = f"pass [buckets, H], at least {least} buckets"
@@ -85,7 +98,7 @@ class OffsetBias:
         last = max_distance if bidirectional else 0
         offsets = torch.arange(-max_distance, last + 1, device=weight.device)
         bucket = _t5_buckets(offsets, bidirectional, weight.shape[0], max_distance)
-        return cls._of(weight[bucket].mT, -max_distance, "table", 0)
+        return cls._of(_at_least_float32(weight)[bucket].mT, -max_distance, "table", 0)
 
     def starting_at(self, row: int) -> OffsetBias:
         """The bias for query rows that start at position `row`: `S - T` when decoding with a cache."""
@@ -108,9 +121,10 @@ class OffsetBias:
         ):
             return self.values
         offsets = torch.arange(count, device=self.values.device) + first
+        values = _at_least_float32(self.values)
         if self.kind == "alibi":
-            return -self.values * offsets.abs()
-        return self.values[:, (offsets - self.first).clamp(0, self.values.shape[1] - 1)]
+            return -values * offsets.abs()
+        return values[:, (offsets - self.first).clamp(0, columns - 1)]
 
     def to_dense(self, T: int, S: int) -> Tensor:
         """The dense bias, `[H or 1, T, S]`."""
@@ -128,6 +142,11 @@ def diagonals(table: Tensor, T: int, S: int) -> Tensor:
     rows = torch.arange(T, device=table.device)[:, None]
     keys = torch.arange(S, device=table.device)
     return table[:, keys - rows + T - 1]
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    """So that distances are exact, and the gradient of an entry that many offsets read is summed in float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _whole(argument: str, value: object) -> int:

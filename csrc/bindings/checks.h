@@ -277,6 +277,15 @@ inline void set_statistics(StatisticsParams& params, const Sizes& n, const Given
   params.argmax = static_cast<int64_t*>(argmax.tensor.data);
 }
 
+// Entmax keeps two numbers of a row.
+template <typename Params>
+void check_lse(const Params& params, const Sizes& n) {
+  if (params.alpha)
+    check_rows(params.query.dtype, params.lse, {2, n.B, n.H, n.T}, "lse");
+  else
+    check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+}
+
 // Checks out, attended and lse, the last two of which are optional.
 inline void check_outputs(const ForwardParams& params, const Sizes& n) {
   const int64_t Dv = params.value.size[3];
@@ -285,7 +294,7 @@ inline void check_outputs(const ForwardParams& params, const Sizes& n) {
                      : empty,
           "out");
   check_like(params.attended, params.out, "attended");
-  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_lse(params, n);
 }
 
 }  // namespace hk::bindings

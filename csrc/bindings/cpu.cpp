@@ -71,9 +71,10 @@ py::object empty_heads(hk::ForwardParams& params, const Sizes& n, py::handle que
 // The output of a call without dropout; None if it is empty, or if a tensor is not plain.
 py::object attend(const py::tuple& scores, py::handle value, const py::tuple& mask,
                   const py::tuple& options, bool recording, int threads) {
-  const py::handle terms = scores[5];
+  const py::tuple terms = terms_of(scores);
+  check_entries(options, 4, "options");
   if (!are_plain(scores, 4, recording) || !is_plain(value, recording) ||
-      !are_plain(options, 1, recording) || !(terms.is_none() || are_plain(terms, 3, recording)))
+      !are_plain(options, 1, recording) || !(terms.empty() || are_plain(terms, 3, recording)))
     return py::none();
   hk::ForwardParams params;
   const Sizes n = set_call(params, scores, value, mask, options, cpu());
@@ -88,6 +89,8 @@ py::object attend(const py::tuple& scores, py::handle value, const py::tuple& ma
 void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                         const py::tuple& options, bool closed_grad, const py::tuple& saved,
                         const py::sequence& gradients, int threads, py::handle alpha) {
+  check_entries(saved, 4, "saved");
+  check_entries(gradients, 10, "gradients");
   hk::BackwardParams params;
   const Sizes n = set_call(params, scores, value, mask, options, cpu());
   set_alpha(params, n, alpha);
@@ -108,7 +111,7 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
   params.dgate = output(gradients[5], cpu(), "dgate");
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
   require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
-  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_lse(params, n);
   check_rows(params.query.dtype, params.dlse, {n.B, n.H, n.T}, "dlse");
   require(!params.alpha || !params.dlse, "dlse", "comes with alpha");
   check_like(params.dquery, params.query, "dquery");
@@ -134,7 +137,7 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
   hk::StatisticsParams params;
   set_scores(params, scores, cpu());
   const Sizes n(params);
-  set_terms(params.terms, scores[5], cpu(), n);
+  set_terms(params.terms, scores, cpu(), n);
   params.mask = mask_of(mask, cpu(), n);
   set_statistics(params, n, excluded, outputs, cpu());
   params.threads = checked_threads(threads);

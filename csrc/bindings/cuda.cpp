@@ -25,8 +25,8 @@ namespace cuda = hk::cuda;
 
 // torch's name of the device that all tensors of a call are on.
 py::object device_of(const py::tuple& target) {
+  check_entries(target, 2, "target");
 #ifdef HK_EMULATED
-  (void)target;
   return Torch::get().cpu;
 #else
   return Torch::get().make_device("cuda", target[0]);
@@ -77,6 +77,7 @@ Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::
 template <typename Params>
 void set_cells(Params& params, const Sizes& n, const py::tuple& mask, const py::object& device) {
   if (!params.mask.dense) return;
+  check_entries(mask, 7, "mask");
   const hk::Tensor cells = cells_of(mask[6], device);
   const int64_t full[4] = {n.B, n.H, cells_along(n.T), cells_along(n.S)};
   require(cells.rank == 4, "dense_cells");
@@ -130,6 +131,7 @@ void set_splits(cuda::AttendParams& params, const Sizes& n, py::handle parts,
                 const py::object& device) {
   if (parts.is_none()) return;
   const py::tuple given = py::cast<py::tuple>(parts);
+  check_entries(given, 3, "parts");
   const hk::Tensor acc = needed(given[0], device, "acc");
   const hk::Tensor row_max = needed(given[1], device, "row_max");
   const hk::Tensor row_sum = needed(given[2], device, "row_sum");
@@ -183,6 +185,8 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
 void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& mask,
                     const py::tuple& options, const py::tuple& read, const py::tuple& written,
                     const py::tuple& target) {
+  check_entries(read, 4, "read");
+  check_entries(written, 4, "written");
   cuda::RowsParams params;
   const py::object device = device_of(target);
   const Sizes n = set_single_call(params, scores, value, mask, options, device);
@@ -218,6 +222,7 @@ void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& 
 Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, py::handle value,
                         const py::tuple& mask, const py::tuple& options, const py::tuple& read,
                         int splits, const py::object& device) {
+  check_entries(read, 3, "read");
   const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   params.dattended = needed(read[0], device, "dattended");
   params.lse = needed(read[1], device, "lse");
@@ -234,6 +239,7 @@ Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, p
 void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& mask,
                     const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
                     int splits, const py::tuple& target) {
+  check_entries(gradients, 3, "gradients");
   cuda::KeysParams params;
   const py::object device = device_of(target);
   const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
@@ -258,6 +264,7 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
                        const py::tuple& options, const py::tuple& read,
                        const py::sequence& gradients, int splits, bool closed_grad,
                        const py::tuple& target) {
+  check_entries(gradients, 2, "gradients");
   cuda::QueriesParams params;
   const py::object device = device_of(target);
   const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
@@ -265,9 +272,10 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
   params.dquery = output(gradients[0], device, "dquery");
   params.dmixing = output(gradients[1], device, "dmixing");
   if (params.mixing) {
-    const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
-                                       params.value.size[3], cuda::has_terms(params))
-                            .block_m;
+    const int block_m =
+        cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
+                       params.value.size[3], cuda::has_terms(params), target_of(target).device)
+            .block_m;
     const int64_t tiles = (n.T + block_m - 1) / block_m;
     check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
     require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery",
@@ -287,6 +295,7 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
 void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& mask,
                     const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
                     int splits, const py::tuple& target) {
+  check_entries(gradients, 2, "gradients");
   cuda::BiasParams params;
   const py::object device = device_of(target);
   const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
@@ -298,7 +307,8 @@ void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& 
   const hk::DType dtype = params.query.dtype;
   const int64_t* const size = params.terms.bias.size;
   check_rows(dtype, params.dbias, {splits * size[0], size[1], size[2], size[3], size[4]}, "dbias");
-  const int tile = cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true).block_m;
+  const int tile =
+      cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true, target_of(target).device).block_m;
   const int64_t blocks = (n.T + tile - 1) / tile + (n.S + tile - 1) / tile;
   check_rows(dtype, params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
   if (!params.dbias && !params.doffset_bias) return;
@@ -314,7 +324,7 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
   const py::object device = device_of(target);
   set_scores(params, scores, device);
   const Sizes n(params);
-  set_terms(params.terms, scores[5], device, n);
+  set_terms(params.terms, scores, device, n);
   set_statistics(params, n, excluded, outputs, device);
   params.mask = mask_of(mask, device, n);
   check_singles(params);
@@ -338,8 +348,9 @@ void dense_cells(py::handle mask, py::handle cells, const py::tuple& target) {
 }
 
 // (query rows, keys, features of a slice) of one block of threads.
-py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms) {
-  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv, terms);
+py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms,
+                   int device) {
+  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv, terms, device);
   return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
 }
 

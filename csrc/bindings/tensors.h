@@ -44,6 +44,14 @@ inline py::object checked(PyObject* object) {
   return py::reinterpret_steal<py::object>(object);
 }
 
+// Refuses a tuple or list of arguments with fewer than `count` entries.
+inline void check_entries(py::handle entries, Py_ssize_t count, const char* name) {
+  const Py_ssize_t found = PySequence_Size(entries.ptr());
+  if (found < 0) throw py::error_already_set();
+  if (found < count)
+    refuse(name, "has " + std::to_string(found) + " entries, not " + std::to_string(count));
+}
+
 // The C API instead of pybind11's casts: 0.5 us per tensor instead of 1.5.
 inline py::object call(py::handle object, const py::str& method) {
   return checked(PyObject_CallMethodNoArgs(object.ptr(), method.ptr()));
@@ -101,8 +109,8 @@ inline bool is_plain(py::handle tensor, bool recording) {
   return call(tensor, torch.is_neg).ptr() == Py_False;
 }
 
-// The same for the first `count` arguments.
-inline bool are_plain(py::handle arguments, Py_ssize_t count, bool recording) {
+// The same for the first `count` entries of a tuple.
+inline bool are_plain(const py::tuple& arguments, Py_ssize_t count, bool recording) {
   for (Py_ssize_t i = 0; i < count; ++i)
     if (!is_plain(PyTuple_GET_ITEM(arguments.ptr(), i), recording)) return false;
   return true;
@@ -142,6 +150,7 @@ inline Tensor output(py::handle tensor, const py::object& device, const char* na
 
 // The mask of all kernels: (k_lo, k_hi, key_visible, dense, band_lo, band_hi).
 inline MaskParams mask_of(const py::tuple& mask, const py::object& device, const Sizes& n) {
+  check_entries(mask, 6, "mask");
   return mask_of({given(mask[0], device, "k_lo"), given(mask[1], device, "k_hi"),
                   given(mask[2], device, "key_visible"), given(mask[3], device, "dense_mask"),
                   py::cast<int64_t>(mask[4]), py::cast<int64_t>(mask[5])},
@@ -151,17 +160,27 @@ inline MaskParams mask_of(const py::tuple& mask, const py::object& device, const
 // Gate and dropout: (gate, activation, seed, dropout_p).
 inline void set_head_options(AttentionParams& params, const py::tuple& options,
                              const py::object& device) {
+  check_entries(options, 4, "options");
   params.gate = floating(options[0], device, "gate");
   params.activation = activation_of(py::cast<std::string>(options[1]));
   const double p = py::cast<double>(options[3]);
   if (p != 0.0) set_dropout(params.dropout, given(options[2], device, "seed"), p);
 }
 
-// The score terms: None, or (bias, offset_bias, sinks, softcap).
-inline void set_terms(ScoreTerms& terms, py::handle tuple, const py::object& device,
+// The score terms: (bias, offset_bias, sinks, softcap), or an empty tuple for None.
+inline py::tuple terms_of(const py::tuple& scores) {
+  check_entries(scores, 6, "scores");
+  const py::handle terms = PyTuple_GET_ITEM(scores.ptr(), 5);
+  if (terms.is_none()) return py::tuple();
+  if (!PyTuple_Check(terms.ptr())) refuse("terms", "is no tuple");
+  check_entries(terms, 4, "terms");
+  return py::reinterpret_borrow<py::tuple>(terms);
+}
+
+inline void set_terms(ScoreTerms& terms, const py::tuple& scores, const py::object& device,
                       const Sizes& n) {
-  if (tuple.is_none()) return;
-  const auto parts = py::reinterpret_borrow<py::tuple>(tuple);
+  const py::tuple parts = terms_of(scores);
+  if (parts.empty()) return;
   set_terms(terms,
             {given(parts[0], device, "bias"), given(parts[1], device, "offset_bias"),
              given(parts[2], device, "sinks"), py::cast<double>(parts[3])},
@@ -170,6 +189,7 @@ inline void set_terms(ScoreTerms& terms, py::handle tuple, const py::object& dev
 
 // The inputs of scores: (query, key, mixing, content_bias, scale, terms).
 inline void set_scores(AttentionParams& params, const py::tuple& scores, const py::object& device) {
+  check_entries(scores, 6, "scores");
   params.query = needed(scores[0], device, "query");
   params.key = needed(scores[1], device, "key");
   params.mixing = floating(scores[2], device, "mixing");
@@ -184,7 +204,7 @@ inline Sizes set_call(AttentionParams& params, const py::tuple& scores, py::hand
   params.value = needed(value, device, "value");
   set_head_options(params, options, device);
   const Sizes n(params);
-  set_terms(params.terms, scores[5], device, n);
+  set_terms(params.terms, scores, device, n);
   params.mask = mask_of(mask, device, n);
   check_value(params, n);
   check_gate(params.gate, {n.B, n.H, n.T, params.value.size[3]});
@@ -203,6 +223,7 @@ inline void set_term_gradients(BackwardParams& params, const Sizes& n,
 // `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
 inline void set_statistics(StatisticsParams& params, const Sizes& n, py::handle excluded,
                            const py::sequence& outputs, const py::object& device) {
+  check_entries(outputs, 4, "outputs");
   params.lse = needed(outputs[0], device, "lse");
   params.max_prob = needed(outputs[1], device, "max_prob");
   params.entropy = needed(outputs[3], device, "entropy");
@@ -214,6 +235,7 @@ inline void set_statistics(StatisticsParams& params, const Sizes& n, py::handle 
 // (out, attended, lse), the last two of which are optional.
 inline void set_outputs(ForwardParams& params, const Sizes& n, const py::sequence& outputs,
                         const py::object& device) {
+  check_entries(outputs, 3, "outputs");
   params.out = floating(outputs[0], device, "out");
   params.attended = output(outputs[1], device, "attended");
   params.lse = output(outputs[2], device, "lse");

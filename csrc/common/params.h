@@ -92,15 +92,17 @@ struct AttentionParams {
 struct ForwardParams : AttentionParams {
   Tensor out;       // [B, H, T, Dv]
   Tensor attended;  // [B, H, T, Dv], out before the gate; absent if not requested
-  Tensor lse;       // [B, H, T] in the compute type; absent if not requested. Entmax: thresholds
+  // [B, H, T] in the compute type; absent if not requested. Entmax: [2, B, H, T], the largest score
+  // of each row and how far its threshold is above it.
+  Tensor lse;
 };
 
 // Absent gradients are not computed.
 struct BackwardParams : AttentionParams {
   bool closed_grad = true;
-  Tensor dout, attended;        // [B, H, T, Dv]
-  Tensor lse;                   // [B, H, T] in the compute type
-  Tensor dlse;                  // as lse; absent: 0. Comes without a gate that closes heads
+  Tensor dout, attended;  // [B, H, T, Dv]
+  Tensor lse;             // as of the forward pass
+  Tensor dlse;  // [B, H, T] in the compute type; absent: 0. Comes without a gate that closes heads
   Tensor dquery, dkey, dvalue;  // as query, key, value
   Tensor dmixing;               // [B, H, Ds] in the compute type, to be summed over B
   Tensor dcontent_bias;         // [B, H, S] in the compute type

@@ -37,7 +37,7 @@ struct Head {
   Rows key;           // [S][D]
   Rows value;         // [S][Dv]
   Rows content_bias;  // [1][S]; absent for gated attention
-  Real log2_scale;    // makes scores base-2 logarithms of weights
+  Real scale;         // of raw products
   int64_t D, Dv;
   Ranges features;  // features with a nonzero factor
   HeadTerms<Real> terms;
@@ -76,6 +76,7 @@ struct QueryTile {
   PackedQuery<Operand> query;
   Real* out;  // [Dv][64]; undefined until `started`
   bool started = false;
+  alignas(64) Real threshold[BLOCK_M] = {};  // of entmax, above the largest score of the row
 
   static constexpr int64_t query_words(int64_t D) { return packed<Operand>(D) * BLOCK_M; }
   template <typename Operator>
@@ -203,7 +204,7 @@ struct Scored {
   const Real* hiding;
 };
 
-// scratch.scores[n][m] = base-2 logarithm of the weight of key n of `tile` for row m, before any
+// scratch.scores[n][m] = score of key n of `tile` for row m, before any
 // mask; not computed if the bias hides the whole tile. `key` holds the rows of that tile.
 // `with_slope`: also stores the derivative of the cap in scratch.slope.
 template <typename Real, typename Operand>
@@ -226,7 +227,7 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
   if (const Rows& row = head.content_bias) {
     Real bias[BLOCK_N];
     load_row(bias, row.columns(tile.begin).data, row.dtype, tile.count(), row.step);
-    const Real scale = kScaledQuery<Operand> ? head.log2_scale : Real(1);
+    const Real scale = kScaledQuery<Operand> ? head.scale : Real(1);
     for (int n = 0; n < tile.count(); ++n)
       for (int m = 0; m < columns; m += kLanes<Real>)
         store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * scale));
@@ -245,8 +246,8 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
   if (!terms.change_scores() && kScaledQuery<Operand>) return {true, nullptr};
   const bool hides =
-      finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.log2_scale, tile.count(),
-                    columns, bias, scores, with_slope ? scratch.slope : nullptr);
+      finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.scale, tile.count(), columns,
+                    bias, scores, with_slope ? scratch.slope : nullptr);
   return {true, hides ? bias : nullptr};
 }
 
@@ -312,17 +313,20 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
 
 // The outputs of one head.
 struct Outputs {
-  Rows out;       // [T][Dv]
-  Rows attended;  // [T][Dv], absent if not requested
-  void* lse;      // [T] in the compute type, null if not requested
+  Rows out;         // [T][Dv]
+  Rows attended;    // [T][Dv], absent if not requested
+  void* lse;        // [T] in the compute type, null if not requested; entmax: the largest score
+  void* threshold;  // [T] of entmax, above the largest score; null for softmax
 };
 
 // The outputs of a head.
 template <typename Real, typename Operator>
 inline Outputs outputs_of(const Operator& op, const ForwardParams& p, int64_t b, int64_t h) {
   const int64_t row = (b * p.out.size[1] + h) * p.out.size[2];
+  const int64_t rows = p.out.size[0] * p.out.size[1] * p.out.size[2];
   return {head_rows(op, p.out, b, h), head_rows(op, p.attended, b, h),
-          p.lse ? static_cast<Real*>(p.lse.data) + row : nullptr};
+          p.lse ? static_cast<Real*>(p.lse.data) + row : nullptr,
+          p.lse && p.alpha ? static_cast<Real*>(p.lse.data) + rows + row : nullptr};
 }
 
 // Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse;
@@ -334,24 +338,25 @@ inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& term
   if (outputs.attended) store_zeros<Real>(outputs.attended, first, count, Dv);
   if (outputs.lse)
     for (int64_t i = first; i < first + count; ++i)
-      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(kLn2 * terms.sink(i));
+      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(terms.sink(i));
+  if (outputs.threshold) std::fill_n(static_cast<Real*>(outputs.threshold) + first, count, Real(0));
 }
 
 // The normalisation of a row whose weights, relative to `reference`, have this sum: the factor of
-// the unnormalised output, and lse as a natural logarithm in double. Requires a nonzero sum.
+// the unnormalised output, and lse in double. Requires a nonzero sum.
 template <typename Real>
 struct Normalisation {
   Real inverse;
   double lse;
 
   Normalisation(Real reference, Real sum, const HeadTerms<Real>& terms, int64_t row)
-      : inverse(Real(1) / sum), lse(kLn2 * reference + std::log(static_cast<double>(sum))) {
+      : inverse(Real(1) / sum), lse(reference + std::log(static_cast<double>(sum))) {
     const double sink = terms.sink(row), top = std::max<double>(reference, sink);
     if (sink == kHidden<Real>) return;
-    const double share = std::exp2(reference - top);
-    const double total = share * sum + std::exp2(sink - top);
+    const double share = std::exp(reference - top);
+    const double total = share * sum + std::exp(sink - top);
     inverse = static_cast<Real>(share / total);
-    lse = kLn2 * top + std::log(total);
+    lse = top + std::log(total);
   }
 };
 
@@ -389,10 +394,13 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
   transpose(tile.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
   alignas(64) Real tokens[BLOCK_M];
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
-  for (int m = 0; m < visible.count; ++m)
+  for (int m = 0; m < visible.count; ++m) {
+    if (outputs.threshold)
+      static_cast<Real*>(outputs.threshold)[visible.first + m] = tile.threshold[m];
     finish_row(head, gate, tokens[m], outputs, visible.first + m, tile.softmax.reference[m],
                visible.sees(m) ? tile.softmax.sum[m] : Real(0), scratch.rows + m * stride,
                scratch.row);
+  }
 }
 
 }  // namespace hk::HK_LEVEL

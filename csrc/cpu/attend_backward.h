@@ -1,6 +1,6 @@
 // Tiles of query rows against all the keys they see: the backward pass that both operators share.
 //
-// Per pair of tiles, transposed as in the forward pass: S = K Q^T again, P = exp2(S - lse), dP = V
+// Per pair of tiles, transposed as in the forward pass: S = K Q^T again, P = exp(S - lse), dP = V
 // dO^T, dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS. One thread sums dK
 // and dV of its keys in the order of the query tiles, and dQ of a query tile in the order of the
 // keys, so the result does not depend bitwise on how the work is split.
@@ -51,8 +51,7 @@ struct BackwardTile : QueryTile<Real, Operand> {
   Operand* dout;        // [Dv][64] the same transposed, in the memory of `out`
   Real* dquery;         // [D][64]
   SetAside<Real> bad_queries, bad_douts;
-  alignas(64)
-      Real lse[BLOCK_M];  // base 2; +inf where a row sees nothing, so that its probabilities are 0
+  alignas(64) Real lse[BLOCK_M];  // +inf where a row sees nothing, so that its probabilities are 0
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
@@ -104,13 +103,14 @@ struct BackwardScratch : TileScratch<Real, Operand> {
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.
 struct HeadGradients {
-  Rows dout;          // [T][Dv]
-  Rows attended;      // [T][Dv]
-  const void* lse;    // [T] in the compute type
-  const void* dlse;   // [T] in the compute type; null: 0
-  const void* delta;  // [T] in the compute type; null: rowsum(dout * attended) - dlse
-  void* dgate;        // [T] or [T][Dv] in the compute type; null if not requested
-  void* dsinks;       // [T] in the compute type; null if not requested
+  Rows dout;              // [T][Dv]
+  Rows attended;          // [T][Dv]
+  const void* lse;        // [T] in the compute type; entmax: the largest score
+  const void* threshold;  // [T] of entmax, above the largest score; null for softmax
+  const void* dlse;       // [T] in the compute type; null: 0
+  const void* delta;      // [T] in the compute type; null: rowsum(dout * attended) - dlse
+  void* dgate;            // [T] or [T][Dv] in the compute type; null if not requested
+  void* dsinks;           // [T] in the compute type; null if not requested
 };
 
 // The `HeadGradients` of head (b, h); dgate and dsinks are null unless `with_rows`.
@@ -121,6 +121,7 @@ inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p,
   return {head_rows(op, p.dout, b, h),
           head_rows(op, p.attended, b, h),
           static_cast<Real*>(p.lse.data) + row,
+          p.alpha ? static_cast<Real*>(p.lse.data) + op.B * op.H * op.T + row : nullptr,
           p.dlse ? static_cast<Real*>(p.dlse.data) + row : nullptr,
           p.delta ? static_cast<const Real*>(p.delta) + row : nullptr,
           with_rows && p.dgate ? static_cast<Real*>(p.dgate.data) + row * width : nullptr,
@@ -185,7 +186,9 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
     const int64_t i = visible.first + m;
     const Real lse = visible.sees(m) ? static_cast<const Real*>(gradients.lse)[i] : kHidden<Real>;
     const bool sees = lse != kHidden<Real>;  // masks or bias may hide all its keys
-    tile.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse * static_cast<Real>(kLog2e);
+    tile.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse;
+    tile.threshold[m] =
+        gradients.threshold && sees ? static_cast<const Real*>(gradients.threshold)[i] : Real(0);
     const bool there = m < visible.count;
     const Real dlse =
         gradients.dlse && there ? static_cast<const Real*>(gradients.dlse)[i] : Real(0);
@@ -210,7 +213,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
     // The sink's probability times (0 - delta), before rounding.
     if (gradients.dsinks)
       static_cast<Real*>(gradients.dsinks)[i] =
-          -static_cast<Real>(std::exp2(head.terms.sink(i) - tile.lse[m])) *
+          -static_cast<Real>(std::exp(head.terms.sink(i) - tile.lse[m])) *
           (dot(dout, attended, padded) - dlse);
     if (gate) round_row<Operand>(dout, padded);
     tile.delta[m] = gradients.delta ? static_cast<const Real*>(gradients.delta)[i]
@@ -267,13 +270,15 @@ inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeyTile
   const bool all_visible = keys.full && visible.all_rows;
   if (tile.head.order != Real(0)) {  // where the bias hides a pair, its score is -inf
     if (!all_visible) hide(scratch.scores, keys, visible, columns);
-    return entmax(tile.head.order, tile.lse, keys.count(), columns, scratch.scores, scratch.slopes)
+    subtract_top(tile.lse, keys.count(), columns, scratch.scores);
+    return entmax(tile.head.order, tile.threshold, keys.count(), columns, scratch.scores,
+                  scratch.slopes)
         .any;
   }
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       const int at = n * BLOCK_M + m;
-      Vec<Real> p = exp2<Real>(load(scratch.scores + at) - load(tile.lse + m));
+      Vec<Real> p = exp<Real>(load(scratch.scores + at) - load(tile.lse + m));
       if (!all_visible) p = visible.lanes_that_see(m, keys.begin + n) ? p : Vec<Real>{};
       if (hiding) p = load(hiding + at) != kHidden<Real> ? p : Vec<Real>{};
       store<Real>(scratch.scores + at, p);

@@ -7,7 +7,7 @@
 
 namespace hk::HK_LEVEL {
 
-// Running statistics of each query row of a tile, scores as base-2 logarithms.
+// Running statistics of each query row of a tile.
 template <typename Real>
 struct RowStatistics {
   OnlineSoftmax<Real> softmax;
@@ -42,8 +42,10 @@ struct RowStatistics {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       const Vec<Real> top = load(softmax.reference + m), before = load(before_reference + m);
       const Vec<Real> drop = before == kHidden<Real> ? Vec<Real>{} : before - top;
-      Vec<Real> total =
-          load(softmax.rescale + m) * (load(energy + m) + load(before_sum + m) * drop);
+      const Vec<Real> rescale = load(softmax.rescale + m);
+      Vec<Real> total = rescale == Real(0)  // where the drop may be -inf
+                            ? Vec<Real>{}
+                            : rescale * (load(energy + m) + load(before_sum + m) * drop);
       for (int n = 0; n < keys.count(); ++n) {
         const Vec<Real> p = load(probabilities + n * BLOCK_M + m);
         total += p == Real(0) ? Vec<Real>{} : p * (load(scores + n * BLOCK_M + m) - top);
@@ -59,7 +61,7 @@ struct StatisticsTile {
   Head<Real> head;
   VisibleRows<Real> visible;
   RowStatistics<Real> statistics;
-  PackedQuery<Real> query;  // scaled to base-2 logarithms
+  PackedQuery<Real> query;  // scaled
 };
 
 template <typename Real>
@@ -70,23 +72,21 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
     const Real sum = statistics.softmax.sum[m], reference = statistics.softmax.reference[m];
     const bool sees = tile.visible.sees(m) && sum != Real(0);
     const double sink = tile.head.terms.sink(tile.visible.first + m);
-    const double keys = sees ? reference + std::log2(static_cast<double>(sum)) : kHidden<Real>;
-    const double top = std::max(keys, sink);
-    const double lse = sink == kHidden<Real> || !sees
-                           ? (sees ? keys : sink)
-                           : top + std::log2(std::exp2(keys - top) + std::exp2(sink - top));
+    // lse = top + log(total): their sum would lose the second where scores are large.
+    const double top = sees ? std::max<double>(reference, sink) : sink;
+    const double share = sees ? std::exp(reference - top) : 0;
+    const double total = sees ? share * sum + std::exp(sink - top) : 1;
     const bool found = sees && statistics.best_key[m] >= 0;
-    static_cast<Real*>(params.lse.data)[row + m] = static_cast<Real>(kLn2 * lse);
+    static_cast<Real*>(params.lse.data)[row + m] = static_cast<Real>(top + std::log(total));
     static_cast<Real*>(params.max_prob.data)[row + m] =
-        found                ? static_cast<Real>(std::exp2(statistics.best[m] - lse))
+        found                ? static_cast<Real>(std::exp(statistics.best[m] - top) / total)
         : sees && sum != sum ? sum
                              : Real(0);
-    // -sum p log p, of p = 2^(score - lse) and energy = sum 2^(score - reference) (score -
-    // reference)
+    // -sum p log p, of p = e^(score - reference) share / total and energy = sum e^(score -
+    // reference) (score - reference)
+    const double rest = sees && share > 0 ? std::log(total) - (reference - top) : 0;
     static_cast<Real*>(params.entropy.data)[row + m] =
-        sees ? static_cast<Real>(kLn2 * ((lse - reference) * sum - statistics.energy[m]) *
-                                 std::exp2(reference - lse))
-             : Real(0);
+        sees ? static_cast<Real>((rest * sum - statistics.energy[m]) * share / total) : Real(0);
     params.argmax[row + m] = found ? statistics.best_key[m] : -1;
   }
 }

@@ -55,7 +55,7 @@ struct CollaborativeAttention {
       for (int64_t d = 0; d < D; ++d) {
         mixing[h * D + d] = static_cast<Real>(own[d]);
         factors[h * D + d] =
-            mixing[h * D + d] * static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1);
+            mixing[h * D + d] * (kScaledQuery<Operand> ? static_cast<Real>(p.scale) : Real(1));
       }
       for (int64_t begin = 0; begin < D; begin += kMixingChunk) {
         const int64_t end = std::min(D, begin + kMixingChunk);
@@ -84,7 +84,7 @@ struct CollaborativeAttention {
             rows_at(params.key, b),
             head_rows(*this, params.value, b, h, heads_per_value),
             content_bias,
-            static_cast<Real>(params.scale * kLog2e),
+            static_cast<Real>(params.scale),
             D,
             Dv,
             features_of(h),

@@ -104,7 +104,7 @@ class Decoder {
     for (int64_t part = 0; part < parts_; ++part) {
       const PartSums<Real> sums = sums_of(b, hk, part);
       if (sums.weights[slot] == Real(0)) continue;
-      const Real share = exp2<Real>(splat<Real>(sums.references[slot] - reference))[0];
+      const Real share = exp<Real>(splat<Real>(sums.references[slot] - reference))[0];
       sum += share * sums.weights[slot];
       const Real* row = sums.outputs + slot * width;
       for (int64_t d = 0; d < width; d += L)

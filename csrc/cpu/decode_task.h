@@ -215,7 +215,7 @@ class DecodeTask {
       Row& row = head.rows[r];
       Real* scores = head.weights + r * kPart;
       for (int64_t w = 0; w < words; ++w)
-        finish_word(*row.head, kScaledQuery<Operand> ? Real(1) : row.head->log2_scale, row.i,
+        finish_word(*row.head, kScaledQuery<Operand> ? Real(1) : row.head->scale, row.i,
                     begin + w * kWord, std::min(kWord, size - w * kWord), row.seen[w],
                     scores + w * kWord);
       const PartSoftmax<Real> softmax(scores, words);

@@ -4,7 +4,8 @@
 //
 // The threshold of a row makes its probabilities add up to 1 (Correia, Niculae, Martins 2019, where
 // it is called tau = order threshold - 1). As order tends to 0 it tends to the logarithm of the sum
-// of exp(s) and entmax to softmax. Scores and thresholds are base-2 logarithms here.
+// of exp(s) and entmax to softmax. Scores and the threshold of a row are kept relative to its
+// largest score, by which they are as exact for large scores as for small ones.
 #pragma once
 
 #include "cpu/softmax.h"
@@ -43,7 +44,7 @@ inline Vec<Real> log1p(Vec<Real> y) {
     r = r * z + 3.999999999940941908e-1;
     r = r * z + 6.666666666666735130e-1;
   }
-  return n * static_cast<Real>(kLn2) + (f - (half - s * (half + z * r)) + lost);
+  return n * static_cast<Real>(0.69314718055994530942) + (f - (half - s * (half + z * r)) + lost);
 }
 
 // Probabilities, and their derivatives p ^ (2 - alpha) by the score with the threshold held: 0
@@ -70,11 +71,11 @@ struct SquarePower {
 };
 template <typename Real>
 struct AnyPower {
-  Real exponent;  // of 2, from ln(u)
+  Real exponent;
 
-  explicit AnyPower(Real order) : exponent(static_cast<Real>(kLog2e) / order) {}
+  explicit AnyPower(Real order) : exponent(Real(1) / order) {}
   Powers<Real> operator()(Vec<Real> y) const {
-    const Vec<Real> p = exp2<Real>(log1p<Real>(y) * exponent);
+    const Vec<Real> p = exp<Real>(log1p<Real>(y) * exponent);
     return {p, p == Real(0) ? Vec<Real>{} : p / (Real(1) + y)};
   }
 };
@@ -87,10 +88,18 @@ inline void with_power(Real order, Body body) {
   body(AnyPower<Real>(order));
 }
 
+// Makes the scores of a tile relative to the largest score of their rows, in place.
+template <typename Real>
+inline void subtract_top(const Real* top, int keys, int columns, Real* scores) {
+  for (int n = 0; n < keys; ++n)
+    for (int m = 0; m < columns; m += kLanes<Real>)
+      store<Real>(scores + n * BLOCK_M + m, load(scores + n * BLOCK_M + m) - load(top + m));
+}
+
 // max(order * (score - threshold), -1).
 template <typename Real>
 inline Vec<Real> above_threshold(Real order, const Real* score, const Real* threshold) {
-  const Vec<Real> y = (load(score) - load(threshold)) * (order * static_cast<Real>(kLn2));
+  const Vec<Real> y = (load(score) - load(threshold)) * order;
   return at_least<Real>(splat<Real>(-1), y);
 }
 
@@ -132,21 +141,17 @@ inline Support entmax(Real order, const Real* threshold, int keys, int columns, 
 }
 
 // The search for the thresholds of a tile of query rows: Newton's method for sum(p) ^ order = 1,
-// from the largest score. The left side is a norm of what exceeds the threshold, so it is convex
-// and falls, and thresholds only increase. For equal scores, and towards softmax, the first step is
-// exact.
+// from the largest score, which is 0 here. The left side is a norm of what exceeds the threshold,
+// so it is convex and falls, and thresholds only increase. For equal scores, and towards softmax,
+// the first step is exact.
 template <typename Real>
 struct ThresholdSearch {
   Real order;
-  alignas(64) Real threshold[BLOCK_M];
+  alignas(64) Real threshold[BLOCK_M] = {};
   alignas(64) Real total[BLOCK_M];  // sum of probabilities
   alignas(64) Real slope[BLOCK_M];  // sum of their slopes
 
-  // `top` [64]: the largest score of each row, -inf where it sees none.
-  ThresholdSearch(Real order, const Real* top) : order(order) {
-    for (int m = 0; m < BLOCK_M; ++m) threshold[m] = top[m] == kHidden<Real> ? -top[m] : top[m];
-    clear();
-  }
+  explicit ThresholdSearch(Real order) : order(order) { clear(); }
 
   void clear() {
     std::memset(total, 0, sizeof total);
@@ -183,12 +188,11 @@ struct ThresholdSearch {
       const Vec<Real> sum = load(total + m), z = order * log1p<Real>(sum - Real(1));
       Vec<Real> series = splat<Real>(1);  // (1 - exp(-z)) / z
       for (int i = 6; i > 1; --i) series = Real(1) - z * series / static_cast<Real>(i);
-      const Vec<Real> excess =
-          z < Real(0.25) ? z * series : Real(1) - exp2<Real>(z * static_cast<Real>(-kLog2e));
+      const Vec<Real> excess = z < Real(0.25) ? z * series : Real(1) - exp<Real>(-z);
       const Vec<Real> slopes = load(slope + m), before = load(threshold + m);
       const Vec<Real> by = slopes == Real(0)  // the row sees nothing
                                ? Vec<Real>{}
-                               : sum * excess / slopes * (static_cast<Real>(kLog2e) / order);
+                               : sum * excess / slopes / order;
       const Vec<Real> size = before < Real(0) ? -before : before;
       moved |= by > kLeast * at_least<Real>(splat<Real>(1), size);
       store<Real>(threshold + m, slopes == Real(0) ? before : before + by);

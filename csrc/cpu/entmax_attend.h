@@ -7,8 +7,8 @@
 namespace hk::HK_LEVEL {
 
 // Runs the forward loop of a query tile, whose `query` is packed, over its keys. Afterwards
-// `softmax` holds the threshold of each row as reference, and 1 as sum, 0 for rows that see
-// nothing.
+// `softmax` holds the largest score of each row as reference, and 1 as sum, 0 for rows that see
+// nothing; `threshold` is relative to that score.
 template <typename Real, typename Operand>
 inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
                           TileScratch<Real, Operand>& scratch) {
@@ -38,7 +38,14 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
       });
   scratch.scores = tile_scores;
 
-  ThresholdSearch<Real> search(head.order, top);
+  for (int m = 0; m < BLOCK_M; ++m) {
+    tile.softmax.reference[m] = top[m];
+    tile.softmax.sum[m] = top[m] == kHidden<Real> ? Real(0) : Real(1);
+    top[m] = top[m] == kHidden<Real> ? Real(0) : top[m];
+  }
+  for (int64_t at = 0; at < count; ++at)
+    subtract_top(top, kept[at].keys.count(), columns, scores_of(at));
+  ThresholdSearch<Real> search(head.order);
   constexpr int kMostSteps = 32;  // about 4 are taken
   for (int i = 0; i < kMostSteps; ++i) {
     for (int64_t at = 0; at < count; ++at)
@@ -46,10 +53,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
         kept[at].in_reach = search.add(scores_of(at), kept[at].keys.count(), columns);
     if (!search.step(columns)) break;
   }
-  for (int m = 0; m < BLOCK_M; ++m) {
-    tile.softmax.reference[m] = search.threshold[m];
-    tile.softmax.sum[m] = top[m] == kHidden<Real> ? Real(0) : Real(1);
-  }
+  std::memcpy(tile.threshold, search.threshold, sizeof tile.threshold);
   for (int64_t at = 0; at < count; ++at) {
     KeyTile keys = kept[at].keys;
     Real* const p = scores_of(at);

@@ -89,7 +89,8 @@ inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dr
                                           scratch.key.rows(head.key, window, keys), scratch);
     if (!any) return;
     if (hiding || !keys.full) hide(scratch.scores, keys, visible, columns);
-    if (!in_support(order, tile.lse, keys.count(), columns, scratch.scores)) return;
+    subtract_top(tile.lse, keys.count(), columns, scratch.scores);
+    if (!in_support(order, tile.threshold, keys.count(), columns, scratch.scores)) return;
     multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
              scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
              BLOCK_M, false);
@@ -98,7 +99,7 @@ inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dr
       for (int n = 0; n < keys.count(); ++n) {
         for (int m = 0; m < columns; m += kLanes<Real>) {
           const int at = n * BLOCK_M + m;
-          const Vec<Real> y = above_threshold(order, scratch.scores + at, tile.lse + m);
+          const Vec<Real> y = above_threshold(order, scratch.scores + at, tile.threshold + m);
           const Powers<Real> result = power(y);
           const Vec<Real> difference = result.slope == Real(0)
                                            ? Vec<Real>{}

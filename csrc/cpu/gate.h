@@ -10,9 +10,8 @@ namespace hk::HK_LEVEL {
 
 template <typename Real>
 inline Vec<Real> sigmoid(Vec<Real> x) {
-  constexpr Real kLog2e = Real(1.4426950408889634074);
   const IntVec<Real> negative = x < Real(0);
-  const Vec<Real> e = exp2<Real>((negative ? x : -x) * kLog2e);
+  const Vec<Real> e = exp<Real>(negative ? x : -x);
   return (negative ? e : splat<Real>(1)) / (e + Real(1));
 }
 

@@ -19,7 +19,7 @@ struct GatedAttention {
   int64_t kept_tiles;         // tiles of scores that entmax keeps of a query tile
   Range features;             // all
   std::vector<Real> factors;  // of the D features of a query
-  Real log2_scale;            // makes scores base-2 logarithms of weights
+  Real scale;                 // of raw products
   BiasImage<Real> image;
 
   explicit GatedAttention(const AttentionParams& p)
@@ -36,8 +36,8 @@ struct GatedAttention {
         heads_per_key(Hk ? std::max<int64_t>(1, H / Hk) : 1),
         kept_tiles(p.alpha ? ceil_div(S, BLOCK_N) : 0),
         features{0, D},
-        factors(D, static_cast<Real>(kScaledQuery<Operand> ? p.scale * kLog2e : 1)),
-        log2_scale(static_cast<Real>(p.scale * kLog2e)),
+        factors(D, kScaledQuery<Operand> ? static_cast<Real>(p.scale) : Real(1)),
+        scale(static_cast<Real>(p.scale)),
         image(p, B, H, T, S) {}
 
   Head<Real> head(int64_t b, int64_t h) const {
@@ -46,7 +46,7 @@ struct GatedAttention {
             head_rows(*this, params.key, b, h, heads_per_key),
             head_rows(*this, params.value, b, h, heads_per_key),
             Rows{},
-            log2_scale,
+            scale,
             D,
             Dv,
             Ranges{&features, 1},

@@ -75,8 +75,8 @@ inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, 
   return count;
 }
 
-// Products of a row with the keys of a word, [begin, begin + count), times `factor` to base-2
-// logarithms of weights, in place. Those of hidden keys become -inf; the bits in `seen` of keys
+// Products of a row with the keys of a word, [begin, begin + count), times `factor` to scores, in
+// place. Those of hidden keys become -inf; the bits in `seen` of keys
 // that the bias hides are cleared.
 template <typename Real>
 inline void finish_word(const Head<Real>& head, Real factor, int64_t i, int64_t begin,
@@ -91,14 +91,14 @@ inline void finish_word(const Head<Real>& head, Real factor, int64_t i, int64_t 
   if (factor != Real(1)) each([&](Vec<Real> s, int) { return s * factor; });
   if (const Rows& content = head.content_bias) {
     load_row(row, content.columns(begin).data, content.dtype, count, content.step);
-    each([&](Vec<Real> s, int n) { return s + load(row + n) * head.log2_scale; });
+    each([&](Vec<Real> s, int n) { return s + load(row + n) * head.scale; });
   }
   if (const Real cap = terms.cap; cap != Real(0))
     each([&](Vec<Real> s, int) { return tanh<Real>(s * (Real(1) / cap)) * cap; });
   if (terms.has_bias()) {
     terms.load_bias_row(i, begin, count, row);
     for (int n = 0; n < kWord; ++n) seen &= ~(static_cast<uint64_t>(row[n] == kHidden<Real>) << n);
-    each([&](Vec<Real> s, int n) { return s + load(row + n) * static_cast<Real>(kLog2e); });
+    each([&](Vec<Real> s, int n) { return s + load(row + n); });
   }
   if (seen == ~uint64_t{0}) return;
   IntVec<Real> lane;
@@ -125,7 +125,7 @@ struct PartSoftmax {
     for (int l = 0; l < L; ++l) reference = std::max<Real>(reference, top[l]);
     const Real shift = reference == kHidden<Real> ? Real(0) : reference;
     for (int64_t n = 0; n < words * kWord; n += L) {
-      const Vec<Real> weight = exp2<Real>(load(scores + n) - shift);
+      const Vec<Real> weight = exp<Real>(load(scores + n) - shift);
       store<Real>(scores + n, weight);
       total += weight;
     }

@@ -40,14 +40,14 @@ inline int64_t chain_products(int64_t steps) {
   return steps * kChains * kLanes<Real> * kNumbers<Operand>;
 }
 
-// `steps` powers of 2 in each of the chains; returns the number of powers.
+// `steps` powers of e in each of the chains; returns the number of powers.
 template <typename Real>
 inline int64_t chain_powers(int64_t steps) {
   Vec<Real> x[kPowerChains];
   for (int c = 0; c < kPowerChains; ++c) x[c] = splat<Real>(static_cast<Real>(c));
   for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 8
-    for (int c = 0; c < kPowerChains; ++c) x[c] = exp2<Real>(-x[c]);
+    for (int c = 0; c < kPowerChains; ++c) x[c] = exp<Real>(-x[c]);
   }
   for (int c = 0; c < kPowerChains; ++c) asm volatile("" : HK_IN_REGISTER(x[c]));
   return steps * kPowerChains * kLanes<Real>;

@@ -2,7 +2,7 @@
 //
 //   score = softcap * tanh(scale * raw / softcap) + bias
 //
-// Scores are base-2 logarithms of weights here, so cap, bias and sink are multiplied by log2(e).
+// Nothing is folded into them that a finite bias or sink could overflow by.
 #pragma once
 
 #include <cmath>
@@ -14,9 +14,6 @@
 #include "cpu/visible.h"
 
 namespace hk::HK_LEVEL {
-
-constexpr double kLog2e = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
 
 // Score of a hidden pair.
 template <typename Real>
@@ -34,7 +31,7 @@ struct HeadTerms {
   int64_t windows = 0;          // of the image
 
   HeadTerms(const ScoreTerms& terms, int64_t b, int64_t h, int64_t T)
-      : last_row(T - 1), cap(static_cast<Real>(terms.softcap * kLog2e)) {
+      : last_row(T - 1), cap(static_cast<Real>(terms.softcap)) {
     if (const Tensor& t = terms.bias) {
       const int64_t entry =
           b / terms.bias_inner * t.stride[0] + b % terms.bias_inner * t.stride[1] + h * t.stride[2];
@@ -68,9 +65,9 @@ struct HeadTerms {
     load_row(values, part.data, part.dtype, count, part.step);
   }
 
-  // The sink of a row, a base-2 logarithm; -inf where there is none.
+  // The sink of a row; -inf where there is none.
   double sink(int64_t row) const {
-    return sinks ? value(sinks, row, 0) * kLog2e : -std::numeric_limits<double>::infinity();
+    return sinks ? value(sinks, row, 0) : -std::numeric_limits<double>::infinity();
   }
 
  private:
@@ -219,7 +216,7 @@ inline bool finish_scores(Real cap, Real factor, int count, int columns, const R
         const Vec<Real> b = load(bias + at);
         const IntVec<Real> hides = b == kHidden<Real>;
         hidden |= hides;
-        s = hides ? splat<Real>(kHidden<Real>) : s + b * static_cast<Real>(kLog2e);
+        s = hides ? splat<Real>(kHidden<Real>) : s + b;
       }
       store<Real>(scores + at, s);
     }

@@ -130,42 +130,51 @@ inline Vec<Real> at_least(Vec<Real> bound, Vec<Real> x) {
   return bound > x ? bound : x;
 }
 
-// 2^x. Chebyshev interpolants of 2^r on [-1/2, 1/2] (relative error 2.5e-9 for float, 4.2e-18 for
-// double), scaled by 2^n through the exponent bits. Exactly 0 below the normal range, -inf
-// included; NaN stays NaN. For x up to 64.
+// e^x, as 2^n e^r: 2^n through the exponent bits, and of e^r a Chebyshev interpolant on [-ln(2) /
+// 2, ln(2) / 2] (relative error 2.5e-9 for float, 4.2e-18 for double). Exactly 0 below the normal
+// range, -inf included; NaN stays NaN. For x up to 44.
 template <typename Real>
-inline Vec<Real> exp2(Vec<Real> x) {
+inline Vec<Real> exp(Vec<Real> x) {
   constexpr bool kSingle = sizeof(Real) == 4;
   constexpr int kMantissaBits = kSingle ? 23 : 52;
   constexpr Real kBias = kSingle ? Real(127) : Real(1023);
   // Adding 1.5 * 2^kMantissaBits + kBias leaves the rounded, biased integer in the low bits.
   constexpr Real kMagic = (kSingle ? Real(12582912.0) : Real(6755399441055744.0)) + kBias;
+  constexpr Real kLog2e = Real(1.4426950408889634074), kLn2 = Real(0.69314718055994530942);
+  // n times kHigh is exact, and kHigh + kLow = ln(2).
+  constexpr Real kHigh = kSingle ? Real(0.693359375) : Real(0.6931471803691238);
+  constexpr Real kLow = kSingle ? Real(-2.1219444005469058e-4) : Real(1.9082149292705878e-10);
+#ifdef __FP_FAST_FMAF  // x - n ln(2) is rounded once: where p is not tiny, x has a larger error
+  constexpr bool kOneStep = kSingle;
+#else
+  constexpr bool kOneStep = false;
+#endif
 
-  const Vec<Real> lowest = splat<Real>(-kBias);  // its exponent bits are 0, and so is its power
+  const Vec<Real> lowest = splat<Real>(-kBias * kLn2);  // its exponent bits are 0: so is its power
   x = at_least<Real>(lowest, x);
-  const Vec<Real> rounded = x + kMagic;
-  const Vec<Real> r = x - (rounded - kMagic);
+  const Vec<Real> rounded = x * kLog2e + kMagic, n = rounded - kMagic;
+  const Vec<Real> r = kOneStep ? x - n * kLn2 : x - n * kHigh - n * kLow;
   Vec<Real> p;
   if constexpr (kSingle) {
-    p = splat<Real>(0.00015461444698569129083f);
-    p = p * r + 0.001340042817761583794f;
-    p = p * r + 0.0096180566785246380754f;
-    p = p * r + 0.055503272266703020589f;
-    p = p * r + 0.24022650922288758071f;
-    p = p * r + 0.69314720670283259577f;
+    p = splat<Real>(0.0013941108433972674609f);
+    p = p * r + 0.0083751263981533356821f;
+    p = p * r + 0.041666352896775156787f;
+    p = p * r + 0.16666415514653275427f;
+    p = p * r + 0.50000000471177576745f;
+    p = p * r + 1.0000000377162138425f;
     p = p * r + 1.0f;
   } else {
-    p = splat<Real>(4.455817908336064493e-10);
-    p = p * r + 7.0741942972885210056e-9;
-    p = p * r + 1.0178057087733941105e-7;
-    p = p * r + 1.3215432535912376166e-6;
-    p = p * r + 0.000015252733841556772589;
-    p = p * r + 0.00015403530463724354209;
-    p = p * r + 0.0013333558146406470697;
-    p = p * r + 0.0096181291075872566681;
-    p = p * r + 0.055504108664821627039;
-    p = p * r + 0.24022650695910159567;
-    p = p * r + 0.69314718055994530925;
+    p = splat<Real>(2.5110037605963777712e-8);
+    p = p * r + 2.7632639639041029749e-7;
+    p = p * r + 0.0000027557240918578969824;
+    p = p * r + 0.000024801485482328492418;
+    p = p * r + 0.00019841269890047113706;
+    p = p * r + 0.0013888888952314774653;
+    p = p * r + 0.0083333333333196006109;
+    p = p * r + 0.041666666666488095496;
+    p = p * r + 0.16666666666666680806;
+    p = p * r + 0.50000000000000183855;
+    p = p * r + 1.0;
     p = p * r + 1.0;
   }
   // A cast between vectors keeps the bits.
@@ -194,8 +203,7 @@ inline Vec<Real> tanh(Vec<Real> x) {
     near = p / q;
   }
   // Beyond 20 it is 1 in either type; NaN stays NaN.
-  const Vec<Real> power =
-      exp2<Real>((size > Real(20) ? splat<Real>(20) : size) * Real(2 * 1.4426950408889634074));
+  const Vec<Real> power = exp<Real>((size > Real(20) ? splat<Real>(20) : size) * Real(2));
   const Vec<Real> far = Real(1) - Real(2) / (power + Real(1));
   return size < Real(0.625) ? x + x * (z * near) : negative ? -far : far;
 }

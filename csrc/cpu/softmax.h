@@ -20,11 +20,11 @@ inline void hide(Real* scores, const KeyTile& keys, const VisibleRows<Real>& row
 }
 
 // The reference of a row is set to its maximum only when the maximum exceeds it by more than this
-// (base 2, heuristic): few tiles after the first rescale the sums, and no unnormalised probability
-// exceeds 2^8 = 256.
-constexpr float kSlack = 8;
+// (heuristic): few tiles after the first rescale the sums, and no unnormalised probability exceeds
+// e^5.5 = 245.
+constexpr float kSlack = 5.5;
 
-// Running reference (base 2, at most kSlack below the maximum) and sum of each query row.
+// Running reference (at most kSlack below the maximum) and sum of each query row.
 template <typename Real>
 struct OnlineSoftmax {
   alignas(64) Real reference[BLOCK_M];
@@ -40,7 +40,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores (base-2 logarithms) to unnormalised probabilities, in place; true where earlier sums
+  // Scores to unnormalised probabilities, in place; true where earlier sums
   // must be rescaled.
   bool step(Real* scores, int keys, int columns) {
     constexpr int L = kLanes<Real>;
@@ -75,14 +75,14 @@ struct OnlineSoftmax {
       moved |= rises & (before != kHidden<Real>);
       shift[v] = now == kHidden<Real> ? Vec<Real>{} : now;
       store<Real>(reference + at, now);
-      store<Real>(rescale + at, exp2<Real>(before - shift[v]));
+      store<Real>(rescale + at, exp<Real>(before - shift[v]));
       row_sum[v] = Vec<Real>{};
     }
     for (int n = 0; n < keys; ++n) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         Real* at = scores + n * BLOCK_M + m + v * L;
-        const Vec<Real> p = exp2<Real>(load(at) - shift[v]);
+        const Vec<Real> p = exp<Real>(load(at) - shift[v]);
         store<Real>(at, p);
         row_sum[v] += p;
       }

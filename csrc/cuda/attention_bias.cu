@@ -158,7 +158,7 @@ struct BiasGradient {
     if (thread_index() < kBiasTile) {
       const RowTerm term(p, Gate(p.gate, p.activation), visible, at.b, at.h, n.H,
                          first_row + thread_index());
-      rows.set(thread_index(), term);
+      rows.template set<true>(thread_index(), term);
       on_chip.content_bias[thread_index()] =
           ContentBias(p.content_bias, at.b, at.h).at(first_key + thread_index());
       sees = term.range.lo < first_key + kBiasTile && term.range.hi > first_key;
@@ -182,7 +182,7 @@ struct BiasGradient {
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
     on_chip.terms.finish(p, scores);
     dscores.each([&](float& value, int m, int n, int e) {
-      value *= rows.probability(scores.c[m][n][e], kLog2e, row(m, n, e));
+      value *= rows.template probability<true>(scores.c[m][n][e], kLog2e, row(m, n, e));
     });
     left_out.hide(dscores);
     sums.each([&](float& sum, int m, int n, int e) { sum += dscores.c[m][n][e]; });

@@ -11,11 +11,11 @@ namespace hk::cuda {
 // A block of threads computes all rows of one head, which are few: a warp adds up one row after the
 // other, each lane its columns, into shared memory, from where the first warp stores them. A closed
 // head, of which the splits leave nothing, gets its zeros.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kTerms>
 struct AttentionCombine {
   using Params = AttendParams;
   static constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-  using Output = HeadOutput<T, 1, 1, kWidth, true>;
+  using Output = HeadOutput<T, 1, 1, kWidth, kTerms>;
   static constexpr int kMostRows = Output::kRows;
 
   HK_DEVICE static void run(const Params& p) {
@@ -34,7 +34,7 @@ struct AttentionCombine {
                                const Output& output) {
     const int width = static_cast<int>(p.out.size[3]);
     const auto index = [&](int split) { return index_of_split(p, split, at.b, at.h, row); };
-    RowOfParts<kWidth> sums;
+    RowOfParts<kWidth, kTerms> sums;
     sums.add_up(
         splits, [&](int split) { return p.splits.row_max[index(split)]; },
         [&](int split) { return p.splits.row_sum[index(split)]; },
@@ -45,19 +45,21 @@ struct AttentionCombine {
         sums.row_sum == 0.0f ? 0.0f : static_cast<float>(p.dropout.keep_scale) / sums.row_sum;
     sums.each_column(
         [&](int i, int column) { *output.tile.at(row, column) = sums.acc[i] * factor; });
-    if (lane() == 0) output.lse[row] = log_sum_exp(sums.row_max, sums.row_sum);
+    if (lane() == 0) output.lse[row] = log_sum_exp<kTerms>(sums.row_max, sums.row_sum);
   }
 };
 
 template <typename T>
 void combine_pass(const AttendParams& p, const LaunchTarget& target) {
-  with_narrowest<64, 128, 256>(p.out.size[3], [&](auto width) {
-    using Kernel = AttentionCombine<T, width>;
-    if (p.out.size[2] > Kernel::kMostRows)
-      throw Error("keys are split for " + std::to_string(p.out.size[2]) +
-                  " query rows, but only up to " + std::to_string(Kernel::kMostRows) +
-                  " can be combined");
-    launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::shared_bytes(), p, target);
+  with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
+    with_narrowest<64, 128, 256>(p.out.size[3], [&](auto width) {
+      using Kernel = AttentionCombine<T, width, terms>;
+      if (p.out.size[2] > Kernel::kMostRows)
+        throw Error("keys are split for " + std::to_string(p.out.size[2]) +
+                    " query rows, but only up to " + std::to_string(Kernel::kMostRows) +
+                    " can be combined");
+      launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::shared_bytes(), p, target);
+    });
   });
 }
 

@@ -40,15 +40,17 @@ struct RowStatistics {
         most = fmaxf(most, fmaxf(scores.c[0][n][2 * half], scores.c[0][n][2 * half + 1]));
       const float old = row_max[half];
       most = fmaxf(old, most_of_row(most));
-      const float base = most == -kInfinity ? 0.0f : most * kLog2e;
-      const float drop = old == -kInfinity ? 0.0f : old * kLog2e - base;
+      const float base = most == -kInfinity ? 0.0f : most;
+      const float drop = old == -kInfinity ? 0.0f : (old - base) * kLog2e;
       const float alpha = old == -kInfinity ? 0.0f : exp2_approx(drop);
-      float sum = row_sum[half] * alpha, total = (energy[half] + row_sum[half] * drop) * alpha;
+      float sum = row_sum[half] * alpha;
+      // Where alpha is 0, drop may be -inf.
+      float total = alpha == 0.0f ? 0.0f : (energy[half] + row_sum[half] * drop) * alpha;
       HK_UNROLL
       for (int n = 0; n < kColumns / 8; ++n) {
         HK_UNROLL
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          const float score = scores.c[0][n][e], depth = score * kLog2e - base;
+          const float score = scores.c[0][n][e], depth = (score - base) * kLog2e;
           const float p = exp2_approx(depth);
           const int column = column_of(n, e), key = first_key + column;
           sum += p;

@@ -144,7 +144,7 @@ struct CollaborativeForward {
     Accumulator<kGroups, kBlockN> scores;
     attended.clear();
     scores.clear();
-    OnlineSoftmax<kGroups> softmax;
+    OnlineSoftmax<kGroups, kTerms> softmax;
     Step step = {first_tile};
     if (step.tile < list.count()) {
       copy(step);

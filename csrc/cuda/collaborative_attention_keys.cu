@@ -187,7 +187,7 @@ struct CollaborativeKeys {
                         at.first_key);
     Step step = {first_tile};
     copy(step);
-    if (sets_term(step)) on_chip.terms->set(thread_index(), term_of(step));
+    if (sets_term(step)) on_chip.terms->template set<kTerms>(thread_index(), term_of(step));
     commit_copies();
     const float* const factors = features.factors();
     Scores scores;
@@ -220,7 +220,7 @@ struct CollaborativeKeys {
         scores.clear();
       }
       sync_block();  // no thread reads this step's tiles, nor the terms
-      if (sets_term(next)) on_chip.terms->set(thread_index(), term);
+      if (sets_term(next)) on_chip.terms->template set<kTerms>(thread_index(), term);
       step = next;
     }
   }
@@ -259,7 +259,7 @@ struct CollaborativeKeys {
     };
     if (kTerms && wants_dscores) to_dp();  // the slope of the scores goes into it
     score_terms.finish(p, probabilities, &dscores);
-    to_probabilities(probabilities, row, Terms::scale_log2(p));
+    to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
       Scores weights = probabilities;

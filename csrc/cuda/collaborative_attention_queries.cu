@@ -159,7 +159,8 @@ struct CollaborativeQueries {
 
     for (int i = thread_index(); i < kBlockM; i += kThreads) {
       const Gate gate(p.gate, p.activation);
-      on_chip.terms->set(i, RowTerm(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
+      on_chip.terms->template set<kTerms>(
+          i, RowTerm(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Step step = {first_tile};
@@ -230,7 +231,7 @@ struct CollaborativeQueries {
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
     score_terms.finish(p, scores, &dscores);
-    to_probabilities(scores, row, Terms::scale_log2(p));
+    to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
     to_dscores(dscores, scores, left_out);
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
   }

@@ -46,13 +46,14 @@ HK_PASS(attention_statistics, statistics_pass, StatisticsPass, query)
 
 #undef HK_PASS
 
-Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv, bool terms) {
+Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv, bool terms, int device) {
   const std::string name = kernel, pass = name.substr(name.find('.') + 1);
   const bool gated = name == "gated_attention." + pass;
   const Tiles tiles = with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if (pass == "bias") return Tiles{kBiasTile, kBiasTile, 0};
-    return gated ? gated_tiles<T>(pass, D, Dv, terms) : collaborative_tiles<T>(pass, Dv, terms);
+    return gated ? gated_tiles<T>(pass, D, Dv, terms, runs_wide_keys<T>(device))
+                 : collaborative_tiles<T>(pass, Dv, terms);
   });
   if (tiles.block_m == 0 || !(gated || name == "collaborative_attention." + pass))
     throw std::invalid_argument("no kernel is called " + name);

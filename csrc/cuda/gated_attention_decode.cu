@@ -90,7 +90,7 @@ struct GatedDecode {
     const int own = warp() * kOwn;  // of the keys of a tile
     Accumulator<1, kWidth> attended;
     attended.clear();
-    OnlineSoftmax<1> softmax;
+    OnlineSoftmax<1, kTerms> softmax;
 
     const auto from = [&](int index) {
       while (index < list.count() && !shows(p, rows, S, list[index] * kBlockN)) ++index;
@@ -198,7 +198,7 @@ struct GatedDecode {
   // come here and give up the shared memory.
   HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
                               const Accumulator<1, kWidth>& attended,
-                              const OnlineSoftmax<1>& softmax) {
+                              const OnlineSoftmax<1, kTerms>& softmax) {
     sync_block();
     const SumMemory memory;
     float *const row_max = memory.row_max, *const row_sum = memory.row_sum;
@@ -219,7 +219,7 @@ struct GatedDecode {
     const int width = static_cast<int>(p.out.size[3]);
     HK_ROLLED
     for (int row = warp(); row < kBlockM && rows.has(row); row += kWarps) {
-      RowOfParts<kWidth> sums;
+      RowOfParts<kWidth, kTerms> sums;
       sums.add_up(
           kWarps, [&](int part) { return row_max[part * kBlockM + row]; },
           [&](int part) { return row_sum[part * kBlockM + row]; },

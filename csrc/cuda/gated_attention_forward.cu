@@ -85,7 +85,7 @@ struct GatedForward {
     const int warp_row = warp() * kGroups * 16;
     Accumulator<kGroups, kWidth> attended;
     attended.clear();
-    OnlineSoftmax<kGroups> softmax;
+    OnlineSoftmax<kGroups, kTerms> softmax;
 
     const auto from = [&](int index) {
       return Terms::shown_from(index, list, work.first_row, p, work.head);

@@ -109,7 +109,7 @@ struct GatedKeys {
     copy_rows<kThreads>(value, rows_of<T>(p.value, b, hk), first_key);
     if (step.h < last_head) {
       copy(step, 0);
-      if (thread_index() < kBlockM) rows.set(thread_index(), term_of(step));
+      if (thread_index() < kBlockM) rows.template set<kTerms>(thread_index(), term_of(step));
     }
     commit_copies();
     for (int stage = 0; step.h < last_head; stage ^= 1) {
@@ -134,7 +134,8 @@ struct GatedKeys {
       add_tile(p, visible(), memory, query[stage], dout[stage], partial, hides, b, step.h,
                first_key, first_row, dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
-      if (next.h < last_head && thread_index() < kBlockM) rows.set(thread_index(), term);
+      if (next.h < last_head && thread_index() < kBlockM)
+        rows.template set<kTerms>(thread_index(), term);
       step = next;
     }
     wait_copies<0>();
@@ -177,7 +178,7 @@ struct GatedKeys {
     };
     if (kTerms && wants_dkey) to_dp();  // the slope of the scores goes into it
     terms.finish(p, probabilities, &dscores);
-    to_probabilities(probabilities, row, Terms::scale_log2(p));
+    to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
@@ -207,6 +208,15 @@ struct GatedKeys {
 };
 
 template <typename T>
+bool runs_wide_keys(int device) {
+  if constexpr (kHasWideKeys<T, 128, false>) {
+    constexpr int kBytes = GatedKeys<T, 128, false, Sums::kBoth, true>::shared_bytes();
+    return kBytes <= shared_memory_limits(device).per_block;
+  }
+  return false;
+}
+
+template <typename T>
 void gated_keys(const KeysParams& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto sums, auto wide) {
     using Kernel = GatedKeys<T, width, terms, sums, wide>;
@@ -219,9 +229,7 @@ void gated_keys(const KeysParams& p, const LaunchTarget& target) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
       constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
       if constexpr (kHasWideKeys<T, width, terms>) {
-        constexpr int kBytes = GatedKeys<T, width, terms, Sums::kBoth, true>::shared_bytes();
-        if (kBytes <= shared_memory_limits(target.device).per_block)
-          return run(width, terms, both, std::true_type{});
+        if (runs_wide_keys<T>(target.device)) return run(width, terms, both, std::true_type{});
       }
       constexpr auto wide = std::false_type{};
       if constexpr (width <= 128) {
@@ -234,6 +242,7 @@ void gated_keys(const KeysParams& p, const LaunchTarget& target) {
   });
 }
 
+template bool runs_wide_keys<HK_DTYPE>(int);
 template void gated_keys<HK_DTYPE>(const KeysParams&, const LaunchTarget&);
 
 }  // namespace hk::cuda

@@ -54,7 +54,7 @@ struct GatedQueries {
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
-      terms.set(i, RowTerm(p, gate, visible, b, h, at.H, first_row + i));
+      terms.template set<kTerms>(i, RowTerm(p, gate, visible, b, h, at.H, first_row + i));
     const TileList list =
         tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, memory.scratch);
     const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
@@ -104,7 +104,7 @@ struct GatedQueries {
                                                         first_row + warp_row, first_key);
       centre(dscores, row, left_out, keep_scale);
       score_terms.finish(p, scores, &dscores);
-      to_probabilities(scores, row, Terms::scale_log2(p));
+      to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
       to_dscores(dscores, scores, left_out);
       multiply_weights(dquery, dscores, key[stage]);
       sync_block();

@@ -65,7 +65,8 @@ HK_DEVICE V shuffle_xor(V value, int mask);
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row);
 HK_DEVICE void load_matrices_transposed(uint32_t (&matrices)[4], const void* row);
 
-// C += A B, summed in float. T: bf16, fp16, tf32, of which the last 13 bits count for nothing.
+// C += A B, summed in float and rounded toward zero. T: bf16, fp16, tf32, of which the last 13 bits
+// count for nothing.
 template <typename T>
 HK_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

@@ -27,10 +27,10 @@ HK_DEVICE int64_t index_of_split(const AttendParams& p, int split, int b, int h,
 }
 
 // What one split leaves of the warp's rows, from `first_row` of head (b, h) up to row T.
-template <int kGroups, int kWidth>
+template <int kGroups, int kWidth, bool kTerms>
 HK_DEVICE void store_split(const AttendParams& p, int split, int b, int h, int first_row, int T,
                            Accumulator<kGroups, kWidth>& acc,
-                           const OnlineSoftmax<kGroups>& softmax) {
+                           const OnlineSoftmax<kGroups, kTerms>& softmax) {
   const int width = static_cast<int>(p.out.size[3]);
   HK_UNROLL
   for (int m = 0; m < kGroups; ++m) {

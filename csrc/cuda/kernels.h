@@ -117,7 +117,7 @@ struct Tiles {
 };
 
 // `kernel` is "gated_attention.keys" and the like; `D` is the width of scores, Ds where it is
-// shared; `terms` is has_terms of the call.
-Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv, bool terms);
+// shared; `terms` is has_terms of the call. Some depend on the shared memory of the device.
+Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv, bool terms, int device);
 
 }  // namespace hk::cuda

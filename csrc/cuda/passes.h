@@ -14,6 +14,9 @@ template <typename T>
 void combine_pass(const AttendParams&, const LaunchTarget&);
 template <typename T>
 void gated_keys(const KeysParams&, const LaunchTarget&);
+// Whether its blocks have the wide sizes (kHasWideKeys) on a device.
+template <typename T>
+bool runs_wide_keys(int device);
 template <typename T>
 void gated_queries(const QueriesParams&, const LaunchTarget&);
 template <typename T>

@@ -31,23 +31,26 @@ struct RowTerm {
 // out, what it poisons are the keys that it sees and no others.
 template <int kRows>
 struct RowTerms {
-  float lse[kRows];  // in base 2; +inf for rows that see nothing: p is 0 there
+  float lse[kRows];  // without terms in base 2; +inf for rows that see nothing: p is 0 there
   float delta[kRows], gate[kRows];
   Range range[kRows];
   bool finite_row[kRows];
 
+  template <bool kTerms>
   HK_DEVICE void set(int i, const RowTerm& term) {
     const bool finite = is_finite(term.lse) && is_finite(term.delta);
     finite_row[i] = finite;
-    lse[i] = term.lse == -kInfinity ? kInfinity : term.lse * kLog2e + term.delta * 0.0f;
+    const float own = kTerms ? term.lse : term.lse * kLog2e;
+    lse[i] = term.lse == -kInfinity ? kInfinity : own + term.delta * 0.0f;
     delta[i] = finite ? term.delta : 0.0f;
     gate[i] = finite ? term.gate : 0.0f;
     range[i] = term.range;
   }
 
   // p of a score of row i.
+  template <bool kTerms>
   HK_DEVICE float probability(float score, float scale_log2, int i) const {
-    return exp2_approx(score * scale_log2 - lse[i]);
+    return weight_of<kTerms>(score, lse[i], scale_log2);
   }
 };
 

@@ -1,6 +1,8 @@
 // The softmax of a row, tile by tile, in base 2: p = 2^(scale_log2 * score - row_max), where
 // scale_log2 is |scale| * log2(e). Scores stay unscaled until they meet it in one multiply-add.
-// row_max is finite from the start: no difference of two infinities has to be looked for.
+// Scores with terms (kTerms) are final and may be large: p = 2^((score - row_max) * log2(e)), for
+// their product with log2(e) may overflow, and their difference is exact near the maximum. row_max
+// is finite from the start: no difference of two infinities has to be looked for.
 #pragma once
 
 #include <cmath>
@@ -22,8 +24,21 @@ HK_DEVICE float softmax_scale(double scale, bool terms) {
 }
 
 // lse of a row, -inf if it saw nothing.
+template <bool kTerms>
 HK_DEVICE float log_sum_exp(float row_max, float row_sum) {
-  return row_sum == 0.0f ? -kInfinity : row_max * kLn2 + logf(row_sum);
+  return row_sum == 0.0f ? -kInfinity : (kTerms ? row_max : row_max * kLn2) + logf(row_sum);
+}
+
+// p of a score.
+template <bool kTerms>
+HK_DEVICE float weight_of(float score, float row_max, float scale_log2) {
+  return exp2_approx(kTerms ? (score - row_max) * kLog2e : score * scale_log2 - row_max);
+}
+
+// What sums over `row_max` are multiplied by to be sums over a larger one.
+template <bool kTerms>
+HK_DEVICE float rescaling(float row_max, float larger) {
+  return exp2_approx(kTerms ? (row_max - larger) * kLog2e : row_max - larger);
 }
 
 // The largest value and the sum of a row's four lanes.
@@ -36,9 +51,9 @@ HK_DEVICE float sum_of_row(float value) {
   return value + shuffle_xor(value, 2);
 }
 
-template <int kGroups>
+template <int kGroups, bool kTerms>
 struct OnlineSoftmax {
-  float row_max[kGroups][2];  // the largest score so far, times scale_log2
+  float row_max[kGroups][2];  // the largest score so far; without terms times scale_log2
   float row_sum[kGroups][2];  // this lane's part of the sum of probabilities
 
   HK_DEVICE OnlineSoftmax() {
@@ -65,14 +80,15 @@ struct OnlineSoftmax {
         for (int n = 0; n < kColumns / 8; ++n)
           most = fmaxf(most, fmaxf(scores.c[m][n][2 * half], scores.c[m][n][2 * half + 1]));
         const float old = row_max[m][half];
-        most = fmaxf(old, most_of_row(most) * scale_log2);
-        alpha[m][half] = exp2_approx(old - most);
+        most = most_of_row(most);
+        most = fmaxf(old, kTerms ? most : most * scale_log2);
+        alpha[m][half] = rescaling<kTerms>(old, most);
         row_max[m][half] = most;
         row_sum[m][half] *= alpha[m][half];
       }
     }
     scores.each([&](float& value, int m, int, int e) {
-      value = exp2_approx(value * scale_log2 - row_max[m][e / 2]);
+      value = weight_of<kTerms>(value, row_max[m][e / 2], scale_log2);
       row_sum[m][e / 2] += value;
     });
     acc.each([&](float& value, int m, int, int e) { value *= alpha[m][e / 2]; });
@@ -88,7 +104,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         const float sum = sum_of_row(row_sum[m][half]);
         row_sum[m][half] = sum == 0.0f ? 0.0f : keep_scale / sum;
-        row_max[m][half] = log_sum_exp(row_max[m][half], sum);
+        row_max[m][half] = log_sum_exp<kTerms>(row_max[m][half], sum);
       }
     }
     acc.each([&](float& value, int m, int, int e) { value *= row_sum[m][e / 2]; });
@@ -97,7 +113,7 @@ struct OnlineSoftmax {
 
 // The sums of a row whose keys were split into parts, held by a warp: each lane has every 32nd
 // column of `acc`.
-template <int kWidth>
+template <int kWidth, bool kTerms>
 struct RowOfParts {
   float row_max = kLowest, row_sum = 0.0f, acc[kWidth / kWarp] = {};
 
@@ -116,7 +132,7 @@ struct RowOfParts {
     for (int part = 0; part < count; ++part) row_max = fmaxf(row_max, row_max_of(part));
     HK_UNROLL_BY(4)
     for (int part = 0; part < count; ++part) {
-      const float share = exp2_approx(row_max_of(part) - row_max);
+      const float share = rescaling<kTerms>(row_max_of(part), row_max);
       row_sum += share * row_sum_of(part);
       each_column([&](int i, int column) { acc[i] += share * acc_of(part, column); });
     }

@@ -4,7 +4,7 @@
 // shared memory or from an accumulator (in registers, without a way through memory); its right
 // operand from a tile of rows, as [columns, depth] or as [depth, columns]. bfloat16 and float16
 // take one product; float takes three in tf32, of the parts of x = high + low, which leaves an
-// error of 2^-21 of each product.
+// error of 2^-21 of each product, and adds them to the accumulator outside of the tensor cores.
 #pragma once
 
 #include <cmath>
@@ -133,15 +133,23 @@ struct TensorCore<float> {
     return result;
   }
 
-  // Small products first.
+  // Small products first. Tensor cores round toward zero: accumulated there, the errors of all
+  // steps would add up with one sign. The sum of a step starts from zero and is added rounded to
+  // nearest.
   HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left,
                                  const Operand& right) {
-    multiply_add<tf32>(c0, left.low, right.high[0], right.high[1]);
-    multiply_add<tf32>(c1, left.low, right.high[2], right.high[3]);
-    multiply_add<tf32>(c0, left.high, right.low[0], right.low[1]);
-    multiply_add<tf32>(c1, left.high, right.low[2], right.low[3]);
-    multiply_add<tf32>(c0, left.high, right.high[0], right.high[1]);
-    multiply_add<tf32>(c1, left.high, right.high[2], right.high[3]);
+    float step0[4] = {}, step1[4] = {};
+    multiply_add<tf32>(step0, left.low, right.high[0], right.high[1]);
+    multiply_add<tf32>(step1, left.low, right.high[2], right.high[3]);
+    multiply_add<tf32>(step0, left.high, right.low[0], right.low[1]);
+    multiply_add<tf32>(step1, left.high, right.low[2], right.low[3]);
+    multiply_add<tf32>(step0, left.high, right.high[0], right.high[1]);
+    multiply_add<tf32>(step1, left.high, right.high[2], right.high[3]);
+    HK_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      c0[e] += step0[e];
+      c1[e] += step1[e];
+    }
   }
 };
 

@@ -27,11 +27,11 @@ struct TileTerms {
 
 // Scores become probabilities; those of hidden pairs are what the other factor makes of them, and
 // have to be hidden there.
-template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
+template <bool kTerms, ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
                                 const TileTerms<kLayout, kRows>& row, float scale_log2) {
   scores.each([&](float& value, int m, int n, int e) {
-    value = row.terms.probability(value, scale_log2, row(m, n, e));
+    value = row.terms.template probability<kTerms>(value, scale_log2, row(m, n, e));
   });
 }
 

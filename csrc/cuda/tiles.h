@@ -68,6 +68,7 @@ struct BackwardSizes {
 // loaded in every product.
 struct WideKeysSizes {
   static constexpr int kWarps = 8, kGroups = 2, kOther = 64, kAcross = 2;
+  static constexpr int kOwn = kWarps / kAcross * kGroups * 16;
 };
 
 // Whether a pass by keys exists in the wide sizes too.
@@ -110,9 +111,9 @@ void with_decode_width(int64_t D, int64_t Dv, F&& f) {
   with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
 }
 
-// Of "forward", "decode", "keys" or "queries".
+// Of "decode", "keys" or "queries"; `wide_keys` is runs_wide_keys of the device.
 template <typename T>
-Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms) {
+Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms, bool wide_keys) {
   Tiles tiles{};
   if (pass == "decode") {
     with_decode_width(D, Dv, [&](auto width) {
@@ -125,9 +126,9 @@ Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms) {
     with_width<T, there>(D, Dv, [&](auto width) {
       using Sizes = BackwardSizes<T, width, there>;
       constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
-      using Forward = ForwardSizes<T, width, there, false>;
-      if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
       if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
+      if (pass == "keys" && kHasWideKeys<T, width, there> && wide_keys)
+        tiles = {WideKeysSizes::kOther, WideKeysSizes::kOwn, 0};
       if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};
     });
   });

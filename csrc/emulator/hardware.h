@@ -93,12 +93,46 @@ double operand(uint32_t bits) {
   }
 }
 
-// Products and their sum in double, rounded once.
+// The sums of a row and 8 columns.
+using Row = double[8];
+
+// Adds products to sums as the tensor cores of sm_80 do (Fasi et al. 2021, "Numerical behavior of
+// NVIDIA tensor cores"; Khattak and Mikaitis 2025, "Accurate models of NVIDIA tensor cores"): exact
+// products, all terms aligned to the largest and cut off below its 24th binary place, and their sum
+// rounded toward zero.
+template <int kCount>
+void add_products(Row& sums, const double* a, const Row* b) {
+  Row terms[kCount + 1], exact = {}, largest = {};
+  for (int column = 0; column < 8; ++column) terms[kCount][column] = sums[column];
+  for (int k = 0; k < kCount; ++k)
+    for (int column = 0; column < 8; ++column) terms[k][column] = a[k] * b[k][column];
+  for (const Row& term : terms) {
+    for (int column = 0; column < 8; ++column) {
+      const double size = std::abs(term[column]);
+      largest[column] = largest[column] < size ? size : largest[column];
+      exact[column] += term[column];
+    }
+  }
+  Row scale;
+  int32_t aligned[8] = {};
+  for (int column = 0; column < 8; ++column)
+    scale[column] = 0x1p24 / emulator::power_of_two_below(largest[column]);
+  for (const Row& term : terms)
+    for (int column = 0; column < 8; ++column)
+      aligned[column] += static_cast<int32_t>(term[column] * scale[column]);
+  for (int column = 0; column < 8; ++column) {
+    const bool is_plain = largest[column] != 0 && std::isfinite(exact[column]);
+    sums[column] =
+        is_plain ? emulator::toward_zero(aligned[column] / scale[column]) : exact[column];
+  }
+}
+
 template <typename T>
 void multiply_add(void* const* arguments, int) {
   constexpr int kNumbers = std::is_same_v<T, tf32> ? 1 : 2;  // numbers per word
-  constexpr int kHalf = 4 * kNumbers, kDepth = 2 * kHalf;
-  double a[16][kDepth], b[kDepth][8], sum[16][8] = {};
+  constexpr int kHalf = 4 * kNumbers, kDepth = 2 * kHalf;    // half a depth is added up at a time
+  double a[16][kDepth];
+  Row b[kDepth], sums[16];
   for (int i = 0; i < kWarp; ++i) {
     const Product& lane = *static_cast<Product*>(arguments[i]);
     const int row = i / 4;
@@ -113,14 +147,14 @@ void multiply_add(void* const* arguments, int) {
         b[k][row] = number(lane.b[half]);
       }
     }
+    for (int e = 0; e < 4; ++e) sums[row + 8 * (e / 2)][2 * (i % 4) + e % 2] = lane.c[e];
   }
   for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < kDepth; ++k)
-      for (int column = 0; column < 8; ++column) sum[row][column] += a[row][k] * b[k][column];
+    for (int k = 0; k < kDepth; k += kHalf) add_products<kHalf>(sums[row], a[row] + k, b + k);
   for (int i = 0; i < kWarp; ++i) {
     float* const c = static_cast<Product*>(arguments[i])->c;
     for (int e = 0; e < 4; ++e)
-      c[e] = static_cast<float>(c[e] + sum[i / 4 + 8 * (e / 2)][2 * (i % 4) + e % 2]);
+      c[e] = static_cast<float>(sums[i / 4 + 8 * (e / 2)][2 * (i % 4) + e % 2]);
   }
 }
 

@@ -17,6 +17,24 @@ inline float bits_float(uint32_t bits) {
   return x;
 }
 
+// The power of two at or below a normal number above 0.
+inline double power_of_two_below(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= 0x7ff0000000000000u;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Without the bits that a float lacks, other than a subnormal one.
+inline double toward_zero(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= ~((uint64_t{1} << 29) - 1);
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
 inline float widen_bf16(uint32_t bits) { return bits_float(bits << 16); }
 
 inline uint16_t narrow_bf16(float x) {

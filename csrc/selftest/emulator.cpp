@@ -231,6 +231,31 @@ void mistakes() {
          [&] { load_matrices_transposed(matrices, shared_memory() + 4 * (lane() % 4)); });
 }
 
+// What multiply_add<bf16> makes of c and one row of products, the first of which is `first` and the
+// others `rest`.
+float sum_of_products(float c, float first, float rest) {
+  float result = 0;
+  results("round_robin", [&](int i) {
+    const int lane = i % kWarp;
+    const uint32_t ones = pack<bf16>(1, 1), others = pack<bf16>(rest, rest);
+    const uint32_t row[4] = {lane == 0 ? pack<bf16>(first, rest) : others, others, others, others};
+    float sums[4] = {c, c, c, c};
+    multiply_add<bf16>(sums, row, ones, ones);
+    if (lane == 0) result = sums[0];
+    return 0u;
+  });
+  return result;
+}
+
+void rounding() {
+  for (const float sign : {1.0f, -1.0f}) {
+    expect(sum_of_products(sign, sign * 0x3p-24f, 0) == sign * (1 + 0x1p-23f),
+           "sums are rounded toward zero");
+    expect(sum_of_products(sign, sign * 0x1p-22f, sign * 0x1p-25f) == sign * (1 + 0x1p-22f),
+           "terms are cut off below the 24th binary place of the largest");
+  }
+}
+
 // Two blocks of four warps: rows of a product, through copies, matrices, shuffles and barriers.
 uint32_t product(int i) {
   bf16* const tile = reinterpret_cast<bf16*>(shared_memory());  // [32][16]
@@ -302,6 +327,7 @@ int main() {
   barriers();
   copies();
   mistakes();
+  rounding();
   schedules();
   launches();
   std::printf("%d failures\n", failures);

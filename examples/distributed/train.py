@@ -184,8 +184,6 @@ def prune(run: Run, whole: CharLM) -> Run:
     """The model without its closed heads; each layer keeps a number of heads that the mesh can split."""
     gather(run.model, into=whole)
     processes = run.mesh["tp"].size()
-    if run.settings.method == "ulysses":
-        processes *= run.mesh["cp"].size()
     closed = hk.heads.closed(whole)
     for name, heads in closed.items():
         left = run.settings.heads - len(heads)
@@ -239,7 +237,7 @@ def run_all(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", type=int, nargs=3, metavar=("DP", "TP", "CP"), default=(1, 1, 1))
-    parser.add_argument("--method", choices=["all_gather", "ulysses"], default="all_gather")
+    parser.add_argument("--method", choices=["all_gather", "ring"], default="all_gather")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument(
         "--folder", help="of the checkpoint (default: a new one, removed at the end)"

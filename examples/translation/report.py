@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -158,15 +157,11 @@ def write(results: Results, folder: Path) -> None:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, which takes its place unless something goes wrong before."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.chmod(name, 0o644)  # mkstemp makes it 0600
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    """A new file, which takes the place of `path` unless something goes wrong before."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        yield new
+        new.replace(path)
 
 
 def draw(results: Results) -> Figure:

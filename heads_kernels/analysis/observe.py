@@ -44,7 +44,7 @@ def observe(
 
     Raises:
         ValueError: a layer does not exist or is observed already; the attention function of a transformers model is not
-            this package's; in the forward pass, a layer ran without calling its observer.
+            this package's, now or in a forward pass; in the forward pass, a layer ran without calling its observer.
     """
     there = attention_layers(model)
     chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
@@ -64,6 +64,7 @@ def observe(
             if layer.num_heads:
                 chosen_observer = None if layer in beside else observer
                 layer.module.observer = see = _See(layer, chosen_observer, rows, layer in knowing)
+                hooks.append(layer.module.register_forward_pre_hook(see.check_runs))
                 hooks.append(layer.module.register_forward_hook(see.check_called))
         yield chosen
     finally:
@@ -105,6 +106,10 @@ class _See:
             call = replace(call, rows=self._rows[call.B, call.T])
         if self._observer is not None:
             self._observer(self._layer, call)
+
+    def check_runs(self, *_: object) -> None:
+        """A hook before the forward of the layer: refuse another attention function."""
+        check_runs_operators(self._layer)
 
     def check_called(self, module: nn.Module, *_: object) -> None:
         """A forward hook of the layer: refuse a module whose forward calls no observer."""

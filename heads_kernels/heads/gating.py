@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
-from heads_kernels.heads.configs import attention_function
+from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_passes_gradients, check_unpacked
 from heads_kernels.heads.layers import (
     AttentionLayer,
@@ -135,7 +135,26 @@ def _attach(model: nn.Module, gates: Mapping[nn.Module, HeadGate | None]) -> Non
     """Set the gates of these modules, None to remove one; on an error or Ctrl-C none is changed."""
     with kept_on_error(model):
         for module, head_gate in gates.items():
-            module.head_gate = head_gate  # type: ignore[assignment]
+            set_gate(module, head_gate)
+
+
+#: The attribute of a gated module of transformers that holds the handle of its hook.
+_GUARD: Final = "_head_gate_guard"
+
+
+def set_gate(module: Any, head_gate: HeadGate | None) -> None:
+    """Set or remove the gate of a module; one of transformers then refuses to run without its gate."""
+    module.head_gate = head_gate
+    if (guard := vars(module).pop(_GUARD, None)) is not None:
+        guard.remove()
+    if head_gate is not None and names_attention_function(getattr(module, "config", None)):
+        setattr(module, _GUARD, module.register_forward_pre_hook(_check_runs_gate))
+
+
+def _check_runs_gate(module: Any, args: tuple[Any, ...]) -> None:
+    """Hook before the forward of a module of transformers with a gate."""
+    if (runs := attention_function(module)) != NAME and module.head_gate is not None:
+        refuse_ignored_gates(f"a {type(module).__name__}", runs)
 
 
 def _only_closes(head_gate: HeadGate | None) -> bool:
@@ -168,9 +187,16 @@ def _made(
     return head_gate.to(weight.device).train(layer.module.training)
 
 
+def refuse_ignored_gates(where: str, runs: str) -> NoReturn:
+    """Refuse a forward pass without the gates that heads of the module `where` have."""
+    was = f"runs the attention function {runs!r} in {where}, which ignores its gates"
+    again = "call hk.integrations.transformers.use(model) again"
+    refuse("model", was, f"{again}; hk.heads.prune, reopen and ungate remove gates")
+
+
 def check_runs_operators(layer: AttentionLayer) -> None:
     """Refuse a module of transformers whose attention function is not the package's."""
     if not layer.runs_operators:
         runs = attention_function(layer.module)
-        was = f"runs the attention function {runs!r} in {layer}, which ignores gates and pruning"
+        was = f"runs the attention function {runs!r} in {layer}, which ignores gates, pruning and observers"
         refuse("model", was, "call hk.integrations.transformers.use(model) first")

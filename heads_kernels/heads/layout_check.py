@@ -162,7 +162,7 @@ def _run(trial: nn.Module, inputs: Mapping[str, Any]) -> Tensor | str:
 # ---------------------------------------------------------------------- the copy
 class _Narrow(nn.Linear):
     """A random projection of the sizes of another that uses only the first `reads` input features and the first
-    `writes` output features."""
+    `writes` output features. As the other, it takes no other number of features."""
 
     def __init__(self, like: Projection, reads: int, writes: int) -> None:
         nn.Module.__init__(self)
@@ -172,6 +172,8 @@ class _Narrow(nn.Linear):
         self.register_parameter("bias", nn.Parameter(torch.randn(writes)) if has_bias else None)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.shape[-1] != self.in_features:
+            raise ValueError(f"{inputs.shape[-1]} features for a projection of {self.in_features}")
         out = nn.functional.linear(inputs[..., : self.weight.shape[1]], self.weight, self.bias)
         return nn.functional.pad(out, (0, self.out_features - out.shape[-1]))
 

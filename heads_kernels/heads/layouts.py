@@ -219,11 +219,12 @@ def calls_interface(module: nn.Module) -> bool:
     kind: Any = type(module)
     if getattr(kind, "calls_operator", False):
         return True
-    return _calls_interface(getattr(kind, "stock", kind))
+    return class_calls_interface(getattr(kind, "stock", kind))
 
 
 @cache
-def _calls_interface(kind: Any) -> bool:
+def class_calls_interface(kind: Any) -> bool:
+    """Whether the forward of a class calls transformers' attention function."""
     code = getattr(inspect.unwrap(getattr(kind, "forward", kind)), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 

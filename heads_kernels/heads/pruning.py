@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.dense import check_projections, dense_parts
+from heads_kernels.heads.gating import set_gate
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
@@ -44,8 +45,9 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
 
     The parameters are new, with the dtype, device and `requires_grad` of the old ones: create the optimiser afterwards.
     Layers of T5 receive the position bias of all heads; an attention function must select `module.kept_heads` of it, as
-    "heads_kernels" does and transformers' own do not. The remaining heads are recorded in `config.heads_kernels` of
-    transformers models; prune the whole model, not a part of it, so that they are saved.
+    "heads_kernels" does and transformers' own do not. `generation_config.alignment_heads` of Whisper is renumbered. The
+    remaining heads are recorded in `config.heads_kernels` of transformers models; prune the whole model, not a part of
+    it, so that they are saved.
 
     Args:
         model: with attention layers (`attention_layers`).
@@ -60,7 +62,8 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     Raises:
         TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); a projection is not
             an `nn.Linear`, `Conv1D` or LoRA of one, is quantised, parametrised, sharded or offloaded, has forward
-            hooks, or is shared between different layers or roles.
+            hooks, or is shared between different layers or roles; a head is one of Whisper's
+            `generation_config.alignment_heads`.
     """
     check_size("keep_at_least", keep_at_least, 0)
     layers = attention_layers(model)
@@ -70,15 +73,18 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
         check_projections(layer, "prune", adapters=True)
         _check_untied(layer, users)
     taken = {}
+    choices = [(layer, *_gone_and_spared(layer, chosen, keep_at_least)) for layer, chosen in asked]
+    numbers = _alignment_heads(model, {layer.name: gone for layer, gone, _ in choices})
     with kept_on_error(model):
-        for layer, chosen in asked:
-            gone, spared = _gone_and_spared(layer, chosen, keep_at_least)
+        for layer, gone, spared in choices:
             _fold_gate(layer, spared)
             if gone:
                 left = [head for head in range(layer.num_heads) if head not in gone]
                 shrink(layer, left, read_key_heads(layer, left))
             taken[layer.name] = gone
         record_in_config(model)
+    if numbers is not None:
+        model.generation_config.alignment_heads = numbers  # type: ignore[union-attr]
     return taken
 
 
@@ -91,6 +97,30 @@ def _gone_and_spared(
     rank = [1.0] * layer.num_heads if layer.gate is None else layer.gate.rank().tolist()
     strongest = sorted(chosen, key=lambda head: -rank[head])
     return sorted(strongest[must_stay:]), strongest[:must_stay]
+
+
+def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[list[int]] | None:
+    """The heads `[layer, head]` from which Whisper reads when a token was spoken, as they are numbered after pruning;
+    None without such heads.
+
+    Raises:
+        ValueError: one of them would be removed.
+    """
+    there = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
+    if not there:
+        return None
+    numbers = []
+    for layer, head in there:
+        place = f"decoder.layers.{layer}.encoder_attn"
+        removed = next((each for name, each in gone.items() if name.endswith(place)), [])
+        if head in removed:
+            was = f"has head {head} of {place!r}, one of generation_config.alignment_heads"
+            instead = (
+                "keep it, or take it off that list, from which timestamps of tokens are computed"
+            )
+            refuse("heads", was, instead)
+        numbers.append([layer, head - sum(each < head for each in removed)])
+    return numbers
 
 
 def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
@@ -138,4 +168,4 @@ def _fold_gate(layer: AttentionLayer, spared: list[int]) -> None:
             columns = features[:, None] if is_transposed(part) else features
             weight: Tensor = part.weight  # type: ignore[assignment]
             replace(part, "weight", (weight * columns.to(weight.device)).to(weight.dtype))
-    layer.module.head_gate = None
+    set_gate(layer.module, None)

@@ -14,7 +14,8 @@ from heads_kernels.heads.configs import NAME, attention_function, names_attentio
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
 from heads_kernels.heads.layouts import LAYOUTS
-from heads_kernels.heads.shared_cache import store_shared_keys
+from heads_kernels.heads.pruned_calls import check_pruned_call
+from heads_kernels.heads.shared_cache import is_cache, store_shared_keys
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.replacing import put
 from heads_kernels.nn.shared import (
@@ -31,8 +32,8 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
 
     Of a layer whose heads share one key `key_heads` are the value heads.
 
-    The module then has `kept_heads`, an int64 buffer with the original numbers of its heads, and `heads_before`, their
-    original number.
+    The module then has `kept_heads`, an int64 buffer with the original numbers of its heads, `heads_before`, their
+    original number, and `kept_key_heads`, the number of its key heads. One of transformers checks its calls.
     """
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
@@ -55,6 +56,9 @@ def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]
         layer.gate.keep(heads)
     if not hasattr(module, "kept_heads"):
         module.heads_before = layer.num_heads
+        if names_attention_function(getattr(module, "config", None)):
+            module.register_forward_pre_hook(check_pruned_call, with_kwargs=True)
+    module.kept_key_heads = len(key_heads)
     numbers = getattr(module, "kept_heads", torch.arange(layer.num_heads)).to(kept.device)[kept]
     device = layer.output.linear.weight.device
     module.register_buffer("kept_heads", numbers.to(device), persistent=False)
@@ -95,12 +99,19 @@ def _run_without_inputs(layer: AttentionLayer) -> None:
         setattr(layer.module, layer.layout.output, _as_linear(linear))
 
 
-def _as_linear(linear: Any) -> nn.Linear:
+def _as_linear(linear: Any) -> nn.Module:
     """The same projection as an `nn.Linear`."""
     made = nn.Linear(1, linear.nf, device="meta")
     made.in_features = linear.nx
     made.weight = nn.Parameter(linear.weight.detach().T, linear.weight.requires_grad)
     made.bias = linear.bias
+    return as_initialised(made)
+
+
+def as_initialised(made: nn.Module) -> nn.Module:
+    """A module whose weights `PreTrainedModel.init_weights` does not draw anew."""
+    for part in made.modules():
+        part._is_hf_initialized = True  # type: ignore[assignment]
     return made
 
 
@@ -205,8 +216,9 @@ def check_runs_shared(
         )
         refuse("attn_implementation", was, instead)
     _check_whole(module)
-    if (past := (arguments or {}).get("past_key_values")) is not None:
-        store_shared_keys(past, module.layer_idx, rotary_places(module))
+    for each in (*inputs, *(arguments or {}).values()):
+        if is_cache(each):
+            store_shared_keys(each, module.layer_idx, rotary_places(module))
 
 
 def _check_whole(module: nn.Module) -> None:
@@ -254,6 +266,7 @@ def share(
     key: nn.Linear | SharedProjection
     if isinstance(module, GatedMultiheadAttention):
         made = _collaborative(layer, dim, ragged)
+        as_initialised(made)
         put(model, {module: made})
         query, key, content = made.q_proj, made.k_proj, made.content_proj
         mixing = made.mixing
@@ -363,7 +376,10 @@ def _put_projections(
             put = FusedProjection(parts, equal=not hasattr(layer.module, "split_size"))
             paths |= {role: f"{path}.{role}" for role in parts}
         parent, _, name = path.rpartition(".")
-        setattr(holder.get_submodule(parent), name, put.train(layer.module.training))
+        put = as_initialised(put.train(layer.module.training))
+        setattr(holder.get_submodule(parent), name, put)
+    # The family's initialisation looks for the stock projections in the module.
+    layer.module._is_hf_initialized = True
     return paths
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -49,7 +50,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         beside = Path(folder) / path.name
         save_model(model, str(beside), metadata={RECORD: json.dumps(found)})
-        beside.chmod(0o644)  # safetensors makes it readable only by its owner
+        new = Path(folder) / "new"  # its permissions are those of any new file
+        new.touch()
+        shutil.copymode(new, beside)  # safetensors makes it readable only by its owner
         beside.replace(path)
 
 
@@ -79,20 +82,21 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
         sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     layers = found.get("pruned", {})
     trial = _without_weights(model)
-    there = {layer.name for layer in attention_layers(trial)}
-    for name in layers:
-        if name not in there:
-            was = f"of the file {str(path)!r} does not exist in the model"
-            instead = f"the model has {', '.join(sorted(there))}"
-            if isinstance(dict(model.named_modules()).get(name), nn.MultiheadAttention):
-                instead = "call hk.nn.replace_attention_(model) first"
-            refuse(f"layer {name!r}", was, instead)
+    _check_exist(trial, layers, f"of the file {str(path)!r} ")
     restore_shape(trial, found)
     _check_weights(trial, sizes, path)
     with kept_on_error(model):
         restore_shape(model, found)
         load_model(model, str(path))
         record_in_config(model)
+
+
+def _check_exist(model: nn.Module, names: Iterable[str], of: str = "") -> None:
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            there = ", ".join(layer.name for layer in attention_layers(model))
+            refuse(f"layer {name!r}", f"{of}does not exist in the model", f"it has {there}")
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
@@ -161,14 +165,7 @@ def apply_shapes(model: nn.Module, shapes: Mapping[str, Any]) -> None:
     Raises:
         TypeError, ValueError: a layer does not exist in the model, or does not fit. The message names it.
     """
-    there = {layer.name for layer in attention_layers(model)}
-    for name in (*shapes.get("pruned", ()), *shapes.get("converted", ())):
-        if name not in there:
-            refuse(
-                f"layer {name!r}",
-                "does not exist in the model",
-                f"it has {', '.join(sorted(there))}",
-            )
+    _check_exist(model, (*shapes.get("pruned", ()), *shapes.get("converted", ())))
     with kept_on_error(model):
         restore_shape(model, shapes)
         record_in_config(model)
@@ -258,10 +255,13 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
     Layers that exist only in the record or only in the model are skipped.
 
     Raises:
-        TypeError, ValueError: a layer does not fit; the message names it and both shapes.
+        TypeError, ValueError: a layer does not fit; the message names it and both shapes. A module of that name is no
+            known attention layer.
     """
     pruned, converted = (record.get(word, {}) for word in _WORDS)
-    for layer in find_layers(model):
+    layers = find_layers(model)
+    _check_known(model, {*pruned, *converted} - {layer.name for layer in layers})
+    for layer in layers:
         if layer.name in converted and not layer.layout.shared:
             check_can_share(model, layer)
             found = converted[layer.name]
@@ -275,6 +275,20 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
             if len(heads) < layer.num_heads:
                 check_projections(layer, "prune", adapters=True)
                 shrink(layer, heads, key_heads)
+
+
+def _check_known(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse a model in which modules of these names exist, which are no attention layers that are known."""
+    modules = dict(model.named_modules())
+    for name in sorted(names):
+        if (module := modules.get(name)) is None:
+            continue
+        instead = "call hk.integrations.transformers.use(model), or register its layout, first"
+        if isinstance(module, nn.MultiheadAttention):
+            instead = "call hk.nn.replace_attention_(model) first"
+        kind = type(module).__name__
+        was = f"was pruned or converted; in the model it is a {kind}, whose heads are unknown"
+        refuse(f"layer {name!r}", was, instead)
 
 
 def _kept(

@@ -11,6 +11,11 @@ from torch import Tensor
 from heads_kernels.checks import refuse
 
 
+def is_cache(value: object) -> bool:
+    """Whether it is a cache of transformers. The arguments that take one have other names from release to release."""
+    return hasattr(type(value), "get_seq_length")
+
+
 def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -> None:
     """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`.
 
@@ -37,7 +42,7 @@ def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -
         return
     if layer.is_initialized and layer.keys.dim() == 4 and layer.keys.shape[1] != 1:
         was = f"has keys of {layer.keys.shape[1]} heads in layer {layer_idx}"
-        refuse("past_key_values", was, "heads share keys here: pass an empty cache")
+        refuse("cache", was, "heads share keys here: pass an empty cache")
     stock: Any = type(layer)
     layer.__class__ = _with_shared_keys(stock)
     layer.places = places

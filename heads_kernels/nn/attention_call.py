@@ -30,6 +30,9 @@ from heads_kernels.problem import Problem
 _BLOCK: Final = 1 << 18
 _LEAST_ROWS: Final = 8
 
+#: How much less than the largest of its row what is added to a hidden key is. Heuristic: half of BERT's 10000.
+_HIDES: Final = 5000.0
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
@@ -90,8 +93,8 @@ class AttentionCall:
             return self._sees_itself
         lo, hi = self._bounds
         some = hi > lo
-        if self._intervals.dense is not None:
-            some = some & self._intervals.dense.any(-1).any(1)
+        if self._dense is not None:
+            some = some & self._dense.any(-1).any(1)
         return some.expand(self.B, self.T)
 
     @property
@@ -108,8 +111,8 @@ class AttentionCall:
         seen = (j >= first) & (j < last)
         if self._intervals.key_visible is not None:
             seen = seen & self._intervals.key_visible
-        if self._intervals.dense is not None:
-            seen = seen & self._intervals.dense.any(-2).any(1)
+        if self._dense is not None:
+            seen = seen & self._dense.any(-2).any(1)
         return seen.expand(self.B, self.S)
 
     @property
@@ -118,15 +121,11 @@ class AttentionCall:
         own = torch.arange(self.T, device=self.query.device) + (self.S - self.T)
         if bool((self._bounds[1] <= own + 1).all()):
             return True
-        hiding = [self._intervals.dense]
-        if isinstance(self.bias, Tensor):
-            hiding.append(self.bias > -torch.inf)
-        behind = self.S - self.T + 1
-        return any(
-            some is not None
-            and some.shape[-2:] == (self.T, self.S)
-            and not bool(some.triu(behind).any())
-            for some in hiding
+        dense, behind = self._dense, self.S - self.T + 1
+        return (
+            dense is not None
+            and dense.shape[-2:] == (self.T, self.S)
+            and not bool(dense.triu(behind).any())
         )
 
     @cached_property
@@ -153,6 +152,18 @@ class AttentionCall:
         return self._problem.intervals
 
     @cached_property
+    def _dense(self) -> Tensor | None:
+        """bool `[B or 1, H or 1, T or 1, S or 1]`: what a dense mask, and a bias, leave visible."""
+        dense, bias = self._intervals.dense, self.bias
+        if not isinstance(bias, Tensor):
+            return dense
+        visible = visible_under(bias)
+        if self.batch is not None and visible.dim() > 4:
+            visible = visible.expand(*self.batch, *visible.shape[-3:]).flatten(0, -4)
+        visible = visible[(None,) * (4 - visible.dim())]
+        return visible if dense is None else visible & dense
+
+    @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor]:
         """`[B or 1, T]` each: the half-open key range of every row, without `dense` and `key_visible`."""
         i = torch.arange(self.T, device=self.query.device)[None]
@@ -169,8 +180,8 @@ class AttentionCall:
         sees = (lo <= own) & (own < hi)
         if self._intervals.key_visible is not None:
             sees = sees & self._intervals.key_visible[:, own]
-        if self._intervals.dense is not None:
-            dense = self._intervals.dense.expand(-1, -1, self.T, self.S)
+        if self._dense is not None:
+            dense = self._dense.expand(-1, -1, self.T, self.S)
             sees = sees & dense.diagonal(self.S - self.T, -2, -1).any(1)
         return sees.expand(self.B, self.T)
 
@@ -237,6 +248,20 @@ class AttentionCall:
         """Refuse, by the name of `what` is asked, a call with entmax in the place of softmax."""
         if self.alpha is not None:
             refuse(what, "is that of softmax, but the layer has entmax", "leave the layer out")
+
+
+def visible_under(added: Tensor) -> Tensor:
+    """Which keys a float tensor `[..., S]` that is added to scores leaves visible, bool.
+
+    A key is hidden by -inf, by half of the dtype's lowest number, and by 5000 less than the largest of its row: models
+    hide keys by -10000, -1e9 or the lowest number, to which another bias may have been added. The probability of such a
+    key is 0 in float64 too, unless scores differ by thousands.
+    """
+    added = added.detach()
+    lowest = torch.finfo(added.dtype).min / 2
+    if not added.shape[-1]:
+        return added > lowest
+    return (added > lowest) & (added > added.amax(-1, keepdim=True) - _HIDES)
 
 
 def blocks(T: int, width: int) -> list[slice]:

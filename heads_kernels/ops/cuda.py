@@ -67,7 +67,7 @@ class _Tiles(NamedTuple):
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
-    outputs = [asked_for(result) for result in results]
+    outputs = [results.out, asked_for(results.attended), asked_for(results.lse)]
     splits = _splits(call)
     parts = split_attended(results.out, splits) if splits else None
     _cuda.attention_forward(*_arguments(call), outputs, parts, _launch_target(results.out))
@@ -258,12 +258,15 @@ def _tiles(call: Call, name: str) -> _Tiles:
     if name in ("forward", "decode"):  # its kernels with terms have the sinks too
         has_terms = has_terms or call.sinks is not None
     D, Dv = call.query.shape[-1], call.value.shape[-1]
-    return _tiles_of(f"{operator}.{name}", call.query.dtype, D, Dv, has_terms)
+    device, _ = _launch_target(call.query)
+    return _tiles_of(f"{operator}.{name}", call.query.dtype, D, Dv, has_terms, device)
 
 
 @functools.cache
-def _tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int, has_terms: bool) -> _Tiles:
-    return _Tiles(*_cuda.tiles_of(kernel, dtype, D, Dv, has_terms))
+def _tiles_of(
+    kernel: str, dtype: torch.dtype, D: int, Dv: int, has_terms: bool, device: int
+) -> _Tiles:
+    return _Tiles(*_cuda.tiles_of(kernel, dtype, D, Dv, has_terms, device))
 
 
 def _launch_target(tensor: Tensor) -> tuple[int, int]:

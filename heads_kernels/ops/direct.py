@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from heads_kernels.checks import MAX_LENGTH, check_scale, check_softcap, check_whole_sequence
+from heads_kernels.checks import (
+    MAX_LENGTH,
+    check_activation,
+    check_scale,
+    check_softcap,
+    check_whole_sequence,
+)
 from heads_kernels.dispatch import in_order
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -55,16 +61,16 @@ def forward(
         return None
     if query.requires_grad and torch.is_grad_enabled():  # as in training: known before any work
         return None
-    if (
-        backend is None
-        and in_order(operator.backends, operator.name, query.device)[0].name != "cpu"
-    ) or (gate is None and gate_activation != "identity"):
+    if (backend is None and in_order(operator.backends, operator.name, query)[0].name != "cpu") or (
+        gate is None and gate_activation != "identity"
+    ):
         return None
     for tensor in (attn_mask, bias):  # what is made of them need not be of their class
         if isinstance(tensor, Tensor) and type(tensor) not in _CLASSES:
             return None
     try:
         check_whole_sequence()
+        check_activation(gate_activation)  # the extension has one more, for ops
         if mixing is None:
             B, H, T, width = query.shape
         else:

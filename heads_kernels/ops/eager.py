@@ -92,6 +92,7 @@ def _fill_terms(
     if gradients.dsinks.numel() and call.sinks is not None:
         lse, dlse = saved.lse, saved.dlse
         share = (call.sinks.to(lse.dtype)[:, None] - lse).exp()  # [B, H, T], of the sink
+        share = share.masked_fill(lse == NEG_INF, 0.0)
         rows = formula.only_rows((share * -delta)[..., None], pairs)[..., 0]
         if dlse is not None and pairs is not None:  # the lse of a row that sees nothing is the sink
             alone = ~pairs.any(-1) & (lse > NEG_INF)

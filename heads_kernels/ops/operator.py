@@ -95,7 +95,9 @@ class Results(NamedTuple):
 
     out: Tensor  # [B, H, T, Dv] in the memory order of the query, or of the value where the query is shared
     attended: Tensor  # also empty without a gate
-    lse: Tensor  # [B, H, T] in the compute dtype; of entmax attention the threshold of each row
+    #: [B, H, T] in the compute dtype. Of entmax attention [2, B, H, T], the largest score of each row and how far its
+    #: threshold is above it: their sum would lose the second in large scores.
+    lse: Tensor
 
 
 class Saved(NamedTuple):
@@ -104,7 +106,7 @@ class Saved(NamedTuple):
     dout: Tensor
     attended: Tensor
     lse: Tensor
-    dlse: Tensor | None  # as lse; None: 0. Comes without a gate that closes heads
+    dlse: Tensor | None  # [B, H, T]; None: 0. Comes without a gate that closes heads
 
 
 class Gradients(NamedTuple):
@@ -204,12 +206,17 @@ class Operator(Signature):
     def with_lse(
         self, problem: Problem, backend: str, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same with `lse` `[B, H, T]`, which is that of the scores: closed heads are computed for it."""
+        """The same with `lse` `[B, H, T]`, which is that of the scores: closed heads are computed for it.
+
+        Of entmax attention it is the thresholds, which have no gradient.
+        """
         arguments = self.pack(problem, seed, every_head=True)
         if is_recorded(self.name, arguments[: len(self.operands)]):
             return self.function.apply(problem.closed_grad, backend, True, *arguments)  # type: ignore[no-untyped-call, no-any-return]
         out, _, lse = self.forward_op(*arguments, True, backend)
         call = self.unpack(arguments)
+        if call.alpha is not None:
+            lse = lse.sum(0)
         return gates.without_closed_heads(out, call.gate, call.gate_activation), lse
 
 
@@ -279,7 +286,8 @@ def _allocate(call: Call, save: bool) -> Results:
     B, H, T, _, _, Dv = call.sizes
     like = call.query if call.mixing is None else call.value
     keep = save and call.gate is not None
-    lse = like.new_empty((B, H, T) if save else 0, dtype=compute_dtype(like.dtype))
+    rows = (B, H, T) if call.alpha is None else (2, B, H, T)
+    lse = like.new_empty(rows if save else 0, dtype=compute_dtype(like.dtype))
     out = empty_heads(like, B, H, T, Dv)
     return Results(out, empty_heads(like, B, H, T, Dv) if keep else like.new_empty(0), lse)
 

@@ -5,6 +5,7 @@ torch only, so that the choice of a backend traces under `torch.compile`; the ba
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -22,6 +23,8 @@ from heads_kernels.problem import Problem
 #: Whether the kernels for the CPU are built.
 CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
 _OLDEST_TRITON: Final = (3, 6)
+#: Compute capability: Triton compiles older ones without tensor cores, and spills kilobytes of registers there.
+_OLDEST_PART: Final = (8, 0)
 
 
 def _triton_missing() -> str:
@@ -108,6 +111,8 @@ def triton(problem: Problem) -> list[str]:
         )
     elif device.type not in ("cpu", "cuda"):
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
+    elif device.type == "cuda" and not reasons and (words := _unsupported_by_triton(device.index)):
+        reasons.append(words)
     if problem.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
     return (
@@ -117,6 +122,33 @@ def triton(problem: Problem) -> list[str]:
         + _too_many(problem)
         + _rows_apart(problem)
     )
+
+
+def _unsupported_by_triton(index: int) -> str:
+    """Why Triton cannot run on a GPU; empty where it can, and before PyTorch uses the GPU (fake tensors)."""
+    if not torch.cuda.is_initialized() or index >= torch.cuda.device_count():  # type: ignore[no-untyped-call]
+        return ""
+    capability = torch.cuda.get_device_capability(index)
+    if torch.version.hip is None and capability < _OLDEST_PART:
+        has, oldest = (".".join(map(str, version)) for version in (capability, _OLDEST_PART))
+        return f"GPU {index} has compute capability {has}; it serves {oldest} and newer"
+    return _triton_start_error()
+
+
+@functools.cache
+def _triton_start_error() -> str:
+    """Why Triton does not start in this process; empty where it does.
+
+    Its driver module is compiled when it starts for the first time on a machine, and read from Triton's cache after.
+    """
+    try:
+        importlib.import_module("triton.runtime").driver.active.utils  # noqa: B018
+    except Exception as error:  # of a compiler, a linker, a file system or Triton
+        return (
+            f"Triton does not start: {error}; it needs a C compiler (gcc, clang or what CC names), Python.h, "
+            "and libcuda.so.1 in /sbin/ldconfig -p"
+        )
+    return ""
 
 
 def cuda(problem: Problem) -> list[str]:
@@ -142,6 +174,7 @@ def _unsupported_device(index: int) -> str:
 
 # As `torch.compiler.assume_constant_result` does, which loads Dynamo: two seconds of every import of the package.
 _unsupported_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_unsupported_by_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 #: Devices that can: an answer that stays. What a device lacks may be lacking for a moment (memory).
 _CAPABLE: Final[set[int]] = set()

@@ -41,6 +41,7 @@ _RANKS: Final = {
     "lse": 3,
     "dlse": 3,
 }
+_SPARSE_RANKS: Final = {**_RANKS, "lse": 4}
 _SHARED_RANKS: Final = {**_RANKS, "query": 3, "key": 3, "mixing": 2}
 
 #: For each dimension its size, or the sizes allowed.
@@ -64,7 +65,8 @@ def check_operands(
     saved = {name: t for name, t in (saved or {}).items() if t is not None or name != "dlse"}
     query, key, mixing = call.query, call.key, call.mixing
     shared = mixing is not None or "mixing" in required
-    ranks = _SHARED_RANKS if shared else _RANKS
+    sparse = "alpha" in required
+    ranks = _SHARED_RANKS if shared else _SPARSE_RANKS if sparse else _RANKS
     tensors = {name: getattr(call, name) for name in required}
     for name, given in (*tensors.items(), *saved.items()):
         if given is None:
@@ -97,7 +99,7 @@ def check_operands(
         ("value", value, (B, Hv, S, Dv), dtype),
         ("dout", saved.get("dout"), heads, dtype),
         ("attended", saved.get("attended"), heads, dtype),
-        ("lse", saved.get("lse"), heads[:3], compute),
+        ("lse", saved.get("lse"), (2, *heads[:3]) if sparse else heads[:3], compute),
         ("dlse", saved.get("dlse"), heads[:3], compute),
         ("alpha", call.alpha, (H,), compute),
         ("seed", call.seed, (SEED_LENGTH,), torch.int64),

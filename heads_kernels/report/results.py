@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,14 +49,10 @@ class Folder:
 
     def write_whole(self, name: str, content: bytes) -> None:
         """Write a temporary file and rename it, so that an interruption leaves the previous file whole."""
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=self.path)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.chmod(temporary, 0o644)  # mkstemp makes it 0600
-            os.replace(temporary, self.path / name)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=self.path) as folder:
+            beside = Path(folder) / name  # with the permissions of any new file
+            beside.write_bytes(content)
+            beside.replace(self.path / name)
 
     def _load(self, stage: str) -> Found | None:
         """The file of a stage as `write` left it; None if there is none, or it is another program's."""

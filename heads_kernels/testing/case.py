@@ -35,6 +35,7 @@ class Case(ABC):
     offsets    columns of the table of an `OffsetBias`, one row per head; 0: none
     outlier    factor of every seventh query row: with 40, scores of a hundred and softmax rows of a
                single key
+    decline    factor of the values and of dout of every head over those of the head before
     """
 
     name: str
@@ -61,6 +62,7 @@ class Case(ABC):
     dropout_p: float = 0.0
     layout: Layout = "heads_first"
     outlier: float = 1.0
+    decline: float = 1.0
     dtypes: tuple[torch.dtype, ...] = DTYPES
     tags: tuple[str, ...] = ("nasty",)
 
@@ -103,6 +105,9 @@ class Case(ABC):
         if self.gate_activation != "identity":
             options["gate_activation"] = self.gate_activation
         dout = draw.heads(self.H, self.T, self.Dv)
+        for tensor in (tensors["value"], dout) if self.decline != 1.0 else ():
+            for h in range(tensor.shape[1]):
+                tensor[:, h] *= self.decline**h
         inputs = Inputs(self.operator, tensors, options, dout, seed)
         return inputs.requires_grad() if requires_grad else inputs
 

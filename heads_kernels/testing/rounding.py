@@ -39,6 +39,8 @@ from heads_kernels.offset_bias import diagonals
 from heads_kernels.ops.entmax_attention import formula as entmax
 from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.philox import keep_mask
+from heads_kernels.problem import Problem
+from heads_kernels.testing import mean_error
 from heads_kernels.testing.inputs import Inputs
 
 _SIGMOID_CALLS = 4  # roundings of exp, add, divide and multiply in an activation or its slope
@@ -50,6 +52,7 @@ class _Units(NamedTuple):
     working: float
     compute: float
     tiny: float
+    mixed: float  # of a mixed query
 
 
 class _Head(NamedTuple):
@@ -94,6 +97,14 @@ class _Floor(NamedTuple):
     dsink: tuple[Tensor, Tensor]  # [T]: floor, size
     dgate: Tensor
     dalpha: tuple[Tensor, Tensor]  # floor, size
+    parts: mean_error.Head
+
+
+class Limits(NamedTuple):
+    """Of a quantity: the floor of every element, and the square of what roundings move its mean error by."""
+
+    floor: Tensor
+    mean_square: Tensor
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -101,15 +112,28 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
-    """The floor of every element of "out", "lse", "dquery", ...; `values` are the oracle's.
+def mixed_unit(dtype: torch.dtype, backend: str | None) -> float:
+    """The error of a mixed query relative to it: `cpu` keeps what rounding to bfloat16 leaves, rounded as well."""
+    return min(unit(dtype), unit(torch.bfloat16) ** 2) if backend == "cpu" else unit(dtype)
 
-    `inputs` are in the working dtype; `seed` is that of dropout.
+
+def limits(
+    inputs: Inputs,
+    values: dict[str, Tensor],
+    seed: Tensor | None,
+    mixed: float,
+    working: float | None = None,
+) -> dict[str, Limits]:
+    """The limits of "out", "lse", "dquery", ...; `values` are the oracle's.
+
+    `inputs` are in the working dtype; `seed` is that of dropout; `mixed` is the `mixed_unit` of the backend. With
+    `working` 0 the errors are those of float32 arithmetic alone.
     """
     dtype = inputs.tensors["query"].dtype
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     info = torch.finfo(dtype)
-    u = _Units(unit(dtype), unit(compute), info.smallest_normal * info.eps / 2)
+    working = unit(dtype) if working is None else working
+    u = _Units(working, unit(compute), info.smallest_normal * info.eps / 2, mixed)
     p = inputs.to(torch.float64).problem()
     assert p.value is not None
     wide = inputs.dout.double()
@@ -128,6 +152,8 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
     squares = {f"d{name}": torch.zeros_like(t.double()) for name, t in inputs.tensors.items()}
     sizes = {name: torch.zeros_like(square) for name, square in squares.items()}
     result = {"out": torch.zeros_like(wide), "lse": wide.new_zeros(B, H, T)}
+    mean_squares = {name: wide.new_zeros(()) for name in ("out", "lse", *squares)}
+    weigh = _Weigh(inputs, values, p, wide)
     rows = torch.zeros_like(wide), torch.zeros_like(wide)  # square of the floor, and |dout * O|
     for b in range(B):
         for h in range(H):
@@ -151,6 +177,8 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
                 None if p.alpha is None else p.alpha[h] - 1,
             )
             floor = _head_floor(head, p.scale, p.softcap, u, shared)
+            for name, square in mean_error.squares(floor.parts, weigh(b, h, head), B * H).items():
+                mean_squares[name] += square
             result["out"][b, h], result["lse"][b, h] = floor.out, floor.lse
             squares["dvalue"][b, group] += floor.dv**2
             if mixing is None:
@@ -182,11 +210,78 @@ def floors(inputs: Inputs, values: dict[str, Tensor], seed: Tensor | None) -> di
             rows[0][b, h], rows[1][b, h] = floor.dgate**2, (head.dout * floor.attended).abs()
     if p.gate is not None:
         squares["dgate"] = _gate_floor(p.gate, p.gate_activation, rows, u) ** 2
+    for name in ("dsinks", "dalpha"):
+        if name in squares:
+            mean_squares[name] = (squares[name] * values[name].square()).sum()
+    roundoffs = {"out": u.working, "lse": 0.0}
     for name, square in squares.items():
-        roundoff = unit(inputs.tensors[name[1:]].dtype) + 2 * u.compute  # 2: scale, sum over heads
+        result_dtype = inputs.tensors[name[1:]].dtype
+        roundoffs[name] = u.working if result_dtype == dtype else unit(result_dtype)
+        roundoff = roundoffs[name] + 2 * u.compute  # 2: scale, sum over heads
         floor_of = square.sqrt() + u.compute * sizes[name] + roundoff * values[name].abs()
         result[name] = floor_of + u.tiny
-    return result
+    for name, roundoff in roundoffs.items():
+        finite = values[name].nan_to_num(0.0, 0.0, 0.0)
+        same = mean_error.equal(finite.float())
+        mean_squares[name] += mean_error.add_equal(same, roundoff * finite.square())
+    return {name: Limits(floor, mean_squares[name]) for name, floor in result.items()}
+
+
+class _Weigh:
+    """The reference as weights of the numbers of one head; see `mean_error`."""
+
+    def __init__(self, inputs: Inputs, values: dict[str, Tensor], p: Problem, dout: Tensor) -> None:
+        self.p, self.dout = p, dout
+        self.values = {name: value.nan_to_num(0.0, 0.0, 0.0) for name, value in values.items()}
+        self.table = inputs.tensors.get("offset_table")
+        self.dgate = None
+        if p.gate is not None:
+            slope = _gate_slope(p.gate, p.gate_activation)
+            weight = as_4d(self.values["dgate"] * slope).expand(dout.shape)
+            self.dgate = weight * dout
+
+    def __call__(self, b: int, h: int, head: _Head) -> mean_error.Weights:
+        p, values = self.p, self.values
+        assert p.value is not None
+        group = h * p.value.shape[1] // p.H
+        attended = {"out": head.gate * values["out"][b, h]}
+        if self.dgate is not None:
+            attended["dgate"] = self.dgate[b, h]
+        if p.mixing is None:
+            raw = {
+                "dquery": values["dquery"][b, h] @ head.k.T,
+                "dkey": head.q @ values["dkey"][b, group].T,
+            }
+        else:
+            raw = {
+                "dquery": (values["dquery"][b] * p.mixing[h]) @ head.k.T,
+                "dkey": head.q @ values["dkey"][b].T,
+                "dmixing": (p.query[b] * values["dmixing"][h]) @ head.k.T,
+            }
+        if p.content_bias is not None:
+            raw["dcontent_bias"] = values["dcontent_bias"][b, h].expand(p.T, p.S)
+        finished = {}
+        if p.bias is not None:
+            index = _of_batch(p.bias, (p.B, b, h))
+            finished["dbias"] = values["dbias"].reshape(p.bias.shape)[index].expand(p.T, p.S)
+        if self.table is not None:
+            columns = _table_columns(self.table, p.T, p.S)
+            finished["doffset_table"] = values["doffset_table"][h][columns]
+        return mean_error.Weights(
+            attended,
+            values["lse"][b, h],
+            values["dvalue"][b, group],
+            {name: p.scale * weight for name, weight in raw.items()},
+            finished,
+        )
+
+
+def _of_batch(bias: Tensor, at: tuple[int, int, int]) -> tuple[int, ...]:
+    """The index of head h of batch b in a bias `[B1, B2, H, T, S]`; `at` is B, b, h."""
+    B, b, h = at
+    inner = bias_batches(bias, B)[1]
+    place = [b // inner, b % inner, h]
+    return tuple(min(n, last - 1) for n, last in zip(place, bias.shape[:3], strict=True))
 
 
 def _add_bias_floor(
@@ -200,10 +295,7 @@ def _add_bias_floor(
 
     `square` and `size` have the shape of the bias as passed. In a sum over keys an error common to a row adds linearly.
     """
-    B, b, h = at
-    inner = bias_batches(bias, B)[1]
-    place = [b // inner, b % inner, h]
-    index = tuple(min(n, last - 1) for n, last in zip(place, bias.shape[:3], strict=True))
+    index = _of_batch(bias, at)
     own, common, total = dscores
     if bias.shape[4] == 1:
         own, common = (own**2).sum(1, keepdim=True).sqrt(), common.sum(1, keepdim=True)
@@ -230,12 +322,14 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
     score, size = scale * score, abs(scale) * size
     alone = u.compute * (size + score.abs())  # independent in every score
     mixing_error = torch.zeros_like(alone)
-    if shared:  # the mixed query is rounded to the working dtype
-        mixing_error = u.working * abs(scale) * (q**2 @ (k**2).T).sqrt()
+    if shared:  # the mixed query is rounded
+        mixing_error = u.mixed * abs(scale) * (q**2 @ (k**2).T).sqrt()
     slope, slope_error = torch.ones_like(score), torch.zeros_like(score)
+    slope_change = torch.zeros_like(score)
     if softcap:
         share = torch.tanh(score / softcap)
         score, slope = softcap * share, 1 - share**2
+        slope_change = -2 * share * slope / softcap
         of_share = slope * (alone + mixing_error) / softcap + 3 * u.compute * share.abs()
         slope_error = 2 * share.abs() * of_share + u.compute
         alone = slope * alone + 3 * u.compute * score.abs()
@@ -268,7 +362,7 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
         lse[:, 0].abs() + largest + 2
     )
     if shared:
-        lse_error = lse_error + u.working * abs(scale) * (q * (P @ k)).square().sum(-1).sqrt()
+        lse_error = lse_error + u.mixed * abs(scale) * (q * (P @ k)).square().sum(-1).sqrt()
 
     # The backward pass.
     dO = gate * dout  # [T, Dv]
@@ -293,6 +387,28 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
     own = W_error * (dP - delta).abs() + W * dP_sum + u.tiny * visible
     common = W * delta_error
     of_finished = own, common, dS.abs()
+    parts = mean_error.Head(
+        query=q,
+        key=k,
+        value=v,
+        mixed=u.mixed * abs(scale) if shared else 0.0,
+        working=u.working,
+        p=P,
+        attended_p=PZ,
+        attended_p_error=PZ_error,
+        row_error=P_error.square().sum(-1).sqrt(),
+        moved=moved,
+        attended=attended,
+        dattended=dO,
+        dp_weight=W if kept is None else W * kept,
+        dscores=dS,
+        p_part=W_error * (dP - delta),
+        own=W * dP_sum + u.tiny * visible,
+        common=common,
+        slope=slope,
+        slope_change=slope_change,
+        slope_error=slope_error,
+    )
     own, common = own * slope + dS.abs() * slope_error, common * slope
     dS = dS * slope  # of the raw scores
     dq_value = scale * (dS @ k)
@@ -315,6 +431,7 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
         dsink=((share * (delta_error + of_share))[:, 0], (share * delta.abs())[:, 0]),
         dgate=dout.abs() * saved_error + u.compute * (dout * attended).abs(),
         dalpha=_alpha_floor(weights, order, dP - delta, dP_sum, u),
+        parts=parts,
     )
 
 
@@ -333,7 +450,7 @@ def _entmax(head: _Head, score: Tensor, error: Tensor, u: _Units) -> _Weights:
     """The same with entmax: a probability u^(1/order) has the slope u^(1/order - 1)."""
     assert head.order is not None
     order = head.order[None, None, None]
-    lse = entmax.threshold(score[None, None], None, order)[0, 0, :, None]  # [T, 1]
+    lse = entmax.threshold(score[None, None], None, order).sum(0)[0, 0, :, None]  # [T, 1]
     lse = torch.where(lse == -torch.inf, 0.0, lse)
     order = head.order
     base = (1 + order * (score - lse)).clamp(min=0.0)
@@ -388,6 +505,13 @@ def _gate_floor(gate: Tensor, activation: str, rows: tuple[Tensor, Tensor], u: _
     floor = (square.sqrt() + u.compute * size).reshape(gate.shape)
     if activation == "identity":
         return floor
+    return _gate_slope(gate, activation) * (
+        floor + _SIGMOID_CALLS * u.compute * size.reshape(gate.shape)
+    )
+
+
+def _gate_slope(gate: Tensor, activation: str) -> Tensor:
+    if activation == "identity":
+        return torch.ones_like(gate)
     opened = torch.sigmoid(gate)
-    slope = opened * (1 - opened) if activation == "sigmoid" else opened
-    return slope * (floor + _SIGMOID_CALLS * u.compute * size.reshape(gate.shape))
+    return opened * (1 - opened) if activation == "sigmoid" else opened

@@ -87,6 +87,22 @@ def test_a_causal_call_with_a_cache_knows_its_place() -> None:
     assert maps(second)[0, 0, 1, 4] > 0
 
 
+@pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_float_masks_hide_padding(lowest: float) -> None:
+    """As added to scores, alone and with a bias of pairs: by whatever number models hide keys."""
+    layer = hk.nn.GatedMultiheadAttention(16, 4)
+    real = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    x, causal = torch.randn(2, 6, 16), torch.ones(6, 6, dtype=torch.bool).tril()
+    for bias in (torch.zeros(1), 9 * torch.randn(4, 6, 6), torch.full((1,), -1e5)):
+        for visible in (real[:, None, None], real[:, None, None] & causal):
+            hidden = torch.where(visible, 0.0, lowest)
+            added = (hidden + bias).expand(2, 4, 6, 6).flatten(0, 1)
+            [(_, call)] = calls_of(layer, x, attn_mask=added)
+            assert torch.equal(call.real_queries, real)
+            assert torch.equal(call.real_keys, real)
+            assert call.is_causal == (visible.shape[-2] == 6)
+
+
 def test_a_dense_mask_is_read_too() -> None:
     layer = hk.nn.GatedMultiheadAttention(16, 4)
     hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,6 +28,7 @@ from heads_kernels.__main__ import main
 from heads_kernels.report import command, drawing, page, pictures, stages
 from heads_kernels.report.page import SECTIONS
 from heads_kernels.report.pictures import sharpest
+from heads_kernels.report.results import Folder
 from heads_kernels.report.stages import STAGES
 
 pytestmark = pytest.mark.check
@@ -527,10 +529,19 @@ def test_interrupted_write_leaves_what_was_there(
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("heads_kernels.report.results.os.replace", interrupt)
+    monkeypatch.setattr(Path, "replace", interrupt)
     assert report(bert, text, out, "--only", "energy", "maps") == 130
     assert (out / "index.html").read_bytes() == before
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_files_have_the_permissions_of_new_ones(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        Folder(tmp_path).write_whole("table.csv", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "table.csv").stat().st_mode & 0o777 == 0o640
 
 
 # ---------------------------------------------------------------------- refused

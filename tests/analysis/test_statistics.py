@@ -261,6 +261,24 @@ class _Given(nn.Module):
         return self.output
 
 
+@pytest.mark.parametrize("lowest", [-1e4, torch.finfo(torch.float64).min])
+def test_float_masks_of_models(lowest: float) -> None:
+    """MarkupLM hides padding by -10000."""
+    model = use(tiny_models.build("bert").double())
+    arguments = tiny_models.batch(model)
+    real = arguments["attention_mask"]
+    added = (1.0 - real[:, None, None].double()) * lowest
+    for found in (read(model, arguments), read(model, {**arguments, "attention_mask": added})):
+        assert found.rows == (int(real.sum()),) * 2
+    gradients = [
+        hk.analysis.importance(
+            model, [{**arguments, "attention_mask": mask}], lambda m, x: m(**x)[0][real > 0].sum()
+        )
+        for mask in (real, added)
+    ]
+    assert_alike(*(each.scores for each in gradients))
+
+
 # ---------------------------------------------------------------------- pruned, closed, put back
 def test_pruned_models_and_layers_without_heads() -> None:
     model = use(tiny_models.build("bert").double())

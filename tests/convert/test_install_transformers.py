@@ -17,6 +17,7 @@ from heads_kernels.heads import attention_layers
 from heads_kernels.nn.shared import SharedProjection
 from tests.convert.converted_models import (
     CONVERTIBLE,
+    ROTARY,
     convert,
     gradients,
     in_use,
@@ -118,6 +119,24 @@ WAYS = ["albert", "bert", "gpt2", "t5", "bart", "vit"]
 
 
 # ---------------------------------------------------------------------- what a layer consists of
+@pytest.mark.parametrize("name", [*CONVERTIBLE, *ROTARY])
+def test_weights_are_not_drawn_anew(name: str) -> None:
+    """`init_weights` draws those that the model was not made with: fused values and content biases are such too."""
+    model = in_use(name)
+    first, *layers = attention_layers(model)
+    for layer in layers or [first]:
+        heads = read_heads(layer)
+        if isinstance(heads, hk.convert.RotaryHeads):
+            install(model, layer, hk.convert.rotary_ragged(heads, heads.D_k), ragged=False)
+        else:
+            install(model, layer, ragged(heads, heads.D_k), ragged=False)
+    if layers:
+        hk.heads.prune(model, {0: range(first.num_heads)})
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.init_weights()
+    assert not [n for n, weight in model.state_dict().items() if not torch.equal(weight, before[n])]
+
+
 @pytest.mark.parametrize("name", CONVERTIBLE)
 def test_parameters_are_those_that_are_counted(name: str) -> None:
     model = convert(in_use(name), 12)

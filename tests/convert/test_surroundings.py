@@ -166,9 +166,7 @@ def test_a_cache_of_separate_keys_is_refused() -> None:
     model = tiny("gpt2", model="GPT2LMHeadModel")
     past = filled(model, "dynamic")
     collaborate(model, 16)
-    with pytest.raises(
-        ValueError, match=r"past_key_values has keys of 4 heads in layer 0; .*an empty"
-    ):
+    with pytest.raises(ValueError, match=r"cache has keys of 4 heads in layer 0; .*an empty"):
         model(torch.randint(3, 40, (2, 1)), past_key_values=past)
 
 

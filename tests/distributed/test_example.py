@@ -74,7 +74,7 @@ def test_two_processes(
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
 def test_four_processes(
     shape: tuple[int, int, int], method: str, folder: Path, ranks: Callable[[int], Processes]

@@ -33,10 +33,10 @@ def model_of(family: str, gates: bool = False) -> Any:
     return model.eval()
 
 
-def inputs(padding: str) -> dict[str, Tensor]:
-    tokens = torch.arange(2 * T).view(2, T) % 30 + 3
-    real = torch.ones(2, T, dtype=torch.int64)
-    positions = torch.arange(T).expand(2, T)
+def inputs(padding: str, length: int = T) -> dict[str, Tensor]:
+    tokens = torch.arange(2 * length).view(2, length) % 30 + 3
+    real = torch.ones(2, length, dtype=torch.int64)
+    positions = torch.arange(length).expand(2, length)
     if padding == "left":
         real[0, :5] = 0
         positions = (real.cumsum(1) - 1).clamp(min=0)
@@ -47,11 +47,11 @@ def inputs(padding: str) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------------- in every rank
-def check(family: str, padding: str, how: dict[str, Any], gates: bool) -> None:
+def check(family: str, padding: str, how: dict[str, Any], gates: bool, length: int = T) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     results: list[dict[str, Tensor]] = []
-    whole = inputs(padding)
-    real = whole.get("attention_mask", torch.ones(2, T))[..., None]
+    whole = inputs(padding, length)
+    real = whole.get("attention_mask", torch.ones(2, length))[..., None]
     for parts in (False, True):
         model = model_of(family, gates)
         given, weight = whole, real
@@ -82,9 +82,17 @@ def test_without_a_mask(family: str, ranks: Callable[[int], Processes]) -> None:
     ranks(4).run(check, family, "none", {"method": "ring"}, False)
 
 
-@pytest.mark.parametrize("how", [{"method": "ulysses"}, {"method": "ring"}, {"balanced": True}])
+@pytest.mark.parametrize("how", [{"method": "ring"}, {"balanced": True}])
 def test_other_ways(how: dict[str, Any], ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check, "llama", "right", how, True)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_one_token(family: str, method: str, ranks: Callable[[int], Processes]) -> None:
+    """A process with one token is asked for what the others are."""
+    for padding in ("none", "ones"):
+        ranks(2).run(check, family, padding, {"method": method, "length": 3}, True, 3)
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.heads import HeadLayout, layout_check
-from heads_kernels.heads.layouts import LAYOUTS
+from heads_kernels.heads.layouts import FORMS, LAYOUTS, at_path
 from tests.support.alike import assert_alike
 from tests.support.tiny_models import build, transformers
 
@@ -134,6 +134,55 @@ def test_inputs_of_a_forward_with_arguments_of_its_own() -> None:
 
     layout = HeadLayout("manor", "q", "k", "v", "out", head_dim="width", inputs=inputs)
     hk.heads.register_layout("Manor", layout, Manor())
+
+
+class Scaled(House):
+    """A factor per head, which pruning leaves: with 2 heads it makes 2 of the one that is left."""
+
+    def __init__(self, H: int) -> None:
+        super().__init__(H)
+        self.factors = nn.Parameter(torch.rand(H, 1, 1))
+
+    def split(self, x: Tensor) -> Tensor:
+        return super().split(x) * self.factors
+
+
+@pytest.mark.parametrize("H", [2, 3])
+def test_a_layout_whose_pruned_heads_are_broadcast_is_refused(H: int) -> None:
+    with pytest.raises(ValueError, match="it cannot run with a head pruned"):
+        hk.heads.register_layout("Scaled", HOUSE, Scaled(H))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_swinv2_whose_scales_are_not_pruned(heads: int) -> None:
+    """Windows of 4 tokens, which the random input has: it runs, and only its heads are too many."""
+    model = build("swinv2", num_heads=[heads, heads], window_size=2, image_size=8)
+    hk.integrations.transformers.use(model)
+    with pytest.raises(ValueError, match="Swinv2Attention, which cannot run with a head pruned"):
+        hk.heads.attention_layers(model)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("features", [24, 40])
+def test_projections_of_the_copy_take_their_number_of_features_alone(
+    form: HeadLayout, features: int
+) -> None:
+    holder = nn.Module()
+    for path in dict.fromkeys(path.split("|")[0] for path in (*form.projections, form.head_dim)):
+        *parents, name = path.split(".")
+        at = holder
+        for parent in parents:
+            if not hasattr(at, parent):
+                at.add_module(parent, nn.Module())
+            at = getattr(at, parent)
+        width = 96 if form.query == form.value and path == form.query else 32
+        setattr(at, name, 8 if path == form.head_dim.split("|")[0] else nn.Linear(32, width))
+    copied = layout_check._random_copy(holder, form, "eager")
+    for path in form.projections:
+        projection = at_path(copied, path)
+        assert projection(torch.rand(3, 32)).shape == (3, projection.out_features)
+        with pytest.raises(ValueError, match=f"{features} features for a projection of 32"):
+            projection(torch.rand(3, features))
 
 
 # ---------------------------------------------------------------------- the model stays as it is

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from heads_kernels.heads.layers import find_layers
 from tests.support.alike import assert_alike
 from tests.support.tiny_models import (
     WITH_HEADS,
@@ -59,6 +60,57 @@ def test_save_pretrained(name: str, tmp_path: Path) -> None:
         assert old.num_key_heads == new.num_key_heads
         assert torch.equal(old.module.kept_heads, new.module.kept_heads)
         assert old.module.heads_before == new.module.heads_before
+
+
+OWN, SHARED = "use_relative_position_bias", "use_shared_relative_position_bias"
+#: Families with position biases: what is changed in their configs, and whether stock attention runs fewer heads.
+BIASES: list[tuple[str, dict[str, Any], bool]] = [
+    ("beit", {OWN: False}, True),
+    ("beit", {OWN: True}, False),
+    ("beit", {OWN: False, SHARED: True}, False),
+    ("beit", {OWN: True, SHARED: True}, False),
+    ("data2vec-vision", {OWN: False}, True),
+    ("data2vec-vision", {OWN: False, SHARED: True}, False),
+    ("layoutlmv3", {f"has_{each}_attention_bias": False for each in ("relative", "spatial")}, True),
+    ("mt5", {}, False),
+    ("swin", {"window_size": 2}, False),
+    ("switch_transformers", {}, False),
+    ("t5", {}, False),
+]
+
+
+@pytest.mark.parametrize("way", ["save", "shapes", "save_pretrained"])
+@pytest.mark.parametrize(("name", "changes", "runs"), BIASES)
+def test_position_biases(
+    name: str, changes: dict[str, Any], runs: bool, way: str, tmp_path: Path
+) -> None:
+    """Heads of families that compute attention themselves are found once `use` has replaced their classes."""
+    use = hk.integrations.transformers.use
+    model = use(build(name, **changes))
+    hk.heads.prune(model, {layer.index: [1] for layer in hk.heads.attention_layers(model)})
+    if way == "save_pretrained":
+        model.save_pretrained(tmp_path)
+        loaded = reload(tmp_path, type(model), attn_implementation="eager")
+        if runs:
+            assert_alike(outputs(loaded), outputs(model))
+        else:
+            with pytest.raises(ValueError, match=r"'eager' in a .* with 3 of 4 heads, .* call hk"):
+                outputs(loaded)
+        assert_same(use(loaded), model)
+        return
+    loaded, stock = build(name, **changes), build(name, **changes)
+    if way == "save":
+        hk.heads.save(model, tmp_path / "model.safetensors")
+        hk.heads.load(use(loaded), tmp_path / "model.safetensors")
+    else:
+        hk.heads.apply_shapes(use(loaded), hk.heads.shapes(model))
+        loaded.load_state_dict(model.state_dict())
+    assert_same(loaded, model)
+    if not find_layers(stock):
+        with pytest.raises(
+            ValueError, match=r"is a \w+, whose heads are unknown; call .*use\(model"
+        ):
+            hk.heads.apply_shapes(stock, hk.heads.shapes(model))
 
 
 def test_the_shape_is_in_the_config(tmp_path: Path) -> None:
@@ -213,8 +265,12 @@ HEADS = {"encoder": [1, 2, 3], "decoder": [0, 2], "cross": [0, 1, 2, 3]}
 def test_save_and_load(tmp_path: Path) -> None:
     model = translator()
     hk.heads.prune(model, HEADS)
-    hk.heads.save(model, tmp_path / "model.safetensors")
-    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    before = os.umask(0o027)
+    try:
+        hk.heads.save(model, tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
     assert os.listdir(tmp_path) == ["model.safetensors"]
     loaded = translator(seed=1)
     hk.heads.load(loaded, tmp_path / "model.safetensors")

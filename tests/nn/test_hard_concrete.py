@@ -350,6 +350,7 @@ def test_state_dict() -> None:
         ({"temperature": 0}, "temperature is 0; pass a float above 0"),
         ({"temperature": -0.3}, "temperature is -0.3"),
         ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": 10**400}, "temperature is 10"),
         ({"stretch": (0.0, 1.1)}, r"stretch is \(0\.0, 1\.1\); pass \(low, high\) with low < 0"),
         ({"stretch": (-0.1, 1.0)}, "stretch is"),
         ({"stretch": (0.1, 0.9)}, "stretch is"),

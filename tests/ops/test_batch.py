@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.problem import Problem
-from tests.ops.calls import EVERY, assert_same_bits, call
+from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, assert_same_bits, call
 from tests.support.alike import assert_alike
 
 H, T, S, D = 4, 5, 7, 8
@@ -26,6 +26,17 @@ BATCHES = {
     "three": ((2, 1, 2), (2, 1, 2), (2, 1, 2), (2, 1, 2)),
     "empty": ((0, 2), (1, 2), (0, 1), (0, 2)),
 }
+
+
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("own", [(2, 1), (1, 0), (2, 0)], ids=str)
+def test_a_bias_of_an_empty_batch(own: tuple[int, ...], backend: str) -> None:
+    query = torch.randn(2, 0, H, T, D, requires_grad=True)
+    bias = torch.randn(*own, H, 1, T, requires_grad=True)
+    out = call("gated_attention", backend, query=query, key=query, value=query, bias=bias)
+    assert out.shape == query.shape
+    (grad,) = torch.autograd.grad(out.sum(), bias)
+    assert torch.equal(grad, torch.zeros_like(bias))
 
 
 def operands(
@@ -97,6 +108,47 @@ def test_on_every_backend(operator: str, backend: str) -> None:
     for a, b in parts:
         assert a.shape[:2] == names[3]
         assert_same_bits(backend, a.reshape(b.shape), b)
+
+
+@pytest.mark.parametrize("batch", [(2,), (2, 3)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("operator", "backend"),
+    [*DIFFERENTIABLE, *(("entmax_attention", row.name) for row in TABLES["entmax_attention"])],
+)
+def test_entries_of_an_expanded_operand_have_their_own_gradients(
+    operator: str, backend: str, batch: tuple[int, ...]
+) -> None:
+    """Also where they are no leaf, but what `expand` returned: their sum is left to its own backward pass."""
+    given = operands(
+        "collaborative_attention" if operator[0] == "c" else "gated_attention", (batch,) * 4
+    )
+    if operator == "entmax_attention":
+        given["alpha"] = torch.full((H,), 1.5)
+    else:
+        given["sinks"] = torch.randn(H)
+    given = {name: tensor.float() for name, tensor in given.items()}
+    given["gate"] = torch.randn(*batch, H, T)
+    dense = torch.randn(*batch, H, T, S)
+    for dim, bias in [
+        *((dim, dense) for dim in range(dense.dim())),
+        *((dim, torch.randn(H, 9)) for dim in (0, 1)),
+    ]:
+        views, copies = {}, {}
+        for name, tensor in {**given, "bias": bias}.items():
+            last = 1 if name in ("query", "key", "value") else 0  # the last dimension is contiguous
+            if dim < tensor.dim() - last:
+                views[name] = tensor.narrow(dim, 0, 1).requires_grad_().expand(tensor.shape)
+                copies[name] = views[name].detach().clone().requires_grad_()
+        grads = []
+        for expanded_ones in (views, copies):
+            arguments = {**given, "bias": bias, **expanded_ones}
+            if bias.dim() == 2:
+                arguments["bias"] = hk.OffsetBias(arguments["bias"])
+            out = call(operator, backend, **arguments)
+            leaves = list(expanded_ones.values())
+            grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(-2)))
+        for name, found, want in zip(views, *grads, strict=True):
+            assert_alike(found, want, name=f"d{name} along {dim}")
 
 
 def test_statistics_leave_keys_out_by_batch() -> None:

@@ -315,6 +315,38 @@ def test_a_tensor_that_does_not_fit(run: Pass, name: str, shared: bool, how: str
         run(spoiled)
 
 
+def cpu_attend(c: Call) -> None:
+    cpu.attend(*arguments(c), False, 1)
+
+
+@pytest.mark.parametrize("run", [*PASSES, cpu_attend], ids=lambda run: run.__name__)
+def test_tuples_that_are_too_short(run: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    class Recorder:
+        def __init__(self, module: Any) -> None:
+            self.module = module
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *given: calls.append((getattr(self.module, name), given))
+
+    for name in ("cpu", "cuda"):
+        monkeypatch.setitem(globals(), name, Recorder(globals()[name]))
+    run(made(run, shared=False))
+    ((function, given),) = calls
+    for at, each in enumerate(given):
+        if not isinstance(each, tuple):
+            continue
+        spoiled = [((), "entries"), (each[:1], "entries")]
+        if at == 0 and len(each) == 6:  # scores
+            terms = each[5]
+            spoiled += [((*each[:5], t), "entries") for t in ((), terms[:3])]
+            spoiled += [((*each[:5], list(terms)), "terms is no tuple")]
+        for short, words in spoiled:
+            with pytest.raises(ValueError, match=rf"{words}.*does not fit"):
+                function(*given[:at], short, *given[at + 1 :])
+
+
 @pytest.mark.parametrize("how", ["threads", "band", "dropout_p", "activation", "seed"])
 def test_numbers_that_do_not_fit(how: str) -> None:
     c = of_cpu(shared=False)
@@ -398,10 +430,10 @@ def test_parts_are_as_many_as_splits_and_float() -> None:
 @needs_emulator
 def test_tiles_of_a_kernel_that_is_not_there() -> None:
     for terms in (False, True):
-        assert min(cuda.tiles_of("gated_attention.keys", torch.float32, D, Dv, terms)[:2]) > 0
+        assert min(cuda.tiles_of("gated_attention.keys", torch.float32, D, Dv, terms, 0)[:2]) > 0
     for name in ("gated_attention.values", "keys", ""):
         with pytest.raises(ValueError, match="no kernel"):
-            cuda.tiles_of(name, torch.float32, D, Dv, False)
+            cuda.tiles_of(name, torch.float32, D, Dv, False, 0)
 
 
 # ---------------------------------------------------------------------- the ops

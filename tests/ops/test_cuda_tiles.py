@@ -14,6 +14,7 @@ from heads_kernels.dispatch import BackendName
 from heads_kernels.ops.support import CUDA_EMULATED
 from heads_kernels.testing import check, masks
 from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
+from tests.ops.calls import tensors
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["cuda"]),
@@ -29,10 +30,13 @@ PARTS = {"sm_80": (163, 164), "sm_86": (99, 100), "sm_90": (227, 228)}
 @pytest.fixture(params=PARTS)
 def part(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a part that the emulator stands for meanwhile."""
+    tiles_of = import_module("heads_kernels.ops.cuda")._tiles_of
     emulated = emulator()
     emulated.use_shared_bytes(*(number * KIB for number in PARTS[request.param]))
+    tiles_of.cache_clear()
     yield request.param
     emulated.use_shared_bytes(*(number * KIB for number in PARTS["sm_86"]))
+    tiles_of.cache_clear()
 
 
 def emulator() -> Any:
@@ -63,6 +67,42 @@ def test_blocks_of_keys_are_wide_where_their_memory_is_there(
     blocks, threads, shared = emulator().last_launch()
     assert shared <= PARTS[part][0] * KIB
     assert (blocks, threads) == ((2 * 3, 128) if part == "sm_86" else (2 * 2, 256))
+
+
+#: Kernels whose tiles the host asks for: the operand with a gradient for which they run, query rows and keys.
+ASKED = {
+    "gated_attention.keys": ("key", 20, 145),
+    "gated_attention.queries": ("query", 145, 20),
+    "gated_attention.bias": ("bias", 145, 145),
+    "collaborative_attention.forward": ("value", 145, 20),
+    "collaborative_attention.keys": ("key", 20, 145),
+    "collaborative_attention.queries": ("query", 145, 20),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ASKED)
+def test_the_host_knows_the_tiles_of_a_kernel(
+    kernel: str, width: int, dtype: torch.dtype, part: str, backend: BackendName
+) -> None:
+    """For one head, as many blocks are launched as tiles of the size that the host reads."""
+    operand, T, S = ASKED[kernel]
+    operator, _, name = kernel.partition(".")
+    sizes = {"B": 1, "H": 1, "Hk": 1, "T": T, "S": S, "D": width, "Dv": width}
+    given = tensors(operator, **sizes, dtype=dtype)
+    if name == "bias":
+        given["bias"] = torch.randn(1, 1, T, S)
+    given[operand].requires_grad_()
+    out = getattr(hk, operator)(**given, backend=backend)
+    if name != "forward":
+        out.sum().backward()
+    tile = emulator().tiles_of(kernel, dtype, width, width, name == "bias", 0)
+    rows, keys = -(-T // tile[0]), -(-S // tile[1])
+    blocks = {"forward": rows, "keys": keys, "queries": rows, "bias": rows * keys}[name]
+    if operator == "collaborative_attention" and name != "forward":
+        blocks *= -(-width // tile[2])
+    assert emulator().last_launch()[0] == blocks
 
 
 @pytest.mark.parametrize(

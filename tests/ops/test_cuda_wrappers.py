@@ -176,7 +176,7 @@ def numbers(T: str, elements: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         return elements.view(np.float16 if T == "fp16" else np.float32).astype(np.float64)
 
 
-@pytest.mark.parametrize("kind", ["exact", "any", "special"])
+@pytest.mark.parametrize("kind", ["exact", "any", "one sign", "special"])
 @pytest.mark.parametrize("T", ["bf16", "fp16", "tf32"])
 def test_multiply_add(run: Run, random: np.random.Generator, T: str, kind: str) -> None:
     depth, tiles = (8 if T == "tf32" else 16), 6
@@ -187,6 +187,9 @@ def test_multiply_add(run: Run, random: np.random.Generator, T: str, kind: str) 
     else:
         a, b = random.normal(size=(tiles, 16, depth)), random.normal(size=(tiles, depth, 8))
         c = random.normal(size=(tiles, 16, 8))
+    if kind == "one sign":  # of all terms of a tile
+        a, b, c = abs(a), abs(b), abs(c)
+        a[::2], c[::2] = -a[::2], -c[::2]
     if kind == "special":
         a[0, 3, 5], a[1, 12, 0], b[2, 7, 6], c[3, 1, 1] = np.inf, np.nan, -np.inf, np.nan
         a[4, 2], b[4, :, 3], c[4, 2, 3] = 0, np.inf, 1  # 0 * inf is nan
@@ -219,6 +222,8 @@ def test_multiply_add(run: Run, random: np.random.Generator, T: str, kind: str) 
         finite = np.isfinite(want)
         np.testing.assert_array_equal(result[~finite], want[~finite])
         assert np.all(np.abs(result[finite] - want[finite]) <= limit[finite])
+        if kind == "one sign":  # sums are rounded toward zero, never to a nearest number beyond
+            assert np.all(np.abs(result) <= np.abs(want))
 
 
 def test_copy_async(run: Run, random: np.random.Generator) -> None:

@@ -197,6 +197,8 @@ def test_empty_keys_and_batches(attend):
         (1.0, ValueError),
         (0.5, ValueError),
         (2.1, ValueError),
+        (10**400, ValueError),
+        pytest.param(-(10**5000), ValueError, id="more than Python prints"),
         (float("nan"), ValueError),
         ("1.5", TypeError),
         (None, TypeError),

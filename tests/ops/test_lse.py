@@ -275,5 +275,19 @@ def test_merge_refusals() -> None:
         hk.merge_attention([out, out], [lse])
     with pytest.raises(ValueError, match=r"lses has a part of shape \[3\]; pass \[2\]"):
         hk.merge_attention([out, out], [lse, torch.randn(3)])
+    with pytest.raises(TypeError, match=r"outs is a int; pass a torch\.Tensor"):
+        hk.merge_attention([1], [lse])
+    with pytest.raises(TypeError, match=r"lses is a float"):
+        hk.merge_attention([out], [1.0])
+    with pytest.raises(ValueError, match=r"outs has a part of shape \[\]; pass \[\.\.\., Dv\]"):
+        hk.merge_attention([out[0, 0]], [out[0, 0]])
+    for outs, lses, name in (
+        ([out, out.to("meta")], [lse, lse], "outs"),
+        ([out], [lse.to("meta")], "lses"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{name} has a part on meta, but the first of outs is on cpu"
+        ):
+            hk.merge_attention(outs, lses)
     with pytest.raises(ValueError, match=r"outs has parts of torch.float64"):
         hk.merge_attention([out, out.double()], [lse, lse])

@@ -79,6 +79,20 @@ def test_t5(bidirectional: bool, max_distance: int) -> None:
     assert torch.equal(bias.to_dense(200, 300), weight[buckets].permute(2, 0, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [hk.OffsetBias, hk.OffsetBias.alibi, hk.OffsetBias.t5])
+def test_a_narrow_table_is_computed_in_float32(make: Any, dtype: torch.dtype) -> None:
+    """Distances are exact, and gradients are rounded once, after the sum over the offsets that share an entry."""
+    shape = {"alibi": (H,), "t5": (32, H)}.get(make.__name__, (H, 32))
+    narrow = torch.rand(shape).to(dtype).requires_grad_()
+    wide = narrow.detach().float().requires_grad_()
+    found, want = make(narrow).to_dense(30, 500), make(wide).to_dense(30, 500)
+    assert torch.equal(found, want)
+    dbias = torch.rand_like(want)
+    found, want = (torch.autograd.grad(*pair, dbias)[0] for pair in ((found, narrow), (want, wide)))
+    assert_alike(found, want.to(dtype))
+
+
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_a_sink_is_one_more_key_without_a_value(operator: str, backend: str) -> None:
     given = arguments(operator)
@@ -246,3 +260,5 @@ def test_bad_tables() -> None:
         hk.OffsetBias.alibi(torch.zeros(2, 2))
     with pytest.raises(ValueError, match="max_distance is 8; pass more than 8"):
         hk.OffsetBias.t5(torch.zeros(32, 2), max_distance=8)
+    with pytest.raises(ValueError, match=f"max_distance is {2**62}; pass at most {2**24}"):
+        hk.OffsetBias.t5(torch.zeros(32, 2), max_distance=2**62)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +18,7 @@ from benchmarks import tune
 from heads_kernels import dispatch, functional
 from heads_kernels.ops import buffers, support
 from heads_kernels.problem import Problem
-from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, tensors
+from tests.ops.calls import DIFFERENTIABLE, TABLES, assert_same_bits, call, tensors
 
 Unsupported = Callable[[Problem], list[str]]
 
@@ -189,14 +192,94 @@ def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [0, 1]
 
 
-def test_a_choice_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A T4 and an A100, which PyTorch uses and on which Triton is installed."""
+    monkeypatch.setattr(support, "TRITON_INTERPRETED", False)
+    monkeypatch.setattr(support, "_TRITON_MISSING", "")
+    monkeypatch.setattr(support.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(support.torch.cuda, "device_count", lambda: 2)
+    parts = [(7, 5), (8, 0)]
+    monkeypatch.setattr(support.torch.cuda, "get_device_capability", parts.__getitem__)
+    support._triton_start_error.cache_clear()
+    yield
+    support._triton_start_error.cache_clear()
+
+
+def active_driver(monkeypatch: pytest.MonkeyPatch, start: Callable[[], object]) -> None:
+    """`start` in the place of Triton's first access to a GPU."""
+    driver = type("Driver", (), {"active": property(lambda self: start())})()
+    monkeypatch.setitem(sys.modules, "triton.runtime", types.SimpleNamespace(driver=driver))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_without_tensor_cores_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    active_driver(monkeypatch, lambda: types.SimpleNamespace(utils=None))
+    with FakeTensorMode():
+        old, new = (gated(**on_gpu(index)) for index in (0, 1))
+        assert support.triton(old) == ["GPU 0 has compute capability 7.5; it serves 8.0 and newer"]
+        assert support.triton(new) == []
+        monkeypatch.setattr(support.torch.version, "hip", "7.0")
+        assert support.triton(old) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once a process, and the reason is in words."""
+    asked = []
+
+    def start() -> object:
+        asked.append(None)
+        raise RuntimeError("Failed to find C compiler")
+
+    active_driver(monkeypatch, start)
+    with FakeTensorMode():
+        problem = gated(**on_gpu(1))
+        for _ in range(2):
+            (reason,) = support.triton(problem)
+        assert reason.startswith("Triton does not start: Failed to find C compiler; it needs a C ")
+    assert len(asked) == 1
+
+
+def test_triton_starts_or_says_why() -> None:
+    """Without a GPU it has no driver."""
+    error = support._triton_start_error.__wrapped__()
+    assert error == "" or error.startswith("Triton does not start: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_float32_prefers_tensor_cores(operator: str, dtype: torch.dtype) -> None:
+    table = [dataclasses.replace(row, unsupported=lambda _: []) for row in TABLES[operator]]
+    table = [row for row in table if row.name != "cpu"]
+    first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
+    with FakeTensorMode():
+        given = {
+            name: torch.empty(t.shape, dtype=dtype, device="cuda:0")
+            for name, t in tensors(operator).items()
+        }
+        make = Problem.gated if operator == "gated_attention" else Problem.collaborative
+        problem = make(**given)
+        choice = dispatch.choose(table, problem)
+        assert choice.backend == dispatch.select(table, problem) == first
+        assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
+        assert "float32 on a GPU 'cuda' before 'triton'" in str(choice)
+        assert dispatch.select(table, problem, second) == second
+
+
+@pytest.mark.parametrize("ask", ["_unsupported_device", "_unsupported_by_triton"])
+def test_a_choice_traces(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_device_words", lambda index: f"GPU {index} is too old")
+    monkeypatch.setattr(support.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(support.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(support.torch.cuda, "get_device_capability", lambda index: (7, 5))
+    expected = len(getattr(support, ask)(7))
 
     @torch.compile(fullgraph=True, backend="eager")
     def refused(query: torch.Tensor) -> torch.Tensor:
-        return query + len(support._unsupported_device(7))
+        return query + len(getattr(support, ask)(7))
 
-    assert refused(torch.zeros(1)).item() == len("GPU 7 is too old")
+    assert refused(torch.zeros(1)).item() == expected > 0
 
 
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

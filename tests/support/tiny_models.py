@@ -225,6 +225,13 @@ def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> 
     return built.eval()
 
 
+def unpooled(model: Any) -> Any:
+    """A model without the pooler, which reads the first token whether it is real or not."""
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    return model
+
+
 # ---------------------------------------------------------------------- families of a form
 #: Sizes by the names that configs have for them.
 SMALL = {

@@ -38,6 +38,8 @@ from benchmarks.report import Report, make_console
 from heads_kernels.testing import Timing, accuracy
 from tests.support.alike import assert_alike
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "benchmarks")
 

@@ -14,6 +14,8 @@ from benchmarks import decoding, results, run
 from benchmarks.report import Report, make_console
 from tests.support.alike import assert_alike
 
+pytestmark = pytest.mark.release
+
 CASES = decoding.cases("smoke")
 
 

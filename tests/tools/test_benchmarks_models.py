@@ -14,6 +14,8 @@ pytest.importorskip("transformers", reason="needs the extra [transformers]")
 from benchmarks import minilm, models
 from benchmarks.models import GOALS, WHOLE, Batch, Row
 
+pytestmark = pytest.mark.release
+
 
 @pytest.fixture
 def batch() -> Batch:

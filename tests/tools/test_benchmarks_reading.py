@@ -13,6 +13,8 @@ pytest.importorskip("rich", reason="prints tables with rich")
 
 from benchmarks import reading
 
+pytestmark = pytest.mark.release
+
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "reading.json"

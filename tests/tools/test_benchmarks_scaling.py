@@ -12,6 +12,8 @@ pytest.importorskip("torch.distributed.fsdp")
 
 from benchmarks import scaling
 
+pytestmark = pytest.mark.release
+
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scaling.json"
@@ -19,5 +21,4 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(path.read_text())
     assert [row["what"] for row in found["traffic"]] == list(scaling.CASES)
     assert all(row["measured"] == row["predicted"] > 0 for row in found["traffic"])
-    assert all(row["dealt"] == row["best"] >= row["undealt"] for row in found["balance"])
     assert "KiB that a process receives" in capsys.readouterr().out

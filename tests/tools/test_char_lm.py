@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.release
+
 pytest.importorskip("rich", reason="the example shows its progress with rich")
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")

@@ -23,7 +23,7 @@ try:
 except FileNotFoundError as refusal:
     pytest.skip(str(refusal), allow_module_level=True)
 pytestmark = [
-    pytest.mark.check,
+    pytest.mark.release,
     pytest.mark.slow,
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
 ]

@@ -20,6 +20,8 @@ from heads_kernels.doctor.speed import SHAPES, fastest_first, sdpa, time_backend
 from heads_kernels.testing import find
 from tests.support.alike import assert_alike
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 

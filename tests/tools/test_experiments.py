@@ -16,6 +16,8 @@ import torch
 
 import heads_kernels as hk
 
+pytestmark = pytest.mark.release
+
 for name in ("rich", "matplotlib", "safetensors"):
     pytest.importorskip(name, reason="the examples need heads_kernels[examples]")
 

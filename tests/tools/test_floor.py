@@ -19,6 +19,8 @@ from benchmarks.problems import Workload
 from heads_kernels import _cpu
 from heads_kernels.testing import Timing
 
+pytestmark = pytest.mark.release
+
 
 def floor_of(workload: Workload, direction: problems.Direction, **seconds: float) -> floor.Floor:
     """With `ours` at 1 s, products at 2e9 FLOP/s, 1e9 exp/s and a copy that takes a second.

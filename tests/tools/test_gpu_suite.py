@@ -35,6 +35,8 @@ from benchmarks.gpu.summary import lines
 from benchmarks.gpu.worker import run_item
 from benchmarks.gpu.workloads import workloads
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 TINY = Settings("cpu", tiny=True)
 GPU = Settings("cuda")

@@ -28,6 +28,8 @@ from benchmarks.gpu.settings import (
 )
 from benchmarks.gpu.worker import run_item
 
+pytestmark = pytest.mark.release
+
 TINY = Settings("cpu", tiny=True)
 
 

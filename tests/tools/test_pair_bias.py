@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 
+pytestmark = pytest.mark.release
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pair_bias"
 N, S, HEADS, WIDTH = 5, 3, 2, 3  # residues, rows; width of a head
 

@@ -26,7 +26,7 @@ from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import use
 from heads_kernels.integrations.transformers.support import KNOWN
 from tests.support.alike import assert_alike
-from tests.support.tiny_models import GPT2, PLAIN, SEQ2SEQ, TINY, build, outputs
+from tests.support.tiny_models import PLAIN, SEQ2SEQ, TINY, build, outputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,7 +40,6 @@ BY_USE: dict[str, dict[str, Any]] = {
 #: Those that are not.
 ITSELF: dict[str, dict[str, Any]] = {
     "XGLMModel": {"vocab_size": 40, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 24},
-    "CodeGenModel": GPT2 | {"rotary_dim": 4},
     "RoFormerModel": PLAIN,
     "LongformerModel": PLAIN | {"attention_window": 4},
     "LEDModel": SEQ2SEQ | {"attention_window": 4, "max_encoder_position_embeddings": 64},
@@ -52,7 +51,6 @@ ITSELF: dict[str, dict[str, Any]] = {
 #: Those that look their attention classes up by the name of the attention function.
 BY_TABLE: dict[str, dict[str, Any]] = {
     "FalconModel": {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "GPTJModel": GPT2 | {"rotary_dim": 4},
     "GPTNeoModel": {
         "vocab_size": 40, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
         "attention_types": [[["global", "local"], 1]],
@@ -100,12 +98,9 @@ def test_mask_is_refused_where_nothing_else_was(name: str) -> None:
         model(IDS, attention_mask=REAL)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_part_that_computes_attention_itself(by_name: bool) -> None:
+def test_part_that_computes_attention_itself() -> None:
     """The encoder of BigBird-Pegasus does, its decoder does not: refused once the encoder gets its mask."""
-    arguments = SEQ2SEQ | {"attention_type": "original_full"}
-    model = make("BigBirdPegasusModel", arguments, NAME if by_name else "eager")
-    model = model if by_name else use(model)
+    model = make("BigBirdPegasusModel", SEQ2SEQ | {"attention_type": "original_full"}, NAME)
     with pytest.raises(ValueError, match=r"is computed with \(add\) by BigBirdPegasusSelfAttenti"):
         model(IDS, attention_mask=REAL, decoder_input_ids=IDS)
 
@@ -220,7 +215,11 @@ def test_head_masks_and_statistics_without_use() -> None:
         assert_alike(outputs(each, head_mask=mask), expected)
         assert len(each(IDS, output_attentions=True).attentions) == 2
     model.set_attn_implementation("eager")
-    assert_alike(outputs(model, head_mask=mask), outputs(build("bert")))
+    assert_alike(outputs(model), outputs(build("bert")))
+    with pytest.raises(
+        ValueError, match=r"head_mask is given to a BertModel, whose layers run .*eag"
+    ):
+        outputs(model, head_mask=mask)
 
 
 def test_other_names_are_as_they_were() -> None:

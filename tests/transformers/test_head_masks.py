@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ import transformers
 from transformers.masking_utils import eager_mask
 
 import heads_kernels as hk
-from heads_kernels.integrations.transformers import TESTED, attention, use
+from heads_kernels.integrations.transformers import TESTED, attention, release, use
 from tests.support.tiny_models import (
     GROUPED,
     PLAIN,
@@ -277,7 +280,57 @@ def test_layers_that_run_again_read_the_head_mask_of_their_pass(use_reentrant: b
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
     assert_alike(gradients[1], gradients[0])
+    release(model)
     assert functions == [layer._gradient_checkpointing_func for layer in model.model.layers]
+
+
+def in_thread(run: Callable[[], Any]) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    found = pool.submit(run)
+    pool.shutdown(wait=False)
+    return found
+
+
+def test_threads_do_not_share_head_masks() -> None:
+    """A plain pass and one with another mask begin before a pass with a mask, and end within it."""
+    model = use(dropping("StableLmForCausalLM"))
+    masks = torch.rand(2, 2, 8)
+    passes = [lambda: outputs(model), *(partial(outputs, model, head_mask=mask) for mask in masks)]
+    alone = [run() for run in passes]
+    inside, may_end = [threading.Event() for _ in passes], [threading.Event() for _ in passes]
+    number = threading.local()
+
+    def wait(*_: Any) -> None:
+        inside[number.value].set()
+        assert may_end[number.value].wait(60)
+
+    def numbered(index: int) -> Tensor:
+        number.value = index
+        return passes[index]()
+
+    model.model.layers[0].register_forward_hook(wait)
+    running = []
+    for index in range(3):
+        running.append(in_thread(partial(numbered, index)))
+        assert inside[index].wait(60)
+    for index in range(3):
+        may_end[index].set()
+        assert_alike(running[index].result(60), alone[index])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_backward_in_another_thread_reads_the_head_mask_of_its_pass(use_reentrant: bool) -> None:
+    model = use(dropping("StableLmForCausalLM")).train()
+    changes = {"head_mask": torch.rand(2, 8), "use_cache": False}
+    expected = with_gradients(model, **changes)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.zero_grad()
+    values = outputs(model, **changes)
+    weights = torch.linspace(-1.0, 1.0, values.numel()).view(values.shape)
+    in_thread((values * weights).sum().backward).result(60)
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_alike({"outputs": values.detach(), **found}, expected)
 
 
 def test_head_masks_compile_whole_where_nothing_is_handed_on() -> None:

@@ -120,10 +120,29 @@ def test_packed_sequences(window: int | None, chunk: bool) -> None:
         function = stock.chunked_causal_mask_function(window, torch.zeros(2, dtype=torch.int64))
     else:
         function = stock.sliding_window_causal_mask_function(window)
-    function = stock.packed_sequence_compatibility_function(function, position_ids, ids)
+    if hasattr(stock, "remap_positions_for_packed_sequence"):  # since transformers 5.24
+        function = stock.remap_positions_for_packed_sequence(function, position_ids)
+        function = stock.and_masks(function, stock.packed_sequence_mask_function(ids))
+    else:
+        function = stock.packed_sequence_compatibility_function(function, position_ids, ids)
     found, dense = both(
         batch_size=2, q_length=8, kv_length=8, mask_function=function, local_size=window
     )
+    assert_same(found, dense)
+
+
+def test_blocks_of_packed_sequences_see_one_another() -> None:
+    """Keys after a row are visible within a block: no `hk.Mask` says so."""
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1]] * 2)
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]] * 2)
+
+    def same(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (blocks[b, i] == blocks[b, j]) & (blocks[b, i] >= 0)
+
+    function = stock.or_masks(stock.causal_mask_function, same)
+    function = stock.and_masks(function, lambda b, h, i, j: documents[b, i] == documents[b, j])
+    found, dense = both(batch_size=2, q_length=8, kv_length=8, mask_function=function)
+    assert isinstance(found.mask, Tensor)
     assert_same(found, dense)
 
 

@@ -91,6 +91,29 @@ def test_generate_equals_stock(name: str, cache: str) -> None:
     assert torch.equal(use(model).generate(**arguments), expected)
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+@pytest.mark.parametrize("cache", ["static", "sliding_window"])
+def test_cache_made_for_all_heads_is_refused_by_a_pruned_model(cache: str, in_use: bool) -> None:
+    """`prefill_chunk_size` makes a static cache by the config, before there are keys."""
+    model = use(build("llama")) if in_use else build("llama")
+    arguments = {
+        "input_ids": torch.randint(3, 40, (2, 9)), "do_sample": False, "max_new_tokens": 3,
+        "cache_implementation": cache, "pad_token_id": 0,
+    }  # fmt: skip
+    chunks = model.generate(**arguments, prefill_chunk_size=4)
+    assert torch.equal(chunks, model.generate(**arguments))
+    filled = transformers.DynamicCache(config=model.config)
+    model(input_ids=arguments["input_ids"], past_key_values=filled)
+    hk.heads.prune(model, {0: [0, 1, 2, 3]})
+    refusal = r"has keys of 2 heads for layer 0, of which pruning left 1; .*prefill_chunk_size"
+    with pytest.raises(ValueError, match=refusal):
+        model.generate(**arguments, prefill_chunk_size=4)
+    with pytest.raises(ValueError, match=refusal):
+        model(input_ids=arguments["input_ids"], past_key_values=filled)
+    expected = model.generate(**arguments | {"cache_implementation": "dynamic"})
+    assert torch.equal(model.generate(**arguments), expected)
+
+
 def test_static_cache_filled_by_the_prompt() -> None:
     """The mask of a prefill as `generate` prepares it: it goes through the model as it is."""
     model = build("llama")

@@ -22,7 +22,8 @@ import heads_kernels as hk
 from heads_kernels.integrations.transformers import TESTED, release, use
 from heads_kernels.integrations.transformers.tested import OF_A_FORM
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
-from tests.support.tiny_models import batch, build, outputs, small, with_gradients
+from tests.support import tiny_models
+from tests.support.tiny_models import batch, outputs, unpooled, with_gradients
 
 B, T = 3, 9
 
@@ -43,6 +44,14 @@ def packed_layers(model: nn.Module) -> list[bool]:
     """Of each layer whether it has run packed."""
     found = (vars(module).get(UNPADDED) for module in model.modules())
     return [bool(own.probed) for own in found if own is not None]
+
+
+def build(*args: Any, **changes: Any) -> Any:
+    return unpooled(tiny_models.build(*args, **changes))
+
+
+def small(name: str) -> Any:
+    return unpooled(tiny_models.small(name))
 
 
 def unpadded(model: Any) -> Any:
@@ -218,6 +227,47 @@ def test_decoder_alone_is_padded() -> None:
     found = unpadded(model)
     assert_alike(with_gradients(found, **arguments), expected)
     assert packed_layers(found) == [False, False, True, True]
+
+
+#: A model of each kind of pooling, with the side of padding at which it reads no padding.
+POOLED = {
+    "bert": "right", "roberta": "right", "chinese_clip_text_model": "right", "clip_text_model": "left",
+    "siglip_text_model": "left", "altclip_text_model": "right",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seen_before", [False, True])
+@pytest.mark.parametrize("name", POOLED)
+def test_outputs_pooled_at_padding_are_refused(name: str, seen_before: bool) -> None:
+    """Also in a later pass, after one with padding on the side where none is read."""
+    model = tiny_models.small(name)
+    side = POOLED[name]
+    other = "left" if side == "right" else "right"
+    found = unpadded(model)
+    if seen_before:
+        expected = model(**batch(model) | {"attention_mask": padding(side)}).pooler_output
+        same = found(**batch(model) | {"attention_mask": padding(side)}).pooler_output
+        assert_alike(same, expected)
+        assert all(packed_layers(found))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"outputs of \w+ depend on padded tokens, .*unpad=False"
+        ):
+            found(**batch(model) | {"attention_mask": padding(other)})
+    pooled = model(**batch(model) | {"attention_mask": padding(other)}).pooler_output
+    again = use(found, unpad=False)(**batch(model) | {"attention_mask": padding(other)})
+    assert_alike(again.pooler_output, pooled)
+
+
+def test_losses_of_padding_are_refused() -> None:
+    model = build("bert", model="BertForTokenClassification")
+    arguments = batch(model) | {"attention_mask": padding("right")}
+    labels = torch.ones(B, T, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"or are a loss of one; .*labels of -100"):
+        unpadded(model)(**arguments, labels=labels)
+    hidden = labels.masked_fill(padding("right") == 0, -100)
+    expected = model(**arguments, labels=hidden).loss
+    assert_alike(unpadded(model)(**arguments, labels=hidden).loss, expected)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +476,7 @@ def test_save_pretrained(tmp_path: Any) -> None:
     model = use(build("bert"), unpad=True)
     expected = outputs(model)
     model.save_pretrained(tmp_path)
-    loaded = transformers.BertModel.from_pretrained(tmp_path)
+    loaded = unpooled(transformers.BertModel.from_pretrained(tmp_path))
     assert_alike(outputs(use(loaded, unpad=True)), expected)
 
 

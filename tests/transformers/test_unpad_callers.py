@@ -18,8 +18,8 @@ import tokenizers
 import transformers
 
 from heads_kernels.integrations.transformers import use
-from tests.support.tiny_models import build, outputs, with_gradients
-from tests.transformers.test_unpad import packed_layers
+from tests.support.tiny_models import outputs, with_gradients
+from tests.transformers.test_unpad import build, packed_layers
 
 SENTENCES = ["w5 w9 w11 w8 w30", "w7 w6", "w12 w13 w14 w15 w16 w17 w18 w19", "w21 w5 w20"]
 #: Losses have gradients to compare, so nothing is dropped.

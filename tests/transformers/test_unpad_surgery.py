@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs the extra [transformers]")
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import use
 from tests.convert.converted_models import in_use, mixed
-from tests.support.tiny_models import with_gradients
+from tests.support.tiny_models import unpooled, with_gradients
 from tests.transformers.test_unpad import COUNTING, packed_layers, padding
 
 HEADS = {"": {0: [1, 3]}, "llama": {0: [0, 1, 2, 3]}}
@@ -35,7 +35,7 @@ def changed(name: str, kind: str, **changes: Any) -> Any:
     model = in_use(name, **changes) if kind == "pruned" else mixed(name, ragged=True, **changes)
     if kind != "converted":
         hk.heads.prune(model, HEADS.get(name, HEADS[""]))
-    return model
+    return unpooled(model)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "holes"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import types
@@ -17,10 +18,12 @@ from tests.support.alike import assert_alike
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 import transformers
+from transformers.models.laguna import modeling_laguna
+from transformers.models.mpt import modeling_mpt
 
 import heads_kernels as hk
-from heads_kernels.integrations.transformers import release, use
-from tests.support.tiny_models import TINY, batch, build, outputs, small
+from heads_kernels.integrations.transformers import models, release, use
+from tests.support.tiny_models import TINY, batch, build, outputs, small, unpooled
 
 
 def test_release_takes_everything_back() -> None:
@@ -105,7 +108,9 @@ def test_encoder_is_released_from_a_model_in_use() -> None:
     release(model.encoder)
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
     assert model.encoder.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match=r"head_mask was read by no layer of the BartModel"):
+    with pytest.raises(
+        ValueError, match=r"head_mask is given to a BartModel, whose layers run .* 'eager'"
+    ):
         outputs(model, head_mask=mask)
     assert not torch.equal(outputs(model), outputs(model, decoder_head_mask=mask))
 
@@ -154,6 +159,79 @@ def test_a_model_in_use_is_put_to_use_again() -> None:
     assert model.config._attn_implementation == "heads_kernels"
     model(**batch(model), head_mask=torch.ones(4))
     assert release(model).config._attn_implementation == before
+
+
+STEPS = ("own_configs", "replace_classes", "watch", "pad_layers", "unpad_layers")
+
+
+def structure(model: Any) -> list[Any]:
+    """Everything of a model except the values of its weights: hooks, configs, classes and attributes, as they are."""
+    found: list[Any] = []
+    for module in model.modules():
+        inside = {k: list(v.items()) for k, v in vars(module).items() if isinstance(v, dict)}
+        configs = [v for v in vars(module).values() if hasattr(v, "_attn_implementation")]
+        names = [each._attn_implementation for each in configs]
+        found.append((type(module), dict(vars(module)), inside, names))
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "in the middle of"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("was_in_use", [False, True])
+def test_an_error_leaves_the_model_as_it_was(
+    step: str, when: str, was_in_use: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = unpooled(build("mpnet"))
+    if was_in_use:
+        use(model, unpad=True)
+    before = structure(model)
+    run = getattr(models, step)
+
+    def failing(argument: Any, *layers: Any) -> None:
+        if when == "in the middle of" and layers:
+            run(argument, dict(list(layers[0].items())[:1]))
+        elif when == "in the middle of":
+            run(model.encoder)
+        raise KeyboardInterrupt
+
+    for name in STEPS:  # other steps are as they were for the next call
+        monkeypatch.setattr(models, name, failing if name == step else getattr(models, name))
+    with pytest.raises(KeyboardInterrupt):
+        use(model, unpad=True)
+    assert structure(model) == before
+    if was_in_use and step in ("own_configs", "pad_layers"):
+        with pytest.raises(KeyboardInterrupt):
+            release(model)
+        assert structure(model) == before
+    monkeypatch.undo()
+    found = outputs(use(model, unpad=True))
+    assert_alike(found, outputs(unpooled(build("mpnet"))))
+
+
+def test_models_that_compute_with_masks_are_refused_before_their_first_pass() -> None:
+    small_git = {"vision_config": TINY["vit"].arguments}
+    kinds = {
+        "BigBirdPegasusModel": TINY["bart"].arguments | {"attention_type": "original_full"},
+        "GitModel": TINY["bert"].arguments | small_git,
+        "InformerModel": TINY["bart"].arguments | {"prediction_length": 4, "input_size": 1},
+        "T5Gemma2Model": {
+            "encoder": {
+                "text_config": TINY["llama"].arguments | {"num_hidden_layers": 2},
+                "vision_config": TINY["vit"].arguments,
+            },
+            "decoder": TINY["llama"].arguments | {"num_hidden_layers": 2},
+        },
+    }
+    for name, arguments in kinds.items():
+        model_class = getattr(transformers, name)
+        model = model_class(model_class.config_class(**arguments))
+        before = structure(model)
+        with pytest.raises(ValueError, match=rf"model is a {name} .*masks.* it cannot be used"):
+            use(model)
+        assert structure(model) == before
+    sparse = small("deepseek_v32")
+    with pytest.raises(ValueError, match="DeepseekV32Attention, chooses keys by index"):
+        use(sparse)
 
 
 def test_refusals() -> None:
@@ -211,10 +289,10 @@ def test_model_of_a_pipeline_is_named() -> None:
 
 
 def test_unsupported_families_are_named() -> None:
-    plain = TINY["gpt2"].arguments
-    gptj = transformers.GPTJModel(transformers.GPTJConfig(rotary_dim=4, **plain))
-    with pytest.raises(ValueError, match=r"family 'gptj'\), which computes its attention itself"):
-        use(gptj)
+    plain = TINY["bert"].arguments
+    roformer = transformers.RoFormerModel(transformers.RoFormerConfig(**plain))
+    with pytest.raises(ValueError, match=r"'roformer'\), which computes its attention itself"):
+        use(roformer)
     doge = transformers.DogeModel(transformers.DogeConfig(**TINY["llama"].arguments))
     with pytest.raises(ValueError, match=r"family 'doge'\), which handles masks"):
         use(doge)
@@ -228,3 +306,31 @@ def test_unsupported_families_are_named() -> None:
         ValueError, match=r"sinks is given by Inkling2\w+Attention .* use attn_impl"
     ):
         inkling(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_an_argument_that_a_repeated_forward_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by name where stock computes attention itself; else the stock layer stays, and calls ours."""
+
+    def with_argument(stock: Any) -> Any:
+        signature = inspect.signature(stock.forward)
+        new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=None)
+        *others, last = signature.parameters.values()
+        forward = inspect.unwrap(stock.forward)
+        monkeypatch.setattr(
+            forward,
+            "__signature__",
+            signature.replace(parameters=[*others, new, last]),
+            raising=False,
+        )
+        monkeypatch.setattr(stock, "forward", forward)
+
+    mpt, laguna = build("mpt", "eager"), build("laguna", "sdpa")
+    expected = outputs(laguna)
+    with_argument(modeling_mpt.MptAttention)
+    with_argument(modeling_laguna.LagunaAttention)
+    with pytest.raises(ValueError, match=r"new is an argument of '.*', a MptAttention, and is not"):
+        use(mpt)
+    assert mpt.config._attn_implementation == "eager"
+    use(laguna)
+    assert not any(type(each).__name__.startswith("Fused") for each in laguna.modules())
+    assert_alike(outputs(laguna), expected)

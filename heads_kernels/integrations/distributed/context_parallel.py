@@ -14,12 +14,14 @@ from torch.distributed.tensor.placement_types import Placement
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.dtensor import is_sharded, of_first
-from heads_kernels.integrations.distributed.ring import Ring, RingCall
+from heads_kernels.functional import collaborative_attention, gated_attention
+from heads_kernels.integrations.distributed.ring import OF_KEYS, Ring, RingCall
 from heads_kernels.mask import Mask, as_mask
 from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.operator import Operator
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.ops.sharding import part_of
 from heads_kernels.problem import Problem
@@ -27,8 +29,12 @@ from heads_kernels.problem import Problem
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Method = Literal["all_gather", "ulysses", "ring"]
+Method = Literal["all_gather", "ring"]
 METHODS: Final = get_args(Method)
+_OPERATORS: Final[dict[Any, tuple[Operator, Callable[..., Problem]]]] = {
+    gated_attention: (GATED, Problem.gated),
+    collaborative_attention: (COLLABORATIVE, Problem.collaborative),
+}
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -94,13 +100,11 @@ class ContextParallel:
     Args:
         mesh: of one dimension, W processes. With tensor parallelism of two, such as `mesh["tp", "cp"]`: sequences are
             split over the last one, and operands may be DTensors that are sharded along the heads over the first.
-        method: "all_gather": every process computes its rows of all heads. Keys and values of the whole sequence are
-            gathered; collaborative attention has one key for all heads. "ulysses" (Jacobs et al. 2023): every process
-            computes all rows of its heads; the open heads of a gate `[H]` or `[B, H]` are dealt out evenly (with a mesh
-            of two dimensions heads keep their order). "ring" (Liu et al. 2023): every process computes its rows of all
-            heads, while keys and values pass from process to process, so that none has them all.
+        method: every process computes its rows of all heads. "all_gather": keys and values of the whole sequence are
+            gathered; collaborative attention has one key for all heads. "ring" (Liu et al. 2023): keys and values pass
+            from process to process, so that none has them all.
         balanced: a sequence is cut into 2 W blocks, of which process r has r and 2 W - 1 - r, so that all have the same
-            work under a causal mask; not for "ulysses", nor with dropout or bias. False: it is cut into W parts.
+            work under a causal mask; not with dropout or bias. False: it is cut into W parts.
         length: tokens of every sequence, if not all processes have equally many: all but the last ones have
             `ceil(length / W)`.
 
@@ -123,9 +127,6 @@ class ContextParallel:
         if method not in METHODS:
             refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, METHODS))}")
         check_flag("balanced", balanced)
-        if balanced and method == "ulysses":
-            was = f"is True, but method is {method!r}"
-            refuse("balanced", was, "leave it out: every process has all rows of its heads")
         if length is not None:
             check_size("length", length)
         self.mesh = mesh
@@ -133,6 +134,7 @@ class ContextParallel:
         self.balanced = balanced
         self.length = length
         self._count = mesh.size(mesh.ndim - 1)  # W
+        self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._heads = mesh[names[0]] if names is not None and mesh.ndim == 2 else None
 
     # ------------------------------------------------------------------ sequences
@@ -157,7 +159,7 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """The positions of this process's tokens in a sequence of `length`: int64, in the order of its part."""
-        return self._positions_of(self.mesh.get_local_rank(self.mesh.ndim - 1), length, device)
+        return self._positions_of(self._rank, length, device)
 
     def _positions_of(self, rank: int, length: int, device: torch.device | str) -> Tensor:
         """Those of the tokens of process `rank`."""
@@ -168,6 +170,10 @@ class ContextParallel:
             refuse("sequence", was, instead)
         step = -(-length // W)
         return self._order(length, device)[rank * step : (rank + 1) * step]
+
+    def _first(self, length: int) -> int:
+        """The position of this process's first token, where they follow each other."""
+        return self._rank * -(-length // self._count)
 
     def whole_length(self, part: int) -> int:
         """Tokens of a sequence of which this process has `part`."""
@@ -193,12 +199,47 @@ class ContextParallel:
             operator: `hk.gated_attention` or `hk.collaborative_attention`.
             **arguments: those of the operator. `query`, `key`, `value`, `content_bias` and the rows of a gate are
                 parts; `attn_mask` and an `OffsetBias` are of whole sequences. The gradients of what all processes
-                have, such as `mixing` and gates of heads, are those of its own rows (with "ulysses", of its heads).
+                have, such as `mixing`, gates of heads and an `OffsetBias`, are those of this process's rows.
 
         Returns:
             The output of this process's rows.
         """
+        if operator not in _OPERATORS:
+            was = f"is {getattr(operator, '__name__', operator)}"
+            instead = "pass hk.gated_attention or hk.collaborative_attention"
+            refuse("operator", was, instead)
         given = {name: each for name, each in arguments.items() if each is not None}
+        self._check(given)
+        declared, parse = _OPERATORS[operator]
+        mask = self._mask_of_rows(given)
+        if self.method == "all_gather":
+            keys = {name: dim for name, dim in OF_KEYS.items() if name in given}
+            given |= {name: self.join(given[name], dim) for name, dim in keys.items()}
+        apart = ("attn_mask", "is_causal", "backend", "return_lse")
+        problem = parse(**{name: each for name, each in given.items() if name not in apart})
+        T, S = problem.T, problem.S
+        if self.method == "ring":
+            S = self.whole_length(S)
+        device, first = problem.query.device, self._first(self.whole_length(T))
+        problem = problem._replace(intervals=mask.intervals(problem.B, problem.H, T, S, device))
+        if (bias := given.get("bias")) is not None:
+            problem = problem._replace(offset_bias=bias.starting_at(first).table(T, S))
+        part = part_of(problem)
+        here = problem if part is None else part.problem
+        seed: Any = None
+        if problem.dropout_p:
+            seed = of_first(draw_seed(device), self.mesh)
+            seed = seed if part is None else part.seed(seed)
+            seed = seed + seed.new_tensor([0, 0, 0, first, 0])
+        chosen = select(declared.backends, here, given.get("backend"))
+        if self.method == "ring":
+            out = RingCall(declared, chosen, here, seed, self._ring(problem, S)).attend()
+        else:
+            out = declared(here, chosen, seed)
+        return problem.unflatten(out if part is None else part.whole(out))
+
+    def _check(self, given: dict[str, Any]) -> None:
+        """Refuse what a call on parts cannot serve."""
         if isinstance(given.get("bias"), Tensor):
             instead = "pass an OffsetBias, or call the operator with DTensors"
             refuse("bias", "is a tensor, which is not split", instead)
@@ -208,103 +249,32 @@ class ContextParallel:
                     f"is a DTensor on the mesh {each.device_mesh}, but the context has {self.mesh}"
                 )
                 refuse(name, was, "make the context with both dimensions: mesh['tp', 'cp']")
-        if given.pop("return_lse", False):
+        if given.get("return_lse", False):
             refuse("return_lse", "is True", "leave it out: parts of calls are merged here")
         if self.balanced:
             for name in ("dropout_p", "bias"):
                 if given.get(name):
                     refuse(name, f"is {given[name]!r}", "pass balanced=False")
-        if self.method == "ring":
-            return self._ring(operator, given)
-        return self._rows(operator, given) if self.balanced else self._shards(operator, given)
-
-    def _rows(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-        """Plain tensors: whole keys and values, and a mask of the rows at this process's positions."""
-        whole = {
-            name: self.join(given[name], dim)
-            for name, dim in _sequences(given).items()
-            if name in ("key", "value", "content_bias")
-        }
-        mask = self._mask_of_rows(given)
-        given.pop("is_causal", None)
-        return operator(**{**given, **whole, "attn_mask": mask})
 
     def _mask_of_rows(self, given: dict[str, Any]) -> Mask:
         """The mask of this process's rows and all keys."""
         query, key = given["query"], given["key"]
         B = query.shape[: query.dim() - (2 if "mixing" in given else 3)].numel()
-        H = _count_heads(given)
+        H = given["mixing"].shape[-2] if "mixing" in given else query.shape[-3]
         T, S = self.whole_length(query.shape[-2]), self.whole_length(key.shape[-2])
         mask = as_mask(given.get("attn_mask"), (B, H, T, S))
         if given.get("is_causal", False):
             mask = mask & Mask(causal=True)
         return mask.rows(self.positions(T, query.device), B, H, T, S)
 
-    def _ring(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-        """Plain tensors, or DTensors sharded along the heads: no process has all keys."""
-        declared, parse = (
-            (COLLABORATIVE, Problem.collaborative) if "mixing" in given else (GATED, Problem.gated)
-        )
-        mask = self._mask_of_rows(given)
-        whole = ("attn_mask", "is_causal", "backend")
-        problem = parse(**{name: each for name, each in given.items() if name not in whole})
-        T, S = problem.T, self.whole_length(problem.S)
+    def _ring(self, problem: Problem, S: int) -> Ring:
+        """The processes, and the positions of the keys of each among S."""
         device = problem.query.device
-        first = int(self.positions(self.whole_length(T))[0]) if T else 0
-        intervals = mask.intervals(problem.B, problem.H, T, S, device)
-        problem = problem._replace(intervals=intervals)
-        if (bias := given.get("bias")) is not None:
-            problem = problem._replace(offset_bias=bias.starting_at(first).table(T, S))
-        part = part_of(problem)
-        here = problem if part is None else part.problem
         positions = [self._positions_of(rank, S, device) for rank in range(self._count)]
-        seed: Any = None
-        if problem.dropout_p:
-            if self._count > 1 and len(positions[0]) % 4:
-                was = f"is {problem.dropout_p}, and {self._count} processes have {len(positions[0])} tokens each"
-                refuse("dropout_p", was, "pad sequences so that they have a multiple of 4")
-            seed = of_first(draw_seed(device), self.mesh)
-            seed = seed if part is None else part.seed(seed)
-            seed = seed + seed.new_tensor([0, 0, 0, first, 0])
-        group = self.mesh.get_group(self.mesh.ndim - 1)
-        chosen = select(declared.backends, here, given.get("backend"))
-        out = RingCall(declared, chosen, here, seed, Ring(group, positions)).attend()
-        return problem.unflatten(out if part is None else part.whole(out))
-
-    def _shards(self, operator: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-        """DTensors, sharded along the sequence or along the heads."""
-        sequences, heads = _sequences(given), _heads(given)
-        dealt = self._dealt(given, heads)
-        parts = dict(given)
-        for name, each in given.items():
-            if name not in sequences and name not in heads:
-                continue
-            if name in heads and dealt and each.shape[heads[name]] != 1:
-                each = each.index_select(heads[name], dealt[each.shape[heads[name]]])
-            if name not in sequences:
-                split = self._placements_of_heads(each)
-                parts[name] = DTensor.from_local(
-                    _local(each),
-                    self.mesh,
-                    [*split, Replicate()],
-                    run_check=False,
-                    grad_placements=[*split, Partial()],
-                )
-                continue
-            dim = sequences[name]
-            parts[name] = self._shard(each, dim, self.whole_length(each.shape[dim]))
-            if self.method == "ulysses":
-                by_head = Shard(heads[name] % each.dim()) if name in heads else Replicate()
-                split = self._placements_of_heads(each)
-                parts[name] = parts[name].redistribute(placements=[*split, by_head])
-        out: Any = operator(**parts)
-        split = out.placements[:-1]
-        part: Tensor = out.redistribute(placements=[*split, Shard(out.dim() - 2)]).to_local()
-        if dealt:
-            part = part.index_select(-3, dealt[part.shape[-3]].argsort())
-        if not any(map(is_sharded, given.values())):
-            return part
-        return DTensor.from_local(part, self._heads, split, run_check=False)
+        if problem.dropout_p and self._count > 1 and len(positions[0]) % 4:
+            was = f"is {problem.dropout_p}, and {self._count} processes have {len(positions[0])} tokens each"
+            refuse("dropout_p", was, "pad sequences so that they have a multiple of 4")
+        return Ring(self.mesh.get_group(self.mesh.ndim - 1), positions)
 
     def _shard(self, part: Tensor, dim: int, length: int) -> DTensor:
         """A part as a DTensor of the whole."""
@@ -325,63 +295,6 @@ class ContextParallel:
             return list(operand.placements)
         return [Replicate()] * (self.mesh.ndim - 1)
 
-    def _dealt(self, given: dict[str, Any], heads: dict[str, int]) -> dict[int, Tensor]:
-        """With "ulysses" the order in which heads are dealt out, by their number; empty: the order that they have.
-
-        Open heads are spread evenly. Heads that share a key or value head stay together.
-        """
-        if self.method != "ulysses":
-            return {}
-        W, H = self.mesh.size(), _count_heads(given)
-        groups = given["value"].shape[-3]
-        if groups % W:
-            was = (
-                f"is 'ulysses', but {groups} heads of values are not shared evenly by {W} processes"
-            )
-            refuse("method", was, "use 'all_gather'")
-        if self.mesh.ndim == 2:  # heads stay on their processes of tensor parallelism
-            return {}
-        gate: Any = given.get("gate")
-        activated = given.get("gate_activation", "identity") != "identity"
-        if gate is None or activated or "gate" in _sequences(given) or gate.shape[-1] != H:
-            return {}
-        is_open = (gate.detach() != 0).reshape(-1, groups, H // groups).sum((0, 2))
-        rounds = is_open.argsort(descending=True, stable=True).view(-1, W)
-        rounds[1::2] = rounds[1::2].flip(1)
-        order = rounds.t().flatten()
-        first = order[:, None] * (H // groups)
-        return {
-            groups: order,
-            H: (first + torch.arange(H // groups, device=order.device)).flatten(),
-        }
-
 
 def _local(operand: Tensor) -> Tensor:
     return operand.to_local() if isinstance(operand, DTensor) else operand
-
-
-# ---------------------------------------------------------------------- where operands have what
-def _count_heads(given: dict[str, Any]) -> int:
-    heads: int = given["mixing"].shape[-2] if "mixing" in given else given["query"].shape[-3]
-    return heads
-
-
-def _sequences(given: dict[str, Any]) -> dict[str, int]:
-    """The dimension of rows or keys, from the last one, of the operands that have it."""
-    dims = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
-    gate: Any = given.get("gate")
-    per_row = 0 if gate is None else gate.dim() - given["value"].dim() + 2  # of [..., H, T] 1
-    if per_row in (1, 2) and gate.shape[-per_row] != 1:
-        dims["gate"] = -per_row
-    return {name: dim for name, dim in dims.items() if name in given}
-
-
-def _heads(given: dict[str, Any]) -> dict[str, int]:
-    """The dimension of heads, from the last one, of the operands that have it."""
-    dims = {"value": -3, "content_bias": -2, "mixing": -2, "sinks": -1}
-    if "mixing" not in given:
-        dims |= {"query": -3, "key": -3}
-    gate = given.get("gate")
-    if gate is not None:
-        dims["gate"] = -1 - max(0, gate.dim() - given["value"].dim() + 2)
-    return {name: dim for name, dim in dims.items() if name in given}

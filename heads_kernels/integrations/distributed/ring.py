@@ -18,8 +18,8 @@ from heads_kernels.ops.buffers import compute_dtype
 from heads_kernels.ops.operator import Operator, Saved, finish
 from heads_kernels.problem import Problem, closed_heads
 
-#: The operands that pass round, with their dimension of keys.
-_OF_KEYS: Final = {"key": -2, "value": -2, "content_bias": -1}
+#: The operands of keys, which pass round, with their dimension of keys.
+OF_KEYS: Final = {"key": -2, "value": -2, "content_bias": -1}
 _NEG_INF: Final = float("-inf")
 
 Tensors = dict[str, Tensor]
@@ -44,7 +44,7 @@ class Ring(NamedTuple):
         received = {}
         for name, tensor in sent.items():
             shape = list(tensor.shape)
-            shape[_OF_KEYS[name]] = count
+            shape[OF_KEYS[name]] = count
             received[name] = tensor.new_empty(shape)
         transfers = [
             distributed.P2POp(operation, tensor, peer, self.group)
@@ -220,5 +220,5 @@ class _Blocks(torch.autograd.Function):
 
 
 def _keys(problem: Problem) -> Tensors:
-    operands = {name: getattr(problem, name) for name in _OF_KEYS}
+    operands = {name: getattr(problem, name) for name in OF_KEYS}
     return {name: operand for name, operand in operands.items() if operand is not None}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation, refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
@@ -15,13 +16,17 @@ from heads_kernels.functional import (
     collaborative_attention,
     gated_attention,
 )
-from heads_kernels.integrations.transformers.head_masks import PLACE, given_head_mask, head_mask_row
+from heads_kernels.integrations.transformers.head_masks import (
+    given_head_mask,
+    head_mask_row,
+    requests_statistics,
+)
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.whole_masks import whole_mask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
-from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.offset_bias import OffsetBias
@@ -36,7 +41,7 @@ UNSERVED: Final = {
     "sinks": "attention sinks by row",
     "indices": "keys chosen by index",
     "block_indices": "keys chosen by index",
-    "cache": "a paged cache",
+    "cache": "a paged cache of generate_batch",
 }
 
 
@@ -90,8 +95,7 @@ def attention_forward(
             that does not fit, or that is given to a model without `use(model)`.
     """
     _check_served(module, kwargs)
-    if (place := getattr(module, PLACE, None)) is not None and place.statistics:
-        output_attentions = True
+    output_attentions = output_attentions or requests_statistics(module)
     B, T, D = query.shape[0], *query.shape[2:]
     scale = D**-0.5 if scaling is None else scaling
     operands = _operands(module, query, key, value)
@@ -121,7 +125,8 @@ def attention_forward(
     }
     if (observer := getattr(module, "observer", None)) is not None:
         parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands, **scores}
-        observer(AttentionCall(**parts, mask=_visible(mask, attention_mask)))
+        visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
+        observer(AttentionCall(**parts, mask=visible))
 
     operator: Any = collaborative_attention if is_shared else gated_attention
     if context is not None:
@@ -154,7 +159,16 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
     for name, what in UNSERVED.items():
         if arguments.get(name) is not None:
             was = f"is given by {type(module).__name__} ({what})"
-            refuse(name, was, "the operator has none; use attn_implementation='sdpa' or 'eager'")
+            instead = "the operator has none; use attn_implementation='sdpa' or 'eager'"
+            if name == "cache":  # another implementation would ignore gates and head masks
+                instead = "call generate, which keeps gates and head masks"
+            refuse(name, was, instead)
+    for name, each in arguments.items():
+        if isinstance(each, Cache):
+            was = (
+                f"is given to the attention of {type(module).__name__}, which has no such argument"
+            )
+            refuse(name, was, "pass the argument that its stock forward has for caches")
 
 
 def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
@@ -238,15 +252,6 @@ def _bias(
     if isinstance(bias, OffsetBias):
         bias = bias.to_dense(T, S)
     return added if bias is None else added + bias
-
-
-def _visible(
-    mask: Mask | Tensor | None, attention_mask: PreparedMask | Tensor | None
-) -> Mask | Tensor | None:
-    """The mask for observers, which need to know the real tokens: a float mask hides keys too."""
-    if not _is_added(attention_mask):
-        return mask
-    return attention_mask > torch.finfo(attention_mask.dtype).min / 2  # a bias may have been added
 
 
 def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tensor:

@@ -24,6 +24,7 @@ class Biased(Replacement):
     """
 
     calls_operator = True
+    repeats = True
 
     def by_heads(self, projected: Tensor) -> Tensor:
         """`[B, T, H * D]` as `[B, H, T, D]`."""
@@ -104,6 +105,8 @@ class MPNet(Biased):
 class Bloom(Biased):
     """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
+    unread = frozenset({"use_cache", "output_attentions"})
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -135,14 +138,13 @@ class Mpt(Biased):
         self,
         hidden_states: Tensor,
         position_bias: Tensor | None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
+        cache = kwargs.pop(self.cache_name, cache)
         if isinstance(attention_mask, Tensor):
-            return super().forward(
-                hidden_states, position_bias, past_key_values, attention_mask, **kwargs
-            )
+            return super().forward(hidden_states, position_bias, cache, attention_mask, **kwargs)
         projected = self.Wqkv(hidden_states)
         if self.clip_qkv:
             projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -150,8 +152,8 @@ class Mpt(Biased):
             each.view(*each.shape[:-1], self.n_heads, -1).transpose(1, 2)
             for each in projected.chunk(3, dim=2)
         )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         if position_bias is not None:
             position_bias = position_bias[None, ..., -key.shape[2] :]
         out, statistics = self.attend(

@@ -10,6 +10,7 @@ import torch
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
+from heads_kernels.integrations.transformers.classes import replace_classes
 
 #: Arguments that say where a checkpoint is, and so where its config is.
 _PLACE = (
@@ -74,10 +75,9 @@ def _in_shape(model_class: Any) -> Any:
         if "converted" in record and config._attn_implementation is None:
             config._attn_implementation = NAME
         model_class.__init__(self, config, *args, **kwargs)
+        if record:
+            replace_classes(self)  # heads of some families are known in their replacements alone
         restore_shape(self.base_model, record)
-        for name in record.get("converted", ()):
-            # transformers would initialise it anew where it looks for the stock projections
-            self.base_model.get_submodule(name)._is_hf_initialized = True
 
     members = {"__init__": __init__, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), members)

@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from typing import Any, Final
 
+from torch import nn
 from transformers.monkey_patching import (
     get_patch_mapping,
     register_patch_mapping,
@@ -14,11 +15,16 @@ from transformers.monkey_patching import (
 )
 
 from heads_kernels.checks import refuse
+from heads_kernels.heads.layouts import class_calls_interface
 from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.head_masks import RowsOfHeadMask
 from heads_kernels.integrations.transformers.output_gated import WAYS
 from heads_kernels.integrations.transformers.relative_bias import T5_LIKE
-from heads_kernels.integrations.transformers.replacement import Replacement, Replacing
+from heads_kernels.integrations.transformers.replacement import (
+    Replacement,
+    Replacing,
+    cache_name,
+)
 
 #: Stock class -> what stands before it, and its folder or file in transformers.models.
 _REPLACED: Final[dict[str, tuple[type[Replacement], str]]] = {
@@ -30,16 +36,31 @@ _REPLACED: Final[dict[str, tuple[type[Replacement], str]]] = {
 
 
 def replacement(stock: Any) -> Any:
-    """The class that replaces the class `stock`, the same every time; None where there is none."""
+    """The class that replaces the class `stock`, the same every time; None where there is none.
+
+    A stock class that calls the attention function stays, where its forward has arguments that the repeated one does
+    not know, or where it is replaced only because other releases compute attention themselves.
+    """
     if stock.__name__ not in _REPLACED or not stock.__module__.startswith("transformers."):
         return None
+    before, _ = _REPLACED[stock.__name__]
+    if class_calls_interface(stock) and (before.calls_operator or before.unknown_arguments(stock)):
+        return None
     return _made(stock)
+
+
+def replace_classes(model: nn.Module) -> None:
+    """Replace the classes of a model's modules; with another attention function they run as stock modules."""
+    for module in model.modules():
+        if (made := replacement(type(module))) is not None:
+            module.__class__ = made
 
 
 def serves(model_class: type) -> bool:
     """Whether the file of a model has attention of its own that is replaced: `use` serves it, its name does not."""
     own = vars(sys.modules[model_class.__module__])
-    return any(name in own and before.calls_operator for name, (before, _) in _REPLACED.items())
+    replaced = (replacement(own[name]) for name in _REPLACED if name in own)
+    return any(made is not None and made.calls_operator for made in replaced)
 
 
 def replacement_of(name: str) -> Any:
@@ -51,13 +72,18 @@ def replacement_of(name: str) -> Any:
     except ModuleNotFoundError:
         return None
     stock = getattr(source, name, None)
-    return None if stock is None else _made(stock)
+    return None if stock is None else replacement(stock)
 
 
 @cache
 def _made(stock: Any) -> Any:
     before, _ = _REPLACED[stock.__name__]
-    members = {"stock": stock, "__module__": __name__, "__doc__": before.__doc__}
+    members = {
+        "stock": stock,
+        "cache_name": cache_name(stock),
+        "__module__": __name__,
+        "__doc__": before.__doc__,
+    }
     return Replacing(f"{before.prefix}{stock.__name__}", (before, stock), members)
 
 

@@ -1,11 +1,14 @@
-"""Head masks of `model(...)`, which transformers 5 ignores: which row of which argument belongs to which layer."""
+"""Head masks of `model(...)`, which transformers 5 ignores: which row of which argument belongs to which layer, and
+what the forward pass in progress gives to its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -16,24 +19,18 @@ from heads_kernels.integrations.transformers.replacement import Replacement
 
 @dataclass(eq=False)
 class HeadMaskPlace:
-    """Where an attention module finds its head mask, and what the current forward pass requests of it.
+    """Which head mask belongs to an attention module.
 
     Attributes:
         argument: the argument of `model(...)` that is its head mask.
         known: the names of all head masks that its model uses.
         layer, layers: its row of a mask `[L, H]`, and L; L is 0 where the caller of the module picks the row.
-        given: the head mask of the current pass; one that the module is called with takes precedence.
-        is_read: whether the module read a head mask in the last pass that had one.
-        statistics: whether the current pass requests `output_attentions`.
     """
 
     argument: str
     known: tuple[str, ...]
     layer: int = 0
     layers: int = 0
-    given: Tensor | None = None
-    is_read: bool = False
-    statistics: bool = False
 
 
 #: The attribute of an attention module that holds its `HeadMaskPlace`.
@@ -49,10 +46,80 @@ _CROSS: Final = {
 }
 
 
+# ---------------------------------------------------------------------- the pass in progress
+@dataclass(eq=False)
+class PassState:
+    """What one forward pass of a model gives to its attention modules.
+
+    Attributes:
+        owner: the hooks of the model whose pass it is.
+        outer: the pass within which it runs.
+        masks: the names of its head masks.
+        asks: whether it requests statistics.
+        given: the head masks by place; one that a module is called with takes precedence.
+        statistics: the places of the modules that return statistics.
+        read: the places whose head mask was read; passes within a pass share it.
+    """
+
+    owner: Any
+    outer: PassState | None = None
+    masks: tuple[str, ...] = ()
+    asks: bool = False
+    given: dict[HeadMaskPlace, Tensor] = field(default_factory=dict)
+    statistics: dict[HeadMaskPlace, bool] = field(default_factory=dict)
+    read: dict[HeadMaskPlace, bool] = field(default_factory=dict)
+
+
+class _Traced:
+    """Holds the pass for compiled code: `torch.compile` does not trace context variables."""
+
+    state: PassState | None = None
+
+
+_TRACED: Final = _Traced()
+_EAGER: Final[ContextVar[PassState | None]] = ContextVar("heads_kernels_pass", default=None)
+
+
+def pass_state() -> PassState | None:
+    """The pass in progress: in eager code that of this thread."""
+    if torch.compiler.is_compiling():
+        return _TRACED.state
+    return _EAGER.get() or _TRACED.state
+
+
+def set_pass_state(state: PassState | None) -> None:
+    """Make this the pass in progress."""
+    _TRACED.state = state if state is not None and (state.given or state.statistics) else None
+    if not torch.compiler.is_compiling():
+        _EAGER.set(state)
+
+
+def in_pass(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as a part of the pass in progress, whenever and in whichever thread it is called."""
+    state = pass_state()
+
+    def run_in_pass(*args: Any, **kwargs: Any) -> Any:
+        before = _EAGER.get()
+        set_pass_state(state)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            set_pass_state(before)
+
+    return run_in_pass
+
+
+def requests_statistics(module: nn.Module) -> bool:
+    """Whether the pass requests the statistics of this attention module."""
+    place = getattr(module, PLACE, None)
+    state = None if place is None else pass_state()
+    return state is not None and place in state.statistics
+
+
 def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
     """The head mask of the model's pass that reaches this attention module, or None.
 
-    It is taken from the `arguments` of the attention function, or else from the place of the module.
+    It is taken from the `arguments` of the attention function, or else from the pass in progress.
 
     Raises:
         ValueError: a mask that the model does not use; a module without a place.
@@ -72,7 +139,9 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
         if name not in place.known:
             was = f"reaches a {type(module).__name__}, whose model has no use for it"
             refuse(name, was, f"pass {', '.join(place.known)}")
-    return masks.get(place.argument, place.given)
+    state = pass_state()
+    given = None if state is None else state.given.get(place)
+    return masks.get(place.argument, given)
 
 
 def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
@@ -82,8 +151,9 @@ def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
         ValueError: a mask that does not fit.
     """
     place: HeadMaskPlace = getattr(module, PLACE)
-    if not place.is_read:
-        place.is_read = True
+    state = pass_state()
+    if state is not None and place not in state.read:
+        state.read[place] = True
     row = given[place.layer] if given.dim() == 2 and len(given) == place.layers else given
     if row.shape == (getattr(module, "heads_before", None),):
         kept: Any = module.kept_heads
@@ -144,6 +214,7 @@ class RowsOfHeadMask(Replacement):
     """ALBERT's loop over its layers: one layer runs several times, each time with its row of a head mask `[L, H]`."""
 
     prefix = "Rowwise"
+    repeats = True
 
     def forward(
         self,

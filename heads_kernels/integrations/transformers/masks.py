@@ -14,6 +14,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    or_masks,
     sdpa_mask,
 )
 
@@ -26,6 +27,8 @@ Shape = tuple[int, int, int, int]
 
 #: Code of the functions that `and_masks` returns: windows, chunks and packed sequences are such functions.
 _ALL_OF: Final = and_masks(causal_mask_function).__code__
+#: Of those that `or_masks` returns: blocks that see one another.
+_ANY_OF: Final = or_masks(causal_mask_function).__code__
 
 
 class PreparedMask(BlockMask):
@@ -178,7 +181,7 @@ def prepare_mask(
         mask = Mask()
     elif mask_function is causal_mask_function:
         mask = Mask(causal=align)
-    elif getattr(mask_function, "__code__", None) is not _ALL_OF:
+    elif getattr(mask_function, "__code__", None) is not _ALL_OF or _has_union(mask_function):
         pass
     elif sides:  # a window on both sides
         if align == "upper_left" and local_size is not None:
@@ -219,6 +222,15 @@ def _alignment(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> 
     if q_offset == kv_offset:
         return "upper_left"
     return "lower_right" if q_offset - kv_offset == kv_length - q_length else None
+
+
+def _has_union(mask_function: MaskFunction) -> bool:
+    """Whether a mask function is, or is made of, one that `or_masks` returned."""
+    if getattr(mask_function, "__code__", None) is _ANY_OF:
+        return True
+    held = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    parts = [part for each in held for part in (each if isinstance(each, tuple) else (each,))]
+    return any(_has_union(part) for part in parts if callable(part))
 
 
 def _segments(

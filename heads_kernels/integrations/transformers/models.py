@@ -10,12 +10,15 @@ from transformers import PreTrainedModel
 from heads_kernels.checks import check_flag, refuse
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.integrations.transformers.classes import replacement
-from heads_kernels.integrations.transformers.passes import unwatch, watch
+from heads_kernels.heads.pruned_calls import adds_bias_of_all_heads
+from heads_kernels.integrations.transformers.classes import replace_classes
+from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
+    asked,
     check_model,
     configs_of,
+    family,
 )
 from heads_kernels.integrations.transformers.tested import TESTED
 from heads_kernels.integrations.transformers.unpadding import (
@@ -23,11 +26,19 @@ from heads_kernels.integrations.transformers.unpadding import (
     unpad_layers,
     unpaddable_layers,
 )
+from heads_kernels.nn.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
 
-#: The attribute of every module in use that holds configs: what their attention implementations were.
-_BEFORE: Final = "_attn_implementations_before"
+#: Modules that compute with the masks of a pass, which are no tensors, and what they do.
+_COMPUTE_WITH_MASKS: Final = {
+    "BigBirdPegasusEncoderAttention": "adds masks to its scores",
+    "GitSelfAttention": "adds masks to its scores",
+    "InformerProbSparseAttention": "adds masks to its scores",
+    "T5Gemma2MergedAttention": "is given two masks concatenated",
+}
+#: An argument of attention functions for which modules compute with masks: the keys of each row, chosen by index.
+_CHOSEN_KEYS: Final = "indices"
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
@@ -51,30 +62,31 @@ def use(model: Model, *, unpad: bool = False) -> Model:
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`; the message names those that it contains. `unpad` is not a bool.
-        ValueError: the model has no attention, or computes attention in its own code; with `unpad`, its layers get no
-            padding mask. In a forward pass: a layer does not work token by token.
+        ValueError: the model has no attention, or computes attention, or with masks, in its own code; with `unpad`, its
+            layers get no padding mask. In a forward pass: a layer does not work token by token. On an error, and on
+            Ctrl-C, the model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
     check_flag("unpad", unpad)
     check_model(model)
+    _check_masks_are_passed_on(model)
     layers = unpaddable_layers(model) if unpad else {}
-    own_configs(model)
-    before = {
-        module: [config._attn_implementation_internal for config in configs]
-        for module in model.modules()
-        if (configs := configs_of(module))
-    }
-    for module, implementations in before.items():
-        vars(module).setdefault(_BEFORE, implementations)
-        for config in configs_of(module):
-            config._attn_implementation_internal = NAME
-    for module in model.modules():
-        if (made := replacement(type(module))) is not None:
-            module.__class__ = made
-    watch(model)
-    pad_layers(model)
-    unpad_layers(layers)
+    with kept_on_error(model):  # with the old configs, which are not written to
+        own_configs(model)
+        before = {
+            module: [config._attn_implementation_internal for config in configs]
+            for module in model.modules()
+            if (configs := configs_of(module))
+        }
+        for module, implementations in before.items():
+            vars(module).setdefault(BEFORE, implementations)
+            for config in configs_of(module):
+                config._attn_implementation_internal = NAME
+        replace_classes(model)
+        watch(model)
+        pad_layers(model)
+        unpad_layers(model, layers)
     return model
 
 
@@ -92,20 +104,21 @@ def release(model: Model) -> Model:
             whose shared queries and keys stock attention cannot read; or heads were pruned in a family with position
             biases, which stock attention would add for all heads.
     """
-    if _BEFORE not in vars(model):
+    if BEFORE not in vars(model):
         refuse("model", f"({type(model).__name__}) is not in use", "call use(model) first")
     _check_stock_would_do(model)
-    own_configs(model)
-    for module in model.modules():
-        before = vars(module).pop(_BEFORE, [])
-        for config, implementation in zip(configs_of(module), before, strict=False):
-            config._attn_implementation_internal = implementation
-        if isinstance(module, Replacement):
-            module.__class__ = module.stock  # type: ignore[assignment]
-    unwatch(model)
-    pad_layers(model)
-    if any(config._attn_implementation == NAME for config in configs_of(model)):
-        watch(model)  # it was made with this name
+    with kept_on_error(model):
+        own_configs(model)
+        for module in model.modules():
+            before = vars(module).pop(BEFORE, [])
+            for config, implementation in zip(configs_of(module), before, strict=False):
+                config._attn_implementation_internal = implementation
+            if isinstance(module, Replacement):
+                module.__class__ = module.stock  # type: ignore[assignment]
+        unwatch(model)
+        pad_layers(model)
+        if any(config._attn_implementation == NAME for config in configs_of(model)):
+            watch(model)  # it was made with this name
     return model
 
 
@@ -132,6 +145,17 @@ def _instead_of(holder: Any) -> str:
     return f"pass the model that it holds, {' and '.join(calls)}: it is changed in place"
 
 
+def _check_masks_are_passed_on(model: PreTrainedModel) -> None:
+    """Refuse a model that would fail in its first pass, since its code computes with the masks of the pass."""
+    for name, module in model.named_modules():
+        what = _COMPUTE_WITH_MASKS.get(type(module).__name__)
+        if what is None and calls_interface(module) and _CHOSEN_KEYS in asked(module):
+            what = "chooses keys by index, and computes with masks for it"
+        if what is not None:
+            was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
+            refuse("model", was, f"it cannot be used; tested families: {', '.join(TESTED)}")
+
+
 def _check_stock_would_do(model: nn.Module) -> None:
     """Nothing of the model is left that stock attention would not know of."""
     for name, module in model.named_modules():
@@ -141,7 +165,6 @@ def _check_stock_would_do(model: nn.Module) -> None:
         if calls_interface(module) and getattr(module, "mixing", None) is not None:
             was = f"has heads that share queries and keys in {name!r}, which stock attention cannot read"
             refuse("model", was, "keep it in use")
-        biased = ("has_relative_attention_bias", "relative_position_bias")  # T5, Swin
-        if hasattr(module, "kept_heads") and any(hasattr(module, each) for each in biased):
+        if hasattr(module, "kept_heads") and adds_bias_of_all_heads(module):
             was = f"has fewer heads in {name!r} than the position bias that stock attention adds"
             refuse("model", was, "keep it in use")

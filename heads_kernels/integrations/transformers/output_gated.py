@@ -33,6 +33,7 @@ class OutputGated(Replacement):
         rotate: that function.
     """
 
+    repeats = True
     gate_activation: GateActivation = "sigmoid"
     rotary = "apply_rotary_pos_emb"
     rotate: Callable[..., Positions]
@@ -52,18 +53,19 @@ class OutputGated(Replacement):
         hidden_states: Tensor,
         position_embeddings: Positions | None = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_scaling: Tensor | None = None,
         cycle_offset: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, AttentionStatistics | None]:
         """The forward pass, with the arguments of the stock forwards of all families."""
+        cache = kwargs.pop(self.cache_name, cache)
         query, logits = self.query_and_logits(hidden_states)
         query, key, value = self.positioned(hidden_states, query, position_embeddings)
         if attention_scaling is not None:
             query = (query.float() * attention_scaling).to(query.dtype)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx + cycle_offset)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx + cycle_offset)
         key, value = self.expanded(key, value)
         out, statistics = attention_forward(
             self,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from heads_kernels.integrations.transformers.head_masks import PLACE
+from heads_kernels.integrations.transformers.head_masks import requests_statistics
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.mask import Mask
@@ -58,11 +58,14 @@ class Padding(NamedTuple):
         packing: where they are.
         moves: whether packing moves any; of one row that is padded on the right it moves none.
         has_holes: whether padding is between real tokens of a row.
+        first, last: whether the first token of every row is real, and the last.
     """
 
     packing: Packing
     moves: bool
     has_holes: bool
+    first: bool = True
+    last: bool = True
 
     @classmethod
     def of(cls, real: Tensor) -> Padding:
@@ -72,8 +75,9 @@ class Padding(NamedTuple):
         if packing.is_whole or N == 0:
             return cls(packing, False, False)
         holes = ((index.diff() != 1) & (rows.diff() == 0)).any()
-        last, has_holes = torch.stack((index[-1], holes)).tolist()
-        return cls(packing, last != N - 1, bool(has_holes))
+        ends = real[:, 0].all(), real[:, -1].all()
+        end, *found = torch.stack((index[-1], holes, *ends)).tolist()
+        return cls(packing, end != N - 1, *map(bool, found))
 
 
 class PackedMask(PreparedMask):
@@ -235,6 +239,15 @@ class PackedCall:
         return {"encoder_attention_mask": self.mask.cross(self.keys)}
 
 
+def without_cache(value: Any) -> Any:
+    """An argument of a model for a pass without its cache, of which the prepared mask may have all keys."""
+    if isinstance(value, Cache):
+        return None
+    if isinstance(value, PreparedMask) and (packed := value.derived.get(PackedMask)) is not None:
+        return packed.padded
+    return value
+
+
 def _is_of_keys(name: str) -> bool:
     """Whether an argument of a layer is of the encoder's states."""
     return name.startswith(("encoder_", "cross_"))
@@ -317,8 +330,7 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
     if "hidden_states" in found and not found["hidden_states"]:
         return True  # transformers takes the embeddings from the arguments of the first layer
     for module in own.attention:
-        place = getattr(module, PLACE, None)
-        if getattr(module, "observer", None) is not None or (place and place.statistics):
+        if getattr(module, "observer", None) is not None or requests_statistics(module):
             return True
         gate = getattr(module, "head_gate", None)
         if gate is not None and not (type(gate) is FixedGate or _is_shared(gate)):

@@ -1,17 +1,21 @@
-"""A packed call of a layer compared with a padded one: layers that do not work token by token are refused."""
+"""Packed calls checked: layers that do not work token by token, and models that read padding, are refused."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
+from heads_kernels.integrations.transformers.packed_calls import active_collector
 from heads_kernels.nn.unpadding import Packing
 
 #: Arguments of a call, by position and by name.
@@ -21,6 +25,36 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: see at most 137 in whole models.
 _ROUNDINGS: Final = 512
 _HALF: Final = (torch.float16, torch.bfloat16)
+#: Roundings by which the outputs of two equal passes may differ, where sums are not always in one order. Heuristic.
+_EQUAL: Final = 8
+
+
+class Filling:
+    """What packed layers give for padding while the outputs of their model are checked, in the place of zeros.
+
+    Attributes:
+        scale: of numbers from -1 to 1 along the features.
+        real: by the sizes (B, T) of sequences, which of their tokens are real in all of them.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.real: dict[tuple[int, int], Tensor] = {}
+
+    def fill(self, padded: Tensor, packing: Packing) -> Tensor:
+        B, T = packing.sizes
+        real = torch.zeros(B * T, dtype=torch.bool, device=padded.device)
+        real = real.index_fill(0, packing.index, True).view(B, T)
+        self.real[B, T] = real & self.real.get((B, T), real)
+        if not padded.is_floating_point():
+            return padded
+        ramp = torch.linspace(-self.scale, self.scale, padded.shape[-1], device=padded.device)
+        keep = real[(..., *(None,) * (padded.dim() - 2))]
+        return torch.where(keep, padded, ramp.to(padded.dtype))
+
+
+#: The `Filling` of the pass that runs; None outside of checks.
+filling: ContextVar[Filling | None] = ContextVar("filling", default=None)
 
 
 def check_packed(
@@ -41,6 +75,60 @@ def check_packed(
         was = f"is True, but on real tokens alone {name!r}, a {type(layer).__name__}, computes something else"
         was += f" than on the padded batch (relative difference {worst:.1e})"
         refuse("unpad", was, "call use(model, unpad=False)")
+
+
+def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that no output of a model, those of padded tokens apart, depends on what its layers give for padding.
+
+    Padded tokens are 0 after packed layers, and something else in a padded pass: an output pooled at one of them, or a
+    loss of it, would differ. Two passes with other numbers there are compared, in evaluation mode without gradients.
+
+    Raises:
+        ValueError: an output differs.
+    """
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kwargs = {**kwargs, "use_cache": False}
+    device = next(model.parameters()).device
+    found: list[list[Tensor]] = []
+    for scale in (0.0, 1.0):
+        own = Filling(scale)
+        token, collecting = filling.set(own), active_collector.set(None)
+        try:
+            with torch.no_grad(), _evaluating(model), _forked(device):
+                output = model.forward(*args, **kwargs)
+        finally:
+            filling.reset(token)
+            active_collector.reset(collecting)
+        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        found.append([_of_tokens(each, own) for each in outputs if each.is_floating_point()])
+    if not all(map(_is_same, *found)):
+        was = f"is True, but outputs of {type(model).__name__} depend on padded tokens, which are not computed: "
+        was += "they are pooled at one, or are a loss of one"
+        instead = "pad on the other side, make the model without its pooler, give padding and the token after it "
+        instead += "labels of -100, "
+        refuse("unpad", was, f"{instead}or call use(model, unpad=False)")
+
+
+def _of_tokens(output: Tensor, own: Filling) -> Tensor:
+    """The entries of an output that are not those of padded tokens."""
+    real = own.real.get(tuple(output.shape[:2]))  # type: ignore[arg-type]
+    return output if real is None else output[real]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    both_nan = one.isnan() & other.isnan()
+    error, scale = ((each.masked_fill(both_nan, 0)).float().norm() for each in (one - other, one))
+    return bool(error <= _EQUAL * torch.finfo(one.dtype).eps * scale)
+
+
+def _forked(device: torch.device) -> Any:
+    """The state of random generators is kept; the CPU's with any device."""
+    on_cpu = device.type == "cpu"
+    return torch.random.fork_rng(
+        [] if on_cpu else [device], device_type="cuda" if on_cpu else device.type
+    )
 
 
 @contextmanager
@@ -78,13 +166,11 @@ def outputs_of(layer: nn.Module, device: torch.device, *calls: Arguments) -> lis
         for name, tensor in (*shell.named_parameters(), *shell.named_buffers())
         if tensor.dtype in _HALF
     }
-    on_cpu = device.type == "cpu"
-    kind = "cuda" if on_cpu else device.type  # the CPU's generator is forked with any
     found = []
     with torch.no_grad(), torch.autocast(device.type, enabled=False), _evaluating(layer):
         for arguments in calls:
             args, kwargs = tree_map(_widened, arguments)
-            with torch.random.fork_rng([] if on_cpu else [device], device_type=kind):
+            with _forked(device):
                 output = functional_call(shell, weights, args, kwargs)
             found.append([each for each in tree_leaves(output) if isinstance(each, Tensor)])
     return found

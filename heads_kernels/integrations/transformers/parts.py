@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
@@ -130,11 +130,14 @@ def _check_call(
         context.whole_length(tokens.shape[1])
     for name, instead in (
         ("labels", "compute the loss of the logits with labels that were shifted before they were split"),
-        ("past_key_values", "decode without context parallelism"),
         ("use_cache", "decode without context parallelism"),
     ):  # fmt: skip
         if given.get(name, False) is not False:
             refuse(name, "is given with a part of a sequence", instead)
+    for name, each in given.items():
+        if isinstance(each, Cache):
+            was = f"is a {type(each).__name__}, with a part of a sequence"
+            refuse(name, was, "decode without context parallelism")
     if "position_ids" not in given:
         instead = "pass context.split(positions, 1) of the positions [1, T] of whole sequences"
         refuse("position_ids", "is not given", instead)

@@ -1,8 +1,9 @@
 """Hooks around models' forward passes that hand head masks and `output_attentions` to the attention layers.
 
 Models of transformers 5 ignore head masks, and many do not pass `output_attentions` on to their layers. The hooks
-store both in the `HeadMaskPlace`s of the layers, where the attention function reads them, and check afterwards that
-they had an effect.
+store both in the `PassState` of the pass, where the attention function reads them, and check afterwards that they had
+an effect. Before a pass they check that the layers which have gates or get head masks run the attention function of
+this package.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.configs import NAME
+from heads_kernels.heads.configs import NAME, attention_function
+from heads_kernels.heads.gating import refuse_ignored_gates
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,
     HeadMaskPlace,
+    PassState,
+    in_pass,
     is_pair,
+    pass_state,
     places,
+    set_pass_state,
 )
 from heads_kernels.integrations.transformers.support import (
     INSTEAD,
@@ -34,49 +41,49 @@ from heads_kernels.ops.attention_statistics import AttentionStatistics
 
 #: The attribute of every model, and of every model in it, that holds its `Pass`.
 PASS: Final = "_heads_kernels_pass"
+#: The attribute of every module in use that holds configs: what their attention implementations were.
+BEFORE: Final = "_attn_implementations_before"
 
-#: A place and what it holds: its head mask, and whether statistics are requested.
-Held = tuple[HeadMaskPlace, Tensor | None, bool]
+
+class Layer(NamedTuple):
+    """An attention module of a model."""
+
+    module: Any
+    place: HeadMaskPlace
+    model: Any  # the inmost model that contains it
+
+    @property
+    def runs(self) -> str:
+        """The name of its attention function; modules without a config depend on that of their model."""
+        return attention_function(self.module if hasattr(self.module, "config") else self.model)
 
 
 @dataclass(eq=False)
 class Pass:
-    """State of a model's hooks and of its current forward pass.
+    """The hooks of a model.
 
     Attributes:
-        arguments: for the name of each head mask, the places of the layers that it applies to.
+        arguments: for the name of each head mask, the layers that it applies to.
         is_one_stack: for each of these names, and "" for all layers, whether the layers form one stack. An image
             tower and a text tower are two stacks: the submodels that receive the mask set it for their own.
         takes_any: whether the model's forward takes arguments of any name.
         computes_itself: whether the model has attention, but none that goes through the attention function.
-        within: the passes of the models that contain this one.
+        is_part: whether another model contains this one.
+        parts: the hooks of the models that this one contains.
         handles: of the hooks.
-        is_running: whether a pass with head masks or requested statistics is in progress.
-        masks: the names of the head masks of the pass.
-        asks: whether statistics are requested.
-        before: what places held before the pass.
-        checkpointing: modules with their original function for gradient checkpointing.
     """
 
-    arguments: dict[str, list[HeadMaskPlace]]
+    arguments: dict[str, list[Layer]]
     is_one_stack: dict[str, bool]
     takes_any: bool
     computes_itself: bool
-    within: list[Pass] = field(default_factory=list)
+    is_part: bool = False
+    parts: list[Pass] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    is_running: bool = False
-    masks: tuple[str, ...] = ()
-    asks: bool = False
-    before: list[Held] = field(default_factory=list)
-    checkpointing: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
-    def places(self) -> list[HeadMaskPlace]:
-        return [place for each in self.arguments.values() for place in each]
-
-    @property
-    def is_outermost(self) -> bool:
-        return not any(outer.is_running for outer in self.within)
+    def layers(self) -> list[Layer]:
+        return [layer for each in self.arguments.values() for layer in each]
 
 
 # ---------------------------------------------------------------------- hooks on and off
@@ -89,9 +96,10 @@ def watch(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel):
             own = _pass_of(part)
-            own.within = [
-                each for outer, each in passes.items() if not outer or name.startswith(f"{outer}.")
-            ]
+            for outer, each in passes.items():
+                if not outer or name.startswith(f"{outer}."):
+                    each.parts.append(own)
+                    own.is_part = True
             passes[name] = own
             own.handles = [
                 part.register_forward_pre_hook(_begin, with_kwargs=True),
@@ -102,41 +110,49 @@ def watch(model: nn.Module) -> None:
 
 def unwatch(model: nn.Module) -> None:
     """Remove what `watch` installed."""
+    module: Any
     for module in model.modules():
         vars(module).pop(PLACE, None)
         for handle in getattr(vars(module).pop(PASS, None), "handles", ()):
             handle.remove()
+        function = vars(module).get("_gradient_checkpointing_func")
+        if _keeps_pass(function):
+            module._gradient_checkpointing_func = function.args[0]
 
 
 def _pass_of(model: PreTrainedModel) -> Pass:
-    modules = _by_argument(model)
+    arguments = _by_argument(model)
     stacks = {  # of modules without a config the classes are compared
-        name: {type(getattr(each, "config", each)) for each in found}
-        for name, found in modules.items()
+        name: {type(getattr(each.module, "config", each.module)) for each in found}
+        for name, found in arguments.items()
     }
     stacks[""] = set().union(*stacks.values())
     parameters = inspect.signature(model.forward).parameters.values()
     return Pass(
-        arguments={
-            name: [getattr(each, PLACE) for each in found] for name, found in modules.items()
-        },
+        arguments=arguments,
         is_one_stack={name: len(kinds) == 1 for name, kinds in stacks.items()},
         takes_any=any(each.kind is each.VAR_KEYWORD for each in parameters),
         computes_itself=computes_itself(model),
     )
 
 
-def _by_argument(model: Any) -> dict[str, list[Any]]:
+def _by_argument(model: Any) -> dict[str, list[Layer]]:
     """The attention modules of a model, by the name of the argument with their head mask."""
     if is_pair(model):
         decoder = _by_argument(model.decoder)
         return _by_argument(model.encoder) | {
             f"decoder_{name}": each for name, each in decoder.items()
         }
-    found: dict[str, list[Any]] = {}
-    for module in model.modules():
+    found: dict[str, list[Layer]] = {}
+    parts = {
+        name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
+    }
+    for name, module in model.named_modules():
         if (place := getattr(module, PLACE, None)) is not None:
-            found.setdefault(place.argument, []).append(module)
+            inmost = max(
+                (each for each in parts if not each or name.startswith(f"{each}.")), key=len
+            )
+            found.setdefault(place.argument, []).append(Layer(module, place, parts[inmost]))
     return found
 
 
@@ -145,46 +161,57 @@ def _begin(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     own: Pass = getattr(model, PASS)
-    if own.is_running:  # the last pass was interrupted
-        _restore(own)
-    if own.computes_itself and not own.within and model.config._attn_implementation == NAME:
+    outer = pass_state()
+    if (interrupted := _state_of(own, outer)) is not None:
+        outer = interrupted.outer
+    is_outermost = outer is None or own not in outer.owner.parts
+    if own.computes_itself and not own.is_part and model.config._attn_implementation == NAME:
         refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {ITSELF}", INSTEAD)
+    if is_outermost:
+        for layer in own.layers:
+            if layer.runs != NAME and getattr(layer.module, "head_gate", None) is not None:
+                refuse_ignored_gates(f"a {type(layer.module).__name__}", layer.runs)
     masks = {
         name: mask
         for name, mask in kwargs.items()
         if name.endswith("head_mask") and mask is not None
     }
     asks = kwargs.get("output_attentions")
-    own.asks = bool(getattr(model.config, "output_attentions", False) if asks is None else asks)
-    own.masks = tuple(masks)
-    if not (masks or own.asks) or not _names_package(model.config):
-        return None
-    own.is_running = True
-    if own.is_outermost:
+    asks = bool(getattr(model.config, "output_attentions", False) if asks is None else asks)
+    if is_outermost:
         for name, mask in masks.items():
             _check(model, own, name, mask)
+    _check_runs(model, own, masks, asks)
+    asks = asks and any(layer.runs == NAME for layer in own.layers)
+    if torch.compiler.is_compiling() and not (masks or asks):
+        return None
+    state = PassState(own, outer, tuple(masks), asks)
+    if outer is not None and not is_outermost:
+        state.given, state.statistics = dict(outer.given), dict(outer.statistics)
+        state.read = outer.read
+    elif model.training and torch.compiler.is_compiling():
         # A compiled layer under gradient checkpointing cannot record that it read its mask.
-        is_read = model.training and torch.compiler.is_compiling()
-        for place in own.places:
-            place.is_read = is_read
+        state.read = {layer.place: True for layer in own.layers}
     for name, mask in masks.items():
         if own.is_one_stack.get(name, False):
-            own.before += _put([(place, mask, place.statistics) for place in own.arguments[name]])
-    if own.asks and own.is_one_stack[""]:
-        own.before += _put([(place, place.given, True) for place in own.places])
-    if model.training and own.is_outermost and not torch.compiler.is_compiling():
-        _keep_for_checkpoints(model, own)
-    if own.takes_any:
+            for layer in own.arguments[name]:
+                state.given[layer.place] = mask
+    if asks and own.is_one_stack[""]:
+        for layer in own.layers:
+            state.statistics[layer.place] = True
+    if (state.given or state.statistics) and model.training and not torch.compiler.is_compiling():
+        _keep_for_checkpoints(model)
+    set_pass_state(state)
+    if own.takes_any or not masks:
         return None
     return args, {name: value for name, value in kwargs.items() if name not in masks}
 
 
-def _names_package(config: Any) -> bool:
-    """Whether a config, or one nested in it, selects the package's attention function."""
-    inner = (getattr(config, name, None) for name in config.sub_configs)
-    if config._attn_implementation == NAME:
-        return True
-    return any(_names_package(each) for each in inner if each is not None)
+def _state_of(own: Pass, state: PassState | None) -> PassState | None:
+    """The state of a pass of this model among a pass and those around it."""
+    while state is not None and state.owner is not own:
+        state = state.outer
+    return state
 
 
 def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
@@ -201,19 +228,41 @@ def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
         refuse(name, f"is {mask.dtype}", "pass floats, integers or bools")
 
 
+def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> None:
+    """Refuse head masks for layers that run another attention function, and statistics in a model in use."""
+    use = "call heads_kernels.integrations.transformers.use(model)"
+    for name in masks:
+        layers = own.arguments.get(name, [])
+        others = [layer for layer in layers if layer.runs != NAME]
+        if others and (own.is_one_stack[name] or len(others) == len(layers)):
+            was = f"is given to a {type(model).__name__}, whose layers run the attention function {others[0].runs!r}"
+            refuse(name, f"{was}, which ignores it", use)
+    layers = own.layers
+    if asks and layers and hasattr(model, BEFORE) and not any(each.runs == NAME for each in layers):
+        was = f"is True, but the layers of the {type(model).__name__} in use run the attention function"
+        refuse(
+            "output_attentions",
+            f"{was} {layers[0].runs!r}",
+            f"{use}, or release(model) for maps",
+        )
+
+
 def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
     own: Pass = getattr(model, PASS)
-    if not own.is_running:
+    state = _state_of(own, pass_state())
+    if state is None:
         return
-    _restore(own)
-    if output is None or not own.is_outermost:  # None: the pass failed
+    outer = state.outer
+    set_pass_state(outer)
+    is_outermost = outer is None or own not in outer.owner.parts
+    if output is None or not is_outermost:  # None: the pass failed
         return
-    for name in own.masks:
-        if not any(place.is_read for place in own.arguments[name]):
+    for name in state.masks:
+        if not any(layer.place in state.read for layer in own.arguments[name]):
             was = f"was read by no layer of the {type(model).__name__}"
             instead = "pass it to the part of the model that has attention, or call hk.heads.close"
             refuse(name, was, instead)
-    if own.asks and not _has_statistics(output):
+    if state.asks and not _has_statistics(output):
         was = f"is True, but a {type(model).__name__} does not return statistics of its layers"
         instead = "call hk.analysis.statistics, or use attn_implementation='eager' for maps"
         refuse("output_attentions", was, instead)
@@ -227,43 +276,22 @@ def _has_statistics(output: Any) -> bool:
     return isinstance(output, (tuple, list)) and any(map(_has_statistics, output))
 
 
-# ---------------------------------------------------------------------- what places hold
-def _put(held: list[Held]) -> list[Held]:
-    """Set what places hold; returns what they held before."""
-    before = [(place, place.given, place.statistics) for place, _, _ in held]
-    for place, given, statistics in held:
-        place.given, place.statistics = given, statistics
-    return before
-
-
-def _restore(own: Pass) -> None:
-    _put(own.before[::-1])
-    for module, function in own.checkpointing:
-        module._gradient_checkpointing_func = function
-    own.before, own.checkpointing, own.is_running = [], [], False
-
-
-def _keep_for_checkpoints(model: nn.Module, own: Pass) -> None:
-    """Let layers that are recomputed in the backward pass see what their places hold now."""
+# ---------------------------------------------------------------------- gradient checkpointing
+def _keep_for_checkpoints(model: nn.Module) -> None:
+    """Let layers that are recomputed in the backward pass, perhaps by another thread, be a part of their pass."""
     module: Any
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             function = module._gradient_checkpointing_func
-            own.checkpointing.append((module, function))
-            module._gradient_checkpointing_func = _checkpointed(function, own.places)
+            if not _keeps_pass(function):
+                module._gradient_checkpointing_func = partial(_checkpoint, function)
 
 
-def _checkpointed(function: Callable[..., Any], among: list[HeadMaskPlace]) -> Callable[..., Any]:
-    def checkpoint(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        held = [(place, place.given, place.statistics) for place in among]
+def _keeps_pass(function: Any) -> bool:
+    return isinstance(function, partial) and function.func is _checkpoint
 
-        def run_with_masks(*args: Any, **kwargs: Any) -> Any:
-            before = _put(held)
-            try:
-                return run(*args, **kwargs)
-            finally:
-                _put(before)
 
-        return function(run_with_masks, *args, **kwargs)
-
-    return checkpoint
+def _checkpoint(
+    function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return function(run if torch.compiler.is_compiling() else in_pass(run), *args, **kwargs)

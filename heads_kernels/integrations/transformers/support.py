@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
+import textwrap
+from functools import cache
 from typing import Any, Final
 
 from torch import nn
@@ -66,6 +69,11 @@ def check_model(model: PreTrainedModel) -> None:
             instead = f"it cannot be used; tested families: {', '.join(TESTED)}"
             refuse(where, f"is a {family(part)}, which {why}", instead)
     check_keywords(model)
+    for name, module in model.named_modules():
+        made = replacement(type(module))
+        if made is not None and (unknown := made.unknown_arguments(made.stock)):
+            was = f"is an argument of {name!r}, a {type(module).__name__}, and is not supported"
+            refuse(unknown[0], was, INSTEAD)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
         why = ITSELF if computes_itself(model) else "has no attention"
         instead = f"there is nothing to use it for; tested families: {', '.join(TESTED)}"
@@ -92,26 +100,22 @@ def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
 def check_keywords(model: PreTrainedModel) -> None:
     """Refuse a model that calls its attention function with an argument that the package does not know."""
     for name, module in model.named_modules():
-        if calls_interface(module) and (unknown := sorted(_asked(module) - KNOWN)):
+        if calls_interface(module) and (unknown := sorted(asked(module) - KNOWN)):
             was = f"is passed to the attention function by {name!r}, a {type(module).__name__}, and is not supported"
             refuse(unknown[0], was, INSTEAD)
 
 
-def _asked(module: nn.Module) -> set[str]:
+def asked(module: nn.Module) -> set[str]:
     """The names of the arguments that a module's forward passes to its attention function."""
-    calls = (names for names in _constants(module) if {"scaling", "dropout"} & set(names))
-    return {str(name) for names in calls for name in names}
+    calls = (names for names in _keywords(module) if {"scaling", "dropout"} & set(names))
+    return {name for names in calls for name in names}
 
 
 def _why_not(model: PreTrainedModel) -> str | None:
-    """Why the attention function cannot serve a model, from its class and its source file; None where it can."""
+    """Why the attention function cannot serve a model, from its class and what its file imports; None where it can."""
     if not model._can_set_attn_implementation():
         return ITSELF
-    try:
-        source = inspect.getsource(sys.modules[type(model).__module__])
-    except (OSError, TypeError):
-        return None
-    if "BlockMask" in source:
+    if "BlockMask" in vars(sys.modules[type(model).__module__]):
         return (
             "handles masks of flex attention itself, and would mistake the package's masks for them"
         )
@@ -134,17 +138,26 @@ def _why_not_sdpa(model: PreTrainedModel) -> str | None:
         name
         for module in model.modules()
         if calls_interface(module)
-        for names in _constants(module)
+        for names in _keywords(module)
         for name in names
     }
     asked = dict.fromkeys(what for name, what in UNSERVED.items() if name in handed)
     return f"computes more than plain attention ({', '.join(asked)})" if asked else None
 
 
-def _constants(module: nn.Module) -> list[tuple[Any, ...]]:
-    """The tuples among the constants of a module's forward, such as the names of the keyword arguments of a call."""
-    constants = stock_forward(module).__code__.co_consts
-    return [names for names in constants if isinstance(names, tuple)]
+def _keywords(module: nn.Module) -> list[tuple[str, ...]]:
+    """The names of the keyword arguments of every call in a module's forward; none where it has no source."""
+    return _keywords_of(stock_forward(module))
+
+
+@cache
+def _keywords_of(forward: Any) -> list[tuple[str, ...]]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except OSError:
+        return []
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [tuple(each.arg for each in call.keywords if each.arg) for call in calls]
 
 
 def family(model: PreTrainedModel) -> str:

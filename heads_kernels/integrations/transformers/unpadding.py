@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.packed_calls import (
@@ -29,8 +31,13 @@ from heads_kernels.integrations.transformers.packed_calls import (
     collected,
     has_tokens,
     packed_call,
+    without_cache,
 )
-from heads_kernels.integrations.transformers.packed_check import check_packed
+from heads_kernels.integrations.transformers.packed_check import (
+    check_outputs,
+    check_packed,
+    filling,
+)
 from heads_kernels.integrations.transformers.relative_bias import (
     OwnRelativePositions,
     RelativePositions,
@@ -39,6 +46,25 @@ from heads_kernels.integrations.transformers.support import family
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
+#: The attribute of every model with such layers that holds its `CheckedModel`.
+_CHECKED: Final = "_heads_kernels_checked"
+#: Arguments of a model that have its tokens, a row for each example.
+_TOKENS: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
+
+
+@dataclass(eq=False)
+class CheckedModel:
+    """A model whose outputs are checked after its first packed pass of each kind.
+
+    Attributes:
+        layers: its layers whose calls are packed.
+        handles: of the hook.
+        checked: the number of kinds of calls of the layers in passes that were checked.
+    """
+
+    layers: list[UnpaddedLayer]
+    handles: list[Any]
+    checked: int = 0
 
 
 # ---------------------------------------------------------------------- hooks on and off
@@ -58,8 +84,8 @@ def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return layers
 
 
-def unpad_layers(layers: dict[str, nn.Module]) -> None:
-    """Let layers run on real tokens alone, by hooks."""
+def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    """Let layers of a model run on real tokens alone, by hooks; others check the outputs of the models with them."""
     for name, layer in layers.items():
         modules = list(layer.modules())
         biased = [each for each in modules if isinstance(each, OwnRelativePositions)]
@@ -76,13 +102,20 @@ def unpad_layers(layers: dict[str, nn.Module]) -> None:
             layer.register_forward_hook(_pad_back, with_kwargs=True, prepend=True),
         ]
         setattr(layer, UNPADDED, own)
+    for part in model.modules():
+        inside = [vars(each)[UNPADDED] for each in part.modules() if UNPADDED in vars(each)]
+        if inside and isinstance(part, PreTrainedModel):
+            # Before the hooks of `passes`, which end the pass that hands head masks on.
+            handle = part.register_forward_hook(_check, with_kwargs=True, prepend=True)
+            setattr(part, _CHECKED, CheckedModel(inside, [handle]))
 
 
 def pad_layers(model: nn.Module) -> None:
     """Take back what `unpad_layers` did to the layers of a model."""
     for module in model.modules():
-        for handle in getattr(vars(module).pop(UNPADDED, None), "handles", ()):
-            handle.remove()
+        for name in (UNPADDED, _CHECKED):
+            for handle in getattr(vars(module).pop(name, None), "handles", ()):
+                handle.remove()
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -186,11 +219,43 @@ def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _padded(layer: nn.Module, mask: PackedMask, output: Any) -> Any:
     is_packed = partial(_is_packed, N=mask.sizes[3])
-    packing = mask.padding.packing
+    packing, own = mask.padding.packing, filling.get()
     if any(map(is_packed, (collected() or {}).get("hidden_states", ()))):
         was = f"is asked for, but {type(layer).__name__} gives its own from within, of packed rows"
         refuse("output_hidden_states", was, "call use(model, unpad=False)")
-    return tree_map(lambda each: packing.pad_back(each) if is_packed(each) else each, output)
+
+    def pad_back(each: Any) -> Any:
+        if not is_packed(each):
+            return each
+        padded = packing.pad_back(each)
+        return padded if own is None else own.fill(padded, packing)
+
+    return tree_map(pad_back, output)
+
+
+def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    given = [*args[:1], *(kwargs.get(name) for name in _TOKENS)]
+    lengths = [each.shape[1] for each in given if has_tokens(each)]
+    if not lengths or max(lengths) > 1:  # a step of decoding is compiled as a whole
+        _checked(model, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _checked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    own: CheckedModel = getattr(model, _CHECKED)
+    probed = sum(len(layer.probed) for layer in own.layers)
+    if probed == own.checked or filling.get() is not None:
+        return
+    own.checked = probed
+    if any(map(is_sharded, model.parameters())):  # its processes need not all come here
+        was = "are not checked where weights are sharded: outputs pooled at padded tokens differ"
+        warnings.warn(f"outputs of {type(model).__name__} {was}", stacklevel=2)
+        return
+    try:
+        check_outputs(model, *tree_map(without_cache, (args, kwargs)))
+    except BaseException:
+        own.checked = 0
+        raise
 
 
 def _is_packed(value: Any, N: int) -> bool:

@@ -22,7 +22,7 @@ from heads_kernels.problem import Problem
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.attention_statistics.native", support.cpu),
     Backend("triton", "heads_kernels.ops.attention_statistics.triton", support.triton),
-    # Behind Triton until a kept run on a GPU shows the order: neither has run on one.
+    # After Triton, but for float32 (`dispatch`), until a measurement on a GPU decides: neither has run on one.
     Backend("cuda", "heads_kernels.ops.attention_statistics.cuda", support.cuda),
     Backend("eager", "heads_kernels.ops.attention_statistics.eager", support.eager),
 )

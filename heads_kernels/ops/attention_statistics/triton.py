@@ -67,7 +67,7 @@ def _gated_kernel(
         keys = first + tl.arange(0, BLOCK_N)
         bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
         scores, _ = finish(product(q, tl.trans(k), zeros), bias, terms, scale)
-        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2)
+        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2, terms)
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
         first = partial_tile(visible, b, h, own, index, start, full_start, full_end) * BLOCK_N
         keys = first + tl.arange(0, BLOCK_N)
@@ -78,7 +78,7 @@ def _gated_kernel(
             visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
         )
         scores = tl.where(seen, scores, float("-inf"))
-        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2)
+        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2, terms)
     at = pair.to(tl.int64) * T + rows
     store_rows(kept, terms, h, lse, max_prob, argmax, entropy, at, rows < T, scale_log2)
 
@@ -131,7 +131,7 @@ def _step(
                 visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2)
+        kept = see_tile(kept, scores, excluded, stride_excluded, b, keys, S, scale_log2, terms)
         scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     return kept, scores
 
@@ -201,14 +201,15 @@ def fresh_rows(BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def see_tile(rows, scores, excluded, stride_excluded, b, keys, S, scale_log2):
+def see_tile(rows, scores, excluded, stride_excluded, b, keys, S, scale_log2, terms):
     """The rows after `scores` [BLOCK_M, BLOCK_N], hidden ones -inf, of `keys` [BLOCK_N]."""
     row_max, row_sum, spread, best, where = rows
     old_max, old_sum = row_max, row_sum
-    p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2)
+    p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, terms)
     below = tl.where(old_sum > 0.0, (old_max - row_max) * scale_log2, 0.0)
     depth = tl.where(p > 0.0, (scores - row_max[:, None]) * scale_log2, 0.0)
-    spread = alpha * (spread + old_sum * below) + tl.sum(p * depth, 1)
+    # Where alpha is 0, below may be -inf.
+    spread = tl.where(alpha == 0.0, 0.0, alpha * (spread + old_sum * below)) + tl.sum(p * depth, 1)
     if excluded is not None:
         at = excluded + b.to(tl.int64) * stride_excluded + keys
         scores = tl.where(
@@ -229,7 +230,7 @@ def store_rows(rows, terms, h, lse, max_prob, argmax, entropy, at, there, scale_
     counts = sees & (best > float("-inf"))
     share = 1.0 / tl.where(sees, row_sum, 1.0)
     largest = tl.exp2(tl.where(counts, (best - row_max) * scale_log2, 0.0)) * share
-    row_lse = log_sum_exp(row_max, row_sum, scale_log2)
+    row_lse = log_sum_exp(row_max, row_sum, scale_log2, terms)
     spent = tl.log(tl.where(sees, row_sum, 1.0)) - spread * share * LN2
     if terms.sinks is not None:
         # Probabilities p = w * q, of which q are those without the sink: -sum p ln p = w * (-sum q ln q - ln w).

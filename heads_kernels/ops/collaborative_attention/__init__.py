@@ -8,7 +8,7 @@ from heads_kernels.ops.operator import Operator
 BACKENDS = (
     Backend("cpu", "heads_kernels.ops.native", support.cpu),
     Backend("triton", "heads_kernels.ops.triton.backend", support.triton),
-    # After Triton until a measurement on a GPU decides the order: neither has run on one.
+    # After Triton, but for float32 (`dispatch`), until a measurement on a GPU decides: neither has run on one.
     Backend("cuda", "heads_kernels.ops.cuda", support.cuda),
     Backend("eager", "heads_kernels.ops.eager", support.eager),
 )

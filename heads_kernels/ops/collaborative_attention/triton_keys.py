@@ -32,8 +32,8 @@ from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_features, load_tile, store_tile
 from heads_kernels.ops.triton.operands import has_terms, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
-from heads_kernels.ops.triton.softmax import kept, probabilities, product
+from heads_kernels.ops.triton.scores import finish, load_bias, probabilities
+from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
@@ -62,7 +62,7 @@ def _rows_tile(
     rows = first_row + tl.arange(0, BLOCK_M)
     keys = first_key + tl.arange(0, BLOCK_N)
     bias = load_bias(of.terms, b, h, rows[None, :], keys[:, None], T, S)
-    row_lse, row_delta, g, finite = load_row_terms(
+    row_lse, _, row_delta, g, finite = load_row_terms(
         lse, delta, gate, of_head, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
     if not PARTIAL:  # all rows are there, and what they hold reaches every key
@@ -83,7 +83,7 @@ def _rows_tile(
         raw = product(k, tl.trans(q), raw)
     do = load_tile(dout, b, h, first_row, finite, DV, BLOCK_M, v.shape[1])  # [BLOCK_M, BLOCK_DV]
     scores, slope = finish(raw + content[:, None], bias, of.terms, scale)  # [BLOCK_N, BLOCK_M]
-    p = probabilities(scores, row_lse[None, :], scale_log2_of(scale, of.terms))
+    p = probabilities(scores, row_lse[None, :], scale, of.terms)
     if PARTIAL:
         lo, hi = ranges(of.visible, b, rows, T, S)
         seen = pairs_visible(

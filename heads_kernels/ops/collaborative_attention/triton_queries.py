@@ -31,8 +31,8 @@ from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_features, load_tile
 from heads_kernels.ops.triton.operands import has_terms, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
-from heads_kernels.ops.triton.softmax import finite_part, kept, probabilities, product
+from heads_kernels.ops.triton.scores import finish, load_bias, probabilities
+from heads_kernels.ops.triton.softmax import finite_part, kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
 from heads_kernels.ops.triton.visible import (
@@ -78,7 +78,7 @@ def _keys_tile(
     if of.content_bias is not None:
         raw += load_content_bias(of.content_bias, b, h, keys, S)[None, :]
     scores, slope = finish(raw, bias, of.terms, scale)  # [BLOCK_M, BLOCK_N]
-    p = probabilities(scores, row_lse[:, None], scale_log2_of(scale, of.terms))
+    p = probabilities(scores, row_lse[:, None], scale, of.terms)
     dp = product(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
     if of.dropout is not None:
         dp = tl.where(kept(of.dropout, b, h, rows, first_key, BLOCK_N), dp * of.dropout.scale, 0.0)
@@ -108,7 +108,7 @@ def _of_head(
     own = first_row // BLOCK_M
     do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
     of_head = head_gate(gate, b, h, KIND, ACTIVATION)
-    row_lse, row_delta, g, _ = load_row_terms(
+    row_lse, _, row_delta, g, _ = load_row_terms(
         lse, delta, gate, of_head, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
     dmixed = tl.zeros((BLOCK_M, columns.shape[0]), tl.float32)

@@ -4,8 +4,8 @@
     attended = dropout(entmax_alpha(scores  under the mask)) value
 
 Scores are those of gated attention. Computation is in float32 (float64 for float64 inputs). What is saved in the place
-of `lse` is the threshold of each row: see `entmax_attention.formula`. A key whose weight is 0, because it is outside of
-the support of a row or dropped, adds nothing to the row, NaN included.
+of `lse` is the threshold of each row, in two numbers: see `entmax_attention.formula`. A key whose weight is 0, because
+it is outside of the support of a row or dropped, adds nothing to the row, NaN included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def row_probabilities(call: Call) -> Tensor:
 
 
 def _probabilities(call: Call, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities `[B, H, T, S]` and thresholds `[B, H, T]`."""
+    """Probabilities `[B, H, T, S]` and thresholds `[2, B, H, T]`."""
     order = _order(call)
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))  # [B, H, T, S]
     finished = scores.finish(call, raw)[0]
@@ -112,6 +112,7 @@ def _order(call: Call) -> Tensor:
 
 def _logs(finished: Tensor, threshold: Tensor, order: Tensor, pairs: Tensor | None) -> Tensor:
     """`ln p` `[B, H, T, S]`, -inf outside of `pairs` and in rows that see no key."""
-    logs = entmax.log_probabilities(finished, threshold[..., None], order)
-    logs = logs.masked_fill((threshold == NEG_INF)[..., None], NEG_INF)
+    top, above = threshold[..., None]
+    logs = entmax.log_probabilities(finished - top, above, order)
+    logs = logs.masked_fill(top == NEG_INF, NEG_INF)
     return logs if pairs is None else logs.masked_fill(~pairs, NEG_INF)

@@ -29,7 +29,7 @@ def check_alpha_values(alpha: Tensor) -> None:
 def log_probabilities(scores: Tensor, threshold: Tensor, order: Tensor) -> Tensor:
     """`ln p` of `scores` `[B, H, T, S]`, -inf outside of the support.
 
-    `threshold` is `[B, H, T, 1]`, `order` `[H, 1, 1]`.
+    `threshold` is `[B, H, T, 1]`, `order` `[H, 1, 1]`; scores and threshold are relative to the same number.
     """
     return torch.log1p((order * (scores - threshold)).clamp(min=-1.0)) / order
 
@@ -40,8 +40,9 @@ def slopes(logs: Tensor, order: Tensor) -> Tensor:
 
 
 def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
-    """The threshold `[B, H, T]` at which the visible probabilities of a row add up to 1; -inf if it sees no key.
+    """The threshold at which the visible probabilities of a row add up to 1, in two numbers, `[2, B, H, T]`.
 
+    They are the largest score of the row, -inf if it sees no key, and how far the threshold is above it.
     Newton's method for `sum(p) ^ order = 1`, from the largest score. The left side is a norm of what exceeds the
     threshold, so it is convex and falls: the threshold only increases, to where rounding no longer lets it. For equal
     scores, and towards softmax, the first step is exact.
@@ -49,7 +50,8 @@ def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
     if visible is not None:
         scores = scores.masked_fill(~visible, NEG_INF)
     if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:-1], NEG_INF)
+        empty = scores.new_full(scores.shape[:-1], NEG_INF)
+        return torch.stack([empty, torch.zeros_like(empty)])
     top = scores.amax(-1, keepdim=True)
     below = scores - top.masked_fill(top == NEG_INF, 0.0)
     shift = torch.zeros_like(top)
@@ -60,7 +62,7 @@ def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
         step = (excess / slopes(logs, order).sum(-1, keepdim=True)).clamp(min=0.0)
         moved = shift + step.masked_fill(top == NEG_INF, 0.0)
         if not bool((moved > shift).any()):
-            return (top + moved)[..., 0]
+            return torch.stack([top, moved])[..., 0]
         shift = moved
 
 

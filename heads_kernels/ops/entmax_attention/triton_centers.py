@@ -54,7 +54,7 @@ def _centers_kernel(
     order = load_order(terms, h)
     q = load_tile(query, b, h, first_row, rows < taking_part, D, BLOCK_M, BLOCK_D)
     do = load_tile(dout, b, h, first_row, rows < taking_part, DV, BLOCK_M, BLOCK_DV)
-    threshold, row_delta, g, finite = load_row_terms(
+    top, above, row_delta, g, finite = load_row_terms(
         lse, delta, gate, head_gate(gate, b, h, KIND, ACTIVATION), b, h, pair, rows, T, KIND, ACTIVATION
     )  # fmt: skip
     slopes = tl.zeros((BLOCK_M,), tl.float32)
@@ -74,7 +74,7 @@ def _centers_kernel(
         scores = masked_scores(
             q, key, terms, visible, lo, hi, first, b, h, hk, rows, T, S, scale, D, BLOCK_N
         )  # fmt: skip
-        y = above_threshold(scores, threshold[:, None], order)
+        y = above_threshold(scores, top[:, None], above[:, None], order)
         if tl.max(tl.where(y == -1.0, 0, 1)) != 0:
             tl.store(at + tile, 1)
             there = first + tl.arange(0, BLOCK_N) < S

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from heads_kernels.ops.triton.entmax import above_threshold, load_order, log1p, powers
 from heads_kernels.ops.triton.load import load_tile
-from heads_kernels.ops.triton.scores import finish, load_bias, scale_log2_of
-from heads_kernels.ops.triton.softmax import LN2, LOG2E, finite_part, kept, poison, product
+from heads_kernels.ops.triton.scores import finish, load_bias, natural
+from heads_kernels.ops.triton.softmax import LOG2E, finite_part, kept, poison, product
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
 
 #: About 4 are taken.
@@ -27,7 +27,7 @@ _LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-22)
 def masked_scores(
     q, key, terms, visible, lo, hi, first, b, h, hk, rows, T, S, scale, D: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on in base 2, -inf where they are hidden."""
+    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on, -inf where they are hidden."""
     keys = first + tl.arange(0, BLOCK_N)
     k = load_tile(key, b, hk, first, keys < S, D, BLOCK_N, q.shape[1])  # [BLOCK_N, BLOCK_D]
     bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
@@ -36,7 +36,7 @@ def masked_scores(
     seen = pairs_visible(
         visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
     )
-    return tl.where(seen, scores * scale_log2_of(scale, terms), float("-inf"))
+    return tl.where(seen, natural(scores, scale, terms), float("-inf"))
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _newton(total, slopes, threshold, order):
         series = 1.0 - z * series / i
     excess = tl.where(z < 0.25, z * series, 1.0 - tl.exp2(z * -LOG2E))
     sees = slopes != 0.0
-    by = tl.where(sees, total * excess / tl.where(sees, slopes, 1.0) * (LOG2E / order), 0.0)
-    moved = by > _LEAST_STEP * tl.maximum(tl.abs(threshold), 1.0)
+    by = tl.where(sees, total * excess / tl.where(sees, slopes, 1.0) / order, 0.0)
+    moved = by > tl.maximum(tl.abs(threshold), 1.0) * _LEAST_STEP
     return tl.where(sees, threshold + by, threshold), tl.max(moved.to(tl.int32)) != 0
 
 
@@ -63,9 +63,10 @@ def attend_sparse(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """`attended` [BLOCK_M, BLOCK_DV], thresholds and whether they see anything, of the rows of a head.
+    """`attended` [BLOCK_M, BLOCK_DV], the largest score, how far the threshold is above it and whether they see
+    anything, of the rows of a head.
 
-    Rows that see nothing have 0 and -inf. With T 0 (a closed head) no row and no key is read.
+    Rows that see nothing have 0, -inf and 0. With T 0 (a closed head) no row and no key is read.
     """
     hk = h // GROUP
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -74,17 +75,18 @@ def attend_sparse(
     in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
     order = load_order(of.terms, h)
     q = load_tile(of.query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    threshold = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     count = end - start
     for place in range(count):
         tile = start + place
         scores = masked_scores(
             q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
         )  # fmt: skip
-        threshold = tl.maximum(threshold, tl.max(scores, 1))
+        top = tl.maximum(top, tl.max(scores, 1))
         tl.store(in_reach + place, tile)
     # Nothing exceeds +inf; a row of nan alone, whose maximum may be -inf, stays nan.
-    threshold = tl.where(threshold == float("-inf"), float("inf"), threshold)
+    top = tl.where(top == float("-inf"), float("inf"), top)
+    above = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     moving = count > 0
     step = 0
@@ -98,7 +100,7 @@ def attend_sparse(
             scores = masked_scores(
                 q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
             )  # fmt: skip
-            y = above_threshold(scores, threshold[:, None], order)
+            y = above_threshold(scores, top[:, None], above[:, None], order)
             p, slope = powers(y, order)
             total += tl.sum(p, 1)
             slopes += tl.sum(slope, 1)
@@ -107,7 +109,7 @@ def attend_sparse(
             tl.store(in_reach + left, tile, mask=near)
             left += near.to(tl.int32)
         count = left
-        threshold, moving = _newton(total, slopes, threshold, order)
+        above, moving = _newton(total, slopes, above, order)
         step += 1
     sees = total != 0.0
     tl.debug_barrier()
@@ -117,7 +119,7 @@ def attend_sparse(
         scores = masked_scores(
             q, of.key, of.terms, of.visible, lo, hi, first, b, h, hk, rows, T, S, scale, D, BLOCK_N
         )  # fmt: skip
-        p, slope = powers(above_threshold(scores, threshold[:, None], order), order)
+        p, slope = powers(above_threshold(scores, top[:, None], above[:, None], order), order)
         if of.dropout is not None:
             p = p * kept(of.dropout, b, h, rows, first, BLOCK_N).to(tl.float32)
         there = first + tl.arange(0, BLOCK_N) < S
@@ -126,4 +128,4 @@ def attend_sparse(
         acc = product(p.to(v.dtype), finite_part(v), acc)
     if of.dropout is not None:
         acc = acc * of.dropout.scale
-    return acc, tl.where(sees, threshold * LN2, float("-inf")), sees
+    return acc, tl.where(sees, top, float("-inf")), above, sees

@@ -45,7 +45,7 @@ def _rows_tile(
     """`dkey` [BLOCK_N, BLOCK_D] and `dvalue` [BLOCK_N, BLOCK_DV] after one tile of query rows of head h."""
     first_row = tile * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_lse, row_delta, g, finite = load_row_terms(
+    row_lse, above, row_delta, g, finite = load_row_terms(
         lse, delta, gate, of_head, b, h, b * H + h, rows, T, KIND, ACTIVATION
     )
     if PARTIAL:
@@ -67,7 +67,7 @@ def _rows_tile(
         seen = pairs_visible(
             visible, terms, b, h, lo[None, :], hi[None, :], rows[None, :], keys, T, S, bias
         )
-    p, slope = weigh(scores, row_lse[None, :], seen, terms, h, scale)
+    p, slope = weigh(scores, row_lse[None, :], above[None, :], seen, terms, h, scale)
     weights = p * g[None, :]
     if dropout is not None:
         # As bytes: Triton cannot pass bits through shared memory.

@@ -28,8 +28,8 @@ from heads_kernels.ops.triton.visible import (
 
 @triton.jit
 def _keys_tile(
-    q, do, row_lse, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T, S,
-    scale,
+    q, do, row_lse, above, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T,
+    S, scale,
     PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dquery` [BLOCK_M, BLOCK_D] after one tile of keys."""
@@ -52,7 +52,7 @@ def _keys_tile(
         seen = pairs_visible(
             visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
         )
-    _, slope = weigh(scores, row_lse[:, None], seen, terms, h, scale)
+    _, slope = weigh(scores, row_lse[:, None], above[:, None], seen, terms, h, scale)
     dp = product(do, tl.trans(v), zeros)
     if dropout is not None:
         dp = tl.where(kept(dropout, b, h, rows, first, BLOCK_N), dp * dropout.scale, 0.0)
@@ -88,7 +88,7 @@ def _queries_kernel(
     do = load_tile(
         dout, b, h, first_row, rows < taking_part, DV, BLOCK_M, BLOCK_DV
     )  # [BLOCK_M, BLOCK_DV]
-    row_lse, row_delta, g, _ = load_row_terms(
+    row_lse, above, row_delta, g, _ = load_row_terms(
         lse,
         delta,
         gate,
@@ -105,14 +105,14 @@ def _queries_kernel(
     for place in range(full_start, full_end):
         tile = full_tile(visible, b, h, own, place)
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T,
-            S, scale, False, D, DV, BLOCK_M, BLOCK_N,
+            q, do, row_lse, above, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk,
+            rows, T, S, scale, False, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     for index in tl.range(0, full_start - start + end - full_end, num_stages=1):
         tile = partial_tile(visible, b, h, own, index, start, full_start, full_end)
         dquery = _keys_tile(
-            q, do, row_lse, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk, rows, T,
-            S, scale, True, D, DV, BLOCK_M, BLOCK_N,
+            q, do, row_lse, above, row_delta, g, key, value, terms, visible, dropout, dquery, lo, hi, tile, b, h, hk,
+            rows, T, S, scale, True, D, DV, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     # Rows that see nothing are 0, whatever stands in the keys beside them.
     dquery = tl.where((row_lse == float("inf"))[:, None], 0.0, dquery * scale)

@@ -47,12 +47,12 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`attended` [BLOCK_M, BLOCK_DV], `lse` [BLOCK_M] and whether they see anything, of the rows of a head.
+    """`attended` [BLOCK_M, BLOCK_DV], `lse`, `above` and whether they see anything, of the rows of a head.
 
     Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse is
-    -inf. With entmax lse is the threshold. Full tiles of keys come through the descriptors `key_tiles` and
-    `value_tiles`, unless those are None. `scale` is not negative. The query tile, scores, probabilities and the
-    accumulator stay on chip.
+    -inf. With entmax lse is the largest score, and the threshold is `above` it. Full tiles of keys come through the
+    descriptors `key_tiles` and `value_tiles`, unless those are None. `scale` is not negative. The query tile, scores,
+    probabilities and the accumulator stay on chip.
     """
     if of.terms.alpha is None:
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -63,11 +63,12 @@ def attend(
         attended, lse, sees = normalized(
             acc, row_max, row_sum, of.terms, of.dropout, h, rows, T, scale
         )
+        above = lse
     else:
-        attended, lse, sees = attend_sparse(
+        attended, lse, above, sees = attend_sparse(
             of, b, h, first_row, T, S, GROUP, scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV
         )
-    return attended, lse, sees
+    return attended, lse, above, sees
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def normalized(acc, row_max, row_sum, terms, dropout, h, rows, T, scale):
     share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if dropout is not None:
         share = share * dropout.scale
-    lse, sees = log_sum_exp(row_max, row_sum, softmax_scale(scale, terms)), row_sum != 0.0
+    lse, sees = log_sum_exp(row_max, row_sum, softmax_scale(scale, terms), terms), row_sum != 0.0
     if terms.sinks is not None:
         lse, of_keys = add_sink(lse, terms, h)
         share = share * of_keys
@@ -228,7 +229,7 @@ def _attend_tile(
         )  # fmt: skip
         scores = tl.where(seen, scores + poison(v)[None, :], float("-inf"))
         v = finite_part(v)
-    p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2)
+    p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, of.terms)
     if of.dropout is not None:
         p = tl.where(kept(of.dropout, b, heads, rows, first, BLOCK_N), p, 0.0)
     return product(p.to(v.dtype), v, acc * alpha[:, None]), row_max, row_sum

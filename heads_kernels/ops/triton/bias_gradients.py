@@ -69,7 +69,7 @@ def _add_dscores(
                 )
         if content_bias is not None:
             raw += load_content_bias(content_bias, b, h, keys, S)[None, :]
-        row_lse, row_delta, g, _ = load_row_terms(
+        row_lse, above, row_delta, g, _ = load_row_terms(
             lse,
             delta,
             gate,
@@ -83,7 +83,7 @@ def _add_dscores(
             ACTIVATION,
         )
         scores, _ = finish(raw, bias, terms, scale)
-        _, slope = weigh(scores, row_lse[:, None], seen, terms, h, scale)
+        _, slope = weigh(scores, row_lse[:, None], above[:, None], seen, terms, h, scale)
         do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
         dp = product(do, tl.trans(v), tl.zeros((BLOCK, BLOCK), tl.float32))

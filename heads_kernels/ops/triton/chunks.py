@@ -93,12 +93,18 @@ def mixed(tile, mixing, h, columns, used):
 
 @triton.jit
 def load_content_bias(content_bias, b, h, keys, S):
-    """float32 `[N]`: the content bias of keys, 0 where there is none."""
+    """float32 `[N]`: the content bias of keys, 0 where there is none.
+
+    Beyond 2^120 it counts as that, so that its product with the scale is finite. Products with a power of 2 are exact:
+    equal ones are equal to their maximum in the softmax.
+    """
     at = (
         content_bias.ptr
         + b.to(tl.int64) * content_bias.stride_b
         + h.to(tl.int64) * content_bias.stride_h
     )
-    return tl.load(at + keys.to(tl.int64) * content_bias.stride_s, mask=keys < S, other=0.0).to(
-        tl.float32
-    )
+    at += keys.to(tl.int64) * content_bias.stride_s
+    values = tl.load(at, mask=keys < S, other=0.0).to(tl.float32)
+    most: tl.constexpr = 2.0**120
+    bounded = tl.minimum(tl.maximum(values, -most), most)
+    return tl.where(tl.abs(values) < float("inf"), bounded, values)

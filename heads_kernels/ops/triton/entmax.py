@@ -3,7 +3,8 @@
     p = [1 + order (s - threshold)]_+ ^ (1 / order)        order = alpha - 1
 
 The threshold of a row makes its probabilities add up to 1. It is saved in the place of lse, to which it tends as order
-tends to 0. Kernels are compiled for softmax or entmax, by `terms.alpha`. Scores and thresholds are base-2 logarithms.
+tends to 0, in two numbers: the largest score, and how far the threshold is above it. Kernels are compiled for softmax
+or entmax, by `terms.alpha`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.triton.scores import scale_log2_of
-from heads_kernels.ops.triton.softmax import LN2, LOG2E, SMALLEST, probabilities
+from heads_kernels.ops.triton.scores import natural, probabilities
+from heads_kernels.ops.triton.softmax import LN2, LOG2E, SMALLEST
 
 _ROOT_HALF: tl.constexpr = tl.constexpr(0x3F3504F3)  # bits of sqrt(1/2)
 _ONE: tl.constexpr = tl.constexpr(0x3F800000)
@@ -43,9 +44,9 @@ def log1p(y):
 
 
 @triton.jit
-def above_threshold(scores, threshold, order):
-    """`order * (score - threshold)`, at least -1; nan stays nan."""
-    y = (scores - threshold) * (order * LN2)
+def above_threshold(scores, top, above, order):
+    """`order * (score - threshold)` of the threshold `top + above`, at least -1; nan stays nan."""
+    y = (scores - top) * order - above * order
     return tl.where(y < -1.0, -1.0, y)
 
 
@@ -67,20 +68,19 @@ def powers(y, order):
 
 
 @triton.jit
-def weigh(scores, lse, seen, terms, h, scale):
+def weigh(scores, lse, above, seen, terms, h, scale):
     """Probabilities of `scores`, 0 where they are not `seen` (None: all are), and the slopes for `dscores_of`.
 
-    `lse` in base 2 broadcasts to the tile: see `rows.load_row_terms`.
+    `lse` and `above` broadcast to the tile: see `rows.load_row_terms`.
     """
-    scale_log2 = scale_log2_of(scale, terms)
     if terms.alpha is None:
-        slope = probabilities(scores, lse, scale_log2)
+        slope = probabilities(scores, lse, scale, terms)
         p = slope
         if seen is not None:
             p = tl.where(seen, p, 0.0)
     else:
         order = load_order(terms, h)
-        y = above_threshold(scores * scale_log2, lse, order)
+        y = above_threshold(natural(scores, scale, terms), lse, above, order)
         if seen is not None:
             y = tl.where(seen, y, -1.0)
         p, slope = powers(y, order)

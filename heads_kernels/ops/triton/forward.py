@@ -37,6 +37,7 @@ from heads_kernels.ops.triton.operands import (
     has_terms,
     operands_of,
     operator_of,
+    row_lse_of,
     rows_of,
     with_positive_scale,
 )
@@ -75,19 +76,19 @@ def _forward_kernel(
     """A program computes BLOCK_M rows of `out` of one head. A closed head writes its zeros and is done."""
     b, h, first_row = _own_rows(of, tl.program_id(0), H, T, BLOCK_M)
     taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
-    attended, lse, sees = attend(
+    attended, lse, above, sees = attend(
         of, key_tiles, value_tiles, b, h, first_row, taking_part, S, GROUP, scale,
         D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
     )  # fmt: skip
     _store(
-        attended, lse, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
+        attended, lse, above, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
         KIND, ACTIVATION, DV, BLOCK_M, BLOCK_DV,
     )  # fmt: skip
 
 
 @triton.jit
 def _store(
-    attended, lse, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
+    attended, lse, above, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
     KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Store what `attend` returned of BLOCK_M rows of a head, and their output."""
@@ -95,7 +96,10 @@ def _store(
         store_tile(attended_out, b, h, first_row, T, attended, DV, BLOCK_M, BLOCK_DV)
     rows = first_row + tl.arange(0, BLOCK_M)
     if lse_out is not None:
-        tl.store(lse_out + (b * H + h).to(tl.int64) * T + rows, lse, mask=rows < T)
+        at = (b * H + h).to(tl.int64) * T + rows
+        tl.store(lse_out.ptr + at, lse, mask=rows < T)
+        if lse_out.above is not None:
+            tl.store(lse_out.above + at, above, mask=rows < T)
     gated = times_gate(attended, gate, b, h, rows, T, KIND, ACTIVATION, DV, BLOCK_DV)
     # Rows that see nothing are 0, whatever their gate.
     gated = tl.where(sees[:, None], gated, 0.0)
@@ -166,7 +170,9 @@ def _combine_kernel(
             acc_in + at[:, None] * DV + columns[None, :],
             mask=there[:, None] & (columns < DV)[None, :], other=0.0,
         )  # [BLOCK_SPLITS, BLOCK_DV]  # fmt: skip
-        shares, row_max, _, alpha = online_softmax(maxima[None, :], row_max, row_sum, scale_log2)
+        shares, row_max, _, alpha = online_softmax(
+            maxima[None, :], row_max, row_sum, scale_log2, terms
+        )
         row_sum = row_sum * alpha + tl.sum(shares * sums[None, :], 1)
         acc = acc * alpha[:, None] + tl.sum(tl.trans(shares) * parts, 0)[None, :]
     rows = row + tl.arange(0, 1)
@@ -174,7 +180,7 @@ def _combine_kernel(
         acc, row_max, row_sum, terms, dropout, h, rows, taking_part, scale
     )
     _store(
-        attended, lse, sees, gate, out, attended_out, lse_out, b, h, row, H, T, KIND, ACTIVATION, DV, 1, BLOCK_DV
+        attended, lse, lse, sees, gate, out, attended_out, lse_out, b, h, row, H, T, KIND, ACTIVATION, DV, 1, BLOCK_DV
     )  # fmt: skip
 
 
@@ -191,7 +197,8 @@ def forward_pass(call: Call, outputs: Results) -> None:
         splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
     of, gate = operands_of(call, grouped), gate_of(call.gate)
     results = (
-        rows_of(out), rows_of(attended) if attended.numel() else None, lse if lse.numel() else None,
+        rows_of(out), rows_of(attended) if attended.numel() else None,
+        row_lse_of(lse) if lse.numel() else None,
     )  # fmt: skip
     kind: dict[str, Any] = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
     if splits == 1 and not grouped:
@@ -236,7 +243,7 @@ def _closed_kernel(
     computes nothing."""
     b, h, first_row = _own_rows(of, tl.program_id(0), H, T, BLOCK_M)
     closed = T - open_rows(gate, b, h, T, "heads", "identity")
-    attended, _, sees = attend(
+    attended, _, _, sees = attend(
         of, key_tiles, value_tiles, b, h, first_row, closed, S, GROUP, scale,
         D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
     )  # fmt: skip

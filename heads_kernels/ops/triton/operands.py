@@ -79,6 +79,18 @@ class Terms(NamedTuple):
     alpha: Tensor | None  # of entmax in the place of softmax; see `entmax`
 
 
+class RowLse(NamedTuple):
+    """`lse` `[B, H, T]` of rows; of entmax their largest score, and how far the threshold is above it."""
+
+    ptr: Tensor
+    above: Tensor | None
+
+
+def row_lse_of(lse: Tensor) -> RowLse:
+    """The `lse` of an op's results: of entmax `[2, B, H, T]`."""
+    return RowLse(lse, None) if lse.dim() == 3 else RowLse(*lse)
+
+
 class Dense(NamedTuple):
     """A dense mask `[B, H, T, S]` of bytes."""
 

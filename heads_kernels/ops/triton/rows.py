@@ -26,15 +26,16 @@ from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
+    RowLse,
     Rows,
     Support,
     gate_kind,
     gate_of,
     operands_of,
+    row_lse_of,
     rows_of,
 )
-from heads_kernels.ops.triton.scores import load_bias
-from heads_kernels.ops.triton.softmax import LOG2E
+from heads_kernels.ops.triton.scores import load_bias, prepared
 from heads_kernels.ops.triton.tile_lists import varying_pairs
 from heads_kernels.ops.triton.tiles import padded, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
@@ -44,7 +45,7 @@ class FirstPass(NamedTuple):
     """What the first pass leaves for those that follow, packed for their kernels."""
 
     operands: Operands
-    lse: Tensor  # [B, H, T], prepared: `load_row_terms`
+    lse: RowLse  # prepared: `load_row_terms`
     delta: Tensor  # [B, H, T], prepared
     dattended: Rows  # [B, H, T, Dv]: dout, or g * dout
     gate: Gate | None  # what dattended still lacks
@@ -114,9 +115,9 @@ def _rows_kernel(
     if dlse is not None:
         of_lse = tl.load(dlse + of_pair, mask=rows < T, other=0.0)
         total = tl.where(sees, total - of_lse, 0.0)
-    in_base_2 = tl.where(sees, row_lse * LOG2E + total * 0.0, float("inf"))
-    tl.store(prepared_lse + of_pair, in_base_2, mask=rows < T)
-    tl.store(delta + of_pair, tl.where(tl.abs(in_base_2) < float("inf"), total, 0.0), mask=rows < T)
+    to_read = tl.where(sees, prepared(row_lse, terms) + total * 0.0, float("inf"))
+    tl.store(prepared_lse + of_pair, to_read, mask=rows < T)
+    tl.store(delta + of_pair, tl.where(tl.abs(to_read) < float("inf"), total, 0.0), mask=rows < T)
     if dsinks is not None:
         share = tl.exp(tl.load(terms.sinks + h).to(tl.float32) - row_lse)
         # The lse of a row that sees nothing is the sink.
@@ -128,23 +129,27 @@ def _rows_kernel(
 def load_row_terms(
     lse, delta, gate, of_head, b, h, pair, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """`lse`, `delta`, the gate and `finite` of query rows, [M] each; lse and delta as the first pass left them.
+    """`lse`, `above`, `delta`, the gate and `finite` of query rows, [M] each; as the first pass left them.
 
     `of_head` is what `head_gate` gave for their head: a scalar, so that it takes no register a row and no load a tile.
 
-    lse is in base 2. A row that sees no key has lse +inf, so that its `p` is 0. A row that sees a key and has a number
-    that is not finite has lse nan, delta 0 and gate 0, and is not `finite`: its query and dout are read as 0, so that
-    it makes nan of the keys that it sees and of no others.
+    lse is `scores.prepared`; of entmax it is the largest score, and the threshold is `above` it. A row that sees no key
+    has lse +inf, so that its `p` is 0. A row that sees a key and has a number that is not finite has lse nan, delta 0
+    and gate 0, and is not `finite`: its query and dout are read as 0, so that it makes nan of the keys that it sees and
+    of no others.
     """
     of_pair = pair.to(tl.int64) * T + rows
-    row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("inf"))
+    row_lse = tl.load(lse.ptr + of_pair, mask=rows < T, other=float("inf"))
+    above = tl.zeros(rows.shape, tl.float32)
+    if lse.above is not None:
+        above = tl.load(lse.above + of_pair, mask=rows < T, other=0.0)
     row_delta = tl.load(delta + of_pair, mask=rows < T, other=0.0)
     finite = tl.abs(row_lse) < float("inf")
     if KIND == "rows":
         g = tl.where(finite, row_gates(gate, b, h, rows, T, ACTIVATION), 0.0)
     else:
         g = tl.full(rows.shape, 1.0, tl.float32) * of_head
-    return row_lse, row_delta, g, finite
+    return row_lse, above, row_delta, g, finite
 
 
 def first_pass(
@@ -153,23 +158,26 @@ def first_pass(
     """Fill `dgate` and `dsinks`, unless they are empty or None, and what the other passes read."""
     B, H, T, Dv = dout.shape
     operands, gate, kind = operands_of(call), gate_of(call.gate), gate_kind(call.gate)
-    lse, delta = torch.empty_like(saved.lse), torch.empty_like(saved.lse)
+    of_rows = row_lse_of(saved.lse)
+    lse, delta = torch.empty_like(of_rows.ptr), torch.empty_like(of_rows.ptr)
     of_dout = rows_of(dout)
     by_element = kind == "elements"
     dattended = rows_of(torch.empty_like(dout)) if by_element else of_dout
     tiles = tiles_for("backward.rows", dout, Dv, Dv)
-    of_gate = rows_of(dgate) if by_element else dgate
+    dgate_rows = None
+    if dgate.numel():
+        dgate_rows = rows_of(dgate) if by_element else dgate
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
-        of_dout, rows_of(saved.attended), gate, operands.terms, saved.lse, saved.dlse,
+        of_dout, rows_of(saved.attended), gate, operands.terms, of_rows.ptr, saved.dlse,
         _seeing(call, operands), lse, delta,
-        of_gate if dgate.numel() else None, dattended if by_element else None,
+        dgate_rows, dattended if by_element else None,
         None if dsinks is None or not dsinks.numel() else dsinks, H, T,
         KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
     )  # fmt: skip
     if by_element:
         gate, kind = None, "none"
-    return FirstPass(operands, lse, delta, dattended, gate, kind)
+    return FirstPass(operands, of_rows._replace(ptr=lse), delta, dattended, gate, kind)
 
 
 def _seeing(call: Call, operands: Operands) -> Rows | None:

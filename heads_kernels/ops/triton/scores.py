@@ -56,6 +56,32 @@ def scale_log2_of(scale, terms):
 
 
 @triton.jit
+def natural(scores, scale, terms):
+    """Finished scores, scaled where they are raw."""
+    if (terms.softcap is None) and (terms.bias is None):
+        scores = scores * scale
+    return scores
+
+
+@triton.jit
+def prepared(lse, terms):
+    """`lse` as `probabilities` reads it: in base 2 for raw scores."""
+    if (terms.softcap is None) and (terms.bias is None) and (terms.alpha is None):
+        lse = lse * LOG2E
+    return lse
+
+
+@triton.jit
+def probabilities(scores, lse, scale, terms):
+    """`exp(score - lse)` of finished scores and of `prepared(lse)`, which broadcasts to the tile."""
+    if (terms.softcap is None) and (terms.bias is None):
+        p = tl.exp2(scores * (scale * LOG2E) - lse)
+    else:  # the product with log2(e) alone may overflow
+        p = tl.exp2((scores - lse) * LOG2E)
+    return p
+
+
+@triton.jit
 def add_sink(lse, terms, h):
     """`lse` with the sink of the head, and the share of the softmax that is left to keys; both [M]."""
     sink = tl.load(terms.sinks + h).to(tl.float32)

@@ -1,9 +1,10 @@
 """What attention does with tiles: products on tensor cores, the softmax of rows tile by tile, and dropout.
 
-The softmax is in base 2: `p = 2**(scale_log2 * (score - row_max))`, where `scale_log2` is `scale * log2(e)`. Scores
-stay unscaled until that one multiply-add. In the online form `scale_log2` must be above 0, so that the largest score
-stays the largest and hidden scores stay -inf. Products accumulate in float32. Dropout is Philox4x32-10 of the seed and
-the element, as `heads_kernels.ops.philox` defines it.
+The softmax is in base 2: `p = 2**(scale_log2 * (score - row_max))`, where `scale_log2` is `scale * log2(e)`. Raw scores
+stay unscaled until that one multiply-add. Scores with terms may be large: their difference is formed first, which no
+finite score overflows and which is exact near the maximum. In the online form `scale_log2` must be above 0, so that the
+largest score stays the largest and hidden scores stay -inf. Products accumulate in float32. Dropout is Philox4x32-10 of
+the seed and the element, as `heads_kernels.ops.philox` defines it.
 """
 
 from __future__ import annotations
@@ -43,29 +44,30 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def online_softmax(scores, row_max, row_sum, scale_log2):
+def online_softmax(scores, row_max, row_sum, scale_log2, terms):
     """One tile of a row's softmax: probabilities over the new `row_max`, and `row_max`, `row_sum`, `alpha`.
 
     scores [M, N], hidden ones -inf; row_max [M] the largest score so far, row_sum [M] the sum of probabilities. What
     was accumulated before is multiplied by `alpha` [M]. Rows without a visible score so far have row_max -inf.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    base = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
-    p = tl.exp2(scores * scale_log2 - base[:, None])
-    alpha = tl.exp2(row_max * scale_log2 - base)
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    if (terms.softcap is None) and (terms.bias is None):
+        base = base * scale_log2
+        p = tl.exp2(scores * scale_log2 - base[:, None])
+        alpha = tl.exp2(row_max * scale_log2 - base)
+    else:
+        p = tl.exp2((scores - base[:, None]) * scale_log2)
+        alpha = tl.exp2((row_max - base) * scale_log2)
     return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
 
 
 @triton.jit
-def log_sum_exp(row_max, row_sum, scale_log2):
+def log_sum_exp(row_max, row_sum, scale_log2, terms):
     """Natural logarithm of the sum of exponentials; -inf for a row without a visible score."""
-    return tl.where(row_sum == 0.0, float("-inf"), row_max * scale_log2 * LN2 + tl.log(row_sum))
-
-
-@triton.jit
-def probabilities(scores, lse, scale_log2):
-    """`exp(scale * scores - lse)` of `lse` in base 2, which broadcasts to the tile: see `rows.load_row_terms`."""
-    return tl.exp2(scores * scale_log2 - lse)
+    if (terms.softcap is None) and (terms.bias is None):
+        row_max = row_max * scale_log2 * LN2
+    return tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log(row_sum))
 
 
 @triton.jit

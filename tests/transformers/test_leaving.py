@@ -1,0 +1,196 @@
+"""What was set on heads holds, or is refused by name, when a model leaves the operator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.alike import assert_alike
+
+pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+import transformers
+
+import heads_kernels as hk
+from heads_kernels.integrations.transformers import use
+from heads_kernels.ops.attention_statistics import AttentionStatistics
+from tests.support.tiny_models import batch, build, outputs, small, with_gradients
+
+# One of each kind: plain, grouped, encoder-decoders without and with a bias, a gated output, a layer without a config.
+FAMILIES = ("bert", "llama", "whisper", "t5", "qwen3_next", "bloom")
+
+
+def made(name: str) -> Any:
+    return small(name) if name == "whisper" else build(name)
+
+
+def by_config(model: Any) -> None:
+    model.config._attn_implementation = "eager"
+
+
+def by_another_model(model: Any) -> None:
+    type(model)._from_config(model.config, attn_implementation="eager")
+
+
+WAYS: dict[str, Callable[[Any], None]] = {
+    "set_attn_implementation": lambda model: model.set_attn_implementation("eager"),
+    "config": by_config,
+    "from_config": by_another_model,
+}
+
+
+def fixed(H: int) -> hk.nn.HeadGate:
+    return hk.nn.FixedGate(torch.tensor([0.0, *[0.5] * (H - 1)]))
+
+
+@contextmanager
+def of(model: Any, setting: str) -> Iterator[Callable[[], Any]]:
+    """What a model gives with this setting of its heads, in this block."""
+    layers = (
+        hk.heads.attention_layers(model) if setting in ("close", "gate", "HardConcrete") else []
+    )
+    if setting == "close":
+        hk.heads.close(model, {layer.index: [0] for layer in layers})
+        yield lambda: outputs(model)
+    elif setting == "gate":
+        hk.heads.gate(model, fixed)
+        yield lambda: outputs(model)
+    elif setting == "HardConcrete":
+        hk.heads.gate(model, hk.nn.HardConcrete)
+        yield lambda: with_gradients(model)
+    elif setting == "attribute":
+        for module in model.modules():
+            if hasattr(module, "_head_mask_place"):
+                H = getattr(model.config, "num_attention_heads", None) or model.config.n_head
+                module.head_gate = fixed(H)
+        yield lambda: outputs(model)
+    elif setting == "head_mask":
+        H = getattr(model.config, "num_attention_heads", None) or model.config.n_head
+        yield lambda: outputs(model, head_mask=torch.tensor([0.0, *[1.0] * (H - 1)]))
+    elif setting == "statistics":
+
+        def names() -> list[str]:
+            found = model(**batch(model), output_attentions=True)
+            return [
+                type(e).__name__
+                for n, es in found.items()
+                if "attentions" in n
+                for e in es
+                if e is not None
+            ]
+
+        assert set(names()) == {AttentionStatistics.__name__}
+        yield names
+    else:
+        calls: list[int] = []
+
+        def observed() -> list[int]:
+            calls.clear()
+            model(**batch(model))
+            return calls.copy()
+
+        with hk.analysis.observe(model, lambda layer, call: calls.append(layer.index)):
+            yield observed
+
+
+def assert_kept_or_refused(model: Any, leave: Callable[[Any], None], setting: str) -> None:
+    with of(model, setting) as found:
+        expected = found()
+        leave(model)
+        try:
+            now = found()
+        except ValueError as error:
+            refusal = str(error)
+        else:
+            refusal = ""
+        if refusal:
+            assert re.search(r"runs? the attention function 'eager'", refusal)
+            return
+        if isinstance(expected, list):
+            assert now == expected
+        else:
+            assert_alike(now, expected)
+
+
+SETTINGS = ("close", "gate", "HardConcrete", "attribute", "head_mask", "statistics", "observe")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_set_on_heads_holds_or_is_refused(name: str, setting: str) -> None:
+    if name == "bloom" and setting in ("close", "gate", "HardConcrete", "observe"):
+        pytest.skip("its heads have no layout")
+    for leave in WAYS.values():
+        assert_kept_or_refused(use(made(name)), leave, setting)
+
+
+@pytest.mark.parametrize("setting", ["close", "head_mask"])
+def test_models_made_by_name_do_the_same(setting: str) -> None:
+    for leave in WAYS.values():
+        assert_kept_or_refused(build("bert", "heads_kernels"), leave, setting)
+
+
+def test_sub_configs() -> None:
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        *(build(name).config for name in ("vit", "bert"))
+    )
+    model = use(transformers.VisionTextDualEncoderModel(config).eval())
+    texts, images = batch(model.text_model), batch(model.vision_model)
+    arguments = {**texts, "pixel_values": images["pixel_values"][[0, 1, 1]]}
+    hk.heads.close(model, {"text_model.encoder.layer.0.attention.self": [0]})
+    model.set_attn_implementation({"vision_config": "eager"})
+    assert model(**arguments)
+    with pytest.raises(
+        ValueError, match="ViTModel, whose layers run the attention function 'eager'"
+    ):
+        model.vision_model(**images, head_mask=torch.ones(4))
+    model.set_attn_implementation({"text_config": "eager"})
+    with pytest.raises(ValueError, match="'eager' in a BertSelfAttention, which ignores its gates"):
+        model(**arguments)
+    assert_alike(outputs(use(model).text_model), outputs(model.text_model))
+
+
+def test_layers_refuse_on_their_own() -> None:
+    model = use(build("bert"))
+    hk.heads.close(model, {0: [0]})
+    model.set_attn_implementation("eager")
+    with pytest.raises(
+        ValueError, match=r"'eager' in a BertSelf.*its gates; call .*use\(model\) again"
+    ):
+        model.encoder.layer[0](torch.randn(1, 3, 32))
+    hk.heads.reopen(model)
+    model.encoder.layer[0](torch.randn(1, 3, 32))
+
+
+def whisper() -> Any:
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(small("whisper").config).eval()
+    model.generation_config.alignment_heads = [[0, 1], [1, 3]]
+    model.generation_config.no_timestamps_token_id = 30
+    return model
+
+
+def test_timestamps_of_whisper() -> None:
+    """`generate` switches the model to eager attention, for good."""
+    model = use(whisper())
+    features = batch(model)["input_features"]
+    hk.heads.close(model, {0: [0]})
+    with pytest.raises(ValueError, match="'eager' in a WhisperAttention, which ignores its gates"):
+        model.generate(
+            features, return_token_timestamps=True, return_timestamps=True, max_new_tokens=3
+        )
+
+
+def test_alignment_heads_are_renumbered() -> None:
+    model = use(whisper())
+    cross = [f"model.decoder.layers.{layer}.encoder_attn" for layer in range(2)]
+    with pytest.raises(ValueError, match=r"heads has head 3 of .*layers\.1\.enc.*alignment_heads"):
+        hk.heads.prune(model, {cross[0]: [0], cross[1]: [3]})
+    assert model.model.decoder.layers[0].encoder_attn.num_heads == 4
+    hk.heads.prune(model, {cross[0]: [0, 2], cross[1]: [1]})
+    assert model.generation_config.alignment_heads == [[0, 0], [1, 2]]
