@@ -193,7 +193,7 @@ def prepare_mask(
         if attention_mask is None or getattr(config, "attention_chunk_size", None) is not None:
             ids = _segments(mask_function, batch_size, kv_length, kv_offset, device)
             rows = ids[:, :q_length] if align == "upper_left" else ids[:, kv_length - q_length :]
-            mask &= Mask(document_ids=(rows, ids))
+            mask = mask & Mask(document_ids=(rows, ids))
     if mask is None:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         dense: Any = sdpa_mask(
@@ -210,7 +210,7 @@ def prepare_mask(
         )
         return PreparedMask(dense, tuple(dense.shape), device)
     if attention_mask is not None:
-        mask &= Mask(key_mask=_real_keys(attention_mask, kv_length, kv_offset))
+        mask = mask & Mask(key_mask=_real_keys(attention_mask, kv_length, kv_offset))
     mask = mask.snapshot()  # as stock masks, which are made once for a pass
     return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device)
 
