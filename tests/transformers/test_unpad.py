@@ -116,6 +116,8 @@ def with_padding(name: str, model: Any) -> dict[str, Tensor]:
 def test_family_of_a_form_equals_stock(name: str) -> None:
     model = small(name)
     changes = with_padding(name, model)
+    if name in POOLED:
+        changes = {"attention_mask": padding(POOLED[name])}
     expected = with_gradients(model, **changes)
     found = unpadded(model)
     with warnings.catch_warnings():
@@ -231,8 +233,9 @@ def test_decoder_alone_is_padded() -> None:
 
 #: A model of each kind of pooling, with the side of padding at which it reads no padding.
 POOLED = {
-    "bert": "right", "roberta": "right", "chinese_clip_text_model": "right", "clip_text_model": "left",
-    "siglip_text_model": "left", "altclip_text_model": "right",
+    "bert": "right", "roberta": "right", "chinese_clip_text_model": "right", "altclip_text_model": "right",
+    "aimv2_text_model": "right", "clip_text_model": "left", "owlv2_text_model": "left",
+    "siglip_text_model": "left", "siglip2_text_model": "left",
 }  # fmt: skip
 
 
