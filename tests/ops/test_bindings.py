@@ -85,6 +85,7 @@ def of_entmax() -> Call:
     absent = dict.fromkeys(("sinks", "dsinks", "dlse"))
     return {
         **of_cpu(shared=False),
+        "lse": torch.zeros(2, B, H, T),  # the threshold, in two numbers
         **absent,
         "alpha": torch.full((H,), 1.5),
         "dalpha": rows(B, H, T),
@@ -227,7 +228,7 @@ OPTIONAL = {
 #: But these passes need it.
 NEEDED = {
     (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
-    (entmax_backward, "alpha"), (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"),
+    (entmax_forward, "alpha"), (entmax_backward, "alpha"), (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"),
     (first, "sinks"), (cells, "dense_mask"), *((cpu_backward, name) for name in _TERMS), (of_bias, "bias"),
     (of_bias, "offset_bias"),
 }  # fmt: skip
