@@ -228,7 +228,8 @@ OPTIONAL = {
 #: But these passes need it.
 NEEDED = {
     (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
-    (entmax_forward, "alpha"), (entmax_backward, "alpha"), (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"),
+    (entmax_forward, "alpha"), (entmax_backward, "alpha"),
+    (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"),
     (first, "sinks"), (cells, "dense_mask"), *((cpu_backward, name) for name in _TERMS), (of_bias, "bias"),
     (of_bias, "offset_bias"),
 }  # fmt: skip
