@@ -166,6 +166,7 @@ class Mask:
         return Mask.of(self.terms + other.terms)
 
     __rand__ = __and__  # for Tensor & Mask, which raises the same error
+    __iand__ = __and__  # for Dynamo of PyTorch 2.11, which traces no &= without it
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
         """Its `Intervals` for a call of these sizes on `device` (default: the device of its tensors).

@@ -223,7 +223,7 @@ def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
             if letter == _KEYS:
                 continue
             split = _SPLIT.get(letter)
-            if split is None or type(placement) is not Shard:
+            if split is None:
                 was = f"is sharded along {letter} ({placement})"
                 instead = "redistribute it: operands are sharded along batch, heads or sequence"
                 refuse(name, was, instead)

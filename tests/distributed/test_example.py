@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,13 @@ def folder(ranks: Callable[[int], Processes], tmp_path_factory: pytest.TempPathF
     return made
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def split_sequences(*shape: int) -> Any:
+    """A mesh of which context parallelism has a part."""
+    reason = "PyTorch before 2.13 gathers no weights over dimensions of a mesh in another order"
+    return pytest.param(shape, marks=pytest.mark.skipif(torch.__version__ < "2.13", reason=reason))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), split_sequences(1, 1, 2)])
 def test_two_processes(
     shape: tuple[int, int, int], folder: Path, ranks: Callable[[int], Processes]
 ) -> None:
@@ -75,7 +82,7 @@ def test_two_processes(
 
 @pytest.mark.check
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
-@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 1), split_sequences(2, 1, 2), split_sequences(1, 2, 2)])
 def test_four_processes(
     shape: tuple[int, int, int], method: str, folder: Path, ranks: Callable[[int], Processes]
 ) -> None:

@@ -92,7 +92,8 @@ def test_compile_masks(operator: str, backend: str) -> None:
     names = list(arguments)
 
     def run(key_mask: Tensor, lengths: Tensor, *values: Tensor) -> Tensor:
-        mask = hk.Mask(causal="lower_right", key_mask=key_mask, query_lengths=lengths)
+        mask = hk.Mask(causal="lower_right", key_mask=key_mask)
+        mask &= hk.Mask(query_lengths=lengths)
         return function(operator, backend, names, attn_mask=mask)(*values)
 
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
