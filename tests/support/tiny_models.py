@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,7 +228,7 @@ def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> 
 
 def unpooled(model: Any) -> Any:
     """A model without the pooler, which reads the first token whether it is real or not."""
-    if getattr(model, "pooler", None) is not None:
+    if "add_pooling_layer" in inspect.signature(type(model)).parameters:
         model.pooler = None
     return model
 

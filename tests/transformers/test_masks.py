@@ -146,6 +146,29 @@ def test_blocks_of_packed_sequences_see_one_another() -> None:
     assert_same(found, dense)
 
 
+@pytest.mark.check
+def test_blocks_in_compiled_code_are_refused() -> None:
+    """There nothing says that the function has blocks but its values."""
+
+    def prepared(blocks: Tensor, documents: Tensor) -> Tensor:
+        def same(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (blocks[b, i] == blocks[b, j]) & (blocks[b, i] >= 0)
+
+        function = stock.or_masks(stock.causal_mask_function, same)
+        function = stock.and_masks(function, lambda b, h, i, j: documents[b, i] == documents[b, j])
+        found = prepare_mask(2, 8, 8, mask_function=function)
+        assert found is not None
+        return found.to_dense()
+
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]] * 2)
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1]] * 2)
+    compiled = torch.compile(prepared, fullgraph=True)
+    without = torch.full_like(blocks, -1)
+    assert torch.equal(compiled(without, documents), prepared(without, documents))
+    with pytest.raises(RuntimeError, match="has blocks of tokens that see one another"):
+        compiled(blocks, documents)
+
+
 @pytest.mark.parametrize("custom", ["or", "and", "block"])
 def test_functions_of_the_caller_stay_dense(custom: str) -> None:
     def prefix(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:

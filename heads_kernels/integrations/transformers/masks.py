@@ -27,6 +27,10 @@ Shape = tuple[int, int, int, int]
 
 #: Code of the functions that `and_masks` returns: windows, chunks and packed sequences are such functions.
 _ALL_OF: Final = and_masks(causal_mask_function).__code__
+_BLOCKS: Final = (
+    "attention_mask has blocks of tokens that see one another, in compiled code without a mask of real "
+    "tokens: pass attention_mask, or use attn_implementation='eager' or 'sdpa'"
+)
 #: Of those that `or_masks` returns: blocks that see one another.
 _ANY_OF: Final = or_masks(causal_mask_function).__code__
 
@@ -225,7 +229,12 @@ def _alignment(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> 
 
 
 def _has_union(mask_function: MaskFunction) -> bool:
-    """Whether a mask function is, or is made of, one that `or_masks` returned."""
+    """Whether a mask function is, or is made of, one that `or_masks` returned.
+
+    Dynamo does not trace what a function holds: in compiled code `_segments` asserts that none is.
+    """
+    if torch.compiler.is_compiling():
+        return False
     if getattr(mask_function, "__code__", None) is _ANY_OF:
         return True
     held = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
@@ -246,6 +255,9 @@ def _segments(
     head = torch.zeros(1, 1, dtype=torch.int64, device=device)
     position = torch.arange(1, kv_length, device=device)[None] + kv_offset
     ends = ~mask_function(batch, head, position, position - 1)  # [B or 1, S - 1]
+    if torch.compiler.is_compiling():
+        causal = ~mask_function(batch, head, position - 1, position).any()
+        torch._assert_async(causal, _BLOCKS)
     return torch.nn.functional.pad(ends.cumsum(1), (1, 0))
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
@@ -110,8 +111,19 @@ def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _of_tokens(output: Tensor, own: Filling) -> Tensor:
-    """The entries of an output that are not those of padded tokens."""
-    real = own.real.get(tuple(output.shape[:2]))  # type: ignore[arg-type]
+    """The entries of an output that are not those of padded tokens.
+
+    A model may give several numbers for each token of its layers, `[B, n T or more, features]` (SEW).
+    """
+    if output.dim() < 2:
+        return output
+    B, length = output.shape[:2]
+    real = own.real.get((B, length))
+    if real is None and output.dim() > 2:
+        shorter = (each for each in own.real.values() if len(each) == B and each.shape[1] < length)
+        if (each := next(shorter, None)) is not None:
+            several = each.repeat_interleave(length // each.shape[1], 1)
+            real = pad(several, (0, length - several.shape[1]))
     return output if real is None else output[real]
 
 
