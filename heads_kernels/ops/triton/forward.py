@@ -95,7 +95,7 @@ def _store(
     if attended_out is not None:
         store_tile(attended_out, b, h, first_row, T, attended, DV, BLOCK_M, BLOCK_DV)
     rows = first_row + tl.arange(0, BLOCK_M)
-    if lse_out is not None:
+    if lse_out.ptr is not None:
         at = (b * H + h).to(tl.int64) * T + rows
         tl.store(lse_out.ptr + at, lse, mask=rows < T)
         if lse_out.above is not None:
@@ -198,7 +198,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     of, gate = operands_of(call, grouped), gate_of(call.gate)
     results = (
         rows_of(out), rows_of(attended) if attended.numel() else None,
-        row_lse_of(lse) if lse.numel() else None,
+        row_lse_of(lse),
     )  # fmt: skip
     kind: dict[str, Any] = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
     if splits == 1 and not grouped:

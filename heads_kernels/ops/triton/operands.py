@@ -80,14 +80,17 @@ class Terms(NamedTuple):
 
 
 class RowLse(NamedTuple):
-    """`lse` `[B, H, T]` of rows; of entmax their largest score, and how far the threshold is above it."""
+    """`lse` `[B, H, T]` of rows, None where it is not asked for; of entmax their largest score, and how far the
+    threshold is above it."""
 
-    ptr: Tensor
+    ptr: Tensor | None
     above: Tensor | None
 
 
 def row_lse_of(lse: Tensor) -> RowLse:
-    """The `lse` of an op's results: of entmax `[2, B, H, T]`."""
+    """The `lse` of an op's results, empty where it is not asked for: of entmax `[2, B, H, T]`."""
+    if not lse.numel():
+        return RowLse(None, None)
     return RowLse(lse, None) if lse.dim() == 3 else RowLse(*lse)
 
 

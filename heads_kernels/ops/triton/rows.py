@@ -159,7 +159,7 @@ def first_pass(
     B, H, T, Dv = dout.shape
     operands, gate, kind = operands_of(call), gate_of(call.gate), gate_kind(call.gate)
     of_rows = row_lse_of(saved.lse)
-    lse, delta = torch.empty_like(of_rows.ptr), torch.empty_like(of_rows.ptr)
+    lse, delta = (saved.lse.new_empty(B, H, T) for _ in range(2))
     of_dout = rows_of(dout)
     by_element = kind == "elements"
     dattended = rows_of(torch.empty_like(dout)) if by_element else of_dout
