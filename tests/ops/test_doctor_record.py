@@ -59,7 +59,7 @@ def problem() -> Problem:
 def test_no_record_is_the_order_of_the_table(file: Path) -> None:
     choice = choose(TABLE, problem())
     assert (choice.backend, list(choice.refusals)) == ("triton", ["cuda", "cpu", "eager"])
-    assert "order: that of the table, " in str(choice)
+    assert "order: that of the table; " in str(choice)
     assert "`python -m heads_kernels doctor --save` has kept none for this device" in str(choice)
     assert select(TABLE, problem()) == "triton"
     assert not file.parent.exists()  # nothing is written
