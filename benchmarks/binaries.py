@@ -157,7 +157,9 @@ def _name(function: Any) -> str:
 
 
 def _shown(options: dict[str, Any]) -> str:
-    blocks = [f"{name} {options[name]}" for name in ("BLOCK_M", "BLOCK_N") if name in options]
+    tile, blocks = options.get("TILE"), []
+    if tile is not None:
+        blocks = [f"BLOCK_M {tile.block_m.value}", f"BLOCK_N {tile.block_n.value}"]
     return ", ".join([*blocks, f"{options['num_warps']} warps", f"{options['num_stages']} stages"])
 
 

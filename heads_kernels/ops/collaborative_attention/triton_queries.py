@@ -9,6 +9,8 @@ mixed query stays on chip, and a tile of keys is loaded once, for the scores and
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import (
     ALL_CHUNKS,
+    Chunks,
     active_chunks,
     active_features,
     chunk_at,
@@ -26,207 +29,234 @@ from heads_kernels.ops.triton.chunks import (
     load_mixing,
     mixed,
 )
+from heads_kernels.ops.triton.entmax import gradient_of_tile, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_columns, load_features, load_tile
-from heads_kernels.ops.triton.operands import has_terms, rows_of
-from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias, probabilities
+from heads_kernels.ops.triton.operands import (
+    Pairs,
+    Place,
+    Rows,
+    Splits,
+    has_terms,
+    rows_of,
+    sizes_of,
+)
+from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
+from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import finite_part, kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
     pairs_visible,
+    partial_count,
     partial_tile,
     ranges,
     tiles_in_ranges,
 )
 
 
+class Query(NamedTuple):
+    """The query of a head, in a kernel.
+
+    `columns` and `used` [W] are the features of the head's chunks from place `first` of the list `chunks` on, `q`
+    [BLOCK_M, W] the mixed query there. `q` is None where the list has more features than these: scores are computed
+    chunk by chunk then, from the list of the `active` chunks alone.
+    """
+
+    q: Any
+    columns: Any
+    used: Any
+    active: Any
+    chunks: Any
+    first: Any
+
+
+class RowTile(NamedTuple):
+    """What a program reads of its rows for a head, in a kernel."""
+
+    do: Any  # [BLOCK_M, BLOCK_DV]
+    terms: Any  # RowTerms, as columns
+    lo: Any  # [BLOCK_M, 1]
+    hi: Any
+
+
+class Written(NamedTuple):
+    """What the kernel writes, in float32; None for what is not asked for."""
+
+    dquery: Rows | None
+    dmixing: Tensor | None  # [B, tiles, H, Ds]
+
+
 @triton.jit
 def _keys_tile(
-    of, q, columns, used, count, numbers, do, row_lse, row_delta, g, dmixed, lo, hi, rows, first_row, tile,
-    b, h, T, S, GROUP, scale,
-    PARTIAL: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """`dmixed` [BLOCK_M, W] of head h after one tile of keys.
-
-    Arguments as of `_of_head`; do [BLOCK_M, BLOCK_DV].
-    """
+    of, query, of_rows, dmixed, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+):
+    """`dmixed` [BLOCK_M, W] of the head of `place` after one tile of keys."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_D: tl.constexpr = TILE.block_d
+    b, h, rows, T, S = place.b, place.h, place.at, sizes.T, sizes.S
     first_key = tile * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     there = keys < S
-    bias = load_bias(of.terms, b, h, rows[:, None], keys[None, :], T, S)
+    pairs = Pairs(b, h, rows[:, None], keys[None, :])
+    bias = load_bias(of.terms, pairs, T, S)
     raw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if q is None:
-        for place in range(count):
-            column = chunk_at(numbers, place) * BLOCK_D
+    if query.q is None:
+        for number in range(query.active.length):
+            column = chunk_at(query.active, number) * BLOCK_D
             features = column + tl.arange(0, BLOCK_D)
-            q_chunk = load_columns(of.query, b, first_row, rows < T, column, DS, BLOCK_M, BLOCK_D)
-            k_chunk = load_columns(of.key, b, first_key, there, column, DS, BLOCK_N, BLOCK_D)
-            q_chunk = mixed(q_chunk, of.mixing, h, features, features < DS)  # [BLOCK_M, BLOCK_D]
-            raw = product(q_chunk, tl.trans(k_chunk), raw)
-    k = load_features(of.key, b, first_key, there, columns, used, BLOCK_N)  # [BLOCK_N, W]
-    if q is not None:
-        raw = product(q, tl.trans(k), raw)
+            q = load_columns(of.query, b, place.first, rows < T, column, TILE.d, BLOCK_M, BLOCK_D)
+            part = load_columns(of.key, b, first_key, there, column, TILE.d, BLOCK_N, BLOCK_D)
+            q = mixed(q, of.mixing, h, features, features < TILE.d)  # [BLOCK_M, BLOCK_D]
+            raw = product(q, tl.trans(part), raw)
+    k = load_features(
+        of.key, b, first_key, there, query.columns, query.used, BLOCK_N
+    )  # [BLOCK_N, W]
+    if query.q is not None:
+        raw = product(query.q, tl.trans(k), raw)
     v = load_tile(
-        of.value, b, h // GROUP, first_key, there, DV, BLOCK_N, do.shape[1]
+        of.value, b, place.hk, first_key, there, TILE.dv, BLOCK_N, TILE.block_dv
     )  # [BLOCK_N, BLOCK_DV]
     if of.content_bias is not None:
         raw += load_content_bias(of.content_bias, b, h, keys, S)[None, :]
-    scores, slope = finish(raw, bias, of.terms, scale)  # [BLOCK_M, BLOCK_N]
-    p = probabilities(scores, row_lse[:, None], scale, of.terms)
-    dp = product(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-    if of.dropout is not None:
-        dp = tl.where(kept(of.dropout, b, h, rows, first_key, BLOCK_N), dp * of.dropout.scale, 0.0)
-    dscores = p * (dp * g[:, None] - row_delta[:, None]) * slope
+    scores, cap = finish(raw, bias, of.terms, sizes.scale)  # [BLOCK_M, BLOCK_N]
+    seen = None
     if PARTIAL:
-        seen = pairs_visible(
-            of.visible, of.terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
-        )  # fmt: skip
-        dscores = tl.where(seen, dscores, 0.0)
+        seen = pairs_visible(of.visible, of.terms, pairs, of_rows.lo, of_rows.hi, T, S, bias)
+    _, slope = weigh(scores, of_rows.terms, seen, of.terms, h, sizes.scale)
+    dp = product(of_rows.do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+    keep = None
+    if of.dropout is not None:
+        keep = kept(of.dropout, b, h, rows, first_key, BLOCK_N)
+    dscores = gradient_of_tile(slope, dp, keep, cap, seen, of_rows.terms, of)
+    if PARTIAL:
         k = finite_part(k)
     return product(dscores.to(k.dtype), k, dmixed)
 
 
 @triton.jit
 def _of_head(
-    of, q, columns, used, active, active_numbers, count, numbers, first_place, dout, gate, lse, delta,
-    dquery_out, dmixing_out, lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split, B, H, T, S, GROUP,
-    scale, KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Add the term of head h to `dquery` at `columns` [W], and store the program's part of its `dmixing` there.
-
-    `columns` and `used` are those of the head's chunks from `first_place` of the list on, `q` [BLOCK_M, W] the mixed
-    query there. `q` is None where the list has more features than these: scores are then computed chunk by chunk, from
-    the list of the `active` chunks alone.
-    """
+    of, reads, query, lo, hi, visits, written, split, place, sizes, splits, TILE: tl.constexpr
+):
+    """Add the term of the head of `place` to `dquery` at its columns, and store the program's part of its `dmixing`
+    there."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    b, h, first_row, rows = place.b, place.h, place.first, place.at
     own = first_row // BLOCK_M
-    do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-    of_head = head_gate(gate, b, h, KIND, ACTIVATION)
-    row_lse, _, row_delta, g, _ = load_row_terms(
-        lse, delta, gate, of_head, b, h, b * H + h, rows, T, KIND, ACTIVATION
-    )
-    dmixed = tl.zeros((BLOCK_M, columns.shape[0]), tl.float32)
-    for place in range(full_start, full_end):
-        tile = full_tile(of.visible, b, h, own, place)
-        dmixed = _keys_tile(
-            of, q, columns, used, active, active_numbers, do, row_lse, row_delta, g, dmixed, lo, hi, rows, first_row,
-            tile, b, h, T, S, GROUP, scale, False, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    for place in range(full_start - start + end - full_end):
-        tile = partial_tile(of.visible, b, h, own, place, start, full_start, full_end)
-        dmixed = _keys_tile(
-            of, q, columns, used, active, active_numbers, do, row_lse, row_delta, g, dmixed, lo, hi, rows, first_row,
-            tile, b, h, T, S, GROUP, scale, True, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+    do = load_tile(
+        reads.dattended, b, h, first_row, rows < sizes.T, TILE.dv, BLOCK_M, TILE.block_dv
+    )  # [BLOCK_M, BLOCK_DV]
+    row_terms = load_row_terms(reads, head_gate(reads.gate, b, h, TILE), b, h, rows, sizes, TILE)
+    of_rows = RowTile(do, as_columns(row_terms), lo[:, None], hi[:, None])
+    dmixed = tl.zeros((BLOCK_M, query.columns.shape[0]), tl.float32)
+    for number in range(visits.full_start, visits.full_end):
+        tile = full_tile(of.visible, b, h, own, number)
+        dmixed = _keys_tile(of, query, of_rows, dmixed, tile, place, sizes, False, TILE)
+    for number in range(partial_count(visits)):
+        tile = partial_tile(of.visible, b, h, own, number, visits)
+        dmixed = _keys_tile(of, query, of_rows, dmixed, tile, place, sizes, True, TILE)
     # Rows that see nothing take part in no sum, whatever stands in them or in the keys beside them.
-    seeing = row_lse != float("inf")
-    dmixed = tl.where(seeing[:, None], dmixed * scale, 0.0)
-    _finish_head(
-        of, dmixed, seeing, count, numbers, first_place, dquery_out, dmixing_out, first_row, b, h, split, B, H, T,
-        DS, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
+    seeing = row_terms.lse != float("inf")
+    dmixed = tl.where(seeing[:, None], dmixed * sizes.scale, 0.0)
+    part = split * splits.batches + b
+    _finish_head(of, dmixed, seeing, query.chunks, query.first, written, part, place, sizes, TILE)
 
 
 @triton.jit
 def _finish_head(
-    of, dmixed, seeing, count, numbers, place, dquery_out, dmixing_out, first_row, b, h, split, B, H, T,
-    DS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    of, dmixed, seeing, chunks, number, written, part, place, sizes, TILE: tl.constexpr
+):
     """Add mixing * `dmixed` [BLOCK_M, W] to `dquery`, and store the column sums of query * `dmixed` for `dmixing`.
 
-    W is split in halves down to one chunk: what is read from memory needs registers beside `dmixed`.
+    The features are those of the chunks from place `number` of their list on. W is split in halves down to one chunk:
+    what is read from memory needs registers beside `dmixed`.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = TILE.block_d
     if dmixed.shape[1] > BLOCK_D:
         low, high = halves(dmixed)
-        _finish_head(
-            of, low, seeing, count, numbers, place, dquery_out, dmixing_out, first_row, b, h, split, B, H, T,
-            DS, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
-        _finish_head(
-            of, high, seeing, count, numbers, place + low.shape[1] // BLOCK_D, dquery_out, dmixing_out, first_row,
-            b, h, split, B, H, T, DS, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
+        _finish_head(of, low, seeing, chunks, number, written, part, place, sizes, TILE)
+        number += low.shape[1] // BLOCK_D
+        _finish_head(of, high, seeing, chunks, number, written, part, place, sizes, TILE)
     else:
-        column = chunk_at(numbers, place) * BLOCK_D
+        b, h, T = place.b, place.h, sizes.T
+        column = chunk_at(chunks, number) * BLOCK_D
         columns = column + tl.arange(0, BLOCK_D)
-        end = tl.where(count > place, T, 0)
-        if dquery_out is not None:
-            vector = load_mixing(of.mixing, h, columns, columns < DS)[None, :]
+        end = tl.where(chunks.length > number, T, 0)
+        if written.dquery is not None:
+            vector = load_mixing(of.mixing, h, columns, columns < TILE.d)[None, :]
             # Rows that see nothing add nothing, whatever the mixing vector holds.
             term = tl.where(seeing[:, None], vector * dmixed, 0.0)
             add_columns(
-                dquery_out, split * B + b, first_row, end, column, term, DS, BLOCK_M, BLOCK_D
+                written.dquery, part, place.first, end, column, term, TILE.d, BLOCK_M, BLOCK_D
             )
-        if dmixing_out is not None:
-            q = load_columns(of.query, b, first_row, seeing, column, DS, BLOCK_M, BLOCK_D)
-            part = ((b * tl.cdiv(T, BLOCK_M) + first_row // BLOCK_M) * H + h).to(tl.int64) * DS
+        if written.dmixing is not None:
+            q = load_columns(of.query, b, place.first, seeing, column, TILE.d, BLOCK_M, BLOCK_D)
+            tile = b * tl.cdiv(T, BLOCK_M) + place.first // BLOCK_M
+            at = (tile * sizes.H + h).to(tl.int64) * TILE.d
             tl.store(
-                dmixing_out + part + columns, tl.sum(q.to(tl.float32) * dmixed, 0),
-                mask=columns < tl.where(count > place, DS, 0),
+                written.dmixing + at + columns, tl.sum(q.to(tl.float32) * dmixed, 0),
+                mask=columns < tl.where(chunks.length > number, TILE.d, 0),
             )  # fmt: skip
 
 
 @triton.jit
-def _queries_kernel(
-    of, dout, gate, lse, delta, dquery_out, dmixing_out, B, H, T, S, GROUP, SPLITS, SKIPS, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, RESIDENT: tl.constexpr,
-):  # fmt: skip
-    """A program owns BLOCK_M query rows and goes through the heads, or a SPLITS-th of them.
+def _queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE: tl.constexpr):
+    """A program owns BLOCK_M query rows and goes through the heads, or a part of them (`splits`).
 
     What a head adds to `dquery` is added in memory, in float32, once a head: `dmixing` asks for the sum of the head
-    alone, and both do not fit on chip. The program writes its part of `dmixing`, `[B, tiles, H, Ds]`; both outputs
-    start as zeros. A head that uses more than RESIDENT features is computed once for every RESIDENT features of
-    `dmixed`. With SKIPS 0 these are all features, since `dmixing` is asked for where `mixing` is 0 too.
+    alone, and both do not fit on chip. The program writes its part of `dmixing`; both outputs start as zeros. A head
+    that uses more than `TILE.resident` features is computed once for every `TILE.resident` features of `dmixed`. With
+    SKIPS 0 these are all features, since `dmixing` is asked for where `mixing` is 0 too.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = TILE.block_d
+    RESIDENT: tl.constexpr = TILE.resident
+    H, T, S = sizes.H, sizes.T, sizes.S
     tiles = tl.cdiv(T, BLOCK_M)
     own = tiles - 1 - tl.program_id(0) % tiles
-    b = tl.program_id(0) // tiles % B
-    split = tl.program_id(0) // (tiles * B)
+    b = tl.program_id(0) // tiles % splits.batches
+    split = tl.program_id(0) // (tiles * splits.batches)
     first_row = own * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
     if of.visible.lists is None:
-        start, full_start, full_end, end = tiles_in_ranges(of.visible, b, lo, hi, rows, T, BLOCK_N)
-    heads = tl.cdiv(H, SPLITS)
+        visits = tiles_in_ranges(of.visible, b, lo, hi, rows, T, TILE.block_n)
+    heads = tl.cdiv(H, splits.shares)
     # Addresses that are the same for all heads are not hoisted: they would take registers from the loops over tiles.
     for index in tl.range(0, tl.minimum(heads, H - split * heads), disable_licm=True):
         h = split * heads + index
+        place = Place(b, h, h // sizes.group, first_row, rows)
         if of.visible.lists is not None:
-            start, full_start, full_end, end = listed_tiles(of.visible, b, h, own, T)
-        active, active_numbers = active_chunks(of.mixing, h, DS, BLOCK_D, CHUNKS)
-        count = tl.where(SKIPS == 0, tl.cdiv(DS, BLOCK_D), active)
-        numbers = tl.where(SKIPS == 0, ALL_CHUNKS, active_numbers)
+            visits = listed_tiles(of.visible, b, h, own, T)
+        active = active_chunks(of.mixing, h, TILE)
+        count = tl.where(SKIPS == 0, tl.cdiv(TILE.d, BLOCK_D), active.length)
+        numbers = tl.where(SKIPS == 0, ALL_CHUNKS, active.numbers)
         # A closed head has no chunks, and so takes none of the branches below.
-        count = tl.where(open_rows(gate, b, h, T, KIND, ACTIVATION) == 0, 0, count)
+        count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, count)
+        chunks = Chunks(count, numbers)
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
             if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = active_features(
-                        numbers, count, 0, DS, BLOCK_D, BLOCK_D << doubling
-                    )
+                    columns, used = active_features(chunks, 0, BLOCK_D << doubling, TILE)
                     q = load_features(of.query, b, first_row, rows < T, columns, used, BLOCK_M)
                     q = mixed(q, of.mixing, h, columns, used)  # [BLOCK_M, BLOCK_D << doubling]
+                    query = Query(q, columns, used, active, chunks, 0)
                     _of_head(
-                        of, q, columns, used, active, active_numbers, count, numbers, 0, dout, gate, lse, delta,
-                        dquery_out, dmixing_out, lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split,
-                        B, H, T, S, GROUP, scale, KIND, ACTIVATION, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    )  # fmt: skip
-        if CHUNKS * BLOCK_D > RESIDENT:  # noqa: SIM102
+                        of, reads, query, lo, hi, visits, written, split, place, sizes, splits, TILE
+                    )
+        if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
             if count * BLOCK_D > RESIDENT:
-                for place in range(0, count, RESIDENT // BLOCK_D):
-                    columns, used = active_features(numbers, count, place, DS, BLOCK_D, RESIDENT)
+                for number in range(0, count, RESIDENT // BLOCK_D):
+                    columns, used = active_features(chunks, number, RESIDENT, TILE)
+                    query = Query(None, columns, used, active, chunks, number)
                     _of_head(
-                        of, None, columns, used, active, active_numbers, count, numbers, place, dout, gate, lse, delta,
-                        dquery_out, dmixing_out, lo, hi, start, full_start, full_end, end, rows, first_row, b, h, split,
-                        B, H, T, S, GROUP, scale, KIND, ACTIVATION, DS, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                    )  # fmt: skip
+                        of, reads, query, lo, hi, visits, written, split, place, sizes, splits, TILE
+                    )
 
 
 def queries_pass(
@@ -235,7 +265,7 @@ def queries_pass(
     """Fill `dquery` and `dmixing_rows`; an empty one is not computed."""
     if not (dquery.numel() or dmixing_rows.numel()):
         return
-    B, H, T, S, Ds, Dv = call.sizes
+    B, H, T, _, Ds, Dv = call.sizes
     if H == 0:
         dquery.zero_()  # no head writes it
         return
@@ -246,14 +276,14 @@ def queries_pass(
     mixing_parts = dmixing_rows.new_zeros((B, row_tiles, H, Ds)) if dmixing_rows.numel() else None
     of = first.operands
     of = of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles))
+    written = Written(rows_of(part) if dquery.numel() else None, mixing_parts)
+    skips = int(mixing_parts is None or not closed_grad)
     launch(
         _queries_kernel, B * row_tiles * splits, call.query, tiles,
-        of, first.dattended, first.gate, first.lse, first.delta,
-        rows_of(part) if dquery.numel() else None, mixing_parts,
-        B, H, T, S, H // call.value.shape[1], splits, int(mixing_parts is None or not closed_grad), call.scale,
-        KIND=first.kind, ACTIVATION=call.gate_activation, DS=Ds, DV=Dv,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, BLOCK_DV=padded(Dv),
-        CHUNKS=chunks_of(Ds, tiles.block_d), RESIDENT=tiles.block_slice,
+        of, first.reads, written, sizes_of(call), Splits(B, splits), skips,
+        TILE=compiled_for(
+            tiles, Ds, Dv, mixes=True, gate=first.kind, activation=call.gate_activation
+        ),
     )  # fmt: skip
     sum_parts(part, dquery, splits)
     if mixing_parts is not None:

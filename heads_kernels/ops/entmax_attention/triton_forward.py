@@ -13,6 +13,7 @@ import triton.language as tl
 
 from heads_kernels.ops.triton.entmax import above_threshold, load_order, log1p, powers
 from heads_kernels.ops.triton.load import load_tile
+from heads_kernels.ops.triton.operands import Pairs
 from heads_kernels.ops.triton.scores import finish, load_bias, natural
 from heads_kernels.ops.triton.softmax import LOG2E, finite_part, kept, poison, product
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
@@ -24,19 +25,21 @@ _LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-22)
 
 
 @triton.jit
-def masked_scores(
-    q, key, terms, visible, lo, hi, first, b, h, hk, rows, T, S, scale, D: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on, -inf where they are hidden."""
+def masked_scores(of, q, lo, hi, first, place, sizes, TILE: tl.constexpr):
+    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on, -inf where they are hidden; `lo`, `hi` of rows [BLOCK_M]."""
+    BLOCK_N: tl.constexpr = TILE.block_n
     keys = first + tl.arange(0, BLOCK_N)
-    k = load_tile(key, b, hk, first, keys < S, D, BLOCK_N, q.shape[1])  # [BLOCK_N, BLOCK_D]
-    bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
-    raw = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-    scores, _ = finish(raw, bias, terms, scale)
+    k = load_tile(
+        of.key, place.b, place.hk, first, keys < sizes.S, TILE.d, BLOCK_N, TILE.block_d
+    )  # [BLOCK_N, BLOCK_D]
+    pairs = Pairs(place.b, place.h, place.at[:, None], keys[None, :])
+    bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
+    raw = product(q, tl.trans(k), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
+    scores, _ = finish(raw, bias, of.terms, sizes.scale)
     seen = pairs_visible(
-        visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        of.visible, of.terms, pairs, lo[:, None], hi[:, None], sizes.T, sizes.S, bias
     )
-    return tl.where(seen, natural(scores, scale, terms), float("-inf"))
+    return tl.where(seen, natural(scores, sizes.scale, of.terms), float("-inf"))
 
 
 @triton.jit
@@ -58,32 +61,29 @@ def _newton(total, slopes, threshold, order):
 
 
 @triton.jit
-def attend_sparse(
-    of, b, h, first_row, T, S, GROUP, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):  # fmt: skip
+def attend_sparse(of, place, sizes, TILE: tl.constexpr):
     """`attended` [BLOCK_M, BLOCK_DV], the largest score, how far the threshold is above it and whether they see
     anything, of the rows of a head.
 
     Rows that see nothing have 0, -inf and 0. With T 0 (a closed head) no row and no key is read.
     """
-    hk = h // GROUP
-    rows = first_row + tl.arange(0, BLOCK_M)
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    b, h, rows, T, S = place.b, place.h, place.at, sizes.T, sizes.S
     lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
-    start, _, _, end = tiles_in_ranges(of.visible, b, lo, hi, rows, T, BLOCK_N)
+    visits = tiles_in_ranges(of.visible, b, lo, hi, rows, T, BLOCK_N)
     in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
     order = load_order(of.terms, h)
-    q = load_tile(of.query, b, h, first_row, rows < T, D, BLOCK_M, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+    q = load_tile(
+        of.query, b, h, place.first, rows < T, TILE.d, BLOCK_M, TILE.block_d
+    )  # [BLOCK_M, BLOCK_D]
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
-    count = end - start
-    for place in range(count):
-        tile = start + place
-        scores = masked_scores(
-            q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
-        )  # fmt: skip
+    count = visits.end - visits.start
+    for number in range(count):
+        tile = visits.start + number
+        scores = masked_scores(of, q, lo, hi, tile * BLOCK_N, place, sizes, TILE)
         top = tl.maximum(top, tl.max(scores, 1))
-        tl.store(in_reach + place, tile)
+        tl.store(in_reach + number, tile)
     # Nothing exceeds +inf; a row of nan alone, whose maximum may be -inf, stays nan.
     top = tl.where(top == float("-inf"), float("inf"), top)
     above = tl.zeros((BLOCK_M,), tl.float32)
@@ -95,11 +95,9 @@ def attend_sparse(
         total = tl.zeros((BLOCK_M,), tl.float32)
         slopes = tl.zeros((BLOCK_M,), tl.float32)
         left = 0
-        for place in range(count):
-            tile = tl.load(in_reach + place)
-            scores = masked_scores(
-                q, of.key, of.terms, of.visible, lo, hi, tile * BLOCK_N, b, h, hk, rows, T, S, scale, D, BLOCK_N
-            )  # fmt: skip
+        for number in range(count):
+            tile = tl.load(in_reach + number)
+            scores = masked_scores(of, q, lo, hi, tile * BLOCK_N, place, sizes, TILE)
             y = above_threshold(scores, top[:, None], above[:, None], order)
             p, slope = powers(y, order)
             total += tl.sum(p, 1)
@@ -113,17 +111,17 @@ def attend_sparse(
         step += 1
     sees = total != 0.0
     tl.debug_barrier()
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    for place in range(count):
-        first = tl.load(in_reach + place) * BLOCK_N
-        scores = masked_scores(
-            q, of.key, of.terms, of.visible, lo, hi, first, b, h, hk, rows, T, S, scale, D, BLOCK_N
-        )  # fmt: skip
+    acc = tl.zeros((BLOCK_M, TILE.block_dv), tl.float32)
+    for number in range(count):
+        first = tl.load(in_reach + number) * BLOCK_N
+        scores = masked_scores(of, q, lo, hi, first, place, sizes, TILE)
         p, slope = powers(above_threshold(scores, top[:, None], above[:, None], order), order)
         if of.dropout is not None:
             p = p * kept(of.dropout, b, h, rows, first, BLOCK_N).to(tl.float32)
         there = first + tl.arange(0, BLOCK_N) < S
-        v = load_tile(of.value, b, hk, first, there, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
+        v = load_tile(
+            of.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
+        )  # [BLOCK_N, BLOCK_DV]
         p = tl.where(p == 0.0, 0.0, p + poison(v)[None, :])
         acc = product(p.to(v.dtype), finite_part(v), acc)
     if of.dropout is not None:

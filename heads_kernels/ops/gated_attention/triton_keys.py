@@ -8,137 +8,157 @@ Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.operator import Call
-from heads_kernels.ops.triton.entmax import dscores_of, weigh
+from heads_kernels.ops.triton.entmax import dropped, gradient_of_tile, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile, store_tile
-from heads_kernels.ops.triton.operands import has_terms, operator_of, rows_of
-from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
+from heads_kernels.ops.triton.operands import (
+    Pairs,
+    Place,
+    Splits,
+    has_terms,
+    operator_of,
+    rows_of,
+    sizes_of,
+)
+from heads_kernels.ops.triton.rows import FirstPass, as_rows, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
     pairs_visible,
+    partial_count,
     partial_tile,
     ranges,
     tiles_that_see,
 )
 
 
+class KeyTile(NamedTuple):
+    """The keys and values of a program, in a kernel: [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]."""
+
+    k: Any
+    v: Any
+
+
+class Gradients(NamedTuple):
+    """Sums of a program's keys and values, in a kernel; or where they are stored, None where they are not."""
+
+    dkey: Any
+    dvalue: Any
+
+
 @triton.jit
 def _rows_tile(
-    k, v, query, dout, gate, of_head, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H, T, S,
-    first_key, scale,
-    PARTIAL: tl.constexpr, NEEDS_KEY: tl.constexpr, NEEDS_VALUE: tl.constexpr,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """`dkey` [BLOCK_N, BLOCK_D] and `dvalue` [BLOCK_N, BLOCK_DV] after one tile of query rows of head h."""
+    of, reads, of_head, keys, sums, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+):
+    """`sums` after one tile of query rows of the head of `place`, which has the program's keys."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    b, h = place.b, place.h
     first_row = tile * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    row_lse, above, row_delta, g, finite = load_row_terms(
-        lse, delta, gate, of_head, b, h, b * H + h, rows, T, KIND, ACTIVATION
-    )
+    row_terms = load_row_terms(reads, of_head, b, h, rows, sizes, TILE)
+    there = None
     if PARTIAL:
-        q = load_tile(query, b, h, first_row, finite, D, BLOCK_M, k.shape[1])  # [BLOCK_M, BLOCK_D]
-        do = load_tile(
-            dout, b, h, first_row, finite, DV, BLOCK_M, v.shape[1]
-        )  # [BLOCK_M, BLOCK_DV]
-    else:
-        q = load_tile(query, b, h, first_row, None, D, BLOCK_M, k.shape[1])
-        do = load_tile(dout, b, h, first_row, None, DV, BLOCK_M, v.shape[1])
-    keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
-    bias = load_bias(terms, b, h, rows[None, :], keys, T, S)
+        there = row_terms.finite
+    q = load_tile(
+        of.query, b, h, first_row, there, TILE.d, BLOCK_M, TILE.block_d
+    )  # [BLOCK_M, BLOCK_D]
+    do = load_tile(
+        reads.dattended, b, h, first_row, there, TILE.dv, BLOCK_M, TILE.block_dv
+    )  # [BLOCK_M, BLOCK_DV]
+    pairs = Pairs(b, h, rows[None, :], place.at[:, None])
+    bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    raw = product(k, tl.trans(q), zeros)
-    scores, cap = finish(raw, bias, terms, scale)  # [BLOCK_N, BLOCK_M]
+    scores, cap = finish(
+        product(keys.k, tl.trans(q), zeros), bias, of.terms, sizes.scale
+    )  # [BLOCK_N, BLOCK_M]
     seen = None
     if PARTIAL:
-        lo, hi = ranges(visible, b, rows, T, S)
+        lo, hi = ranges(of.visible, b, rows, sizes.T, sizes.S)
         seen = pairs_visible(
-            visible, terms, b, h, lo[None, :], hi[None, :], rows[None, :], keys, T, S, bias
+            of.visible, of.terms, pairs, lo[None, :], hi[None, :], sizes.T, sizes.S, bias
         )
-    p, slope = weigh(scores, row_lse[None, :], above[None, :], seen, terms, h, scale)
-    weights = p * g[None, :]
-    if dropout is not None:
+    row_terms = as_rows(row_terms)
+    p, slope = weigh(scores, row_terms, seen, of.terms, h, sizes.scale)
+    keep = None
+    if of.dropout is not None:
         # As bytes: Triton cannot pass bits through shared memory.
-        keep = tl.trans(kept(dropout, b, h, rows, first_key, BLOCK_N).to(tl.int8)) != 0
-        weights = tl.where(keep, weights * dropout.scale, 0.0)
-    if NEEDS_VALUE:
+        keep = tl.trans(kept(of.dropout, b, h, rows, place.first, BLOCK_N).to(tl.int8)) != 0
+    dkey, dvalue = sums.dkey, sums.dvalue
+    if TILE.needs_value:
+        weights = dropped(p * row_terms.g, keep, of.dropout)
         dvalue = product(weights.to(do.dtype), do, dvalue)
-    if NEEDS_KEY:
-        dp = product(v, tl.trans(do), zeros)
-        if dropout is not None:
-            dp = tl.where(keep, dp * dropout.scale, 0.0)
-        dscores = dscores_of(slope, dp * g[None, :], row_delta[None, :], cap, seen, terms)
+    if TILE.needs_key:
+        dp = product(keys.v, tl.trans(do), zeros)
+        dscores = gradient_of_tile(slope, dp, keep, cap, seen, row_terms, of)
         dkey = product(dscores.to(q.dtype), q, dkey)
-    return dkey, dvalue
+    return Gradients(dkey, dvalue)
 
 
 @triton.jit
-def _keys_kernel(
-    query, key, value, dout, gate, lse, delta, terms, visible, dropout, dkey_out, dvalue_out,
-    B, H, T, S, GROUP, SPLITS, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """A program owns BLOCK_N keys of a key head and sums over the query heads that read it (a SPLITS-th of them, where
-    key heads alone would not fill the GPU; the parts are added up afterwards). Key, value and both sums stay on chip.
+def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
+    """A program owns BLOCK_N keys of a key head and sums over the query heads that read it (a part of them, `splits`,
+    where key heads alone would not fill the GPU; the parts are added up afterwards). Key, value and both sums stay on
+    chip.
     """
+    BLOCK_N: tl.constexpr = TILE.block_n
+    S, group = sizes.S, sizes.group
     tiles = tl.cdiv(S, BLOCK_N)
-    Hk = H // GROUP
+    Hk = sizes.H // group
     first_key = (tl.program_id(0) % tiles) * BLOCK_N
-    split = tl.program_id(0) // (tiles * Hk * B)
-    b = tl.program_id(0) // (tiles * Hk) % B
+    split = tl.program_id(0) // (tiles * Hk * splits.batches)
+    b = tl.program_id(0) // (tiles * Hk) % splits.batches
     hk = tl.program_id(0) // tiles % Hk
-    keys = first_key + tl.arange(0, BLOCK_N)
-    k = load_tile(key, b, hk, first_key, keys < S, D, BLOCK_N, BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK_N, BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-    dkey = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dvalue = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    at = first_key + tl.arange(0, BLOCK_N)
+    keys = KeyTile(
+        load_tile(of.key, b, hk, first_key, at < S, TILE.d, BLOCK_N, TILE.block_d),
+        load_tile(of.value, b, hk, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv),
+    )
+    sums = Gradients(
+        tl.zeros((BLOCK_N, TILE.block_d), tl.float32),
+        tl.zeros((BLOCK_N, TILE.block_dv), tl.float32),
+    )
     own = first_key // BLOCK_N
-    if visible.lists is None:
-        start, full_start, full_end, end = tiles_that_see(
-            visible, b, first_key, T, S, BLOCK_N, BLOCK_M
-        )
-    heads = tl.cdiv(GROUP, SPLITS)
-    for index in range(tl.minimum(heads, GROUP - split * heads)):
-        h = hk * GROUP + split * heads + index
-        if visible.lists is not None:
-            start, full_start, full_end, end = listed_tiles(visible, b, h, own, T)
-        of_head = head_gate(gate, b, h, KIND, ACTIVATION)
+    if of.visible.lists is None:
+        visits = tiles_that_see(of.visible, b, first_key, sizes.T, S, BLOCK_N, TILE.block_m)
+    heads = tl.cdiv(group, splits.shares)
+    for index in range(tl.minimum(heads, group - split * heads)):
+        h = hk * group + split * heads + index
+        place = Place(b, h, hk, first_key, at)
+        if of.visible.lists is not None:
+            visits = listed_tiles(of.visible, b, h, own, sizes.T)
+        of_head = head_gate(reads.gate, b, h, TILE)
         # A closed head has no tiles.
-        taking_part = tl.minimum(open_rows(gate, b, h, T, KIND, ACTIVATION), 1)
-        for place in range(full_start, full_start + (full_end - full_start) * taking_part):
-            tile = full_tile(visible, b, h, own, place)
-            dkey, dvalue = _rows_tile(
-                k, v, query, dout, gate, of_head, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H,
-                T, S,
-                first_key, scale, False, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
-                BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        for place in tl.range(0, (full_start - start + end - full_end) * taking_part, num_stages=1):
-            tile = partial_tile(visible, b, h, own, place, start, full_start, full_end)
-            dkey, dvalue = _rows_tile(
-                k, v, query, dout, gate, of_head, lse, delta, terms, visible, dropout, dkey, dvalue, tile, b, h, H,
-                T, S,
-                first_key, scale, True, dkey_out is not None, dvalue_out is not None, KIND, ACTIVATION, D, DV,
-                BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-    part = split * B + b
-    if dkey_out is not None:
-        store_tile(dkey_out, part, hk, first_key, S, dkey * scale, D, BLOCK_N, BLOCK_D)
-    if dvalue_out is not None:
-        store_tile(dvalue_out, part, hk, first_key, S, dvalue, DV, BLOCK_N, BLOCK_DV)
+        taking_part = tl.minimum(open_rows(reads.gate, b, h, sizes.T, TILE), 1)
+        full = (visits.full_end - visits.full_start) * taking_part
+        for number in range(visits.full_start, visits.full_start + full):
+            tile = full_tile(of.visible, b, h, own, number)
+            sums = _rows_tile(of, reads, of_head, keys, sums, tile, place, sizes, False, TILE)
+        for number in tl.range(0, partial_count(visits) * taking_part, num_stages=1):
+            tile = partial_tile(of.visible, b, h, own, number, visits)
+            sums = _rows_tile(of, reads, of_head, keys, sums, tile, place, sizes, True, TILE)
+    part = split * splits.batches + b
+    if written.dkey is not None:
+        store_tile(
+            written.dkey, part, hk, first_key, S, sums.dkey * sizes.scale, TILE.d, BLOCK_N, TILE.block_d
+        )  # fmt: skip
+    if written.dvalue is not None:
+        store_tile(
+            written.dvalue, part, hk, first_key, S, sums.dvalue, TILE.dv, BLOCK_N, TILE.block_dv
+        )
 
 
 def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> None:
@@ -153,24 +173,24 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> Non
         keys_pass(call, first, dkey, nothing)
         keys_pass(call, first, nothing, dvalue)
         return
-    (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
+    (B, _, _, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
     tiles = tiles_for(f"{operator_of(call)}.keys", call.query, D, Dv, has_terms(call))
     programs = B * Hk * -(-S // tiles.block_n)
-    group = H // Hk
-    splits = splits_of(group, programs, call.query)
+    sizes = sizes_of(call)
+    splits = splits_of(sizes.group, programs, call.query)
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
+    written = [rows_of(part) if grad.numel() else None for grad, part in parts]
     of = first.operands
     visible = visible_to_tiles(
         call, of.terms, of.visible, tiles, by_keys=True, support=first.support
     )
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        of.query, of.key, of.value, first.dattended, first.gate, first.lse, first.delta,
-        of.terms, visible, of.dropout,
-        *(rows_of(part) if grad.numel() else None for grad, part in parts),
-        B, H, T, S, group, splits, call.scale,
-        KIND=first.kind, ACTIVATION=call.gate_activation, D=D, DV=Dv,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(D), BLOCK_DV=padded(Dv),
+        of._replace(visible=visible), first.reads, Gradients(*written), sizes, Splits(B, splits),
+        TILE=compiled_for(
+            tiles, D, Dv, gate=first.kind, activation=call.gate_activation,
+            needs_key=dkey.numel() > 0, needs_value=dvalue.numel() > 0,
+        ),
     )  # fmt: skip
     for grad, part in parts:
         sum_parts(part, grad, splits)

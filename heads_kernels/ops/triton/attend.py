@@ -8,6 +8,8 @@ features, the mixed query is formed chunk by chunk, beside the chunk of keys tha
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,7 @@ from heads_kernels.ops.triton.chunks import (
 )
 from heads_kernels.ops.triton.descriptors import load_keys
 from heads_kernels.ops.triton.load import load_columns, load_features, load_tile
+from heads_kernels.ops.triton.operands import Pairs
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import (
     SMALLEST,
@@ -32,8 +35,10 @@ from heads_kernels.ops.triton.softmax import (
     product,
 )
 from heads_kernels.ops.triton.visible import (
+    Visits,
     full_tile,
     pairs_visible,
+    partial_count,
     partial_tile,
     ranges,
     tiles_of_split,
@@ -41,48 +46,81 @@ from heads_kernels.ops.triton.visible import (
 )
 
 
+class Attended(NamedTuple):
+    """Of the rows of a head, in a kernel: see `attend`."""
+
+    rows: Any  # [BLOCK_M, BLOCK_DV]
+    lse: Any
+    above: Any
+    sees: Any
+
+
+class Sums(NamedTuple):
+    """Of rows of a head over keys, in a kernel, as of `online_softmax`: `acc` [BLOCK_M, BLOCK_DV], others [BLOCK_M]."""
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+
+
+class Query(NamedTuple):
+    """The query of a head, in a kernel: the tile `q` [BLOCK_M, W], and the features that `columns` and `used` [W] say.
+
+    `columns` is None for a head with a query of its own, `q` for one that is mixed chunk by chunk, from `chunks`.
+    """
+
+    q: Any
+    columns: Any
+    used: Any
+    chunks: Any
+
+
+class Split(NamedTuple):
+    """A share of the tiles of keys, in a kernel."""
+
+    number: Any
+    shares: Any
+
+
+class KeyTiles(NamedTuple):
+    """Descriptors of keys and values, in a kernel; None: they come through pointers."""
+
+    key: Any
+    value: Any
+
+
 @triton.jit
-def attend(
-    of, key_tiles, value_tiles, b, h, first_row, T, S, GROUP, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
-):  # fmt: skip
-    """`attended` [BLOCK_M, BLOCK_DV], `lse`, `above` and whether they see anything, of the rows of a head.
+def attend(of, tiles, place, sizes, TILE: tl.constexpr):
+    """`attended` of the rows of a head, `lse`, `above` and whether they see anything.
 
     Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse is
     -inf. With entmax lse is the largest score, and the threshold is `above` it. Full tiles of keys come through the
-    descriptors `key_tiles` and `value_tiles`, unless those are None. `scale` is not negative. The query tile, scores,
-    probabilities and the accumulator stay on chip.
+    descriptors `tiles`, unless those are None. The scale is not negative. The query tile, scores, probabilities and the
+    accumulator stay on chip.
     """
     if of.terms.alpha is None:
-        rows = first_row + tl.arange(0, BLOCK_M)
-        acc, row_max, row_sum = accumulate(
-            of, key_tiles, value_tiles, b, h, h // GROUP, first_row, rows, None, None, T, S, scale,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
-        )  # fmt: skip
-        attended, lse, sees = normalized(
-            acc, row_max, row_sum, of.terms, of.dropout, h, rows, T, scale
-        )
-        above = lse
+        sums = accumulate(of, tiles, place, None, sizes, TILE)
+        attended = normalized(sums, of.terms, of.dropout, place, sizes)
     else:
-        attended, lse, above, sees = attend_sparse(
-            of, b, h, first_row, T, S, GROUP, scale, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV
-        )
-    return attended, lse, above, sees
+        rows, lse, above, sees = attend_sparse(of, place, sizes, TILE)
+        attended = Attended(rows, lse, above, sees)
+    return attended
 
 
 @triton.jit
-def normalized(acc, row_max, row_sum, terms, dropout, h, rows, T, scale):
-    """What `attend` returns, of the sums over all keys that `rows` see: see `accumulate`."""
+def normalized(sums, terms, dropout, place, sizes):
+    """What `attend` returns, of the sums over all keys that rows see."""
+    row_sum = sums.row_sum
     share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if dropout is not None:
         share = share * dropout.scale
-    lse, sees = log_sum_exp(row_max, row_sum, softmax_scale(scale, terms), terms), row_sum != 0.0
+    scale_log2 = softmax_scale(sizes.scale, terms)
+    lse, sees = log_sum_exp(sums.row_max, row_sum, scale_log2, terms), row_sum != 0.0
     if terms.sinks is not None:
-        lse, of_keys = add_sink(lse, terms, h)
+        lse, of_keys = add_sink(lse, terms, place.h)
         share = share * of_keys
-        lse = tl.where(rows < T, lse, float("-inf"))
-    return acc * share[:, None], lse, sees
+        lse = tl.where(place.at < sizes.T, lse, float("-inf"))
+    return Attended(sums.acc * share[:, None], lse, lse, sees)
 
 
 @triton.jit
@@ -92,144 +130,138 @@ def softmax_scale(scale, terms):
 
 
 @triton.jit
-def accumulate(
-    of, key_tiles, value_tiles, b, h, hk, first_row, rows, split, splits, T, S, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
-):  # fmt: skip
-    """`acc` [BLOCK_M, BLOCK_DV], `row_max` and `row_sum` [BLOCK_M] of the `rows` of a head, as of `online_softmax`.
-
-    They are sums over all tiles of keys that the rows see, or over share `split` of `splits`; None: over all. `h` is
-    the head of all rows, or [BLOCK_M] where heads of key head `hk` are the rows.
-    """
-    if of.mixing is None:
-        head = h
-        if of.grouped is not None:
-            head = hk
-        q = load_tile(
-            of.query, b, head, first_row, rows < T, D, BLOCK_M, BLOCK_D
-        )  # [BLOCK_M, BLOCK_D]
-        acc, row_max, row_sum = _stream(
-            of, key_tiles, value_tiles, q, None, None, 1, 0, b, h, hk, first_row, rows, split, splits, T, S, scale,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
-        )  # fmt: skip
-    else:
-        count, numbers = active_chunks(of.mixing, h, D, BLOCK_D, CHUNKS)
-        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((BLOCK_M,), tl.float32)
-        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
-            if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
-                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = active_features(
-                        numbers, count, 0, D, BLOCK_D, BLOCK_D << doubling
-                    )
-                    q = load_features(of.query, b, first_row, rows < T, columns, used, BLOCK_M)
-                    q = mixed(q, of.mixing, h, columns, used)  # [BLOCK_M, BLOCK_D << doubling]
-                    acc, row_max, row_sum = _stream(
-                        of, key_tiles, value_tiles, q, columns, used, count, numbers, b, h, hk, first_row, rows,
-                        split, splits, T, S, scale,
-                        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
-                    )  # fmt: skip
-        if CHUNKS * BLOCK_D > RESIDENT:  # noqa: SIM102
-            if count * BLOCK_D > RESIDENT:
-                acc, row_max, row_sum = _stream(
-                    of, key_tiles, value_tiles, None, None, None, count, numbers, b, h, hk, first_row, rows,
-                    split, splits, T, S, scale,
-                    D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PARTIAL_STAGES,
-                )  # fmt: skip
-    return acc, row_max, row_sum
+def no_sums(ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Sums over no key."""
+    return Sums(
+        tl.zeros((ROWS, TILE.block_dv), tl.float32),
+        tl.full((ROWS,), float("-inf"), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+    )
 
 
 @triton.jit
-def _stream(
-    of, key_tiles, value_tiles, q, columns, used, count, numbers, b, h, hk, first_row, rows, split, splits, T, S, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
-):  # fmt: skip
-    """What `accumulate` returns, of a query tile `q` and its `columns`; None for one that is mixed chunk by chunk."""
-    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
-    own = first_row // BLOCK_M
-    start, full_start, full_end, end = tiles_seen(of.visible, b, h, own, lo, hi, rows, T, BLOCK_N)
+def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
+    """The sums over all tiles of keys that the rows of `place` see, or over a `split` of them; None: over all.
+
+    Its head is that of all rows, or [BLOCK_M] where heads that share a key head are the rows.
+    """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = TILE.block_d
+    if of.mixing is None:
+        head = place.h
+        if of.grouped is not None:
+            head = place.hk
+        q = load_tile(
+            of.query, place.b, head, place.first, place.at < sizes.T, TILE.d, BLOCK_M, BLOCK_D
+        )  # [BLOCK_M, BLOCK_D]
+        sums = _stream(of, tiles, Query(q, None, None, None), place, split, sizes, TILE)
+    else:
+        chunks = active_chunks(of.mixing, place.h, TILE)
+        count = chunks.length
+        sums = no_sums(BLOCK_M, TILE)
+        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
+            if (BLOCK_D << doubling) <= TILE.resident:  # noqa: SIM102 (known when it is compiled)
+                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
+                    columns, used = active_features(chunks, 0, BLOCK_D << doubling, TILE)
+                    q = load_features(
+                        of.query, place.b, place.first, place.at < sizes.T, columns, used, BLOCK_M
+                    )
+                    q = mixed(
+                        q, of.mixing, place.h, columns, used
+                    )  # [BLOCK_M, BLOCK_D << doubling]
+                    query = Query(q, columns, used, chunks)
+                    sums = _stream(of, tiles, query, place, split, sizes, TILE)
+        if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
+            if count * BLOCK_D > TILE.resident:
+                query = Query(None, None, None, chunks)
+                sums = _stream(of, tiles, query, place, split, sizes, TILE)
+    return sums
+
+
+@triton.jit
+def _stream(of, tiles, query, place, split, sizes, TILE: tl.constexpr):
+    """What `accumulate` returns, of a query."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    b, h = place.b, place.h
+    lo, hi = ranges(of.visible, b, place.at, sizes.T, sizes.S)  # [BLOCK_M]
+    own = place.first // BLOCK_M
+    start, full_start, full_end, end = tiles_seen(of.visible, place, own, lo, hi, sizes.T, BLOCK_N)
     if (of.visible.lists is None) and (
         (of.visible.dense is not None) or (of.terms.bias is not None)
     ):
         full_end = full_start  # pairs may be hidden one by one
-    if splits is not None:
-        start, full_start, full_end, end = tiles_of_split(
-            start, full_start, full_end, end, split, splits
-        )
-    scale_log2 = softmax_scale(scale, of.terms)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    STEP_N: tl.constexpr = BLOCK_N if key_tiles is None else key_tiles.block_shape[2]
+    visits = Visits(start, full_start, full_end, end)
+    if split is not None:
+        visits = tiles_of_split(visits, split.number, split.shares)
+    STEP_N: tl.constexpr = BLOCK_N if tiles.key is None else tiles.key.block_shape[2]
     STEP: tl.constexpr = STEP_N // BLOCK_N
     # Full tiles that do not fill a step are visited as partial ones.
-    full_end = full_start + (full_end - full_start) // STEP * STEP
-    for place in range(full_start, full_end, STEP):
-        first = full_tile(of.visible, b, h, own, place) * BLOCK_N
-        acc, row_max, row_sum = _attend_tile(
-            of, key_tiles, value_tiles, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, first,
-            b, h, hk, first_row, rows, T, S, scale, scale_log2, False, D, DV, BLOCK_M, STEP_N, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    for index in tl.range(0, full_start - start + end - full_end, num_stages=PARTIAL_STAGES):
-        first = partial_tile(of.visible, b, h, own, index, start, full_start, full_end) * BLOCK_N
-        acc, row_max, row_sum = _attend_tile(
-            of, key_tiles, value_tiles, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, first,
-            b, h, hk, first_row, rows, T, S, scale, scale_log2, True, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    return acc, row_max, row_sum
+    full = (visits.full_end - visits.full_start) // STEP * STEP
+    visits = Visits(visits.start, visits.full_start, visits.full_start + full, visits.end)
+    sums = no_sums(BLOCK_M, TILE)
+    for number in range(visits.full_start, visits.full_end, STEP):
+        first = full_tile(of.visible, b, h, own, number) * BLOCK_N
+        sums = _attend_tile(of, tiles, query, sums, None, None, first, place, sizes, STEP_N, TILE)
+    for number in tl.range(0, partial_count(visits), num_stages=TILE.partial_stages):
+        first = partial_tile(of.visible, b, h, own, number, visits) * BLOCK_N
+        sums = _attend_tile(of, tiles, query, sums, lo, hi, first, place, sizes, BLOCK_N, TILE)
+    return sums
 
 
 @triton.jit
 def _attend_tile(
-    of, key_tiles, value_tiles, q, columns, used, count, numbers, acc, row_max, row_sum, lo, hi, first,
-    b, h, hk, first_row, rows, T, S, scale, scale_log2,
-    PARTIAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """`acc`, `row_max` and `row_sum` after BLOCK_N keys from `first` on. Where PARTIAL, pairs are masked one by one."""
+    of, tiles, query, sums, lo, hi, first, place, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):
+    """The sums after BLOCK_N keys from `first` on; pairs are masked one by one where the ranges of rows are given."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = TILE.block_d
+    b, h, rows, S = place.b, place.h, place.at, sizes.S
     keys = first + tl.arange(0, BLOCK_N)
     heads = h
     if of.grouped is not None:
         heads = h[:, None]
     there = None
-    if PARTIAL:
+    if lo is not None:
         there = keys < S
-    bias = load_bias(of.terms, b, heads, rows[:, None], keys[None, :], T, S)
+    pairs = Pairs(b, heads, rows[:, None], keys[None, :])
+    bias = load_bias(of.terms, pairs, sizes.T, S)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, keys, S)
     raw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if q is None:
-        for place in range(count):
-            column = chunk_at(numbers, place) * BLOCK_D
+    if query.q is None:
+        for number in range(query.chunks.length):
+            column = chunk_at(query.chunks, number) * BLOCK_D
             features = column + tl.arange(0, BLOCK_D)
-            chunk = load_columns(of.query, b, first_row, rows < T, column, D, BLOCK_M, BLOCK_D)
-            k = load_columns(of.key, b, first, keys < S, column, D, BLOCK_N, BLOCK_D)
-            chunk = mixed(chunk, of.mixing, h, features, features < D)  # [BLOCK_M, BLOCK_D]
-            raw = product(chunk, tl.trans(k), raw)
-    elif columns is not None:
-        k = load_features(of.key, b, first, there, columns, used, BLOCK_N)
-        raw = product(q, tl.trans(k), raw)
+            q = load_columns(
+                of.query, b, place.first, rows < sizes.T, column, TILE.d, BLOCK_M, BLOCK_D
+            )
+            k = load_columns(of.key, b, first, keys < S, column, TILE.d, BLOCK_N, BLOCK_D)
+            q = mixed(q, of.mixing, h, features, features < TILE.d)  # [BLOCK_M, BLOCK_D]
+            raw = product(q, tl.trans(k), raw)
+    elif query.columns is not None:
+        k = load_features(of.key, b, first, there, query.columns, query.used, BLOCK_N)
+        raw = product(query.q, tl.trans(k), raw)
     else:
         k = load_keys(
-            of.key, key_tiles, b, hk, first, there, D, BLOCK_N, BLOCK_D
+            of.key, tiles.key, b, place.hk, first, there, TILE.d, BLOCK_N, BLOCK_D
         )  # [BLOCK_N, BLOCK_D]
-        raw = product(q, tl.trans(k), raw)
+        raw = product(query.q, tl.trans(k), raw)
     v = load_keys(
-        of.value, value_tiles, b, hk, first, there, DV, BLOCK_N, BLOCK_DV
+        of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
     )  # [BLOCK_N, BLOCK_DV]
     if of.content_bias is not None:
         raw += content[None, :]
-    scores, _ = finish(raw, bias, of.terms, scale)  # [BLOCK_M, BLOCK_N]
-    if PARTIAL:
+    scores, _ = finish(raw, bias, of.terms, sizes.scale)  # [BLOCK_M, BLOCK_N]
+    if lo is not None:
         seen = pairs_visible(
-            of.visible, of.terms, b, heads, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
-        )  # fmt: skip
+            of.visible, of.terms, pairs, lo[:, None], hi[:, None], sizes.T, S, bias
+        )
         scores = tl.where(seen, scores + poison(v)[None, :], float("-inf"))
         v = finite_part(v)
-    p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, of.terms)
+    p, row_max, row_sum, alpha = online_softmax(
+        scores, sums.row_max, sums.row_sum, softmax_scale(sizes.scale, of.terms), of.terms
+    )
     if of.dropout is not None:
         p = tl.where(kept(of.dropout, b, heads, rows, first, BLOCK_N), p, 0.0)
-    return product(p.to(v.dtype), v, acc * alpha[:, None]), row_max, row_sum
+    return Sums(product(p.to(v.dtype), v, sums.acc * alpha[:, None]), row_max, row_sum)

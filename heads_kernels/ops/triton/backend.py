@@ -27,7 +27,7 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
     g, dout = gradients, contiguous_rows(saved.dout)
     first = first_pass(call, saved, dout, g.dgate, g.dsinks)
     if g.dgate.numel() and closed_grad:
-        closed_pass(call, first.operands, first.gate, first.dattended, g.dgate)
+        closed_pass(call, first.operands, first.reads, g.dgate)
     if call.alpha is not None:
         first = centers_pass(call, first, g.dalpha)
     if call.mixing is None:

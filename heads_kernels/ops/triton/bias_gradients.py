@@ -7,6 +7,8 @@ Scores are computed again, tile by tile. Every element of the bias has one owner
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,98 +18,95 @@ from heads_kernels.batch import bias_batches
 from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
-from heads_kernels.ops.triton.entmax import dscores_of, weigh
+from heads_kernels.ops.triton.entmax import gradient_of_tile, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile
-from heads_kernels.ops.triton.operands import operator_of
-from heads_kernels.ops.triton.rows import FirstPass, load_row_terms
+from heads_kernels.ops.triton.operands import Pairs, operator_of, sizes_of
+from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import kept, product
-from heads_kernels.ops.triton.tiles import Tiles, chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.tiles import Tile, Tiles, compiled_for, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
 
+class Units(NamedTuple):
+    """The tiles of scores that share a tile of the bias; see `_bias_kernel`."""
+
+    parts: Tensor  # [splits, entries, heads, T or 1, S or 1]
+    entries: int
+    first: int
+    step: int
+    heads: int  # of the bias
+    total: int
+    share: int
+
+
 @triton.jit
-def _add_dscores(
-    acc, query, key, value, mixing, content_bias, dout, gate, lse, delta, terms, visible, dropout, b, h,
-    first_row, first_key, H, T, S, GROUP, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
+def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.constexpr):
     """`acc` [BLOCK, BLOCK] and the dscores of a tile of head h of batch b; those of a closed head are 0."""
+    BLOCK: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = TILE.block_d
+    T, S = sizes.T, sizes.S
     rows = first_row + tl.arange(0, BLOCK)
     keys = first_key + tl.arange(0, BLOCK)
-    lo, hi = ranges(visible, b, rows, open_rows(gate, b, h, T, KIND, ACTIVATION), S)
-    bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+    lo, hi = ranges(of.visible, b, rows, open_rows(reads.gate, b, h, T, TILE), S)
+    pairs = Pairs(b, h, rows[:, None], keys[None, :])
+    bias = load_bias(of.terms, pairs, T, S)
     seen = pairs_visible(
-        visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+        of.visible, of.terms, pairs, lo[:, None], hi[:, None], T, S, bias
     )  # [BLOCK, BLOCK]
     if tl.max(seen.to(tl.int32)) != 0:
-        hk = h // GROUP
+        hk = h // sizes.group
         raw = tl.zeros((BLOCK, BLOCK), tl.float32)
-        if mixing is None:
-            q = load_tile(query, b, h, first_row, rows < T, D, BLOCK, BLOCK_D)  # [BLOCK, BLOCK_D]
-            k = load_tile(key, b, hk, first_key, keys < S, D, BLOCK, BLOCK_D)  # [BLOCK, BLOCK_D]
+        if of.mixing is None:
+            q = load_tile(
+                of.query, b, h, first_row, rows < T, TILE.d, BLOCK, BLOCK_D
+            )  # [BLOCK, BLOCK_D]
+            k = load_tile(
+                of.key, b, hk, first_key, keys < S, TILE.d, BLOCK, BLOCK_D
+            )  # [BLOCK, BLOCK_D]
             raw = product(q, tl.trans(k), raw)
         else:
-            count, numbers = active_chunks(mixing, h, D, BLOCK_D, CHUNKS)
-            for place in range(count):
-                column = chunk_at(numbers, place) * BLOCK_D
-                q = load_columns(query, b, first_row, rows < T, column, D, BLOCK, BLOCK_D)
-                k = load_columns(key, b, first_key, keys < S, column, D, BLOCK, BLOCK_D)
-                raw = product(
-                    mixed(
-                        q,
-                        mixing,
-                        h,
-                        column + tl.arange(0, BLOCK_D),
-                        column + tl.arange(0, BLOCK_D) < D,
-                    ),
-                    tl.trans(k),
-                    raw,
-                )
-        if content_bias is not None:
-            raw += load_content_bias(content_bias, b, h, keys, S)[None, :]
-        row_lse, above, row_delta, g, _ = load_row_terms(
-            lse,
-            delta,
-            gate,
-            head_gate(gate, b, h, KIND, ACTIVATION),
-            b,
-            h,
-            b * H + h,
-            rows,
-            T,
-            KIND,
-            ACTIVATION,
-        )
-        scores, _ = finish(raw, bias, terms, scale)
-        _, slope = weigh(scores, row_lse[:, None], above[:, None], seen, terms, h, scale)
-        do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
-        v = load_tile(value, b, hk, first_key, keys < S, DV, BLOCK, BLOCK_DV)  # [BLOCK, BLOCK_DV]
+            chunks = active_chunks(of.mixing, h, TILE)
+            for number in range(chunks.length):
+                column = chunk_at(chunks, number) * BLOCK_D
+                features = column + tl.arange(0, BLOCK_D)
+                q = load_columns(of.query, b, first_row, rows < T, column, TILE.d, BLOCK, BLOCK_D)
+                k = load_columns(of.key, b, first_key, keys < S, column, TILE.d, BLOCK, BLOCK_D)
+                q = mixed(q, of.mixing, h, features, features < TILE.d)
+                raw = product(q, tl.trans(k), raw)
+        if of.content_bias is not None:
+            raw += load_content_bias(of.content_bias, b, h, keys, S)[None, :]
+        of_head = head_gate(reads.gate, b, h, TILE)
+        row_terms = as_columns(load_row_terms(reads, of_head, b, h, rows, sizes, TILE))
+        scores, _ = finish(raw, bias, of.terms, sizes.scale)
+        _, slope = weigh(scores, row_terms, seen, of.terms, h, sizes.scale)
+        do = load_tile(
+            reads.dattended, b, h, first_row, rows < T, TILE.dv, BLOCK, TILE.block_dv
+        )  # [BLOCK, BLOCK_DV]
+        v = load_tile(
+            of.value, b, hk, first_key, keys < S, TILE.dv, BLOCK, TILE.block_dv
+        )  # [BLOCK, BLOCK_DV]
         dp = product(do, tl.trans(v), tl.zeros((BLOCK, BLOCK), tl.float32))
-        if dropout is not None:
-            keep = kept(dropout, b, h, rows, first_key, BLOCK)
-            dp = tl.where(keep, dp * dropout.scale, 0.0)
-        acc += dscores_of(slope, dp * g[:, None], row_delta[:, None], 1.0, seen, terms)
+        keep = None
+        if of.dropout is not None:
+            keep = kept(of.dropout, b, h, rows, first_key, BLOCK)
+        acc += gradient_of_tile(slope, dp, keep, 1.0, seen, row_terms, of)
     return acc
 
 
 @triton.jit
 def _bias_kernel(
-    query, key, value, mixing, content_bias, dout, gate, lse, delta, terms, visible, dropout, parts,
-    ENTRIES, FIRST, STEP, BIAS_HEADS, UNITS, SHARE, H, T, S, GROUP, scale,
-    SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """A program owns a tile of the bias and goes over the units that share it, SHARE of UNITS, in order.
+    of, reads, units, sizes, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr, TILE: tl.constexpr
+):
+    """A program owns a tile of the bias and goes over the units that share it, `share` of `total`, in order.
 
-    A unit is a tile of scores: of batch `e * FIRST + n * STEP` for entry e of the bias, of its head or of each, and of
-    each tile of rows (SUM_ROWS) or keys (SUM_KEYS) where the bias broadcasts along them. `parts` is `[splits, entries,
-    heads, T or 1, S or 1]`.
+    A unit is a tile of scores: of batch `e * first + n * step` for entry e of the bias, of its head or of each, and of
+    each tile of rows (SUM_ROWS) or keys (SUM_KEYS) where the bias broadcasts along them.
     """
+    BLOCK: tl.constexpr = TILE.block_m
+    T, S = sizes.T, sizes.S
     row_tiles, key_tiles = tl.cdiv(T, BLOCK), tl.cdiv(S, BLOCK)
     row_owners, key_owners, row_units, key_units = row_tiles, key_tiles, 1, 1
     if SUM_ROWS:
@@ -117,23 +116,19 @@ def _bias_kernel(
     key_owner = tl.program_id(0) % key_owners
     row_owner = tl.program_id(0) // key_owners % row_owners
     owner = tl.program_id(0) // (key_owners * row_owners)  # split, entry, head
-    entry = owner // BIAS_HEADS % ENTRIES
-    heads = H // BIAS_HEADS  # that share the tile: all, or one
-    start = (owner // (BIAS_HEADS * ENTRIES)).to(tl.int64) * SHARE
+    entry = owner // units.heads % units.entries
+    heads = sizes.H // units.heads  # that share the tile: all, or one
+    start = (owner // (units.heads * units.entries)).to(tl.int64) * units.share
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for unit in range(start, tl.minimum(start + SHARE, UNITS)):
+    for unit in range(start, tl.minimum(start + units.share, units.total)):
         tile = tl.cast(unit % (row_units * key_units), tl.int32)
         # The head counts on through the batches that share the entry.
         head = tl.cast(unit // (row_units * key_units), tl.int32)
         row_tile = row_owner + tile % row_units
         key_tile = key_owner + tile // row_units
-        b = entry * FIRST + head // heads * STEP
-        h = owner % BIAS_HEADS + head % heads
-        acc = _add_dscores(
-            acc, query, key, value, mixing, content_bias, dout, gate, lse, delta, terms, visible, dropout, b, h,
-            row_tile * BLOCK, key_tile * BLOCK, H, T, S, GROUP, scale,
-            KIND, ACTIVATION, D, DV, BLOCK, BLOCK_D, BLOCK_DV, CHUNKS,
-        )  # fmt: skip
+        b = entry * units.first + head // heads * units.step
+        h = owner % units.heads + head % heads
+        acc = _add_dscores(acc, of, reads, b, h, row_tile * BLOCK, key_tile * BLOCK, sizes, TILE)
     rows = row_owner * BLOCK + tl.arange(0, BLOCK)
     keys = key_owner * BLOCK + tl.arange(0, BLOCK)
     height, width = T, S
@@ -143,7 +138,7 @@ def _bias_kernel(
     if SUM_KEYS:
         acc = tl.sum(acc, 1)[:, None]
         width, keys = 1, tl.arange(0, 1)
-    at = parts + (owner.to(tl.int64) * height + rows)[:, None] * width + keys[None, :]
+    at = units.parts + (owner.to(tl.int64) * height + rows)[:, None] * width + keys[None, :]
     tl.store(at, acc, mask=(rows < height)[:, None] & (keys < width)[None, :])
 
 
@@ -170,39 +165,32 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     programs = entries * heads * (1 if sum_rows else row_tiles) * (1 if sum_keys else key_tiles)
     splits = splits_of(units, programs, call.query)
     parts = dbias.new_empty((splits, entries, *dbias.shape[2:]))
+    first_batch = bias_batches(dbias, B)[1] if inner == 1 else 1
     launch(
-        _bias_kernel, programs * splits, call.query, tiles,
-        *_operands(first), parts, entries, bias_batches(dbias, B)[1] if inner == 1 else 1, inner,
-        heads, units, -(-units // splits), H, T, S, _group(call), call.scale,
-        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, **_constants(call, first, tiles),
+        _bias_kernel, programs * splits, call.query, tiles, first.operands, first.reads,
+        Units(parts, entries, first_batch, inner, heads, units, -(-units // splits)), sizes_of(call),
+        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=_compiled(call, first, tiles),
     )  # fmt: skip
     dbias.copy_(parts.sum(0).view(dbias.shape))
 
 
 @triton.jit
-def _offsets_kernel(
-    query, key, value, mixing, content_bias, dout, gate, lse, delta, terms, visible, dropout, parts,
-    H, T, S, GROUP, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
+def _offsets_kernel(of, reads, parts, sizes, TILE: tl.constexpr):
     """A program adds up the tiles of a head on one diagonal of tiles, then the 2 BLOCK - 1 diagonals of their sum.
 
     `parts` is `[2, B, H, diagonals, BLOCK]`: at 0 the offsets left of the tiles' own diagonal, at 1 those from it on.
     """
-    row_tiles, key_tiles = tl.cdiv(T, BLOCK), tl.cdiv(S, BLOCK)
+    BLOCK: tl.constexpr = TILE.block_m
+    row_tiles, key_tiles = tl.cdiv(sizes.T, BLOCK), tl.cdiv(sizes.S, BLOCK)
     diagonals = row_tiles + key_tiles - 1
     pair = tl.program_id(0) // diagonals
-    b, h = pair // H, pair % H
+    b, h = pair // sizes.H, pair % sizes.H
     ahead = tl.program_id(0) % diagonals - (row_tiles - 1)  # of the key tile from the row tile
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for row_tile in range(tl.maximum(-ahead, 0), tl.minimum(row_tiles, key_tiles - ahead)):
         first_row = row_tile * BLOCK
-        acc = _add_dscores(
-            acc, query, key, value, mixing, content_bias, dout, gate, lse, delta, terms, visible, dropout, b, h,
-            first_row, first_row + ahead * BLOCK, H, T, S, GROUP, scale,
-            KIND, ACTIVATION, D, DV, BLOCK, BLOCK_D, BLOCK_DV, CHUNKS,
-        )  # fmt: skip
+        first_key = first_row + ahead * BLOCK
+        acc = _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE)
     # Row i turned left by i: column d holds what has offset d, and behind the wrap what has offset d - BLOCK.
     offsets = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK)[:, None] + offsets[None, :]  # [BLOCK, BLOCK]
@@ -228,8 +216,7 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     parts = doffset_bias.new_empty((2, B, H, diagonals, block))
     launch(
         _offsets_kernel, B * H * diagonals, call.query, tiles,
-        *_operands(first), parts, H, T, S, _group(call), call.scale,
-        **_constants(call, first, tiles),
+        first.operands, first.reads, parts, sizes_of(call), TILE=_compiled(call, first, tiles),
     )  # fmt: skip
     left, right = parts.flatten(3)  # [B, H, diagonals * block]
     sums = functional.pad(left, (0, block)) + functional.pad(right, (block, 0))
@@ -244,30 +231,8 @@ def _tiles(call: Call) -> Tiles:
     )
 
 
-def _group(call: Call) -> int:
-    """Query heads that share a head of values."""
-    return call.scores[1] // max(call.value.shape[1], 1)
-
-
-def _operands(first: FirstPass) -> tuple[object, ...]:
-    of = first.operands
-    return (
-        *(of.query, of.key, of.value, of.mixing, of.content_bias),
-        *(first.dattended, first.gate, first.lse, first.delta),
-        *(of.terms, of.visible, of.dropout),
-    )
-
-
-def _constants(call: Call, first: FirstPass, tiles: Tiles) -> dict[str, object]:
-    width, Dv = call.query.shape[-1], call.value.shape[-1]
-    shared = call.mixing is not None
-    return {
-        "KIND": first.kind,
-        "ACTIVATION": call.gate_activation,
-        "D": width,
-        "DV": Dv,
-        "BLOCK": tiles.block_m,
-        "BLOCK_D": tiles.block_d if shared else padded(width),
-        "BLOCK_DV": padded(Dv),
-        "CHUNKS": chunks_of(width, tiles.block_d) if shared else 0,
-    }
+def _compiled(call: Call, first: FirstPass, tiles: Tiles) -> Tile:
+    return compiled_for(
+        tiles, call.query.shape[-1], call.value.shape[-1], mixes=call.mixing is not None, gate=first.kind,
+        activation=call.gate_activation,
+    )  # fmt: skip

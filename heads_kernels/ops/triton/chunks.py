@@ -8,6 +8,8 @@ inside the loop over tiles. Statistics count the steps of all tiles together (`s
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,13 @@ MOST_CHUNKS = 16
 ALL_CHUNKS: tl.constexpr = tl.constexpr(-0x0123456789ABCDF0)
 
 
+class Chunks(NamedTuple):
+    """A list of chunks, in a kernel: its length, and their numbers for `chunk_at`."""
+
+    length: Any
+    numbers: Any
+
+
 @triton.jit
 def load_mixing(mixing, h, columns, used):
     """float32 `[W]`: the features `columns` of a head's mixing vector, 0 where they are not `used`; [W] both."""
@@ -27,36 +36,34 @@ def load_mixing(mixing, h, columns, used):
 
 
 @triton.jit
-def active_chunks(mixing, h, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr):
-    """How many chunks of a head are not all zero, and their numbers as a list for `chunk_at`.
+def active_chunks(mixing, h, TILE: tl.constexpr):
+    """The chunks of a head that are not all zero.
 
     A head without any has one step a tile all the same, over chunk 0: its scores are its content bias.
     """
-    chunks = tl.arange(0, CHUNKS)
-    d = chunks[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]  # [CHUNKS, BLOCK_D]
+    chunks = tl.arange(0, TILE.chunks)
+    d = chunks[:, None] * TILE.block_d + tl.arange(0, TILE.block_d)[None, :]  # [chunks, BLOCK_D]
     at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
-    used = tl.load(at, mask=d < WIDTH, other=0.0) != 0.0  # in its own dtype
-    active = tl.max(used.to(tl.int32), 1)  # [CHUNKS]
+    used = tl.load(at, mask=d < TILE.d, other=0.0) != 0.0  # in its own dtype
+    active = tl.max(used.to(tl.int32), 1)  # [chunks]
     place = (tl.cumsum(active) - active).to(tl.int64)
     numbers = tl.sum(tl.where(active != 0, chunks.to(tl.int64) << (4 * place), 0))
-    return tl.maximum(tl.sum(active), 1), numbers
+    return Chunks(tl.maximum(tl.sum(active), 1), numbers)
 
 
 @triton.jit
-def chunk_at(numbers, place):
+def chunk_at(chunks, place):
     """The number of the chunk at `place` in the list."""
-    return ((numbers >> (4 * place)) & 15).to(tl.int32)
+    return ((chunks.numbers >> (4 * place)) & 15).to(tl.int32)
 
 
 @triton.jit
-def active_features(
-    numbers, count, first, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr
-):
+def active_features(chunks, first, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """The features of the chunks of a list from place `first` on, one chunk behind the other, and which of them there
     are: [COLUMNS] both."""
-    place = first + tl.arange(0, COLUMNS) // BLOCK_D
-    columns = chunk_at(numbers, place) * BLOCK_D + tl.arange(0, COLUMNS) % BLOCK_D
-    return columns, (place < count) & (columns < WIDTH)
+    place = first + tl.arange(0, COLUMNS) // TILE.block_d
+    columns = chunk_at(chunks, place) * TILE.block_d + tl.arange(0, COLUMNS) % TILE.block_d
+    return columns, (place < chunks.length) & (columns < TILE.d)
 
 
 @triton.jit
@@ -66,23 +73,20 @@ def halves(tile):
 
 
 @triton.jit
-def add_chunks(
-    rows, b, first, L, numbers, count, place, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Add `values` [BLOCK, W] to the features of the chunks of a list from `place` on; a program's own rows only.
 
     W is split in halves down to one chunk: what is read from memory needs registers beside `values`.
     """
-    if values.shape[1] > BLOCK_D:
+    if values.shape[1] > TILE.block_d:
         low, high = halves(values)
-        add_chunks(rows, b, first, L, numbers, count, place, low, WIDTH, BLOCK, BLOCK_D)
-        place += low.shape[1] // BLOCK_D
-        add_chunks(rows, b, first, L, numbers, count, place, high, WIDTH, BLOCK, BLOCK_D)
+        add_chunks(rows, b, first, L, chunks, place, low, BLOCK, TILE)
+        place += low.shape[1] // TILE.block_d
+        add_chunks(rows, b, first, L, chunks, place, high, BLOCK, TILE)
     else:
-        end = tl.where(count > place, L, 0)
-        add_columns(
-            rows, b, first, end, chunk_at(numbers, place) * BLOCK_D, values, WIDTH, BLOCK, BLOCK_D
-        )
+        end = tl.where(chunks.length > place, L, 0)
+        column = chunk_at(chunks, place) * TILE.block_d
+        add_columns(rows, b, first, end, column, values, TILE.d, BLOCK, TILE.block_d)
 
 
 @triton.jit

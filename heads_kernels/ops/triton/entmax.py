@@ -68,19 +68,19 @@ def powers(y, order):
 
 
 @triton.jit
-def weigh(scores, lse, above, seen, terms, h, scale):
-    """Probabilities of `scores`, 0 where they are not `seen` (None: all are), and the slopes for `dscores_of`.
+def weigh(scores, of_rows, seen, terms, h, scale):
+    """Probabilities of `scores`, 0 where they are not `seen` (None: all are), and the slopes for `gradient_of_tile`.
 
-    `lse` and `above` broadcast to the tile: see `rows.load_row_terms`.
+    `of_rows` broadcasts to the tile: see `rows.load_row_terms`.
     """
     if terms.alpha is None:
-        slope = probabilities(scores, lse, scale, terms)
+        slope = probabilities(scores, of_rows.lse, scale, terms)
         p = slope
         if seen is not None:
             p = tl.where(seen, p, 0.0)
     else:
         order = load_order(terms, h)
-        y = above_threshold(natural(scores, scale, terms), lse, above, order)
+        y = above_threshold(natural(scores, scale, terms), of_rows.lse, of_rows.above, order)
         if seen is not None:
             y = tl.where(seen, y, -1.0)
         p, slope = powers(y, order)
@@ -88,14 +88,24 @@ def weigh(scores, lse, above, seen, terms, h, scale):
 
 
 @triton.jit
-def dscores_of(slope, dp, center, cap, seen, terms):
-    """The gradient of scores before scale, 0 where they are not `seen`; `slope` is what `weigh` gave, `cap` that of the
-    cap.
+def dropped(tile, keep, dropout):
+    """`tile` where dropout keeps it, times its scale, else 0; `keep` is None without dropout."""
+    if dropout is not None:
+        tile = tl.where(keep, tile * dropout.scale, 0.0)
+    return tile
 
-    `center` broadcasts to the tile. It is delta with softmax, else the mean of dp by the slopes of a row.
+
+@triton.jit
+def gradient_of_tile(slope, dp, keep, cap, seen, of_rows, of):
+    """The gradient of scores before scale, 0 where they are not `seen`.
+
+        dscores = slope * (g * dropped(dp) - delta) * cap
+
+    `slope` is what `weigh` gave, `cap` the slope of the cap, `of_rows` as there. Its delta is a row's sum of dout *
+    attended with softmax, else the mean of dp by the slopes.
     """
-    dscores = slope * (dp - center) * cap
-    if terms.alpha is not None:
+    dscores = slope * (dropped(dp, keep, of.dropout) * of_rows.g - of_rows.delta) * cap
+    if of.terms.alpha is not None:
         dscores = tl.where(slope == 0.0, 0.0, dscores)  # hidden pairs too
     elif seen is not None:
         dscores = tl.where(seen, dscores, 0.0)

@@ -11,7 +11,7 @@ combines what they leave.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from heads_kernels.ops.buffers import FARTHEST_ROW, key_splits, split_attended
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.operator import Call, Results
-from heads_kernels.ops.triton.attend import accumulate, attend, normalized, softmax_scale
+from heads_kernels.ops.triton.attend import (
+    KeyTiles,
+    Split,
+    Sums,
+    accumulate,
+    attend,
+    no_sums,
+    normalized,
+    softmax_scale,
+)
 from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable, tiles_in
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
@@ -30,7 +39,11 @@ from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
+    Place,
+    RowLse,
     Rows,
+    Sizes,
+    Splits,
     gate_kind,
     gate_of,
     grouped_heads_of,
@@ -39,11 +52,13 @@ from heads_kernels.ops.triton.operands import (
     operator_of,
     row_lse_of,
     rows_of,
+    sizes_of,
     with_positive_scale,
 )
+from heads_kernels.ops.triton.rows import Reads
 from heads_kernels.ops.triton.softmax import online_softmax
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import Tiles, chunks_of, padded, tiles_for
+from heads_kernels.ops.triton.tiles import Tile, Tiles, compiled_for, padded, tiles_for
 
 #: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
@@ -66,122 +81,135 @@ def _own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
     return b, h, (tiles - 1 - tile) * BLOCK_M
 
 
+class Written(NamedTuple):
+    """What a forward pass writes: rows of the output, of what it is before the gate (None: not kept), and lse."""
+
+    out: Rows
+    attended: Rows | None
+    lse: RowLse
+
+
+class Parts(NamedTuple):
+    """What the splits of rows leave: `[splits, B, H, T, Dv]`, `[splits, B, H, T]` twice."""
+
+    acc: Rows | Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+
 @triton.jit
-def _forward_kernel(
-    of, key_tiles, value_tiles, gate, out, attended_out, lse_out, H, T, S, GROUP, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
-):  # fmt: skip
+def _opened(sizes, T):
+    """The sizes with another number of rows: those of a head that take part."""
+    return Sizes(sizes.H, T, sizes.S, sizes.group, sizes.scale)
+
+
+@triton.jit
+def _place(of, program, sizes, H, T, TILE: tl.constexpr):
+    """The place of a `program` among H heads of T rows."""
+    b, h, first_row = _own_rows(of, program, H, T, TILE.block_m)
+    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
+
+
+@triton.jit
+def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. A closed head writes its zeros and is done."""
-    b, h, first_row = _own_rows(of, tl.program_id(0), H, T, BLOCK_M)
-    taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
-    attended, lse, above, sees = attend(
-        of, key_tiles, value_tiles, b, h, first_row, taking_part, S, GROUP, scale,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
-    )  # fmt: skip
-    _store(
-        attended, lse, above, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
-        KIND, ACTIVATION, DV, BLOCK_M, BLOCK_DV,
-    )  # fmt: skip
+    place = _place(of, tl.program_id(0), sizes, sizes.H, sizes.T, TILE)
+    taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
+    tiles = KeyTiles(key_tiles, value_tiles)
+    attended = attend(of, tiles, place, _opened(sizes, taking_part), TILE)
+    _store(attended, gate, written, place, sizes, TILE.block_m, TILE)
 
 
 @triton.jit
-def _store(
-    attended, lse, above, sees, gate, out, attended_out, lse_out, b, h, first_row, H, T,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Store what `attend` returned of BLOCK_M rows of a head, and their output."""
-    if attended_out is not None:
-        store_tile(attended_out, b, h, first_row, T, attended, DV, BLOCK_M, BLOCK_DV)
-    rows = first_row + tl.arange(0, BLOCK_M)
-    if lse_out.ptr is not None:
-        at = (b * H + h).to(tl.int64) * T + rows
-        tl.store(lse_out.ptr + at, lse, mask=rows < T)
-        if lse_out.above is not None:
-            tl.store(lse_out.above + at, above, mask=rows < T)
-    gated = times_gate(attended, gate, b, h, rows, T, KIND, ACTIVATION, DV, BLOCK_DV)
+def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Store what `attend` returned of ROWS rows of a head, and their output."""
+    b, h, first_row, T = place.b, place.h, place.first, sizes.T
+    if written.attended is not None:
+        store_tile(
+            written.attended, b, h, first_row, T, attended.rows, TILE.dv, ROWS, TILE.block_dv
+        )
+    rows = place.at
+    if written.lse.ptr is not None:
+        at = (b * sizes.H + h).to(tl.int64) * T + rows
+        tl.store(written.lse.ptr + at, attended.lse, mask=rows < T)
+        if written.lse.above is not None:
+            tl.store(written.lse.above + at, attended.above, mask=rows < T)
+    gated = times_gate(attended.rows, gate, b, h, rows, T, TILE)
     # Rows that see nothing are 0, whatever their gate.
-    gated = tl.where(sees[:, None], gated, 0.0)
-    store_tile(out, b, h, first_row, T, gated, DV, BLOCK_M, BLOCK_DV)
+    gated = tl.where(attended.sees[:, None], gated, 0.0)
+    store_tile(written.out, b, h, first_row, T, gated, TILE.dv, ROWS, TILE.block_dv)
 
 
 @triton.jit
-def _split_kernel(
-    of, key_tiles, value_tiles, gate, acc_out, row_max_out, row_sum_out, B, splits, H, T, S, GROUP, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
-):  # fmt: skip
+def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE: tl.constexpr):
     """A program computes the sums of BLOCK_M rows over its share of the tiles of keys that they see.
 
     They are rows of one head; or, `of.grouped`, heads of one key head, which is read once for them all then. Programs
     of one split follow each other. A closed head stores nothing that is read.
     """
-    programs = tl.num_programs(0) // splits
+    BLOCK_M: tl.constexpr = TILE.block_m
+    H, T, group = sizes.H, sizes.T, sizes.group
+    programs = tl.num_programs(0) // splits.shares
     split, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     if of.grouped is not None:
-        b, hk, first_row = _own_rows(of, program, H // GROUP, GROUP, BLOCK_M)
-        length, head = GROUP, hk
+        b, hk, first_row = _own_rows(of, program, H // group, group, BLOCK_M)
+        length, head = group, hk
         heads = first_row + tl.arange(0, BLOCK_M)
-        h = hk * GROUP + tl.minimum(heads, GROUP - 1)  # [BLOCK_M]
+        h = hk * group + tl.minimum(heads, group - 1)  # [BLOCK_M]
         taking_part = T
-        opened = (heads < GROUP) & (open_rows(gate, b, h, T, KIND, ACTIVATION) != 0)
+        opened = (heads < group) & (open_rows(gate, b, h, T, TILE) != 0)
         rows = tl.where(opened, 0, T)
     else:
         b, h, first_row = _own_rows(of, program, H, T, BLOCK_M)
-        hk, head = h // GROUP, h
-        taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
+        hk, head = h // group, h
+        taking_part = open_rows(gate, b, h, T, TILE)
         length = taking_part
         rows = first_row + tl.arange(0, BLOCK_M)
-    acc, row_max, row_sum = accumulate(
-        of, key_tiles, value_tiles, b, h, hk, first_row, rows, split, splits, taking_part, S, scale,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
-    )  # fmt: skip
-    part = split * B + b
-    store_tile(acc_out, part, head, first_row, length, acc, DV, BLOCK_M, BLOCK_DV)
+    place = Place(b, h, hk, first_row, rows)
+    tiles = KeyTiles(key_tiles, value_tiles)
+    share = Split(split, splits.shares)
+    sums = accumulate(of, tiles, place, share, _opened(sizes, taking_part), TILE)
+    part = split * splits.batches + b
+    store_tile(
+        written.acc, part, head, first_row, length, sums.acc, TILE.dv, BLOCK_M, TILE.block_dv
+    )
     at = (part * H + h).to(tl.int64) * T + rows
-    tl.store(row_max_out + at, row_max, mask=rows < taking_part)
-    tl.store(row_sum_out + at, row_sum, mask=rows < taking_part)
+    tl.store(written.row_max + at, sums.row_max, mask=rows < taking_part)
+    tl.store(written.row_sum + at, sums.row_sum, mask=rows < taking_part)
 
 
 @triton.jit
 def _combine_kernel(
-    acc_in, row_max_in, row_sum_in, terms, dropout, gate, out, attended_out, lse_out, B, splits, H, T, scale,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    terms, dropout, gate, parts, written, sizes, splits, BLOCK_SPLITS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """A program adds up what the splits left of one row, BLOCK_SPLITS at once, and stores it as the forward kernel."""
+    H, T = sizes.H, sizes.T
     row, pair = tl.program_id(0) % T, tl.program_id(0) // T
     b, h = pair // H, pair % H
-    taking_part = open_rows(gate, b, h, T, KIND, ACTIVATION)
-    scale_log2 = softmax_scale(scale, terms)
-    columns = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros((1, BLOCK_DV), tl.float32)
-    row_max = tl.full((1,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((1,), tl.float32)
-    count = splits * tl.minimum(taking_part, 1)  # a closed head has stored none
+    taking_part = open_rows(gate, b, h, T, TILE)
+    scale_log2 = softmax_scale(sizes.scale, terms)
+    columns = tl.arange(0, TILE.block_dv)
+    sums = no_sums(1, TILE)
+    count = splits.shares * tl.minimum(taking_part, 1)  # a closed head has stored none
     for first in range(0, count, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)
-        there = split < splits
-        at = ((split * B + b) * H + h).to(tl.int64) * T + row
-        maxima = tl.load(row_max_in + at, mask=there, other=float("-inf"))  # [BLOCK_SPLITS]
-        sums = tl.load(row_sum_in + at, mask=there, other=0.0)
-        parts = tl.load(
-            acc_in + at[:, None] * DV + columns[None, :],
-            mask=there[:, None] & (columns < DV)[None, :], other=0.0,
+        there = split < splits.shares
+        at = ((split * splits.batches + b) * H + h).to(tl.int64) * T + row
+        maxima = tl.load(parts.row_max + at, mask=there, other=float("-inf"))  # [BLOCK_SPLITS]
+        of_splits = tl.load(parts.row_sum + at, mask=there, other=0.0)
+        acc = tl.load(
+            parts.acc + at[:, None] * TILE.dv + columns[None, :],
+            mask=there[:, None] & (columns < TILE.dv)[None, :], other=0.0,
         )  # [BLOCK_SPLITS, BLOCK_DV]  # fmt: skip
         shares, row_max, _, alpha = online_softmax(
-            maxima[None, :], row_max, row_sum, scale_log2, terms
+            maxima[None, :], sums.row_max, sums.row_sum, scale_log2, terms
         )
-        row_sum = row_sum * alpha + tl.sum(shares * sums[None, :], 1)
-        acc = acc * alpha[:, None] + tl.sum(tl.trans(shares) * parts, 0)[None, :]
-    rows = row + tl.arange(0, 1)
-    attended, lse, sees = normalized(
-        acc, row_max, row_sum, terms, dropout, h, rows, taking_part, scale
-    )
-    _store(
-        attended, lse, lse, sees, gate, out, attended_out, lse_out, b, h, row, H, T, KIND, ACTIVATION, DV, 1, BLOCK_DV
-    )  # fmt: skip
+        row_sum = sums.row_sum * alpha + tl.sum(shares * of_splits[None, :], 1)
+        total = sums.acc * alpha[:, None] + tl.sum(tl.trans(shares) * acc, 0)[None, :]
+        sums = Sums(total, row_max, row_sum)
+    place = Place(b, h, h // sizes.group, row, row + tl.arange(0, 1))
+    attended = normalized(sums, terms, dropout, place, _opened(sizes, taking_part))
+    _store(attended, gate, written, place, sizes, 1, TILE)
 
 
 def forward_pass(call: Call, outputs: Results) -> None:
@@ -196,25 +224,24 @@ def forward_pass(call: Call, outputs: Results) -> None:
         grouped = key_tiles > 1 and is_grouped(call)
         splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
     of, gate = operands_of(call, grouped), gate_of(call.gate)
-    results = (
-        rows_of(out), rows_of(attended) if attended.numel() else None,
-        row_lse_of(lse),
-    )  # fmt: skip
-    kind: dict[str, Any] = {"KIND": gate_kind(call.gate), "ACTIVATION": call.gate_activation}
+    written = Written(
+        rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse)
+    )
     if splits == 1 and not grouped:
-        _launch(_forward_kernel, call, tiles, _to_tiles(call, of, tiles), gate, *results, **kind)
+        of = _to_tiles(call, of, tiles)
+        _launch(_forward_kernel, call, tiles, of, gate, written, sizes_of(call))
         return
     acc, row_max, row_sum = split_attended(out, splits)
-    parts = acc.view(splits * B, H, T, Dv)
-    of_parts = grouped_heads_of(parts, call.key.shape[1]) if grouped else rows_of(parts)
+    rows = acc.view(splits * B, H, T, Dv)
+    of_parts = grouped_heads_of(rows, call.key.shape[1]) if grouped else rows_of(rows)
     _launch(
-        _split_kernel, call, tiles, of, gate, of_parts, row_max, row_sum, B, splits, splits=splits,
-        grouped=grouped, **kind,
+        _split_kernel, call, tiles, of, gate, Parts(of_parts, row_max, row_sum), sizes_of(call),
+        Splits(B, splits), splits=splits, grouped=grouped,
     )  # fmt: skip
     launch(
-        _combine_kernel, B * H * T, call.query, tiles, acc, row_max, row_sum, of.terms,
-        of.dropout, gate, *results, B, splits, H, T, call.scale, **kind,
-        DV=Dv, BLOCK_DV=padded(Dv), BLOCK_SPLITS=_SPLITS_AT_ONCE,
+        _combine_kernel, B * H * T, call.query, tiles,
+        of.terms, of.dropout, gate, Parts(acc, row_max, row_sum), written, sizes_of(call), Splits(B, splits),
+        BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=_compiled(call, tiles),
     )  # fmt: skip
 
 
@@ -233,32 +260,22 @@ def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
 
 
 @triton.jit
-def _closed_kernel(
-    of, key_tiles, value_tiles, gate, dout, dgate_rows, H, T, S, GROUP, scale,
-    D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNKS: tl.constexpr, RESIDENT: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program computes `rowsum(dout * attended)` of BLOCK_M rows, as the forward kernel would; of an open head it
-    computes nothing."""
-    b, h, first_row = _own_rows(of, tl.program_id(0), H, T, BLOCK_M)
-    closed = T - open_rows(gate, b, h, T, "heads", "identity")
-    attended, _, _, sees = attend(
-        of, key_tiles, value_tiles, b, h, first_row, closed, S, GROUP, scale,
-        D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, CHUNKS, RESIDENT, PARTIAL_STAGES,
-    )  # fmt: skip
-    rows = first_row + tl.arange(0, BLOCK_M)
-    do = load_tile(dout, b, h, first_row, rows < closed, DV, BLOCK_M, BLOCK_DV).to(
+def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, TILE: tl.constexpr):
+    """A program computes `rowsum(dout * attended)` of BLOCK_M rows of a closed head, as the forward kernel would; for
+    an open head it does nothing."""
+    place = _place(of, tl.program_id(0), sizes, sizes.H, sizes.T, TILE)
+    b, h, rows = place.b, place.h, place.at
+    closed = sizes.T - open_rows(gate, b, h, sizes.T, TILE)
+    attended = attend(of, KeyTiles(key_tiles, value_tiles), place, _opened(sizes, closed), TILE)
+    do = load_tile(dout, b, h, place.first, rows < closed, TILE.dv, TILE.block_m, TILE.block_dv).to(
         tl.float32
     )  # [BLOCK_M, BLOCK_DV]
-    products = tl.where(sees[:, None], do * attended, 0.0)
-    at = dgate_rows + (b * H + h).to(tl.int64) * T + rows
+    products = tl.where(attended.sees[:, None], do * attended.rows, 0.0)
+    at = dgate_rows + (b * sizes.H + h).to(tl.int64) * sizes.T + rows
     tl.store(at, tl.sum(products, 1), mask=rows < closed)
 
 
-def closed_pass(
-    call: Call, of: Operands, gate: Gate | None, dout: Rows, dgate_rows: Tensor
-) -> None:
+def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> None:
     """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
     if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
@@ -266,7 +283,9 @@ def closed_pass(
         call = _with_positive_scale(call)
         of = operands_of(call)
     tiles = _tiles(call)
-    _launch(_closed_kernel, call, tiles, _to_tiles(call, of, tiles), gate, dout, dgate_rows)
+    of = _to_tiles(call, of, tiles)
+    others = reads.dattended, dgate_rows, sizes_of(call)
+    _launch(_closed_kernel, call, tiles, of, reads.gate, *others)
 
 
 def _with_positive_scale(call: Call) -> Call:
@@ -311,21 +330,23 @@ def _tiles(call: Call) -> Tiles:
     return tiles_for(f"{operator_of(call)}.forward", call.query, width, Dv, terms, descriptors)
 
 
+def _compiled(call: Call, tiles: Tiles) -> Tile:
+    *_, width, Dv = call.sizes
+    return compiled_for(
+        tiles, width, Dv, mixes=call.mixing is not None, gate=gate_kind(call.gate), activation=call.gate_activation
+    )  # fmt: skip
+
+
 def _launch(
-    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *results: Any, splits: int = 1,
-    grouped: bool = False, **constants: Any,
+    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *others: Any, splits: int = 1,
+    grouped: bool = False,
 ) -> None:  # fmt: skip
-    _, H, T, S, width, Dv = call.sizes
     programs = splits * _programs(call, tiles, grouped)
     if call.alpha is not None:
-        in_reach = call.query.new_empty((programs, -(-S // tiles.block_n)), dtype=torch.int32)
+        key_tiles = -(-call.key.shape[-2] // tiles.block_n)
+        in_reach = call.query.new_empty((programs, key_tiles), dtype=torch.int32)
         of = of._replace(in_reach=in_reach)
     launch(
-        kernel, programs, call.query, tiles,
-        of, *_descriptors(call, tiles), gate, *results,
-        H, T, S, H // max(call.value.shape[1], 1), call.scale, **constants,
-        D=width, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_D=padded(width) if call.mixing is None else tiles.block_d, BLOCK_DV=padded(Dv),
-        CHUNKS=0 if call.mixing is None else chunks_of(width, tiles.block_d), RESIDENT=tiles.block_slice,
-        PARTIAL_STAGES=tiles.partial_stages,
+        kernel, programs, call.query, tiles, of, *_descriptors(call, tiles), gate, *others,
+        TILE=_compiled(call, tiles),
     )  # fmt: skip

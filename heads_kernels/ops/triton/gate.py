@@ -30,57 +30,53 @@ def activate(values, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def row_gates(gate, b, h, rows, T, ACTIVATION: tl.constexpr):
+def row_gates(gate, b, h, rows, T, TILE: tl.constexpr):
     """float32 `[M]`: the gates of query rows (a gate of heads has row stride 0)."""
     at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
     values = tl.load(at + rows.to(tl.int64) * gate.stride_t, mask=rows < T, other=0.0)
-    return activate(values.to(tl.float32), ACTIVATION)
+    return activate(values.to(tl.float32), TILE.activation)
 
 
 @triton.jit
-def element_gates(
-    gate, b, h, rows, T, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ACTIVATION: tl.constexpr
-):
+def element_gates(gate, b, h, rows, T, TILE: tl.constexpr):
     """float32 `[M, BLOCK_DV]`: the gates of every element of query rows."""
-    columns = tl.arange(0, BLOCK_DV)
+    columns = tl.arange(0, TILE.block_dv)
     of_rows = h.to(tl.int64) * gate.stride_h + rows.to(tl.int64) * gate.stride_t  # [M]
     at = gate.ptr + b.to(tl.int64) * gate.stride_b + of_rows[:, None]
     at = at + (columns.to(tl.int64) * gate.stride_d)[None, :]
-    there = (rows < T)[:, None] & (columns < DV)[None, :]
-    return activate(tl.load(at, mask=there, other=0.0).to(tl.float32), ACTIVATION)
+    there = (rows < T)[:, None] & (columns < TILE.dv)[None, :]
+    return activate(tl.load(at, mask=there, other=0.0).to(tl.float32), TILE.activation)
 
 
 @triton.jit
-def times_gate(
-    tile, gate, b, h, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr
-):  # fmt: skip
+def times_gate(tile, gate, b, h, rows, T, TILE: tl.constexpr):
     """`tile` [M, BLOCK_DV] of float32 rows times their gates."""
-    if KIND == "elements":
-        tile = tile * element_gates(gate, b, h, rows, T, DV, BLOCK_DV, ACTIVATION)
-    elif KIND != "none":
-        tile = tile * row_gates(gate, b, h, rows, T, ACTIVATION)[:, None]
+    if TILE.gate == "elements":
+        tile = tile * element_gates(gate, b, h, rows, T, TILE)
+    elif TILE.gate != "none":
+        tile = tile * row_gates(gate, b, h, rows, T, TILE)[:, None]
     return tile
 
 
 @triton.jit
-def head_gate(gate, b, h, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
+def head_gate(gate, b, h, TILE: tl.constexpr):
     """The gate of all rows of a head, where gates are of heads, else 1.
 
     0 for one that is not finite: what its rows poison is known by their lse (`rows.load_row_terms`).
     """
     g = 1.0
-    if KIND == "heads":
+    if TILE.gate == "heads":
         at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
-        g = activate(tl.load(at).to(tl.float32), ACTIVATION)
+        g = activate(tl.load(at).to(tl.float32), TILE.activation)
         g = tl.where(tl.abs(g) < float("inf"), g, 0.0)
     return g
 
 
 @triton.jit
-def open_rows(gate, b, h, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
+def open_rows(gate, b, h, T, TILE: tl.constexpr):
     """How many rows of a head take part: T, or 0 where an identity gate of heads is exactly 0."""
     taking_part = T
-    if KIND == "heads" and ACTIVATION == "identity":
+    if TILE.gate == "heads" and TILE.activation == "identity":
         at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
         taking_part = tl.where(tl.load(at) == 0.0, 0, T)
     return taking_part

@@ -13,13 +13,14 @@ def head_of(rows, b, h):
 
 
 @triton.jit
-def pair_addresses(pairs, far, of_batch, h, rows, keys):
-    """Addresses of a bias or dense mask at `rows` and `keys`, which broadcast to the tile, of a head of a batch."""
-    start = pairs.ptr + of_batch + h.to(tl.int64) * pairs.stride_h
+def pair_addresses(cells, far, of_batch, pairs):
+    """Addresses of the `cells` of a bias or dense mask at `pairs`; its batch begins at element `of_batch`."""
+    start = cells.ptr + of_batch + pairs.h.to(tl.int64) * cells.stride_h
+    rows, keys = pairs.rows, pairs.keys
     if far is not None:
         rows = rows.to(tl.int64)
         keys = keys.to(tl.int64)
-    return start + (rows * pairs.stride_t + keys * pairs.stride_s)
+    return start + (rows * cells.stride_t + keys * cells.stride_s)
 
 
 @triton.jit

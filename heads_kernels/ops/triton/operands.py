@@ -152,6 +152,45 @@ class Dropout(NamedTuple):
     scale: float
 
 
+class Sizes(NamedTuple):
+    """Numbers of a call: heads, query rows, keys, query heads that share a head of values, the factor of products."""
+
+    H: int
+    T: int
+    S: int
+    group: int
+    scale: float
+
+
+class Splits(NamedTuple):
+    """How many batches a kernel has, and into how many shares it splits what one program would add up."""
+
+    batches: int
+    shares: int
+
+
+class Place(NamedTuple):
+    """Where a program is, in a kernel: batch, head and key head, and query rows (or keys) `at` [N] from `first` on.
+
+    `h` is the head of all rows, or [N] where each row is of a head of its own.
+    """
+
+    b: Any
+    h: Any
+    hk: Any
+    first: Any
+    at: Any
+
+
+class Pairs(NamedTuple):
+    """Pairs of query rows and keys of a head, in a kernel: `rows` and `keys` broadcast to the tile."""
+
+    b: Any
+    h: Any
+    rows: Any
+    keys: Any
+
+
 class Operands(NamedTuple):
     """What scores are made of, what hides and drops them, and the values that they weigh."""
 
@@ -187,6 +226,12 @@ def operands_of(call: Call, grouped: bool = False) -> Operands:
         1 if grouped else None,
         None,
     )
+
+
+def sizes_of(call: Call) -> Sizes:
+    """The numbers of a call that its kernels read."""
+    _, H, T, S = call.scores
+    return Sizes(H, T, S, max(H // max(call.value.shape[1], 1), 1), call.scale)
 
 
 def rows_of(tensor: Tensor) -> Rows:

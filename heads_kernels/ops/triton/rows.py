@@ -12,7 +12,7 @@ The passes that follow read `lse` and `delta` of every row in every tile, so bot
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,10 +22,11 @@ from torch import Tensor
 from heads_kernels.ops.operator import Call, Saved
 from heads_kernels.ops.triton.gate import element_gates, row_gates
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_tile, store_tile
+from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
+    Pairs,
     RowLse,
     Rows,
     Support,
@@ -37,20 +38,54 @@ from heads_kernels.ops.triton.operands import (
 )
 from heads_kernels.ops.triton.scores import load_bias, prepared
 from heads_kernels.ops.triton.tile_lists import varying_pairs
-from heads_kernels.ops.triton.tiles import padded, tiles_for
+from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
+
+
+class Reads(NamedTuple):
+    """What the other passes read of query rows."""
+
+    dattended: Rows  # [B, H, T, Dv]: dout, or g * dout
+    gate: Gate | None  # what dattended still lacks
+    lse: RowLse  # prepared: `load_row_terms`
+    delta: Tensor  # [B, H, T], prepared
 
 
 class FirstPass(NamedTuple):
     """What the first pass leaves for those that follow, packed for their kernels."""
 
     operands: Operands
-    lse: RowLse  # prepared: `load_row_terms`
-    delta: Tensor  # [B, H, T], prepared
-    dattended: Rows  # [B, H, T, Dv]: dout, or g * dout
-    gate: Gate | None  # what dattended still lacks
-    kind: str  # of that gate: `gate_kind`
+    reads: Reads
+    kind: str  # of `reads.gate`: `gate_kind`
     support: Support | None = None  # of entmax; outside of it nothing has a gradient
+
+
+class Seen(NamedTuple):
+    """What the first kernel reads of rows beside tiles."""
+
+    lse: Tensor
+    dlse: Tensor | None
+    sees: Rows | None  # bytes: `_seeing`
+
+
+class Written(NamedTuple):
+    """What the first kernel writes."""
+
+    lse: Tensor
+    delta: Tensor
+    dgate_rows: Tensor | Rows | None  # Rows of a gate of elements
+    dattended: Rows | None
+    dsinks: Tensor | None
+
+
+class RowTerms(NamedTuple):
+    """Of query rows, in a kernel: see `load_row_terms`."""
+
+    lse: Any
+    above: Any
+    delta: Any
+    g: Any
+    finite: Any
 
 
 @triton.jit
@@ -63,73 +98,73 @@ def _seeing_kernel(
     b, h = pair // H, pair % H
     rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     lo, hi = ranges(visible, b, rows, T, S)
-    start, _, _, end = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
+    visits = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
     sees = tl.zeros((BLOCK_M,), tl.int32)
-    for tile in range(start, end):
+    for tile in range(visits.start, visits.end):
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+        pairs = Pairs(b, h, rows[:, None], keys[None, :])
+        bias = load_bias(terms, pairs, T, S)
         seen = pairs_visible(
-            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+            visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias
         )  # [BLOCK_M, BLOCK_N]
         sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
     tl.store(seeing + pair.to(tl.int64) * T + rows, sees.to(tl.uint8), mask=rows < T)
 
 
 @triton.jit
-def _rows_kernel(
-    dout, attended, gate, terms, lse, dlse, seeing, prepared_lse, delta, dgate_rows, dattended, dsinks, H, T,
-    KIND: tl.constexpr, ACTIVATION: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
+def _rows_kernel(dout, attended, gate, terms, seen, written, H, T, TILE: tl.constexpr):
     """A program reads BLOCK_M rows of a head once. Rows that see nothing get 0, whatever stands in `dout` there."""
+    BLOCK_M: tl.constexpr = TILE.block_m
     tiles = tl.cdiv(T, BLOCK_M)
     pair = tl.program_id(0) // tiles
     b, h = pair // H, pair % H
     first_row = (tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     of_pair = pair.to(tl.int64) * T + rows
-    row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
+    row_lse = tl.load(seen.lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
     sees = row_lse != float("-inf")
-    if seeing is not None:
-        at = seeing.ptr + b.to(tl.int64) * seeing.stride_b + h.to(tl.int64) * seeing.stride_h
+    if seen.sees is not None:
+        at = head_of(seen.sees, b, h)
         sees = sees & (tl.load(at + rows, mask=rows < T, other=0) != 0)
-    do = load_tile(dout, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV).to(
+    do = load_tile(dout, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv).to(
         tl.float32
     )  # [BLOCK_M, BLOCK_DV]
-    products = do * load_tile(attended, b, h, first_row, rows < T, DV, BLOCK_M, BLOCK_DV).to(
-        tl.float32
-    )
+    products = do * load_tile(
+        attended, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv
+    ).to(tl.float32)
     products = tl.where(sees[:, None], products, 0.0)
-    if KIND == "elements":
-        g = element_gates(gate, b, h, rows, T, DV, BLOCK_DV, ACTIVATION)
-        store_tile(dattended, b, h, first_row, T, do * g, DV, BLOCK_M, BLOCK_DV)
+    if TILE.gate == "elements":
+        g = element_gates(gate, b, h, rows, T, TILE)
+        store_tile(written.dattended, b, h, first_row, T, do * g, TILE.dv, BLOCK_M, TILE.block_dv)
         total = tl.sum(products * g, 1)
-        if dgate_rows is not None:
-            store_tile(dgate_rows, b, h, first_row, T, products, DV, BLOCK_M, BLOCK_DV)
+        if written.dgate_rows is not None:
+            store_tile(
+                written.dgate_rows, b, h, first_row, T, products, TILE.dv, BLOCK_M, TILE.block_dv
+            )
     else:
         total = tl.sum(products, 1)
-        if dgate_rows is not None:
-            tl.store(dgate_rows + of_pair, total, mask=rows < T)
-        if KIND != "none":
-            total = total * row_gates(gate, b, h, rows, T, ACTIVATION)
+        if written.dgate_rows is not None:
+            tl.store(written.dgate_rows + of_pair, total, mask=rows < T)
+        if TILE.gate != "none":
+            total = total * row_gates(gate, b, h, rows, T, TILE)
     of_lse = tl.zeros((BLOCK_M,), tl.float32)
-    if dlse is not None:
-        of_lse = tl.load(dlse + of_pair, mask=rows < T, other=0.0)
+    if seen.dlse is not None:
+        of_lse = tl.load(seen.dlse + of_pair, mask=rows < T, other=0.0)
         total = tl.where(sees, total - of_lse, 0.0)
     to_read = tl.where(sees, prepared(row_lse, terms) + total * 0.0, float("inf"))
-    tl.store(prepared_lse + of_pair, to_read, mask=rows < T)
-    tl.store(delta + of_pair, tl.where(tl.abs(to_read) < float("inf"), total, 0.0), mask=rows < T)
-    if dsinks is not None:
+    tl.store(written.lse + of_pair, to_read, mask=rows < T)
+    delta = tl.where(tl.abs(to_read) < float("inf"), total, 0.0)
+    tl.store(written.delta + of_pair, delta, mask=rows < T)
+    if written.dsinks is not None:
         share = tl.exp(tl.load(terms.sinks + h).to(tl.float32) - row_lse)
         # The lse of a row that sees nothing is the sink.
         alone = tl.where(row_lse != float("-inf"), of_lse, 0.0)
-        tl.store(dsinks + of_pair, tl.where(sees, -share * total, alone), mask=rows < T)
+        tl.store(written.dsinks + of_pair, tl.where(sees, -share * total, alone), mask=rows < T)
 
 
 @triton.jit
-def load_row_terms(
-    lse, delta, gate, of_head, b, h, pair, rows, T, KIND: tl.constexpr, ACTIVATION: tl.constexpr
-):
-    """`lse`, `above`, `delta`, the gate and `finite` of query rows, [M] each; as the first pass left them.
+def load_row_terms(reads, of_head, b, h, rows, sizes, TILE: tl.constexpr):
+    """The terms of query rows, [M] each; as the first pass left them.
 
     `of_head` is what `head_gate` gave for their head: a scalar, so that it takes no register a row and no load a tile.
 
@@ -138,18 +173,35 @@ def load_row_terms(
     and gate 0, and is not `finite`: its query and dout are read as 0, so that it makes nan of the keys that it sees and
     of no others.
     """
-    of_pair = pair.to(tl.int64) * T + rows
-    row_lse = tl.load(lse.ptr + of_pair, mask=rows < T, other=float("inf"))
+    T = sizes.T
+    of_pair = (b * sizes.H + h).to(tl.int64) * T + rows
+    row_lse = tl.load(reads.lse.ptr + of_pair, mask=rows < T, other=float("inf"))
     above = tl.zeros(rows.shape, tl.float32)
-    if lse.above is not None:
-        above = tl.load(lse.above + of_pair, mask=rows < T, other=0.0)
-    row_delta = tl.load(delta + of_pair, mask=rows < T, other=0.0)
+    if reads.lse.above is not None:
+        above = tl.load(reads.lse.above + of_pair, mask=rows < T, other=0.0)
+    row_delta = tl.load(reads.delta + of_pair, mask=rows < T, other=0.0)
     finite = tl.abs(row_lse) < float("inf")
-    if KIND == "rows":
-        g = tl.where(finite, row_gates(gate, b, h, rows, T, ACTIVATION), 0.0)
+    if TILE.gate == "rows":
+        g = tl.where(finite, row_gates(reads.gate, b, h, rows, T, TILE), 0.0)
     else:
         g = tl.full(rows.shape, 1.0, tl.float32) * of_head
-    return row_lse, above, row_delta, g, finite
+    return RowTerms(row_lse, above, row_delta, g, finite)
+
+
+@triton.jit
+def as_columns(terms):
+    """The terms of rows for a tile of scores `[rows, keys]`."""
+    return RowTerms(
+        terms.lse[:, None], terms.above[:, None], terms.delta[:, None], terms.g[:, None], terms.finite[:, None]
+    )  # fmt: skip
+
+
+@triton.jit
+def as_rows(terms):
+    """The same for a tile `[keys, rows]`."""
+    return RowTerms(
+        terms.lse[None, :], terms.above[None, :], terms.delta[None, :], terms.g[None, :], terms.finite[None, :]
+    )  # fmt: skip
 
 
 def first_pass(
@@ -167,17 +219,19 @@ def first_pass(
     dgate_rows = None
     if dgate.numel():
         dgate_rows = rows_of(dgate) if by_element else dgate
+    written = Written(
+        lse, delta, dgate_rows, dattended if by_element else None,
+        None if dsinks is None or not dsinks.numel() else dsinks,
+    )  # fmt: skip
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
-        of_dout, rows_of(saved.attended), gate, operands.terms, of_rows.ptr, saved.dlse,
-        _seeing(call, operands), lse, delta,
-        dgate_rows, dattended if by_element else None,
-        None if dsinks is None or not dsinks.numel() else dsinks, H, T,
-        KIND=kind, ACTIVATION=call.gate_activation, DV=Dv, BLOCK_M=tiles.block_m, BLOCK_DV=padded(Dv),
+        of_dout, rows_of(saved.attended), gate, operands.terms,
+        Seen(saved.lse[0] if call.alpha is not None else saved.lse, saved.dlse, _seeing(call, operands)), written, H, T,
+        TILE=compiled_for(tiles, 0, Dv, gate=kind, activation=call.gate_activation),
     )  # fmt: skip
     if by_element:
         gate, kind = None, "none"
-    return FirstPass(operands, of_rows._replace(ptr=lse), delta, dattended, gate, kind)
+    return FirstPass(operands, Reads(dattended, gate, of_rows._replace(ptr=lse), delta), kind)
 
 
 def _seeing(call: Call, operands: Operands) -> Rows | None:

@@ -16,18 +16,19 @@ from heads_kernels.ops.triton.softmax import LOG2E
 
 
 @triton.jit
-def load_bias(terms, b, h, rows, keys, T, S):
-    """float32: the bias of `rows` and `keys`, which broadcast to the tile; 0 where there is none.
+def load_bias(terms, pairs, T, S):
+    """float32: the bias of `pairs`; 0 where there is none.
 
     It is loaded before the product of query and key, to be on its way meanwhile.
     """
     values = 0.0
     if terms.bias is not None:
         bias = terms.bias
-        entry = (b // bias.inner).to(tl.int64) * bias.stride_outer
-        entry += (b % bias.inner).to(tl.int64) * bias.stride_inner
-        at = pair_addresses(bias, terms.far_bias, entry, h, rows, keys)
-        values = tl.load(at, mask=(rows < T) & (keys < S), other=0.0).to(tl.float32)
+        entry = (pairs.b // bias.inner).to(tl.int64) * bias.stride_outer
+        entry += (pairs.b % bias.inner).to(tl.int64) * bias.stride_inner
+        at = pair_addresses(bias, terms.far_bias, entry, pairs)
+        there = (pairs.rows < T) & (pairs.keys < S)
+        values = tl.load(at, mask=there, other=0.0).to(tl.float32)
     return values
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import Support, Terms, TileLists, Visible
+from heads_kernels.ops.triton.operands import Pairs, Support, Terms, TileLists, Visible
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges, tiles_that_see
@@ -36,14 +36,14 @@ def _lists_kernel(
     h = tl.program_id(0) // owners % H
     b = tl.program_id(0) // (owners * H)
     if BY_KEYS:
-        first, _, _, last = tiles_that_see(visible, b, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
+        visits = tiles_that_see(visible, b, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
     else:
         rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
         lo, hi = ranges(visible, b, rows, T, S)
-        first, _, _, last = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
+        visits = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
     at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
-    for tile in range(first, last):
+    for tile in range(visits.start, visits.end):
         if BY_KEYS:
             row_tile, key_tile = tile, owner
         else:
@@ -51,16 +51,17 @@ def _lists_kernel(
         rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         lo, hi = ranges(visible, b, rows, T, S)
-        bias = load_bias(terms, b, h, rows[:, None], keys[None, :], T, S)
+        pairs = Pairs(b, h, rows[:, None], keys[None, :])
+        bias = load_bias(terms, pairs, T, S)
         seen = pairs_visible(
-            visible, terms, b, h, lo[:, None], hi[:, None], rows[:, None], keys[None, :], T, S, bias
+            visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias
         )  # [BLOCK_M, BLOCK_N]
         there = (rows < T)[:, None] & (keys < S)[None, :]
         # Full tiles are loaded whole; rows or keys of the owner that are not there are not stored.
         whole = (row_tile + 1) * BLOCK_M <= T if BY_KEYS else (key_tile + 1) * BLOCK_N <= S
         met = seen & there
         if support is not None:
-            met = met & _supported(support, b * H + h, rows[:, None], keys[None, :], T, S, there)
+            met = met & _supported(support, b * H + h, pairs, T, S, there)
         is_seen = tl.max(met.to(tl.int32)) != 0
         is_full = is_seen & whole & (tl.min((seen | ~there).to(tl.int32)) != 0)
         tl.store(at + full, tile, mask=is_full)
@@ -73,13 +74,12 @@ def _lists_kernel(
 
 
 @triton.jit
-def _supported(support, pair, rows, keys, T, S, there):
-    """bool, False where rows and keys, which broadcast to the tile, are in a tile outside of the support."""
+def _supported(support, head, pairs, T, S, there):
+    """bool, False where pairs are in a tile outside of the support; `head` counts those of all batches."""
     row_tiles, key_tiles = tl.cdiv(T, support.block_m), tl.cdiv(S, support.block_n)
-    tile = pair.to(tl.int64) * row_tiles + rows // support.block_m
-    return (
-        tl.load(support.ptr + tile * key_tiles + keys // support.block_n, mask=there, other=0) != 0
-    )
+    tile = head.to(tl.int64) * row_tiles + pairs.rows // support.block_m
+    at = support.ptr + tile * key_tiles + pairs.keys // support.block_n
+    return tl.load(at, mask=there, other=0) != 0
 
 
 def visible_to_tiles(

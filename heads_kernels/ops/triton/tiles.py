@@ -26,6 +26,7 @@ from importlib import resources
 from typing import Final
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
@@ -69,6 +70,50 @@ class Tiles:
         if self.maxnreg:  # AMD's compiler knows no such option
             options["maxnreg"] = self.maxnreg
         return options
+
+
+@dataclass(frozen=True, eq=False)  # `compiled_for` makes one for equal numbers
+class Tile:
+    """What a kernel is compiled for: the sizes of its tiles, the widths of heads, what it computes.
+
+    Attributes:
+        block_m, block_n: query rows and keys of a tile.
+        block_d, block_dv: features of a step over queries and keys, of a tile of values.
+        d, dv: widths of queries and keys (Ds of collaborative attention) and of values.
+        chunks: steps of `block_d` features that cover d, rounded up to a power of two; 0 without mixing.
+        resident: the most features of a head that stay on chip, with mixing.
+        partial_stages: of loops over partial tiles.
+        gate: the kind of the gate: `operands.gate_kind`.
+        activation: of the gate.
+        needs_key, needs_value: whether a pass over keys computes dkey (of collaborative attention: scores), dvalue.
+    """
+
+    block_m: tl.constexpr
+    block_n: tl.constexpr
+    block_d: tl.constexpr
+    block_dv: tl.constexpr
+    d: tl.constexpr
+    dv: tl.constexpr
+    chunks: tl.constexpr
+    resident: tl.constexpr
+    partial_stages: tl.constexpr
+    gate: tl.constexpr
+    activation: tl.constexpr
+    needs_key: tl.constexpr
+    needs_value: tl.constexpr
+
+
+@functools.cache
+def compiled_for(
+    tiles: Tiles, D: int, Dv: int, *, mixes: bool = False, gate: str = "none", activation: str = "identity",
+    needs_key: bool = False, needs_value: bool = False,
+) -> Tile:  # fmt: skip
+    """The description of kernels with these tiles for heads of these widths."""
+    block_d = tiles.block_d if mixes else padded(D)
+    chunks = chunks_of(D, block_d) if mixes else 0
+    numbers = (tiles.block_m, tiles.block_n, block_d, padded(Dv), D, Dv, chunks, tiles.block_slice,
+        tiles.partial_stages, gate, activation, needs_key, needs_value)  # fmt: skip
+    return Tile(*map(tl.constexpr, numbers))
 
 
 def tiles_for(

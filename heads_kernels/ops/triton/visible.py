@@ -7,11 +7,13 @@ rows take no mask arithmetic. So a loop runs over two lists of tiles, in this or
     full      the tiles [full_start, full_end), where every row sees every key
     partial   those of [start, full_start) and [full_end, end), which are masked element by element
 
-Where intervals do not say which tiles are full, `tile_lists` has written the lists before: the four numbers then are
-places in them, and `full_tile` and `partial_tile` read the numbers of tiles there.
+Where intervals do not say which tiles are full, `tile_lists` has written the lists before: the four numbers of `Visits`
+then are places in them, and `full_tile` and `partial_tile` read the numbers of tiles there.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,6 +22,15 @@ from heads_kernels.ops.triton.load import pair_addresses
 
 #: Rows looked at together by `rows_that_see`. Heuristic: 8 values a thread of 4 warps.
 _SCAN: tl.constexpr = tl.constexpr(1024)
+
+
+class Visits(NamedTuple):
+    """The tiles of a loop, in a kernel: start <= full_start <= full_end <= end."""
+
+    start: Any
+    full_start: Any
+    full_end: Any
+    end: Any
 
 
 @triton.jit
@@ -40,13 +51,13 @@ def ranges(visible, b, rows, T, S):
 
 
 @triton.jit
-def tiles_seen(visible, b, h, tile, lo, hi, rows, T, BLOCK: tl.constexpr):
-    """Tiles of keys for the query `rows` of `tile` with ranges `lo`, `hi`: `start`, `full_start`, `full_end`, `end`."""
+def tiles_seen(visible, place, tile, lo, hi, T, BLOCK: tl.constexpr):
+    """Tiles of keys for the query rows of `tile` with ranges `lo`, `hi`."""
     if visible.lists is None:
-        tiles = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK)
+        visits = tiles_in_ranges(visible, place.b, lo, hi, place.at, T, BLOCK)
     else:
-        tiles = listed_tiles(visible, b, h, tile, T)
-    return tiles
+        visits = listed_tiles(visible, place.b, place.h, tile, T)
+    return visits
 
 
 @triton.jit
@@ -119,15 +130,16 @@ def _ordered(start, full_start, full_end, end):
     """The same with `start <= full_start <= full_end <= end`; no full tile is left where they cross."""
     full_start = tl.minimum(tl.maximum(full_start, start), end)
     full_end = tl.maximum(tl.minimum(full_end, end), full_start)
-    return start, full_start, full_end, end
+    return Visits(start, full_start, full_end, end)
 
 
 @triton.jit
-def tiles_of_split(start, full_start, full_end, end, split, splits):
+def tiles_of_split(visits, split, splits):
     """Share `split` of `splits` of these tiles: neighbours, as many in each share, fewer or none in the last ones."""
-    share = tl.cdiv(end - start, splits)
-    first = tl.minimum(start + split * share, end)
-    return _ordered(first, full_start, full_end, tl.minimum(first + share, end))
+    share = tl.cdiv(visits.end - visits.start, splits)
+    first = tl.minimum(visits.start + split * share, visits.end)
+    end = tl.minimum(first + share, visits.end)
+    return _ordered(first, visits.full_start, visits.full_end, end)
 
 
 @triton.jit
@@ -136,7 +148,7 @@ def listed_tiles(visible, b, h, tile, T):
     counts = visible.lists.counts + _number_of_list(visible, b, h, tile) * 2
     taking_part = tl.minimum(T, 1)
     full = tl.load(counts) * taking_part
-    return full * 0, full * 0, full, full + tl.load(counts + 1) * taking_part
+    return Visits(full * 0, full * 0, full, full + tl.load(counts + 1) * taking_part)
 
 
 @triton.jit
@@ -154,11 +166,17 @@ def full_tile(visible, b, h, tile, place):
 
 
 @triton.jit
-def partial_tile(visible, b, h, tile, index, start, full_start, full_end):
+def partial_count(visits):
+    """How many partial tiles there are."""
+    return visits.full_start - visits.start + visits.end - visits.full_end
+
+
+@triton.jit
+def partial_tile(visible, b, h, tile, index, visits):
     """The tile that stands at `index` in the list of partial tiles of a `tile` of rows or of keys."""
     if visible.lists is None:
-        before = full_start - start
-        number = tl.where(index < before, start + index, full_end + index - before)
+        before = visits.full_start - visits.start
+        number = tl.where(index < before, visits.start + index, visits.full_end + index - before)
     else:
         at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
         number = tl.load(visible.lists.tiles + at + visible.lists.length + index)
@@ -166,19 +184,20 @@ def partial_tile(visible, b, h, tile, index, start, full_start, full_end):
 
 
 @triton.jit
-def pairs_visible(visible, terms, b, h, lo, hi, rows, keys, T, S, bias):
-    """bool, True where the row sees the key; `lo`, `hi`, `rows` and `keys` broadcast to the tile.
+def pairs_visible(visible, terms, pairs, lo, hi, T, S, bias):
+    """bool, True where the row sees the key; `lo` and `hi` are the ranges of the rows, and broadcast as they do.
 
     `bias` is that of their scores: where it is -inf, the key is hidden.
     """
+    keys = pairs.keys
     seen = (keys >= lo) & (keys < hi)
     if visible.key_visible is not None:
-        at = b.to(tl.int64) * visible.stride_keys + keys
+        at = pairs.b.to(tl.int64) * visible.stride_keys + keys
         seen = seen & (tl.load(visible.key_visible + at, mask=keys < S, other=0) != 0)
     if visible.dense is not None:
-        of_batch = b.to(tl.int64) * visible.dense.stride_b
-        at = pair_addresses(visible.dense, visible.far_dense, of_batch, h, rows, keys)
-        seen = seen & (tl.load(at, mask=(rows < T) & (keys < S), other=0) != 0)
+        of_batch = pairs.b.to(tl.int64) * visible.dense.stride_b
+        at = pair_addresses(visible.dense, visible.far_dense, of_batch, pairs)
+        seen = seen & (tl.load(at, mask=(pairs.rows < T) & (keys < S), other=0) != 0)
     if terms.bias is not None:
         seen = seen & (bias != float("-inf"))
     return seen
