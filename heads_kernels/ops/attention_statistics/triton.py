@@ -37,7 +37,7 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
 from heads_kernels.ops.triton.softmax import LN2, SMALLEST, log_sum_exp, online_softmax, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,
@@ -55,7 +55,7 @@ class Excluded(NamedTuple):
     stride_b: int
 
 
-class Read(NamedTuple):
+class ScoreOperands(NamedTuple):
     """What scores are made of, and what hides them."""
 
     query: Rows
@@ -67,7 +67,7 @@ class Read(NamedTuple):
     excluded: Excluded | None
 
 
-class Seen(NamedTuple):
+class RowStatistics(NamedTuple):
     """What is kept of rows, in a kernel, [BLOCK_M] each.
 
     row_sum is the sum of `p = 2**(scale_log2 * (score - row_max))`, spread that of `p * scale_log2 * (score -
@@ -215,7 +215,7 @@ def forward(call: Call, excluded: Tensor | None, results: AttentionStatistics) -
     tiles = tiles_for(name, query, width, 0, has_terms(call))
     terms = terms_of(call)
     bytes_, stride = bytes_of(excluded)
-    of = Read(
+    of = ScoreOperands(
         rows_of(query), rows_of(call.key), None if call.mixing is None else mixing_of(call.mixing),
         content_bias_of(content_bias), terms, visible_to_tiles(call, terms, visible_of(call.intervals), tiles),
         None if bytes_ is None else Excluded(bytes_, stride),
@@ -223,7 +223,7 @@ def forward(call: Call, excluded: Tensor | None, results: AttentionStatistics) -
     group = 1 if mixes else H // max(call.key.shape[1], 1)
     launch(
         _collaborative_kernel if mixes else _gated_kernel, B * H * -(-T // tiles.block_m), query, tiles,
-        of, results, Sizes(H, T, S, group, scale), TILE=compiled_for(tiles, width, 0, mixes=mixes),
+        of, results, Sizes(H, T, S, group, scale), TILE=tile_constants(tiles, width, 0, mixes=mixes),
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def nothing_seen(BLOCK_M: tl.constexpr):
     """Rows that have seen no key."""
     nothing = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     zeros = tl.zeros((BLOCK_M,), tl.float32)
-    return Seen(nothing, zeros, zeros, nothing, tl.full((BLOCK_M,), 2147483647, tl.int32))
+    return RowStatistics(nothing, zeros, zeros, nothing, tl.full((BLOCK_M,), 2147483647, tl.int32))
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def see_tile(seen, scores, excluded, b, keys, S, scale_log2, terms):
     # Tiles do not come in the order of their keys: among equals the smaller key counts.
     better = (best > seen.best) | ((best == seen.best) & (here < seen.where))
     where = tl.where(better, here, seen.where)
-    return Seen(row_max, row_sum, spread, tl.maximum(seen.best, best), where)
+    return RowStatistics(row_max, row_sum, spread, tl.maximum(seen.best, best), where)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ from heads_kernels.ops.triton.rows import FirstPass, as_rows, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -59,7 +59,7 @@ from heads_kernels.ops.triton.visible import (
 )
 
 
-class KeyTile(NamedTuple):
+class HeadKeys(NamedTuple):
     """The keys of a program for a head, in a kernel.
 
     `columns` and `used` [W] are the features of the head's chunks from place `first` of their list on, `k` [BLOCK_N, W]
@@ -75,7 +75,7 @@ class KeyTile(NamedTuple):
     first: Any
 
 
-class Sums(NamedTuple):
+class HeadSums(NamedTuple):
     """Of a head, in a kernel: `dkey` [BLOCK_N, W], `dvalue` [BLOCK_N, BLOCK_DV], `dcontent` [BLOCK_N]."""
 
     dkey: Any
@@ -83,7 +83,7 @@ class Sums(NamedTuple):
     dcontent: Any
 
 
-class Written(NamedTuple):
+class KeysWritten(NamedTuple):
     """What the kernel writes; None for what is not asked for."""
 
     dkey: Rows | None  # float32
@@ -147,7 +147,7 @@ def _rows_tile(
         dcontent += tl.sum(dscores, 1)
         if NEEDS_KEY:
             dkey = product(dscores.to(do.dtype), q, dkey)
-    return Sums(dkey, dvalue, dcontent)
+    return HeadSums(dkey, dvalue, dcontent)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _of_head(of, reads, keys, visits, written, split, place, sizes, splits, TILE
     own = place.first // BLOCK_N
     of_head = head_gate(reads.gate, b, h, TILE)
     NEEDS_KEY: tl.constexpr = written.dkey is not None
-    sums = Sums(
+    sums = HeadSums(
         tl.zeros((BLOCK_N, keys.columns.shape[0]), tl.float32),
         tl.zeros((BLOCK_N, TILE.block_dv), tl.float32),
         tl.zeros((BLOCK_N,), tl.float32),
@@ -226,7 +226,7 @@ def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
                     columns, used = active_features(chunks, 0, BLOCK_D << doubling, TILE)
                     k = load_features(of.key, b, first_key, at < S, columns, used, BLOCK_N)
-                    keys = KeyTile(k, v, content, columns, used, chunks, 0)
+                    keys = HeadKeys(k, v, content, columns, used, chunks, 0)
                     of_head, dcontent = _of_head(
                         of, reads, keys, visits, written, split, place, sizes, splits, TILE
                     )
@@ -237,7 +237,7 @@ def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
                     0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D
                 ):
                     columns, used = active_features(chunks, number, RESIDENT, TILE)
-                    keys = KeyTile(None, v, content, columns, used, chunks, number)
+                    keys = HeadKeys(None, v, content, columns, used, chunks, number)
                     of_head, dcontent = _of_head(
                         of, reads, keys, visits, written, split, place, sizes, splits, TILE
                     )
@@ -266,14 +266,14 @@ def keys_pass(
     part = split_parts(dkey, splits, torch.float32).zero_()
     of = first.operands
     of = of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles, by_keys=True))
-    written = Written(
+    written = KeysWritten(
         rows_of(part) if dkey.numel() else None, rows_of(dvalue) if dvalue.numel() else None,
         dcontent_bias if dcontent_bias.numel() else None,
     )  # fmt: skip
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
         of, first.reads, written, sizes_of(call), Splits(B, splits),
-        TILE=compiled_for(
+        TILE=tile_constants(
             tiles, Ds, Dv, mixes=True, gate=first.kind, activation=call.gate_activation,
             needs_key=dkey.numel() > 0 or dcontent_bias.numel() > 0,
         ),

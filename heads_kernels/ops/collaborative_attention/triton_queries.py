@@ -46,7 +46,7 @@ from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import finite_part, kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -58,7 +58,7 @@ from heads_kernels.ops.triton.visible import (
 )
 
 
-class Query(NamedTuple):
+class MixedQuery(NamedTuple):
     """The query of a head, in a kernel.
 
     `columns` and `used` [W] are the features of the head's chunks from place `first` of the list `chunks` on, `q`
@@ -74,7 +74,7 @@ class Query(NamedTuple):
     first: Any
 
 
-class RowTile(NamedTuple):
+class HeadRows(NamedTuple):
     """What a program reads of its rows for a head, in a kernel."""
 
     do: Any  # [BLOCK_M, BLOCK_DV]
@@ -83,7 +83,7 @@ class RowTile(NamedTuple):
     hi: Any
 
 
-class Written(NamedTuple):
+class QueriesWritten(NamedTuple):
     """What the kernel writes, in float32; None for what is not asked for."""
 
     dquery: Rows | None
@@ -151,7 +151,7 @@ def _of_head(
         reads.dattended, b, h, first_row, rows < sizes.T, TILE.dv, BLOCK_M, TILE.block_dv
     )  # [BLOCK_M, BLOCK_DV]
     row_terms = load_row_terms(reads, head_gate(reads.gate, b, h, TILE), b, h, rows, sizes, TILE)
-    of_rows = RowTile(do, as_columns(row_terms), lo[:, None], hi[:, None])
+    of_rows = HeadRows(do, as_columns(row_terms), lo[:, None], hi[:, None])
     dmixed = tl.zeros((BLOCK_M, query.columns.shape[0]), tl.float32)
     for number in range(visits.full_start, visits.full_end):
         tile = full_tile(of.visible, b, h, own, number)
@@ -245,7 +245,7 @@ def _queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE: tl.constexpr
                     columns, used = active_features(chunks, 0, BLOCK_D << doubling, TILE)
                     q = load_features(of.query, b, first_row, rows < T, columns, used, BLOCK_M)
                     q = mixed(q, of.mixing, h, columns, used)  # [BLOCK_M, BLOCK_D << doubling]
-                    query = Query(q, columns, used, active, chunks, 0)
+                    query = MixedQuery(q, columns, used, active, chunks, 0)
                     _of_head(
                         of, reads, query, lo, hi, visits, written, split, place, sizes, splits, TILE
                     )
@@ -253,7 +253,7 @@ def _queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE: tl.constexpr
             if count * BLOCK_D > RESIDENT:
                 for number in range(0, count, RESIDENT // BLOCK_D):
                     columns, used = active_features(chunks, number, RESIDENT, TILE)
-                    query = Query(None, columns, used, active, chunks, number)
+                    query = MixedQuery(None, columns, used, active, chunks, number)
                     _of_head(
                         of, reads, query, lo, hi, visits, written, split, place, sizes, splits, TILE
                     )
@@ -276,12 +276,12 @@ def queries_pass(
     mixing_parts = dmixing_rows.new_zeros((B, row_tiles, H, Ds)) if dmixing_rows.numel() else None
     of = first.operands
     of = of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles))
-    written = Written(rows_of(part) if dquery.numel() else None, mixing_parts)
+    written = QueriesWritten(rows_of(part) if dquery.numel() else None, mixing_parts)
     skips = int(mixing_parts is None or not closed_grad)
     launch(
         _queries_kernel, B * row_tiles * splits, call.query, tiles,
         of, first.reads, written, sizes_of(call), Splits(B, splits), skips,
-        TILE=compiled_for(
+        TILE=tile_constants(
             tiles, Ds, Dv, mixes=True, gate=first.kind, activation=call.gate_activation
         ),
     )  # fmt: skip

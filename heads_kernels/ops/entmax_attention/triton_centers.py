@@ -31,11 +31,11 @@ from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Place, Support, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
 from heads_kernels.ops.triton.softmax import kept, product
-from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import ranges, tiles_in_ranges
 
 
-class Written(NamedTuple):
+class CentersWritten(NamedTuple):
     """What the kernel writes."""
 
     centers: Tensor
@@ -140,9 +140,10 @@ def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
     flags = call.query.new_zeros((B, H, row_tiles, key_tiles), dtype=torch.uint8)
     support = Support(flags, tiles.block_m, tiles.block_n)
     centers = torch.empty_like(first.reads.delta)
+    written = CentersWritten(centers, dalpha if dalpha.numel() else None, support)
     launch(
         _centers_kernel, B * H * row_tiles, call.query, tiles,
-        first.operands, first.reads, Written(centers, dalpha if dalpha.numel() else None, support), sizes_of(call),
-        TILE=compiled_for(tiles, D, Dv, gate=first.kind, activation=call.gate_activation),
+        first.operands, first.reads, written, sizes_of(call),
+        TILE=tile_constants(tiles, D, Dv, gate=first.kind, activation=call.gate_activation),
     )  # fmt: skip
     return first._replace(reads=first.reads._replace(delta=centers), support=support)

@@ -33,7 +33,7 @@ from heads_kernels.ops.triton.rows import FirstPass, as_rows, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -45,14 +45,14 @@ from heads_kernels.ops.triton.visible import (
 )
 
 
-class KeyTile(NamedTuple):
+class OwnKeys(NamedTuple):
     """The keys and values of a program, in a kernel: [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]."""
 
     k: Any
     v: Any
 
 
-class Gradients(NamedTuple):
+class KeyGradients(NamedTuple):
     """Sums of a program's keys and values, in a kernel; or where they are stored, None where they are not."""
 
     dkey: Any
@@ -105,7 +105,7 @@ def _rows_tile(
         dp = product(keys.v, tl.trans(do), zeros)
         dscores = gradient_of_tile(slope, dp, keep, cap, seen, row_terms, of)
         dkey = product(dscores.to(q.dtype), q, dkey)
-    return Gradients(dkey, dvalue)
+    return KeyGradients(dkey, dvalue)
 
 
 @triton.jit
@@ -123,11 +123,11 @@ def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     b = tl.program_id(0) // (tiles * Hk) % splits.batches
     hk = tl.program_id(0) // tiles % Hk
     at = first_key + tl.arange(0, BLOCK_N)
-    keys = KeyTile(
+    keys = OwnKeys(
         load_tile(of.key, b, hk, first_key, at < S, TILE.d, BLOCK_N, TILE.block_d),
         load_tile(of.value, b, hk, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv),
     )
-    sums = Gradients(
+    sums = KeyGradients(
         tl.zeros((BLOCK_N, TILE.block_d), tl.float32),
         tl.zeros((BLOCK_N, TILE.block_dv), tl.float32),
     )
@@ -186,8 +186,8 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> Non
     )
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        of._replace(visible=visible), first.reads, Gradients(*written), sizes, Splits(B, splits),
-        TILE=compiled_for(
+        of._replace(visible=visible), first.reads, KeyGradients(*written), sizes, Splits(B, splits),
+        TILE=tile_constants(
             tiles, D, Dv, gate=first.kind, activation=call.gate_activation,
             needs_key=dkey.numel() > 0, needs_value=dvalue.numel() > 0,
         ),

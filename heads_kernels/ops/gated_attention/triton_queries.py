@@ -25,7 +25,7 @@ from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import finite_part, kept, product
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
     pairs_visible,
@@ -36,7 +36,7 @@ from heads_kernels.ops.triton.visible import (
 )
 
 
-class QueryTile(NamedTuple):
+class OwnRows(NamedTuple):
     """The query rows of a program, in a kernel: query and dout, what else is read of them, the keys that they see."""
 
     q: Any  # [BLOCK_M, BLOCK_D]
@@ -98,7 +98,7 @@ def _queries_kernel(of, reads, dquery_out, sizes, TILE: tl.constexpr):
     own = first_row // BLOCK_M
     visits = tiles_seen(of.visible, place, own, lo, hi, taking_part, TILE.block_n)
     row_terms = load_row_terms(reads, head_gate(reads.gate, b, h, TILE), b, h, rows, sizes, TILE)
-    queries = QueryTile(
+    queries = OwnRows(
         load_tile(of.query, b, h, first_row, rows < taking_part, TILE.d, BLOCK_M, TILE.block_d),
         load_tile(reads.dattended, b, h, first_row, rows < taking_part, TILE.dv, BLOCK_M, TILE.block_dv),
         as_columns(row_terms), lo[:, None], hi[:, None],
@@ -126,5 +126,5 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor) -> None:
     launch(
         _queries_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         of._replace(visible=visible), first.reads, rows_of(dquery), sizes_of(call),
-        TILE=compiled_for(tiles, D, Dv, gate=first.kind, activation=call.gate_activation),
+        TILE=tile_constants(tiles, D, Dv, gate=first.kind, activation=call.gate_activation),
     )  # fmt: skip

@@ -55,7 +55,7 @@ class Attended(NamedTuple):
     sees: Any
 
 
-class Sums(NamedTuple):
+class SoftmaxSums(NamedTuple):
     """Of rows of a head over keys, in a kernel, as of `online_softmax`: `acc` [BLOCK_M, BLOCK_DV], others [BLOCK_M]."""
 
     acc: Any
@@ -63,7 +63,7 @@ class Sums(NamedTuple):
     row_sum: Any
 
 
-class Query(NamedTuple):
+class QueryTile(NamedTuple):
     """The query of a head, in a kernel: the tile `q` [BLOCK_M, W], and the features that `columns` and `used` [W] say.
 
     `columns` is None for a head with a query of its own, `q` for one that is mixed chunk by chunk, from `chunks`.
@@ -75,7 +75,7 @@ class Query(NamedTuple):
     chunks: Any
 
 
-class Split(NamedTuple):
+class Share(NamedTuple):
     """A share of the tiles of keys, in a kernel."""
 
     number: Any
@@ -131,8 +131,8 @@ def softmax_scale(scale, terms):
 
 @triton.jit
 def no_sums(ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Sums over no key."""
-    return Sums(
+    """SoftmaxSums over no key."""
+    return SoftmaxSums(
         tl.zeros((ROWS, TILE.block_dv), tl.float32),
         tl.full((ROWS,), float("-inf"), tl.float32),
         tl.zeros((ROWS,), tl.float32),
@@ -154,7 +154,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
         q = load_tile(
             of.query, place.b, head, place.first, place.at < sizes.T, TILE.d, BLOCK_M, BLOCK_D
         )  # [BLOCK_M, BLOCK_D]
-        sums = _stream(of, tiles, Query(q, None, None, None), place, split, sizes, TILE)
+        sums = _stream(of, tiles, QueryTile(q, None, None, None), place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
         count = chunks.length
@@ -169,11 +169,11 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
                     q = mixed(
                         q, of.mixing, place.h, columns, used
                     )  # [BLOCK_M, BLOCK_D << doubling]
-                    query = Query(q, columns, used, chunks)
+                    query = QueryTile(q, columns, used, chunks)
                     sums = _stream(of, tiles, query, place, split, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
             if count * BLOCK_D > TILE.resident:
-                query = Query(None, None, None, chunks)
+                query = QueryTile(None, None, None, chunks)
                 sums = _stream(of, tiles, query, place, split, sizes, TILE)
     return sums
 
@@ -264,4 +264,4 @@ def _attend_tile(
     )
     if of.dropout is not None:
         p = tl.where(kept(of.dropout, b, heads, rows, first, BLOCK_N), p, 0.0)
-    return Sums(product(p.to(v.dtype), v, sums.acc * alpha[:, None]), row_max, row_sum)
+    return SoftmaxSums(product(p.to(v.dtype), v, sums.acc * alpha[:, None]), row_max, row_sum)

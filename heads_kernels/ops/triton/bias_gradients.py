@@ -26,7 +26,7 @@ from heads_kernels.ops.triton.operands import Pairs, operator_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
 from heads_kernels.ops.triton.scores import finish, load_bias
 from heads_kernels.ops.triton.softmax import kept, product
-from heads_kernels.ops.triton.tiles import Tile, Tiles, compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import TileConstants, Tiles, tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
 
@@ -231,8 +231,8 @@ def _tiles(call: Call) -> Tiles:
     )
 
 
-def _compiled(call: Call, first: FirstPass, tiles: Tiles) -> Tile:
-    return compiled_for(
+def _compiled(call: Call, first: FirstPass, tiles: Tiles) -> TileConstants:
+    return tile_constants(
         tiles, call.query.shape[-1], call.value.shape[-1], mixes=call.mixing is not None, gate=first.kind,
         activation=call.gate_activation,
     )  # fmt: skip

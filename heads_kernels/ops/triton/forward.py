@@ -24,8 +24,8 @@ from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.operator import Call, Results
 from heads_kernels.ops.triton.attend import (
     KeyTiles,
-    Split,
-    Sums,
+    Share,
+    SoftmaxSums,
     accumulate,
     attend,
     no_sums,
@@ -58,7 +58,7 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.rows import Reads
 from heads_kernels.ops.triton.softmax import online_softmax
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
-from heads_kernels.ops.triton.tiles import Tile, Tiles, compiled_for, padded, tiles_for
+from heads_kernels.ops.triton.tiles import TileConstants, Tiles, padded, tile_constants, tiles_for
 
 #: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
@@ -81,7 +81,7 @@ def _own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
     return b, h, (tiles - 1 - tile) * BLOCK_M
 
 
-class Written(NamedTuple):
+class OutputsWritten(NamedTuple):
     """What a forward pass writes: rows of the output, of what it is before the gate (None: not kept), and lse."""
 
     out: Rows
@@ -89,7 +89,7 @@ class Written(NamedTuple):
     lse: RowLse
 
 
-class Parts(NamedTuple):
+class SplitParts(NamedTuple):
     """What the splits of rows leave: `[splits, B, H, T, Dv]`, `[splits, B, H, T]` twice."""
 
     acc: Rows | Tensor
@@ -167,7 +167,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
         rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, hk, first_row, rows)
     tiles = KeyTiles(key_tiles, value_tiles)
-    share = Split(split, splits.shares)
+    share = Share(split, splits.shares)
     sums = accumulate(of, tiles, place, share, _opened(sizes, taking_part), TILE)
     part = split * splits.batches + b
     store_tile(
@@ -206,7 +206,7 @@ def _combine_kernel(
         )
         row_sum = sums.row_sum * alpha + tl.sum(shares * of_splits[None, :], 1)
         total = sums.acc * alpha[:, None] + tl.sum(tl.trans(shares) * acc, 0)[None, :]
-        sums = Sums(total, row_max, row_sum)
+        sums = SoftmaxSums(total, row_max, row_sum)
     place = Place(b, h, h // sizes.group, row, row + tl.arange(0, 1))
     attended = normalized(sums, terms, dropout, place, _opened(sizes, taking_part))
     _store(attended, gate, written, place, sizes, 1, TILE)
@@ -224,7 +224,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
         grouped = key_tiles > 1 and is_grouped(call)
         splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
     of, gate = operands_of(call, grouped), gate_of(call.gate)
-    written = Written(
+    written = OutputsWritten(
         rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse)
     )
     if splits == 1 and not grouped:
@@ -235,12 +235,12 @@ def forward_pass(call: Call, outputs: Results) -> None:
     rows = acc.view(splits * B, H, T, Dv)
     of_parts = grouped_heads_of(rows, call.key.shape[1]) if grouped else rows_of(rows)
     _launch(
-        _split_kernel, call, tiles, of, gate, Parts(of_parts, row_max, row_sum), sizes_of(call),
+        _split_kernel, call, tiles, of, gate, SplitParts(of_parts, row_max, row_sum), sizes_of(call),
         Splits(B, splits), splits=splits, grouped=grouped,
     )  # fmt: skip
     launch(
         _combine_kernel, B * H * T, call.query, tiles,
-        of.terms, of.dropout, gate, Parts(acc, row_max, row_sum), written, sizes_of(call), Splits(B, splits),
+        of.terms, of.dropout, gate, SplitParts(acc, row_max, row_sum), written, sizes_of(call), Splits(B, splits),
         BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=_compiled(call, tiles),
     )  # fmt: skip
 
@@ -330,9 +330,9 @@ def _tiles(call: Call) -> Tiles:
     return tiles_for(f"{operator_of(call)}.forward", call.query, width, Dv, terms, descriptors)
 
 
-def _compiled(call: Call, tiles: Tiles) -> Tile:
+def _compiled(call: Call, tiles: Tiles) -> TileConstants:
     *_, width, Dv = call.sizes
-    return compiled_for(
+    return tile_constants(
         tiles, width, Dv, mixes=call.mixing is not None, gate=gate_kind(call.gate), activation=call.gate_activation
     )  # fmt: skip
 

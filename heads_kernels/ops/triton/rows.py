@@ -38,7 +38,7 @@ from heads_kernels.ops.triton.operands import (
 )
 from heads_kernels.ops.triton.scores import load_bias, prepared
 from heads_kernels.ops.triton.tile_lists import varying_pairs
-from heads_kernels.ops.triton.tiles import compiled_for, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
 
 
@@ -60,15 +60,15 @@ class FirstPass(NamedTuple):
     support: Support | None = None  # of entmax; outside of it nothing has a gradient
 
 
-class Seen(NamedTuple):
+class RowsRead(NamedTuple):
     """What the first kernel reads of rows beside tiles."""
 
-    lse: Tensor
+    lse: Tensor | None
     dlse: Tensor | None
     sees: Rows | None  # bytes: `_seeing`
 
 
-class Written(NamedTuple):
+class RowsWritten(NamedTuple):
     """What the first kernel writes."""
 
     lse: Tensor
@@ -219,15 +219,16 @@ def first_pass(
     dgate_rows = None
     if dgate.numel():
         dgate_rows = rows_of(dgate) if by_element else dgate
-    written = Written(
+    read = RowsRead(of_rows.ptr, saved.dlse, _seeing(call, operands))
+    written = RowsWritten(
         lse, delta, dgate_rows, dattended if by_element else None,
         None if dsinks is None or not dsinks.numel() else dsinks,
     )  # fmt: skip
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms,
-        Seen(saved.lse[0] if call.alpha is not None else saved.lse, saved.dlse, _seeing(call, operands)), written, H, T,
-        TILE=compiled_for(tiles, 0, Dv, gate=kind, activation=call.gate_activation),
+        read, written, H, T,
+        TILE=tile_constants(tiles, 0, Dv, gate=kind, activation=call.gate_activation),
     )  # fmt: skip
     if by_element:
         gate, kind = None, "none"

@@ -72,8 +72,8 @@ class Tiles:
         return options
 
 
-@dataclass(frozen=True, eq=False)  # `compiled_for` makes one for equal numbers
-class Tile:
+@dataclass(frozen=True, eq=False)  # `tile_constants` makes one for equal numbers
+class TileConstants:
     """What a kernel is compiled for: the sizes of its tiles, the widths of heads, what it computes.
 
     Attributes:
@@ -104,16 +104,16 @@ class Tile:
 
 
 @functools.cache
-def compiled_for(
+def tile_constants(
     tiles: Tiles, D: int, Dv: int, *, mixes: bool = False, gate: str = "none", activation: str = "identity",
     needs_key: bool = False, needs_value: bool = False,
-) -> Tile:  # fmt: skip
+) -> TileConstants:  # fmt: skip
     """The description of kernels with these tiles for heads of these widths."""
     block_d = tiles.block_d if mixes else padded(D)
     chunks = chunks_of(D, block_d) if mixes else 0
     numbers = (tiles.block_m, tiles.block_n, block_d, padded(Dv), D, Dv, chunks, tiles.block_slice,
         tiles.partial_stages, gate, activation, needs_key, needs_value)  # fmt: skip
-    return Tile(*map(tl.constexpr, numbers))
+    return TileConstants(*map(tl.constexpr, numbers))
 
 
 def tiles_for(
