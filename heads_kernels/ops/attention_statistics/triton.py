@@ -65,6 +65,7 @@ class ScoreOperands(NamedTuple):
     terms: Terms
     visible: Visible
     excluded: Excluded | None
+    end: None = None
 
 
 class RowStatistics(NamedTuple):

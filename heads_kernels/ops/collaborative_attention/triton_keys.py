@@ -89,6 +89,7 @@ class KeysWritten(NamedTuple):
     dkey: Rows | None  # float32
     dvalue: Rows | None
     dcontent_bias: Tensor | None
+    end: None = None
 
 
 @triton.jit

@@ -88,6 +88,7 @@ class QueriesWritten(NamedTuple):
 
     dquery: Rows | None
     dmixing: Tensor | None  # [B, tiles, H, Ds]
+    end: None = None
 
 
 @triton.jit

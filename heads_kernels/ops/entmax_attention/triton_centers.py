@@ -41,6 +41,7 @@ class CentersWritten(NamedTuple):
     centers: Tensor
     dalpha: Tensor | None
     support: Support
+    end: None = None
 
 
 @triton.jit

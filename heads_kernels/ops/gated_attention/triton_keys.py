@@ -23,6 +23,7 @@ from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Pairs,
     Place,
+    Rows,
     Splits,
     has_terms,
     operator_of,
@@ -52,11 +53,19 @@ class OwnKeys(NamedTuple):
     v: Any
 
 
-class KeyGradients(NamedTuple):
-    """Sums of a program's keys and values, in a kernel; or where they are stored, None where they are not."""
+class KeySums(NamedTuple):
+    """Sums of a program's keys and values, in a kernel: [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]."""
 
     dkey: Any
     dvalue: Any
+
+
+class KeysWritten(NamedTuple):
+    """What the kernel writes; None for what is not asked for."""
+
+    dkey: Rows | None
+    dvalue: Rows | None
+    end: None = None
 
 
 @triton.jit
@@ -105,7 +114,7 @@ def _rows_tile(
         dp = product(keys.v, tl.trans(do), zeros)
         dscores = gradient_of_tile(slope, dp, keep, cap, seen, row_terms, of)
         dkey = product(dscores.to(q.dtype), q, dkey)
-    return KeyGradients(dkey, dvalue)
+    return KeySums(dkey, dvalue)
 
 
 @triton.jit
@@ -127,7 +136,7 @@ def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
         load_tile(of.key, b, hk, first_key, at < S, TILE.d, BLOCK_N, TILE.block_d),
         load_tile(of.value, b, hk, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv),
     )
-    sums = KeyGradients(
+    sums = KeySums(
         tl.zeros((BLOCK_N, TILE.block_d), tl.float32),
         tl.zeros((BLOCK_N, TILE.block_dv), tl.float32),
     )
@@ -179,14 +188,14 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor) -> Non
     sizes = sizes_of(call)
     splits = splits_of(sizes.group, programs, call.query)
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
-    written = [rows_of(part) if grad.numel() else None for grad, part in parts]
+    of_key, of_value = (rows_of(part) if grad.numel() else None for grad, part in parts)
     of = first.operands
     visible = visible_to_tiles(
         call, of.terms, of.visible, tiles, by_keys=True, support=first.support
     )
     launch(
         _keys_kernel, programs * splits, call.query, tiles,
-        of._replace(visible=visible), first.reads, KeyGradients(*written), sizes, Splits(B, splits),
+        of._replace(visible=visible), first.reads, KeysWritten(of_key, of_value), sizes, Splits(B, splits),
         TILE=tile_constants(
             tiles, D, Dv, gate=first.kind, activation=call.gate_activation,
             needs_key=dkey.numel() > 0, needs_value=dvalue.numel() > 0,

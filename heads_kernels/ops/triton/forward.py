@@ -87,6 +87,7 @@ class OutputsWritten(NamedTuple):
     out: Rows
     attended: Rows | None
     lse: RowLse
+    end: None = None
 
 
 class SplitParts(NamedTuple):
@@ -95,6 +96,7 @@ class SplitParts(NamedTuple):
     acc: Rows | Tensor
     row_max: Tensor
     row_sum: Tensor
+    end: None = None
 
 
 @triton.jit

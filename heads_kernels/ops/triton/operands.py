@@ -1,7 +1,9 @@
 """What kernels know of a tensor: named tuples of a pointer and strides, packed here and read in kernels.
 
 Strides count elements. A dimension that broadcasts has stride 0. Absent tensors are None, which a kernel sees at
-compile time; a tuple that may be None has no such fields, for Triton 3.6 cannot compare it then.
+compile time; a tuple that may be None has no such fields, for Triton 3.6 cannot compare it then. A tuple of tuples that
+a kernel takes has a constant behind them (`end` where it has no other): of constants in inner tuples, which numbers
+that are 1 become, Triton 3.6 forgets the values unless a constant of the outer tuple comes after them.
 """
 
 from __future__ import annotations
@@ -140,8 +142,8 @@ class Visible(NamedTuple):
     stride_rows: int
     stride_keys: int
     dense: Dense | None
-    far_dense: int | None  # as of a bias
     lists: TileLists | None  # of a call whose intervals do not say which tiles are full
+    far_dense: int | None  # as of a bias
 
 
 class Dropout(NamedTuple):
@@ -323,8 +325,8 @@ def visible_of(intervals: Intervals) -> Visible:
         stride_rows=_batch_stride(i.k_lo),
         stride_keys=_batch_stride(i.key_visible),
         dense=None if i.dense is None else _dense_of(i.dense),
-        far_dense=_far(i.dense),
         lists=None,
+        far_dense=_far(i.dense),
     )
 
 

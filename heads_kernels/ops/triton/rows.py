@@ -49,6 +49,7 @@ class Reads(NamedTuple):
     gate: Gate | None  # what dattended still lacks
     lse: RowLse  # prepared: `load_row_terms`
     delta: Tensor  # [B, H, T], prepared
+    end: None = None
 
 
 class FirstPass(NamedTuple):
@@ -66,6 +67,7 @@ class RowsRead(NamedTuple):
     lse: Tensor | None
     dlse: Tensor | None
     sees: Rows | None  # bytes: `_seeing`
+    end: None = None
 
 
 class RowsWritten(NamedTuple):
@@ -76,6 +78,7 @@ class RowsWritten(NamedTuple):
     dgate_rows: Tensor | Rows | None  # Rows of a gate of elements
     dattended: Rows | None
     dsinks: Tensor | None
+    end: None = None
 
 
 class RowTerms(NamedTuple):
