@@ -136,7 +136,7 @@ def test_a_replay_with_old_gates_is_found(case: Case, reads: bool) -> None:
 
     small = replace(case, T=17, S=17)
     with torch.no_grad():
-        inputs = small.make(torch.float32).requires_grad()
+        inputs = small.make(torch.float32, "cpu").requires_grad()
     assert bool(stale(inputs, "cpu", capture)) is not reads
 
 
