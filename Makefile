@@ -24,7 +24,7 @@ QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: help test check release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel newest clean
+.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel newest clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
@@ -35,14 +35,22 @@ help: ## this list
 test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
 	$(PYTEST) -m "not check and not cuda and not triton"
 
-# What `make test` leaves out. The kernels of CUDA run in the emulator, the cases of bfloat16 in another order of threads
-# than the rest; those of Triton in its interpreter; with other releases of Triton they are compiled and launched only.
-check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) .venv/stamp-transformers-$(OLDEST_TRANSFORMERS) ## the tests of CI: the CUDA kernels in an emulator and Triton's in its interpreter too
+check: test check-suite check-cuda check-triton check-releases ## the tests of CI
+
+check-suite: .venv/stamp-dev .venv/stamp-cuda ## what `make test` leaves out: what takes long, every family of models
 	$(PYTEST) -m "check and not release and not cuda and not triton"
-	PYTHONPATH=.venv/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(OF_TRANSFORMERS) -m "not check"
+
+# The cases of bfloat16 in another order of threads than the rest.
+check-cuda: .venv/stamp-test .venv/stamp-emulator ## the CUDA kernels in an emulator
 	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow" -k "not bfloat16"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
+
+check-triton: .venv/stamp-dev .venv/stamp-built ## Triton's kernels in its interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"
+
+# With other releases of Triton kernels are compiled and launched only.
+check-releases: .venv/stamp-dev .venv/stamp-built .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) .venv/stamp-transformers-$(OLDEST_TRANSFORMERS) ## other releases of transformers and Triton
+	PYTHONPATH=.venv/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(OF_TRANSFORMERS) -m "not check"
 	PYTHONPATH=.venv/triton-$(OLDEST_TRITON) $(PYTEST) tests/ops/test_launch_path.py
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PYTEST) tests/ops/test_ahead_of_time.py -k within_their_bounds
 

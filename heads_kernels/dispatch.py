@@ -1,7 +1,7 @@
 """The table of backends, in order of preference, and the choice of one.
 
-The order is that of the table (on a GPU for float32: `_FLOAT32`), or what `python -m heads_kernels doctor --save` found
-on this machine.
+The order is that of the table, or what `python -m heads_kernels doctor --save` found on this machine; on a GPU float32
+has an order of its own, `_FLOAT32`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from heads_kernels.problem import Problem
 
 #: The names in the tables of backends.
 BackendName = Literal["cpu", "triton", "cuda", "eager"]
-#: What is tried first for float32 on a GPU: `cuda` multiplies it on tensor cores, `triton` does not.
+#: What is tried first for float32 on a GPU: `cuda` multiplies it on tensor cores, `triton` does not. The doctor times
+#: backends in bfloat16, which says nothing of float32.
 _FLOAT32: Final[tuple[BackendName, ...]] = ("cuda", "triton")
 
 
@@ -77,6 +78,8 @@ def choose(table: Sequence[Backend], problem: Problem, backend: str | None = Non
     else:
         rows = in_order(table, problem.operator, problem.query)
         order = f"order: {found.source}"
+        if _is_float32_on_gpu(problem.query):
+            order += "; of float32 on a GPU 'cuda' before 'triton'"
     refusals: dict[str, list[str]] = {}
     chosen: BackendName | None = None
     for row in rows:
@@ -114,13 +117,18 @@ def in_order(table: Sequence[Backend], operator: str, query: Tensor) -> Sequence
     """The rows in the order in which they are tried, without those that failed on this machine."""
     found = doctor_record.found(operator, query.device)
     names: tuple[str, ...] = found.verified
-    if not names and query.dtype == torch.float32 and query.is_cuda:
-        names = _FLOAT32
+    if _is_float32_on_gpu(query):
+        of_float32 = tuple(name for name in _FLOAT32 if name in names or not names)
+        names = (*of_float32, *(name for name in names if name not in _FLOAT32))
     if not (names or found.failed):
         return table
     failed = [name for name, _ in found.failed]
     first = [row for name in names for row in table if row.name == name and name not in failed]
     return first + [row for row in table if row.name not in (*names, *failed)]
+
+
+def _is_float32_on_gpu(query: Tensor) -> bool:
+    return query.dtype == torch.float32 and query.is_cuda
 
 
 @functools.cache

@@ -35,10 +35,7 @@ class Found(NamedTuple):
 
     verified: tuple[str, ...] = ()  # names of backends, the fastest first
     failed: tuple[tuple[str, str], ...] = ()  # names of backends, and how they failed
-    source: str = (
-        "that of the table, but of float32 on a GPU 'cuda' before 'triton'; "
-        f"`{COMMAND}` has kept none for this device"
-    )
+    source: str = f"that of the table; `{COMMAND}` has kept none for this device"
 
 
 NOTHING: Final = Found()

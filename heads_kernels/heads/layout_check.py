@@ -98,6 +98,8 @@ def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None
         for runs in (NAME,) if function == NAME else (NAME, "eager"):
             trial = _random_copy(holder, layout, runs)
             layer = layer_of(0, "", trial, layout)
+            if not layer.num_key_heads or layer.num_heads % layer.num_key_heads:
+                return f"would have {layer.num_heads} heads and {layer.num_key_heads} key heads"
             for inputs in _inputs(trial, layer):
                 whole = _run(trial, inputs)
                 if isinstance(whole, Tensor):

@@ -160,7 +160,11 @@ LAYOUTS: dict[str, HeadLayout] = {
 #: Layouts of other modules that call transformers' attention function; hundreds of classes share these names. The first
 #: whose parts all exist is used, if it fits (heads/layout_check.py).
 FORMS: Final = (
-    HeadLayout("q_proj", output="o_proj|out_proj|dense|proj|projection_layer|Wo"),
+    HeadLayout(
+        "q_proj",
+        output="o_proj|out_proj|dense|proj|projection_layer|Wo",
+        value_dim="v_head_dim|head_dim",
+    ),
     HeadLayout(
         "query",
         "query",

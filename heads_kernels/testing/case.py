@@ -36,6 +36,8 @@ class Case(ABC):
     outlier    factor of every seventh query row: with 40, scores of a hundred and softmax rows of a
                single key
     decline    factor of the values and of dout of every head over those of the head before
+    mean       of the values and of dout, whose deviation is 1: of a mean, delta is as large as its square, and a wrong
+               delta is larger than the roundings of dP
     """
 
     name: str
@@ -63,6 +65,7 @@ class Case(ABC):
     layout: Layout = "heads_first"
     outlier: float = 1.0
     decline: float = 1.0
+    mean: float = 0.0
     dtypes: tuple[torch.dtype, ...] = DTYPES
     tags: tuple[str, ...] = ("nasty",)
 
@@ -105,8 +108,9 @@ class Case(ABC):
         if self.gate_activation != "identity":
             options["gate_activation"] = self.gate_activation
         dout = draw.heads(self.H, self.T, self.Dv)
-        for tensor in (tensors["value"], dout) if self.decline != 1.0 else ():
-            for h in range(tensor.shape[1]):
+        for tensor in (tensors["value"], dout):
+            tensor += self.mean
+            for h in range(tensor.shape[1]) if self.decline != 1.0 else ():
                 tensor[:, h] *= self.decline**h
         inputs = Inputs(self.operator, tensors, options, dout, seed)
         return inputs.requires_grad() if requires_grad else inputs

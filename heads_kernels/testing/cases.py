@@ -139,6 +139,7 @@ GATED: Final[tuple[GatedCase, ...]] = (
         gate="BHT", dropout_p=0.1, mask=masks.padded(70, 33)),
     GatedCase("sinks_no_keys", 2, 2, 5, 0, D=16, Dv=24, sinks=True, gate="H"),
     GatedCase("declining_heads", 2, 3, 35, 70, D=16, Dv=24, gate="H", decline=2.0**-9),
+    GatedCase("mean", 2, 3, 35, 70, D=16, Dv=24, gate="H", mean=4.0),
     GatedCase("declining_heads_terms", 1, 2, 66, 70, D=24, Dv=24, bias="1HTS", sinks=True, softcap=2.0,
         gate="BHT", decline=2.0**-9, is_causal=True),
     # Shapes of real models.
@@ -275,6 +276,7 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
     CollaborativeCase("sinks_all", 2, 2, 70, 70, Ds=32, Dv=16, sinks=True, softcap=2.0, bias="1HTS",
         gate="BHT", dropout_p=0.1, mask=masks.padded(70, 33)),
     CollaborativeCase("sinks_no_keys", 2, 2, 5, 0, Ds=32, Dv=16, sinks=True, gate="H"),
+    CollaborativeCase("mean", 2, 3, 35, 70, Ds=24, Dv=24, gate="H", mean=4.0),
     CollaborativeCase("declining_heads", 2, 3, 35, 70, Ds=32, Dv=16, gate="H", content_bias=True,
         decline=2.0**-9),
     # Converted models keep the scale of the original: 64**-0.5 for BERT-base, 32**-0.5 for MiniLM.
@@ -334,6 +336,7 @@ ENTMAX: Final[tuple[EntmaxCase, ...]] = (
     EntmaxCase("bias_hides", 2, 2, 66, 70, D=16, Dv=24, bias="B1TS", bias_hides=True,
         mask=masks.holes),
     EntmaxCase("offsets", 2, 3, 70, 67, D=16, Dv=24, offsets=33, gate="H", closed=0.34),
+    EntmaxCase("mean", 2, 3, 35, 70, D=16, Dv=24, mean=2.0, alpha=_SPREAD),
     EntmaxCase("declining_heads", 2, 3, 35, 70, D=16, Dv=24, decline=2.0**-9, alpha=_SPREAD),
     EntmaxCase("softcap_bias", 2, 2, 65, 70, D=16, Dv=24, softcap=2.0, bias="1HTS", bias_hides=True,
         is_causal=True, outlier=8.0, alpha=_SPREAD),

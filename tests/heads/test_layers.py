@@ -33,8 +33,10 @@ def test_layers_of_every_family(name: str) -> None:
     heads = model.config.get_text_config().num_attention_heads
     for layer in layers:
         assert model.get_submodule(layer.name) is layer.module
-        assert (layer.num_heads, layer.num_key_heads) == (heads, 2 if heads == 8 else heads)
-        assert layer.head_dim == layer.value_dim == 32 // heads
+        groups = getattr(layer.module, "num_key_value_groups", 1)
+        assert (layer.num_heads, layer.num_key_heads) == (heads, heads // groups)
+        assert layer.head_dim == 32 // heads
+        assert layer.value_dim == getattr(layer.module, "v_head_dim", layer.head_dim)
         gates_in_query = name.startswith(("qwen3_next", "qwen3_5"))
         assert layer.query.width == layer.head_dim * (2 if gates_in_query else 1)
 

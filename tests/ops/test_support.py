@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from benchmarks import tune
-from heads_kernels import dispatch, functional
+from heads_kernels import dispatch, doctor_record, functional
 from heads_kernels.ops import buffers, support
 from heads_kernels.problem import Problem
 from tests.ops.calls import DIFFERENTIABLE, TABLES, assert_same_bits, call, tensors
@@ -247,12 +247,20 @@ def test_triton_starts_or_says_why() -> None:
     assert error == "" or error.startswith("Triton does not start: ")
 
 
+@pytest.mark.parametrize("verified", [(), ("triton", "cuda"), ("triton",)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
-def test_float32_prefers_tensor_cores(operator: str, dtype: torch.dtype) -> None:
+def test_float32_prefers_tensor_cores(
+    operator: str, dtype: torch.dtype, verified: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the doctor found to be the fastest in bfloat16, but not what it did not verify."""
+    found = doctor_record.Found(verified)
+    monkeypatch.setattr(doctor_record, "found", lambda operator, device: found)
     table = [dataclasses.replace(row, unsupported=lambda _: []) for row in TABLES[operator]]
     table = [row for row in table if row.name != "cpu"]
-    first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
+    first, second = ("triton", "cuda")
+    if dtype == torch.float32 and "cuda" in (verified or ("cuda",)):
+        first, second = second, first
     with FakeTensorMode():
         given = {
             name: torch.empty(t.shape, dtype=dtype, device="cuda:0")
@@ -263,7 +271,8 @@ def test_float32_prefers_tensor_cores(operator: str, dtype: torch.dtype) -> None
         choice = dispatch.choose(table, problem)
         assert choice.backend == dispatch.select(table, problem) == first
         assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
-        assert "float32 on a GPU 'cuda' before 'triton'" in str(choice)
+        said = "float32 on a GPU 'cuda' before 'triton'" in str(choice)
+        assert said == (dtype == torch.float32)
         assert dispatch.select(table, problem, second) == second
 
 

@@ -151,7 +151,11 @@ TINY = {
     ),
     "mimo_v2_flash": Tiny(
         "MiMoV2FlashForCausalLM",
-        GROUPED | LOCAL | DENSE_MLP | {"n_routed_experts": 2, "moe_intermediate_size": 16},
+        GROUPED
+        | LOCAL
+        | DENSE_MLP
+        | {"n_routed_experts": 2, "moe_intermediate_size": 16, "v_head_dim": 4},
+        "MiMoV2FlashAttention",
     ),
     "openai_privacy_filter": Tiny(
         "OpenAIPrivacyFilterModel",

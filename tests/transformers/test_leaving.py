@@ -18,6 +18,7 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import use
+from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.ops.attention_statistics import AttentionStatistics
 from tests.support.tiny_models import batch, build, outputs, small, with_gradients
 
@@ -194,3 +195,19 @@ def test_alignment_heads_are_renumbered() -> None:
     assert model.model.decoder.layers[0].encoder_attn.num_heads == 4
     hk.heads.prune(model, {cross[0]: [0, 2], cross[1]: [1]})
     assert model.generation_config.alignment_heads == [[0, 0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("sinks", "attn_implementation='sdpa' or 'eager'"),
+        ("indices", "attn_implementation='sdpa' or 'eager'"),
+        ("cache", "call generate, which keeps gates and head masks"),
+    ],
+)
+def test_arguments_that_no_operator_has(name: str, instead: str) -> None:
+    """A paged cache is that of `generate_batch`, which has no other function that keeps gates."""
+    module = build("bert").encoder.layer[0].attention.self
+    query = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=f"{name} is given by BertSelfAttention .*{instead}"):
+        attention_forward(module, query, query, query, None, **{name: object()})

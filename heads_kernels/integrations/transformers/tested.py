@@ -73,7 +73,7 @@ TESTED: Final[dict[str, Tested]] = {
         "LongT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ[1:], heads=False, note=_STOCK_LAYERS
     ),
     "marian": Tested("MarianModel", head_masks=_SEQ2SEQ),
-    "mimo_v2_flash": Tested("MiMoV2FlashForCausalLM", scores=_SINKS, heads=False),
+    "mimo_v2_flash": Tested("MiMoV2FlashForCausalLM", scores=_SINKS),
     "mistral": Tested("MistralForCausalLM"),
     "modernbert": Tested("ModernBertModel"),
     "mpnet": Tested("MPNetModel", scores=_OFFSETS, heads=False, note=_BY_USE),
