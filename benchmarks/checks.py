@@ -43,8 +43,6 @@ class Check:
     """
 
     workload: str
-    table: str
-    label: str
     worst: str
     ratio: float
     counted: int
@@ -96,7 +94,7 @@ def check(workload: Workload, settings: Settings) -> Check:
                 f"FLOPs: Problem.flops() {direction} is {executed[index]}, not {stated}"
             )
     return Check(
-        workload.name, workload.table, workload.label, worst, ratio, counted[0], executed[0],
+        workload.name, worst, ratio, counted[0], executed[0],
         model_error, tuple(failures), wrong,
     )  # fmt: skip
 

@@ -37,7 +37,7 @@ def measure(settings: Settings) -> Iterator[Found]:
     }
     budget = settings.effort().budget_s
     times = time_in_turn(calls, device=place, budget_s=budget, least=20, warmup=20)
-    found = Found("overhead", "Overhead of a call without gradients, B1 H2 T4 D8",
-        {"": "{call}", "microseconds": "{us:.1f}"})  # fmt: skip
+    found = Found("overhead", "Overhead of a call without gradients",
+        {"B1 H2 T4 D8": "{call}", "microseconds": "{us:.1f}"})  # fmt: skip
     found.rows = [{"call": name, "us": timing.median * 1e6} for name, timing in times.items()]
     yield found

@@ -29,7 +29,7 @@ _HERE = Path(__file__).parent
 
 @dataclass
 class Found:
-    """A table of a part of the benchmark: its rows, how they are shown, and what was wrong.
+    """A table of a part of the benchmark: its rows, how they are shown with `notes` under them, and what was wrong.
 
     `part` is what `--only` picks it by, and the key of its rows in the results file.
     """
@@ -91,7 +91,6 @@ class Results:
         """The rows of a part."""
         self.parts.setdefault(found.part, []).extend(found.rows)
         self.failures += found.failures
-        self.notes += found.notes
         self.part_goals += found.outcomes
 
     def goals(self) -> list[Outcome]:
