@@ -237,7 +237,7 @@ def _device(simulate: bool) -> str:
 
 def toy(case: Case) -> Case:
     """The same call at the size of a simulator."""
-    narrow = {"D": 16} if isinstance(case, GatedCase) else {"Ds": 32}
+    narrow: dict[str, Any] = {"D": 16} if isinstance(case, GatedCase) else {"Ds": 32}
     return replace(case, B=1, H=2, T=33, S=33, Dv=16, **narrow)
 
 
