@@ -134,7 +134,7 @@ def _plot() -> int:
 
 def _run(chosen: list[Workload], results: Results, options: argparse.Namespace) -> int:
     """Measure, report and write."""
-    console = make_console()
+    console = make_console(options.device)
     report = Report(results, console)
     report.head()
     status = 0

@@ -1,11 +1,11 @@
-"""Tables for a person, readable at 100 columns."""
+"""Tables for a person, readable at 100 columns; those of a GPU, with more candidates, at 130."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,10 +16,12 @@ from benchmarks.candidates import RIVALS
 from benchmarks.goals import Outcome, milliseconds, rate, ratio
 from benchmarks.measure import Row, disturbed
 from benchmarks.results import Found, Results
+from benchmarks.settings import Device
 
 #: The workload of the line that a run ends with.
 _HEADLINE: Final = "gated_closed_50"
-_WIDTH = 100  # where the width of the output is not known: a file, a pipe
+#: Where the width of the output is not known: a file, a pipe.
+_WIDTH: Final[dict[Device, int]] = {"cpu": 100, "cuda": 130}
 _LEGEND: Final = (
     "ours: median ms. FLOP/s: executed FLOPs by our median. x: the time of that candidate by ours; eager, SDPA and its "
     "kernels, flex and flash_attn are times the gate. x dense: our own time for the dense workload of the table (all "
@@ -32,10 +34,9 @@ _DISTURBED: Final = (
 )
 
 
-def make_console(file: IO[str] | None = None) -> Console:
-    stream = sys.stdout if file is None else file
-    width = None if stream.isatty() else _WIDTH
-    return Console(file=stream, width=width, highlight=False, emoji=False)
+def make_console(device: Device = "cpu") -> Console:
+    width = None if sys.stdout.isatty() else _WIDTH[device]
+    return Console(width=width, highlight=False, emoji=False)
 
 
 class Report:
@@ -243,13 +244,14 @@ def _columns(rows: list[Row]) -> list[tuple[str, Cell]]:
     timed = {name for row in rows for name in row["times"]}
     rivals = [name for name in dict.fromkeys([*RIVALS["cpu"], *RIVALS["cuda"]]) if name in timed]
     others = sorted(timed.difference(rivals, ("ours", "dense", "float32")))
-    unit, by = ("TFLOP/s", 1e-3) if any(row["threads"] is None for row in rows) else ("GFLOP/s", 1)
+    on_gpu = any(row["threads"] is None for row in rows)
+    unit, by = ("TFLOP/s", 1e-3) if on_gpu else ("GFLOP/s", 1)
 
     def versus(name: str) -> Cell:
         return lambda row: _times(ratio(row, name))
 
     def floor(row: Row) -> str:
-        found = row.get("floor")
+        found = None if on_gpu else row.get("floor")
         return _ms(found["ms"]) + (" b" if found["bound"] == "bytes" else "") if found else ""
 
     return [
@@ -260,6 +262,6 @@ def _columns(rows: list[Row]) -> list[tuple[str, Cell]]:
         ("x f32", versus("float32")),
         ("x mm", lambda row: f"{ratio(row, 'sgemm'):.2f}" if row.get("floor") else ""),
         ("floor", floor),
-        ("gap", lambda row: f"{row['floor']['gap']:.2f}" if row.get("floor") else ""),
+        ("gap", lambda row: f"{row['floor']['gap']:.2f}" if floor(row) else ""),
         ("spread", lambda row: f"{row['spread']:.1f}x" if disturbed(row) else ""),
     ]
