@@ -66,9 +66,6 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
 	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
-	$(PY) -m benchmarks.models --smoke
-	$(PY) -m benchmarks.conversion --smoke
-	$(PY) -m benchmarks.importance --sentences 8
 	$(MAKE) newest wheel test-wheel
 
 lint: .venv/stamp-dev docs ## ruff, mypy and clang-format; the documentation site must build

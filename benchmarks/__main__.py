@@ -1,13 +1,21 @@
 """`python -m benchmarks`: accuracy and FLOPs first, then speed, memory, overhead and decoding.
 
-Exit status: 0; 1 where a check failed or nothing can be plotted; 2 for a bad option; 130 where it was
-interrupted, after the report of what was measured by then.
+With `--device cuda` on a GPU: against each kernel of SDPA, FlexAttention and flash-attn. Where there is no GPU,
+`--device cuda --smoke` shows that all of it runs, on simulated kernels (TRITON_INTERPRET=1,
+HEADS_KERNELS_EMULATE_CUDA=1).
+
+The file of `--json` is written after every measurement. The same command goes on where one ended that was interrupted
+or crashed; what it was running when it crashed is a failure.
+
+Exit status: 0; 1 where a check failed or nothing can be plotted; 2 for a bad option; 3 where a kernel broke the CUDA
+context (the same command goes on after it); 130 where it was interrupted, after the report of what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +24,19 @@ import torch
 
 try:
     from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 except ImportError:
     sys.exit("python -m benchmarks needs rich: pip install 'heads_kernels[bench]', or make bench")
 
 from benchmarks import plot, run
-from benchmarks.problems import Workload
 from benchmarks.report import Report, make_console
-from benchmarks.results import Results, keep, kept_file, this_machine, write_json
+from benchmarks.results import Results, keep, this_machine
+from benchmarks.settings import Form, Settings, word
+from benchmarks.workloads import Workload
+from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
-    "float16": torch.float16}  # fmt: skip
+_DTYPES = {
+    word(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,13 +48,15 @@ def _parser() -> argparse.ArgumentParser:
         help="all lengths, widths, paddings and models, on all threads and on one, and how far goals "
             "are met (17 minutes on 2 cores)")  # fmt: skip
     form.add_argument("--plot", action="store_true",
-        help="measure nothing: draw benchmarks/results/<machine>.svg from the newest full run kept")  # fmt: skip
+        help="measure nothing: draw the figures of the kept full runs, and that of README")  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", metavar="PATTERN",
-        help="workloads whose name has this in it (* and ? allowed); also memory, overhead, decoding")  # fmt: skip
+        help=f"workloads whose name has this in it (* and ? allowed); also {', '.join(run.PARTS)}; and, measured only "
+            f"where they are named, {', '.join(run.ON_REQUEST)}")  # fmt: skip
     parser.add_argument("--floor", action="store_true",
-        help="beside every time the least that this machine's cores allow (--full has it always)")  # fmt: skip
+        help="beside every time the least that this machine allows (--full has it always)")  # fmt: skip
     parser.add_argument("--threads", type=_threads, metavar="N", help="default: as torch has it")
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: float32, on a GPU bfloat16")
     parser.add_argument("--json", type=_json_path, metavar="PATH", help="write all numbers here")
     parser.add_argument("--keep", action="store_true",
         help="add this run to benchmarks/results/<machine>.jsonl")  # fmt: skip
@@ -67,20 +79,31 @@ def _json_path(text: str) -> Path:
     return path
 
 
+def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Settings:
+    """What the options ask for; exits where this machine cannot do it."""
+    form: Form = "smoke" if options.smoke else "full" if options.full else "quick"
+    dtype, simulated = "float32", TRITON_INTERPRETED or CUDA_EMULATED
+    if options.device == "cuda":
+        if torch.cuda.is_available():
+            dtype = "bfloat16"
+        elif not (options.smoke and simulated):
+            parser.error("--device cuda: there is no CUDA device; without one it takes --smoke, and "
+                "TRITON_INTERPRET=1 or HEADS_KERNELS_EMULATE_CUDA=1")  # fmt: skip
+    if options.keep and (options.smoke or (options.only and options.only not in run.ON_REQUEST)):
+        parser.error("--keep is for whole runs; leave out --smoke and --only")
+    floor = options.floor or options.full
+    return Settings(form, options.device, _DTYPES[options.dtype or dtype], options.only, floor)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    form = "smoke" if options.smoke else "full" if options.full else "quick"
-    if options.keep and (options.smoke or options.only):
-        parser.error("--keep is for whole runs; leave out --smoke and --only")
     if options.plot:
         if vars(options) != vars(parser.parse_args(["--plot"])):
             parser.error("--plot measures nothing; leave out the other options")
         return _plot()
-    settings = run.Settings(
-        form, _DTYPES[options.dtype], options.only, options.floor or options.full
-    )
+    settings = _settings(parser, options)
     try:
         chosen = run.choose(settings)
     except run.NothingToDo as error:
@@ -88,68 +111,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(options.threads or threads)
-        results = Results(this_machine(), form, options.dtype, run.backends(settings))
-        interrupted = _run(settings, chosen, results, options)
+        results = Results(
+            this_machine(settings.device), settings, run.backends(settings), path=options.json
+        )
+        return _run(chosen, results, options)
     except KeyboardInterrupt:  # before anything was measured
         return 130
     finally:
         torch.set_num_threads(threads)
-    return 130 if interrupted else int(bool(results.failures))
 
 
 def _plot() -> int:
     console = make_console()
     try:
-        console.print(f"drawn: {plot.draw(kept_file(this_machine()))}")
+        for path in plot.draw():
+            console.print(f"drawn: {path}")
     except plot.CannotPlot as error:
         console.print(f"[bold red]no plot[/]: {escape(str(error))}")
         return 1
     return 0
 
 
-def _run(
-    settings: run.Settings,
-    chosen: list[Workload],
-    results: Results,
-    options: argparse.Namespace,
-) -> bool:
-    """Measure, report and write; returns whether it was interrupted."""
-    console = make_console()
+def _run(chosen: list[Workload], results: Results, options: argparse.Namespace) -> int:
+    """Measure, report and write."""
+    console = make_console(options.device)
     report = Report(results, console)
     report.head()
-    interrupted = False
-    columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    quiet = not console.is_terminal
+    status = 0
+    if results.resume():
+        console.print(f"[bold]goes on with {options.json}[/]")
     try:
-        # No refresh by itself: its thread would take a core away from what is being timed.
-        with Progress(
-            *columns, console=console, transient=True, auto_refresh=False, disable=quiet
-        ) as progress:
-            task = progress.add_task("", total=run.steps(settings, chosen))
-
-            def step(name: str) -> None:
-                progress.update(task, advance=1, description=name, refresh=True)
-
-            run.run(settings, chosen, report, step)
+        run.run(chosen, report)
     except KeyboardInterrupt:
-        interrupted = True
-    report.finish()
-    if interrupted:
+        status, results.running = 130, None
         console.print("[bold yellow]interrupted[/]: the rest was not measured")
+    except run.ContextLost as error:
+        status = 3
+        console.print(f"[bold red]the CUDA context is lost[/]: {escape(str(error))}")
+    results.write()
+    report.finish(
+        (f" --device {options.device}" if options.device != "cpu" else "")
+        + (f" --threads {options.threads}" if options.threads else "")
+        + (f" --dtype {options.dtype}" if options.dtype else "")
+    )
     if options.json:
-        write_json(results, options.json)
         console.print(f"[dim]numbers in {options.json}[/]")
     if options.keep:
-        if interrupted or results.failures:
+        if not results.complete or results.failures:
             console.print("[yellow]not kept[/]: only whole runs without failures are")
         else:
             console.print(f"[dim]kept in {keep(results)}[/]")
-    report.summary(
-        (f" --threads {options.threads}" if options.threads else "")
-        + (f" --dtype {options.dtype}" if options.dtype != "float32" else "")
-    )
-    return interrupted
+    return status or int(bool(results.failures))
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)  # a time limit from outside: report what is there
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 Accuracy is the one rule of `heads_kernels.testing` for the output, lse and every gradient; where a
 call has many pairs, those of some heads and batches. FLOPs
-are counted by `torch.utils.flop_counter` on our operator and on plain PyTorch, and worked out by
+are counted by `torch.utils.flop_counter` on our operator and on plain PyTorch, for the same part, and worked out by
 closed formulas (2 per multiply-add): scores 2 B T S H D (collaborative 2 B T S H Ds), P V
 2 B T S H Dv; executed: see `Workload`.
 """
@@ -19,85 +19,102 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.baselines import baselines
-from benchmarks.problems import Workload
+from benchmarks.candidates import RIVALS, NotRun, further_backends, rival
+from benchmarks.settings import Settings
+from benchmarks.workloads import DIRECTIONS, Workload
 from heads_kernels import testing
 from heads_kernels.testing import Inputs
 
-#: Pairs of a query row and a key, summed over batch and heads, whose oracle takes a second: it forms
-#: them in float64, for every gradient.
-_MOST_PAIRS: Final = 1 << 21
+#: Pairs of a query row and a key, summed over batch and heads, whose oracle takes a second on a CPU: it forms
+#: them in float64, for every gradient. On a GPU two heads of 8192 tokens, 1 GiB a matrix.
+_MOST_PAIRS: Final = {"cpu": 1 << 21, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found; `failures` is empty where all is well.
+    """What was found.
 
     worst, ratio  the quantity nearest to its bound, and its error as a part of that bound
     counted       FLOPs of the forward pass as FlopCounterMode counts them: every pair
     executed      FLOPs of the forward pass that have to be done
     model_error   largest difference from the output of the model that the inputs come from
+    failures      of ours and of the formulas: the workload is not timed
+    wrong         baselines that compute something else, which are left out, and what they are off by
     """
 
     workload: str
-    table: str
-    label: str
     worst: str
     ratio: float
     counted: int
     executed: int
     model_error: float | None
     failures: tuple[str, ...]
+    wrong: dict[str, str]
 
 
-def check(workload: Workload, dtype: torch.dtype) -> Check:
+def check(workload: Workload, settings: Settings) -> Check:
     """Hold a workload to the accuracy rule, to its FLOP formulas and to its baselines' results."""
-    calls = workload.make(dtype)
+    calls = workload.make(settings.dtype, settings.place)
     failures: list[str] = []
-    worst, ratio, model_error = "", 0.0, None
+    wrong: dict[str, str] = {}
+    worst, ratio, model_error, counted, executed = "", 0.0, None, [0, 0], [0, 0]
     for number, inputs in enumerate(calls):
         some, where = (inputs, None) if workload.expected else _part(inputs)
         with _one_thread():
             reference = testing.reference(some)
-        report = testing.compare(reference, None, workload.name)
-        failures += [f"accuracy: {quantity}" for quantity in report.quantities if not quantity.ok]
-        nearest = max(report.quantities, key=lambda quantity: quantity.ratio)
-        if nearest.ratio >= ratio:
-            worst, ratio = nearest.name, nearest.ratio
-        bound = next(q.max_bound for q in report.quantities if q.name == "out")
-        if where is not None:
-            failures += _whole_failures(inputs, where, reference.oracle["out"], bound)
-        failures += _baseline_failures(some, reference.oracle["out"])
-        if workload.expected and dtype == torch.float32:
+        for backend in (None, *further_backends(inputs, settings.device)):
+            report = testing.compare(reference, backend, workload.name)
+            of = f" on {backend}" if backend else ""
+            failures += [
+                f"accuracy{of}: {quantity}" for quantity in report.quantities if not quantity.ok
+            ]
+            nearest = max(report.quantities, key=lambda quantity: quantity.ratio)
+            if nearest.ratio >= ratio:
+                worst, ratio = nearest.name, nearest.ratio
+            bound = next(q.max_bound for q in report.quantities if q.name == "out")
+            if where is not None:
+                failures += _whole_failures(inputs, where, reference.oracle["out"], bound, backend)
+        wrong |= _wrong_baselines(some, reference.oracle["out"], workload, settings)
+        if workload.expected and settings.dtype == torch.float32:
             error = _model_error(inputs, workload.expected[number])
             model_error = max(error, model_error or 0.0)
             if not error <= 2 * bound:  # the model's own float32 output may be as far off as ours
                 failures.append(
                     f"accuracy: {error:.1e} from the model's output, of {2 * bound:.1e}"
                 )
-    counted, executed, flop_failures = _check_flops(workload, calls)
-    failures += flop_failures
+        failures += _count_failures(some)
+        problem = inputs.requires_grad().problem()
+        for index, backward in enumerate((False, True)):
+            counted[index] += problem.flops(backward=backward, dense=True)
+            executed[index] += problem.flops(backward=backward)
+    for index, direction in enumerate(DIRECTIONS):
+        stated = workload.flops(direction)
+        if stated != executed[index]:
+            failures.append(
+                f"FLOPs: Problem.flops() {direction} is {executed[index]}, not {stated}"
+            )
     return Check(
-        workload.name, workload.table, workload.label, worst, ratio, counted, executed, model_error,
-        tuple(failures),
+        workload.name, worst, ratio, counted[0], executed[0],
+        model_error, tuple(failures), wrong,
     )  # fmt: skip
 
 
 def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, slice] | None]:
-    """The call itself; or, with more than `_MOST_PAIRS`, some heads and batches of it, and where its output has them.
+    """The call itself; or, with more pairs than `_MOST_PAIRS`, some heads and batches of it, and where these are.
 
     Heads are the first and the last: where some are closed, an open and a closed one. Grouped ones are kept, all of
     them: another number would be another kernel's work. Batches are evenly spread, and all of them under a mask.
     """
     problem = inputs.problem()
-    B, H = problem.B, problem.H
+    B, H, most = problem.B, problem.H, _MOST_PAIRS[inputs.dout.device.type]
     pairs = problem.B * problem.H * problem.T * problem.S
     step = H - 1 if H > 2 and inputs.tensors["value"].shape[1] == H else 1
-    if pairs <= _MOST_PAIRS or (step == 1 and "attn_mask" in inputs.options):
+    if pairs <= most or (step == 1 and "attn_mask" in inputs.options):
         return inputs, None
     batches = 1
     if "attn_mask" not in inputs.options:
         kept = pairs // H * len(range(0, H, step))
-        batches = min(B, -(-kept // _MOST_PAIRS))
+        batches = min(B, -(-kept // most))
     if step == batches == 1:
         return inputs, None
     tensors = dict(inputs.tensors)
@@ -117,11 +134,15 @@ def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, slice] | None]:
 
 
 def _whole_failures(
-    inputs: Inputs, where: tuple[slice, ...], oracle: Tensor, bound: float
+    inputs: Inputs,
+    where: tuple[slice, ...],
+    oracle: Tensor,
+    bound: float,
+    backend: str | None = None,
 ) -> list[str]:
     """Hold a part of the whole call's output to the bound that the call of that part alone has."""
     with torch.no_grad():
-        part = inputs.call()[where]
+        part = inputs.call(backend)[where]
     error = float((part.double() - oracle).abs().max())
     if error <= bound:
         return []
@@ -146,35 +167,25 @@ def count(call: Callable[[], object]) -> int:
     return total
 
 
-def _check_flops(workload: Workload, calls: tuple[Inputs, ...]) -> tuple[int, int, list[str]]:
-    """Counted and executed FLOPs of the forward pass, and what does not agree."""
-    wrong: list[str] = []
-
-    def agree(what: str, got: int, expected: int) -> None:
-        if got != expected:
-            wrong.append(f"FLOPs: {what} is {got}, not {expected}")
-
-    counted = executed = executed_backward = 0
-    for inputs in calls:
-        leaves = inputs.requires_grad()
-        problem = leaves.problem()
-        executed += problem.flops()
-        executed_backward += problem.flops(backward=True)
-        pairs, D, Dv = problem.B * problem.H * problem.T * problem.S, problem.D, problem.Dv
-        forward, again = 2 * pairs * (D + Dv), 2 * pairs * D  # again: flash forms the scores twice
-        ours, ours_backward = _count_both(leaves, leaves.call)
-        eager, eager_backward = _count_both(leaves, baselines(leaves)["eager"])
-        agree("forward count of our operator", ours, forward)
-        agree("forward count of eager PyTorch", eager, forward)
-        agree("backward count of eager PyTorch", eager_backward, 2 * forward)
-        agree("backward count of our operator", ours_backward, eager_backward + again)
-        agree("Problem.flops(dense=True)", problem.flops(dense=True), ours)
-        agree("Problem.flops(backward=True, dense=True)",
-            problem.flops(backward=True, dense=True), ours_backward)  # fmt: skip
-        counted += ours
-    agree("Problem.flops()", executed, workload.flops("forward"))
-    agree("Problem.flops(backward=True)", executed_backward, workload.flops("backward"))
-    return counted, executed, wrong
+def _count_failures(inputs: Inputs) -> list[str]:
+    """Where the counter, on our operator and on plain PyTorch, and the closed formulas do not agree."""
+    leaves = inputs.requires_grad()
+    problem = leaves.problem()
+    pairs, D, Dv = problem.B * problem.H * problem.T * problem.S, problem.D, problem.Dv
+    forward, again = 2 * pairs * (D + Dv), 2 * pairs * D  # again: flash forms the scores twice
+    ours, eager = _count_both(leaves, leaves.call), _count_both(leaves, baselines(leaves)["eager"])
+    return [
+        f"FLOPs: {what} is {got}, not {expected}"
+        for what, got, expected in (
+            ("forward count of our operator", ours[0], forward),
+            ("forward count of eager PyTorch", eager[0], forward),
+            ("backward count of eager PyTorch", eager[1], 2 * forward),
+            ("backward count of our operator", ours[1], eager[1] + again),
+            ("Problem.flops(dense=True)", problem.flops(dense=True), ours[0]),
+            ("Problem.flops(backward=True, dense=True)", problem.flops(backward=True, dense=True), ours[1]),
+        )
+        if got != expected
+    ]  # fmt: skip
 
 
 def _count_both(inputs: Inputs, call: Callable[[], Tensor]) -> tuple[int, int]:
@@ -185,20 +196,26 @@ def _count_both(inputs: Inputs, call: Callable[[], Tensor]) -> tuple[int, int]:
     return forward, count(lambda: torch.autograd.grad(held[0], leaves, inputs.dout))
 
 
-def _baseline_failures(inputs: Inputs, oracle: Tensor) -> list[str]:
+def _wrong_baselines(
+    inputs: Inputs, oracle: Tensor, workload: Workload, settings: Settings
+) -> dict[str, str]:
     """A baseline that computes something else is no baseline.
 
     Half the digits of the dtype tell: what differs by more than rounding differs in the first ones.
     """
-    rows, failures = real_rows(inputs), []
+    rows, found = real_rows(inputs), {}
     exact = oracle.where(rows, 0.0)
     limit = torch.finfo(inputs.dout.dtype).eps ** 0.5 * float(exact.abs().max())
-    with torch.no_grad():
-        for name, call in baselines(inputs).items():
-            error = float((call().double().where(rows, 0.0) - exact).abs().max())
-            if not error <= limit:
-                failures.append(f"baseline: {name} is off by {error:.1e}, of {limit:.1e}")
-    return failures
+    for name in RIVALS[settings.device]:
+        try:
+            with torch.no_grad():
+                out = rival(name, inputs, flex=workload.flex, direction="forward")()
+        except (NotRun, RuntimeError):  # it cannot serve the call: where it is timed it says why
+            continue
+        error = float((out.double().where(rows, 0.0) - exact).abs().max())
+        if not error <= limit:
+            found[name] = f"off by {error:.1e}, of {limit:.1e}"
+    return found
 
 
 def _model_error(inputs: Inputs, expected: Tensor) -> float:

@@ -1,34 +1,27 @@
-"""`python -m benchmarks.conversion`: a pretrained model made collaborative: accuracy, FLOPs and speed.
+"""A pretrained model made collaborative: accuracy, FLOPs and speed.
 
 MiniLM is converted with one half of the sentences as calibration and measured on the other half: its sentence
 embeddings against those of the stock model, and the goals. Then the decomposition of one layer is compared with
 tensorly's, which the paper's code uses, and the whole model with stock SDPA at three lengths.
-
-Exit status: 0; 1 if the exact conversion differs from the stock model; 2 if the model is not available.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks import minilm
+from benchmarks.measure import Row
 from benchmarks.models import TOLERANCE
-from benchmarks.report import make_console
-from benchmarks.results import this_machine, write_whole
+from benchmarks.results import Found
+from benchmarks.settings import Settings
 from heads_kernels.testing import time_in_turn
 
 Model = Any
@@ -48,28 +41,6 @@ TOKENS: Final = 2048
 
 
 # ---------------------------------------------------------------------- accuracy
-@dataclass(frozen=True)
-class Quality:
-    """Sentence embeddings of a converted model compared with the stock model's, and the goal."""
-
-    method: str
-    dim: int
-    dims: tuple[int, ...]
-    seconds_a_layer: float
-    weight_error: float  # the mean of the layers'
-    score_error: float  # of all layers together
-    parameters: int
-    cosine: float
-    spearman: float
-    top1: float
-    goal: tuple[float, float, float] | None
-
-    @property
-    def met(self) -> bool:
-        got = (self.cosine, self.spearman, self.top1)
-        return self.goal is None or all(a >= b for a, b in zip(got, self.goal, strict=True))
-
-
 @torch.no_grad()
 def embeddings(model: Model, sentences: Sequence[dict[str, Tensor]]) -> Tensor:
     """`[sentences, width]`: the mean of the hidden states of real tokens, normalised."""
@@ -119,39 +90,27 @@ def converted(stock: Model, calibration: Calibration, most: int) -> Iterator[Con
             yield Converted(method, dim, model, conversion, seconds)
 
 
-def qualities(
-    stock: Model, models: Sequence[Converted], held_out: list[dict[str, Tensor]]
-) -> Iterator[Quality]:
-    """The accuracy of every converted model."""
-    expected = embeddings(stock, held_out)
-    for one in models:
-        reports = one.conversion.reports
-        yield Quality(
-            one.method,
-            one.dim,
-            one.conversion.dims,
-            one.seconds_a_layer,
-            sum(report.weight_error for report in reports) / len(reports),
-            one.conversion.error,
-            one.conversion.parameters,
-            *agreement(embeddings(one.model, held_out), expected),
-            GOALS[one.method][one.dim],
-        )
+def quality(one: Converted, expected: Tensor, held_out: list[dict[str, Tensor]]) -> Row:
+    """The accuracy of a converted model: embeddings of sentences compared with the stock model's."""
+    reports = one.conversion.reports
+    got = agreement(embeddings(one.model, held_out), expected)
+    goal = GOALS[one.method][one.dim]
+    return {
+        "method": one.method,
+        "dim": one.dim,
+        "dims": one.conversion.dims,
+        "seconds_a_layer": one.seconds_a_layer,
+        "weight_error": sum(report.weight_error for report in reports) / len(reports),
+        "score_error": one.conversion.error,  # of all layers together
+        "parameters": one.conversion.parameters,
+        **dict(zip(("cosine", "spearman", "top1"), got, strict=True)),
+        "goal": goal,
+        "met": all(a >= b for a, b in zip(got, goal, strict=True)),
+    }
 
 
 # ---------------------------------------------------------------------- against the reference's library
-@dataclass(frozen=True)
-class Library:
-    """One layer decomposed by tensorly as the paper's code asks for it, and by `hk.convert.cp`, weights alone."""
-
-    dim: int
-    tensorly_s: float
-    tensorly_error: float
-    ours_s: float
-    ours_error: float
-
-
-def against_tensorly(layer: hk.heads.AttentionLayer, dim: int) -> Library:
+def against_tensorly(layer: hk.heads.AttentionLayer, dim: int) -> Row:
     """Random start, 100 iterations at most, tolerance 1e-6 (Cordonnier et al.'s code), on PyTorch's threads."""
     import tensorly
     from tensorly.decomposition import parafac
@@ -168,22 +127,16 @@ def against_tensorly(layer: hk.heads.AttentionLayer, dim: int) -> Library:
     factors = hk.convert.cp(heads, dim)
     ours = time.perf_counter() - start
     error = float(difference.norm() / product.norm())
-    return Library(dim, theirs, error, ours, hk.convert.weight_error(heads, factors))
+    return {
+        "dim": dim,
+        "tensorly_s": theirs,
+        "tensorly_error": error,
+        "ours_s": ours,
+        "ours_error": hk.convert.weight_error(heads, factors),
+    }
 
 
 # ---------------------------------------------------------------------- speed
-@dataclass(frozen=True)
-class Speed:
-    """A whole model at inference, no padding; `flops` are those of all attention layers for one sentence."""
-
-    T: int
-    B: int
-    candidate: str
-    flops: int
-    ms: float
-    times_stock: float
-
-
 def candidates(
     stock: Model, models: Sequence[Converted], dims: Sequence[int]
 ) -> dict[str, tuple[Model, Any]]:
@@ -212,8 +165,8 @@ def attention_flops(stock: Model, conversion: Any, T: int) -> int:
 
 def speeds(
     models: dict[str, tuple[Model, Any]], tokens: int, budget_s: float, least: int
-) -> Iterator[Speed]:
-    """Every candidate in turn, at every length, on batches of so many tokens."""
+) -> Iterator[Row]:
+    """Every candidate in turn, at every length, on batches of so many tokens; `flops`: of attention, for a sentence."""
     stock = models["stock SDPA"][0]
     for T in LENGTHS:
         B = tokens // T
@@ -222,7 +175,8 @@ def speeds(
         times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
         for name, (_, conversion) in models.items():
             ms, flops = times[name].median * 1e3, attention_flops(stock, conversion, T)
-            yield Speed(T, B, name, flops, ms, times["stock SDPA"].median * 1e3 / ms)
+            yield {"T": T, "B": B, "candidate": name, "flops": flops, "ms": ms,
+                "times_stock": times["stock SDPA"].median * 1e3 / ms}  # fmt: skip
 
 
 def _inference(model: Model, ids: Tensor) -> Callable[[], object]:
@@ -231,69 +185,6 @@ def _inference(model: Model, ids: Tensor) -> Callable[[], object]:
         return model(input_ids=ids)
 
     return call
-
-
-# ---------------------------------------------------------------------- the command
-def show(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left", box=None)
-    for head in heads:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def show_qualities(console: Console, rows: Sequence[Quality]) -> None:
-    cells = [
-        (
-            row.method,
-            str(row.dim),
-            " ".join(map(str, row.dims)),
-            f"{row.seconds_a_layer:.2f}",
-            f"{row.weight_error:.3f}",
-            f"{row.score_error:.3f}",
-            f"{row.cosine:.4f} / {row.spearman:.4f} / {row.top1:.3f}",
-            " / ".join(map(str, row.goal or ())),
-            "met" if row.met else "MISSED",
-        )
-        for row in rows
-    ]
-    heads = (
-        "method", "Ds", "by layer", "s a layer", "weight error", "score error",
-        "cosine / Spearman / top-1", "goal", "",
-    )  # fmt: skip
-    show(console, "MiniLM converted, sentences that it was not calibrated on", heads, cells)
-
-
-def show_library(console: Console, rows: Sequence[Library]) -> None:
-    cells = [
-        (
-            str(row.dim),
-            f"{row.tensorly_s:.1f}",
-            f"{row.tensorly_error:.3f}",
-            f"{row.ours_s:.2f}",
-            f"{row.ours_error:.3f}",
-            f"{row.tensorly_s / row.ours_s:.0f}",
-        )
-        for row in rows
-    ]
-    heads = ("Ds", "tensorly s", "error", "ours s", "error", "times faster")
-    show(console, "Layer 0, weights alone", heads, cells)
-
-
-def show_speeds(console: Console, rows: Sequence[Speed]) -> None:
-    cells = [
-        (
-            str(row.T),
-            row.candidate,
-            f"{row.flops / 1e6:.0f}",
-            f"{row.ms:.1f}",
-            f"{row.times_stock:.2f}",
-        )
-        for row in rows
-    ]
-    heads = ("T", "", "attention MFLOP a sentence", "ms a batch", "x stock")
-    show(console, f"Whole model, {rows[0].B * rows[0].T} tokens a batch", heads, cells)
 
 
 def exact(stock: Model, sentences: dict[str, Tensor]) -> float:
@@ -305,47 +196,48 @@ def exact(stock: Model, sentences: dict[str, Tensor]) -> float:
     return float(((hidden[0] - hidden[1]) * sentences["attention_mask"][..., None]).abs().max())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.conversion", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument(
-        "--smoke", action="store_true", help="two layers, few sentences: does it run?"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
-    options = parser.parse_args(arguments)
-    console = make_console()
-    try:
-        shortened = {"num_hidden_layers": 2} if options.smoke else {}
-        stock = minilm.load(attn_implementation="sdpa", **shortened)
-        everything = minilm.batches(200 if options.smoke else 1200, size=100)
-    except minilm.Unavailable as error:
-        console.print(f"no model: {error}")
-        return 2
+def measure(settings: Settings) -> Iterator[Found]:
+    """Smoke: two layers, few sentences."""
+    smoke = settings.form == "smoke"
+    shortened = {"num_hidden_layers": 2} if smoke else {}
+    stock = minilm.load(attn_implementation="sdpa", **shortened)
+    everything = minilm.batches(200 if smoke else 1200, size=100)
     held_out = everything[1::2]
+    found = Found("conversion", "MiniLM converted, sentences that it was not calibrated on", {
+        "": "{method}",
+        "Ds": "{dim}",
+        "s a layer": "{seconds_a_layer:.2f}",
+        "weight error": "{weight_error:.3f}",
+        "score error": "{score_error:.3f}",
+        "cosine / Spearman / top-1": "{cosine:.4f} / {spearman:.4f} / {top1:.3f}",
+        "goal": lambda row: " / ".join(map(str, row["goal"])),
+        "met": lambda row: "met" if row["met"] else "short",
+    })  # fmt: skip
     difference = exact(stock, held_out[0])
     if not difference <= TOLERANCE:
-        console.print(f"FAIL with all features hidden states differ by {difference:.1e}")
-        return 1
+        found.failures.append(f"with all features hidden states differ by {difference:.1e}")
+        yield found
+        return
     calibration = hk.convert.calibrate(copy.deepcopy(stock), everything[::2], progress=False)
-    models = list(converted(stock, calibration, 96 if options.smoke else 256))
-    quality = list(qualities(stock, models, held_out))
-    show_qualities(console, quality)
-    library = []
-    if not options.smoke:
+    models = list(converted(stock, calibration, 96 if smoke else 256))
+    expected = embeddings(stock, held_out)
+    found.rows = [quality(one, expected, held_out) for one in models]
+    yield found
+    if not smoke:
         layer = hk.heads.attention_layers(stock)[0]
-        library = [against_tensorly(layer, dim) for dim in GOALS["cp"]]
-        show_library(console, library)
-    timed = candidates(stock, models, (96,) if options.smoke else (256, 128))
-    speed = list(speeds(timed, *((512, 0.1, 1) if options.smoke else (TOKENS, 40.0, 7))))
-    show_speeds(console, speed)
-    if options.json:
-        numbers: dict[str, Any] = {"machine": asdict(this_machine())}
-        parts: dict[str, Sequence[Any]] = {"quality": quality, "library": library, "speed": speed}
-        numbers |= {name: [asdict(row) for row in rows] for name, rows in parts.items()}
-        write_whole(options.json, json.dumps(numbers, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield Found("conversion_library", "Layer 0, weights alone, beside tensorly's parafac", {
+            "Ds": "{dim}",
+            "tensorly s": "{tensorly_s:.1f}",
+            "tensorly error": "{tensorly_error:.3f}",
+            "ours s": "{ours_s:.2f}",
+            "our error": "{ours_error:.3f}",
+        }, [against_tensorly(layer, dim) for dim in GOALS["cp"]])  # fmt: skip
+    timed = candidates(stock, models, (96,) if smoke else (256, 128))
+    size = (512, 0.1, 1) if smoke else (TOKENS, 40.0, 7)
+    yield Found("conversion_speed", f"Whole model, {size[0]} tokens a batch", {
+        "T": "{T}",
+        "candidate": "{candidate}",
+        "attention MFLOP a sentence": lambda row: f"{row['flops'] / 1e6:.0f}",
+        "ms a batch": "{ms:.1f}",
+        "x stock": "{times_stock:.2f}",
+    }, [*speeds(timed, *size)])  # fmt: skip

@@ -12,7 +12,7 @@ they have the caches that the call has. A call can come out above them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -23,6 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
+from benchmarks.candidates import Call
+from benchmarks.measure import Row, disturbed
+from benchmarks.results import Column, Found
+from benchmarks.settings import Settings, word
 from heads_kernels.testing import Inputs, accuracy, time_in_turn
 
 #: Larger caches are left out.
@@ -45,7 +49,7 @@ class Case:
 
     def __str__(self) -> str:
         heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H} Hk{self.Hk}"
-        return f"B{self.B} {heads} S{self.S} D{self.D} {str(self.dtype).removeprefix('torch.')}"
+        return f"B{self.B} {heads} S{self.S} D{self.D} {word(self.dtype)}"
 
     @property
     def token_bytes(self) -> int:
@@ -67,31 +71,17 @@ class Case:
         return (_SHARED + self.H * self.D) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Row:
-    """Median of a candidate; `times_sdpa` is the faster SDPA's by it, `memory_gbytes` the rate of memory."""
-
-    case: str
-    candidate: str
-    threads: int
-    ms: float
-    times_sdpa: float
-    token_bytes: int
-    gbytes: float
-    memory_gbytes: float
-    spread: float  # median by the fastest sample
-
-
-def cases(form: str) -> list[Case]:
-    """Those of a form: smoke, quick or full."""
-    narrow = (torch.float32, torch.bfloat16)
-    if form == "smoke":
+def cases(settings: Settings) -> list[Case]:
+    """Those of a form; on a GPU all are in the dtype of the run."""
+    on_gpu = settings.device == "cuda"
+    narrow = (settings.dtype,) if on_gpu else (torch.float32, torch.bfloat16)
+    if settings.form == "smoke":
         return [Case(2, 12, 12, 32, 64, dtype) for dtype in narrow] + [
             Case(2, 16, 4, 32, 64, dtype) for dtype in narrow
         ]
-    if form == "quick":
+    if settings.form == "quick":
         shapes = [(1, 12, 12, 512, 64), (8, 12, 12, 4096, 64), (1, 16, 4, 4096, 128)]
-        return [Case(*shape, torch.float32) for shape in shapes]
+        return [Case(*shape, narrow[0]) for shape in shapes]
     every = (
         Case(B, H, Hk, S, D, dtype)
         for (H, Hk), D, B, S, dtype in product(
@@ -104,12 +94,12 @@ def cases(form: str) -> list[Case]:
 class Cache:
     """Operands of all candidates of a case; both layouts are of the same memory."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, place: torch.device):
         B, H, Hk, S, D, self.case = case.B, case.H, case.Hk, case.S, case.D, case
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=case.dtype).normal_(generator=generator)
+            return torch.empty(shape, dtype=case.dtype).normal_(generator=generator).to(place)
 
         self.query = draw(B, H, 1, D)
         key, value = draw(B, S, Hk, D), draw(B, S, Hk, D)
@@ -119,7 +109,7 @@ class Cache:
         }
         if case.collaborative:
             self.shared_query, self.shared_key = draw(B, 1, _SHARED), draw(B, S, _SHARED)
-            self.mixing = torch.randn(H, _SHARED, generator=generator)
+            self.mixing = torch.randn(H, _SHARED, generator=generator).to(place)
 
     def inputs(self) -> dict[str, Inputs]:
         """Calls of ours by candidate."""
@@ -166,32 +156,73 @@ def check(cache: Cache) -> list[str]:
     return failures
 
 
-def measure(cache: Cache, budget_s: float, least: int) -> list[Row]:
-    """All candidates in turn, on the present number of threads."""
-    case = cache.case
-    ours: dict[str, Callable[[], object]] = {
+def measure(settings: Settings) -> Iterator[Found]:
+    """Every case in its own dtype, on a CPU in full on all threads and on one."""
+    found = Found("decoding", "Decoding: one query row against a cache", _COLUMNS)
+    own = torch.get_num_threads()
+    for case in cases(settings):
+        cache = Cache(case, settings.place)
+        failures = check(cache)
+        found.failures += failures
+        for threads in () if failures else settings.threads(own):
+            torch.set_num_threads(threads or own)
+            try:
+                found.rows += rows(cache, settings)
+            finally:
+                torch.set_num_threads(own)
+    found.notes.append(
+        "x SDPA: the faster SDPA of the case by this. of memory: by the rate of PyTorch's fastest reduction of as many "
+        "bytes."
+    )
+    yield found
+
+
+def rows(cache: Cache, settings: Settings) -> list[Row]:
+    """All candidates in turn, on the present number of threads.
+
+    `times_sdpa` is the median of the faster SDPA by that of the candidate, `memory_gbytes` the rate of memory.
+    """
+    case, effort = cache.case, settings.effort(has_goal=False)
+    ours: dict[str, Call] = {
         name: partial(getattr(hk, inputs.operator), **inputs.arguments())
         for name, inputs in cache.inputs().items()
     }
     compared = ours | cache.sdpa()
-    read, readers = _readers(min(case.cache_bytes, _MOST_READ))
+    read, readers = _readers(min(case.cache_bytes, _MOST_READ), settings.place)
     with torch.inference_mode():
-        times = time_in_turn(compared | readers, budget_s=budget_s, least=least, warmup=1)
+        times = time_in_turn(compared | readers, device=settings.place, cold=settings.device == "cuda",
+            budget_s=effort.budget_s, least=effort.least, warmup=1)  # fmt: skip
     memory = max(read / times[name].minimum for name in readers) * 1e-9
     best = min(timing.median for name, timing in times.items() if name.startswith("SDPA"))
-    rows = []
+    found = []
     for name in compared:
         timing = times[name]
         size = case.shared_token_bytes if name.endswith("collaborative") else case.token_bytes
-        rows.append(Row(str(case), name, torch.get_num_threads(), timing.median * 1e3,
-            best / timing.median, size, case.B * case.S * size / timing.median * 1e-9, memory,
-            timing.median / timing.minimum))  # fmt: skip
-    return rows
+        found.append({
+            "case": str(case), "candidate": name, "threads": torch.get_num_threads(),
+            "ms": timing.median * 1e3, "times_sdpa": best / timing.median, "token_bytes": size,
+            "gbytes": case.B * case.S * size / timing.median * 1e-9, "memory_gbytes": memory,
+            "spread": timing.median / timing.minimum,
+        })  # fmt: skip
+    return found
 
 
-def _readers(size: int) -> tuple[int, dict[str, Callable[[], object]]]:
+_COLUMNS: Final[dict[str, Column]] = {
+    "": "{case}",
+    "candidate": "{candidate}",
+    "thr": "{threads}",
+    "bytes a token": "{token_bytes:,}",
+    "ms": "{ms:.3f}",
+    "x SDPA": "{times_sdpa:.2f}x",
+    "GB/s": "{gbytes:.1f}",
+    "of memory": lambda row: f"{row['gbytes'] / row['memory_gbytes']:.0%}",
+    "spread": lambda row: f"{row['spread']:.1f}x" if disturbed(row) else "",
+}
+
+
+def _readers(size: int, place: torch.device) -> tuple[int, dict[str, Call]]:
     """Bytes that each reads, and the calls."""
-    numbers = torch.ones(max(size // 8, 1), dtype=torch.int64)
+    numbers = torch.ones(max(size // 8, 1), dtype=torch.int64, device=place)
     reals = numbers.view(torch.float32)
     return numbers.nbytes, {
         "sum": reals.sum,

@@ -24,27 +24,34 @@ only reads, where a copy writes as well, can come out below it where bytes are t
 
 Beside it stands the rate of torch.mm, 1024 x 1024 in float32 (float64 in a float64 run): what a
 vendor's library makes of the same processor, which may be far from the most (MKL on AMD: half).
+
+On a GPU the product rate is that of torch.mm, 8192 x 8192 of random numbers in the dtype of the call,
+and exponentials are left out: they run beside the tensor cores.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from benchmarks.problems import Direction, Workload
+from benchmarks.settings import word
+from benchmarks.workloads import Direction, Workload
 from heads_kernels.testing import Inputs, Timing
 
 #: Side of torch.mm's matrices. On 2 cores with AVX-512 512 reaches 80 % of the rate of 1536, 1024 93
 #: to 100 % in a third of its time.
 _SIDE: Final = 1024
+#: Of a GPU's: 2 ms on an H100.
+_GPU_SIDE: Final = 8192
 #: Steps of a thread: half a millisecond of products and one of powers at AVX-512, of which starting
 #: the threads is a hundredth.
 _PRODUCT_STEPS: Final = 100_000
 _POWER_STEPS: Final = 50_000
-#: Past this copies run at the speed of memory, whatever the size.
+#: Past this copies run at the speed of memory, whatever the size; a GPU has its L2 cache flushed.
 _MOST_BYTES: Final = 1 << 26
 
 
@@ -67,7 +74,7 @@ class Floor:
     product: str
     gflops: float
     sgemm: float
-    gexps: float
+    gexps: float | None
     gbytes: float
 
 
@@ -75,34 +82,41 @@ class Yardstick:
     """What is timed beside a workload, and the floor that follows."""
 
     def __init__(self, workload: Workload, direction: Direction, inputs: tuple[Inputs, ...]):
-        from heads_kernels import _cpu  # runs without a floor need no extension
-
-        self._cpu = _cpu
         self._flops, self._exps = workload.flops(direction), workload.exps()
         self._bytes = sum(_bytes(one, workload.open_heads, direction) for one in inputs)
-        self._dtype = inputs[0].dout.dtype
-        wide = torch.float64 if self._dtype == torch.float64 else torch.float32
-        self._copied = min(max(self._bytes // 2, 1), _MOST_BYTES)
+        self._dtype, place = inputs[0].dout.dtype, inputs[0].dout.device
+        self._copied = max(self._bytes // 2, 1)
         self._products = self._powers = 0  # of a call
-        self.calls: dict[str, Callable[[], object]] = {
-            "products": self._run_products,
-            "powers": self._run_powers,
-            "copy": _copy(self._copied),
-            "sgemm": _product(wide),
+        self.calls: dict[str, Callable[[], object]] = {}
+        wide = torch.float64 if self._dtype == torch.float64 else torch.float32
+        if place.type == "cuda":
+            self._side, wide = _GPU_SIDE, self._dtype
+        else:
+            self._side, self._copied = _SIDE, min(self._copied, _MOST_BYTES)
+            self.calls = {"products": self._run_products, "powers": self._run_powers}
+        self.calls |= {
+            "copy": _copy(self._copied, place),
+            "sgemm": _product(self._side, wide, place),
         }
 
     def _run_products(self) -> None:
-        self._products = self._cpu.run_products(
-            self._dtype, _PRODUCT_STEPS, torch.get_num_threads()
-        )
+        from heads_kernels import _cpu  # runs without a floor need no extension
+
+        threads = torch.get_num_threads()
+        self._products = _cpu.run_products(self._dtype, _PRODUCT_STEPS, threads)
 
     def _run_powers(self) -> None:
-        self._powers = self._cpu.run_powers(self._dtype, _POWER_STEPS, torch.get_num_threads())
+        from heads_kernels import _cpu
+
+        self._powers = _cpu.run_powers(self._dtype, _POWER_STEPS, torch.get_num_threads())
 
     def floor(self, times: Mapping[str, Timing]) -> Floor:
         """From the times of `calls` and of `ours`."""
-        product = 2 * self._products / times["products"].minimum
-        exps = self._powers / times["powers"].minimum
+        sgemm = 2 * self._side**3 / times["sgemm"].median
+        product, exps = sgemm, math.inf
+        if "products" in times:
+            product = 2 * self._products / times["products"].minimum
+            exps = self._powers / times["powers"].minimum
         bandwidth = 2 * self._copied / times["copy"].minimum
         arithmetic = self._flops / product + self._exps / exps
         seconds = max(arithmetic, self._bytes / bandwidth)
@@ -110,10 +124,10 @@ class Yardstick:
             seconds * 1e3,
             times["ours"].median / seconds,
             "arithmetic" if seconds == arithmetic else "bytes",
-            str(self._dtype).removeprefix("torch."),
+            word(self._dtype),
             product * 1e-9,
-            2 * _SIDE**3 / times["sgemm"].median * 1e-9,
-            exps * 1e-9,
+            sgemm * 1e-9,
+            None if exps == math.inf else exps * 1e-9,
             bandwidth * 1e-9,
         )
 
@@ -138,11 +152,11 @@ def _bytes(inputs: Inputs, open_heads: int, direction: Direction) -> int:
     return round(read + 2 * rows * share * out + gradients)  # out and dout are read
 
 
-def _product(dtype: torch.dtype) -> Callable[[], object]:
-    left, right, out = (torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(3))
+def _product(side: int, dtype: torch.dtype, place: torch.device) -> Callable[[], object]:
+    left, right, out = torch.randn(3, side, side, device=place).to(dtype)
     return lambda: torch.mm(left, right, out=out)
 
 
-def _copy(size: int) -> Callable[[], object]:
-    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+def _copy(size: int, place: torch.device) -> Callable[[], object]:
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=place)
     return lambda: target.copy_(source)

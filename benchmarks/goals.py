@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from itertools import product
+from typing import Any, Final, Literal
 
-from benchmarks.problems import DIRECTIONS, Direction
+from benchmarks.candidates import RIVALS, SDPA
 from benchmarks.shapes import (
+    GPU_LENGTHS,
+    GPU_SHARED,
+    GPU_VARIED,
     LONG,
     NARROW,
     PAIR_HEADS,
@@ -18,14 +22,31 @@ from benchmarks.shapes import (
     by_length,
     by_sharing,
 )
+from benchmarks.workloads import DIRECTIONS, Direction
 
-#: eager, sdpa     PyTorch's time by ours; sdpa is SDPA times the gate
-#: best            the better of the two, by ours
+#: eager, cudnn    its time by ours; baselines are times the gate
+#: sdpa            the time of SDPA, on a GPU of its fastest kernel, by ours
+#: best            the fastest baseline, by ours
 #: dense           our own time for the dense workload by ours
 #: dense rate      our FLOP/s by those of the dense workload: 1 where time falls as FLOPs do
 #: float32         our own time for the same numbers in float32 by ours
-#: sgemm           our FLOP/s by those of torch.mm in float32
-Versus = Literal["eager", "sdpa", "best", "dense", "dense rate", "float32", "sgemm"]
+#: sgemm           our FLOP/s by those of torch.mm in float32, on a GPU in the dtype of the call
+#: TFLOP/s         our rate; cuda TFLOP/s that of the backend `cuda`
+Versus = Literal[
+    "eager", "cudnn", "sdpa", "best", "dense", "dense rate", "float32", "sgemm", "TFLOP/s", "cuda TFLOP/s"
+]  # fmt: skip
+_WORDS: Final[dict[Versus, str]] = {
+    "sdpa": "SDPA*gate",
+    "cudnn": "cuDNN*gate",
+    "best": "best PyTorch",
+    "dense": "own dense time",
+    "dense rate": "own dense rate",
+    "float32": "own float32",
+    "sgemm": "sgemm rate",
+    "TFLOP/s": "",
+    "cuda TFLOP/s": "on cuda",
+}
+_BASELINES: Final = {name for names in RIVALS.values() for name in names}
 
 
 @dataclass(frozen=True)
@@ -38,9 +59,21 @@ class Goal:
     ratio: float
     one_thread: float | None = None
 
-    def wanted(self, threads: int) -> float:
+    def wanted(self, threads: int | None) -> float:
         """On this number of threads."""
         return self.one_thread if threads == 1 and self.one_thread is not None else self.ratio
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A goal beside what was measured, both as a person reads them; `threads` where it is a time on a CPU."""
+
+    goal: str
+    against: str
+    wanted: str
+    got: str
+    met: bool
+    threads: int | None = None
 
 
 #: Executed FLOP/s by those of the dense workload: the time is within 15 % of what it would be if it
@@ -51,7 +84,7 @@ _RATE: Final = 1 / 1.15
 _NARROW: Final = 1 / 1.15
 
 
-def _goals() -> Iterator[Goal]:
+def _cpu_goals() -> Iterator[Goal]:
     for name in (by_length(T, D) for D in WIDTHS for T in LONG):
         yield Goal(f"{name}_dense", "forward", "sdpa", 1.5, one_thread=1.15)
         yield Goal(f"{name}_causal", "forward", "best", 2.0)
@@ -87,6 +120,118 @@ def _goals() -> Iterator[Goal]:
             yield Goal(f"{base}_bfloat16", direction, "float32", _NARROW)
 
 
-GOALS: Final = tuple(_goals())
+#: On a GPU of the H100's class, TFLOP/s: forward, backward. Of the backend `cuda`, by width.
+_SHARED_RATES: Final = (250.0, 120.0)
+_OF_CUDA: Final = {64: (280.0, 220.0), 128: (320.0, 220.0)}
+_SHARED_OF_CUDA: Final = (250.0, 150.0)
+
+
+def _gpu_goals() -> Iterator[Goal]:
+    for (n, direction), D, T in product(enumerate(DIRECTIONS), _OF_CUDA, GPU_LENGTHS):
+        name = f"gated_D{D}_T{T}"
+        if T >= 4096:
+            for kind in ("dense", "causal"):
+                yield Goal(f"{name}_{kind}", direction, "cudnn", (0.75, 0.6)[n])
+            yield Goal(f"{name}_dense", direction, "cuda TFLOP/s", _OF_CUDA[D][n])
+        if T in GPU_VARIED:
+            yield Goal(f"{name}_closed_50", direction, "dense", 1.8)
+            yield Goal(f"{name}_closed_75", direction, "dense", 3.4)
+            yield Goal(f"{name}_half_padded", direction, "sdpa", 1.7)
+    for (n, direction), Ds, T in product(enumerate(DIRECTIONS), GPU_SHARED, (8192, 4096, 2048)):
+        name = f"collaborative_Ds{Ds}_T{T}_dense"
+        yield Goal(name, direction, "TFLOP/s", _SHARED_RATES[n])
+        yield Goal(name, direction, "cuda TFLOP/s", _SHARED_OF_CUDA[n])
+        yield Goal(name, direction, "best", 3.0)
+
+
+GOALS: Final = (*_cpu_goals(), *_gpu_goals())
+HAVE_GOALS: Final = frozenset(goal.workload for goal in GOALS)
 MEMORY_GOAL_MIB: Final = 64.0
+#: Twice the length may take twice the memory, and a tenth for what does not divide evenly.
+_LINEAR: Final = 2.2
 OVERHEAD_GOAL_US: Final = 40.0
+#: Workloads whose memory is measured on a GPU: half the length, and the whole.
+GPU_MEMORY: Final = (
+    ("gated_D128_T8192_causal", "gated_D128_T16384_causal"),
+    ("collaborative_Ds256_T4096_dense", "collaborative_Ds256_T8192_dense"),
+)
+
+
+def milliseconds(row: dict[str, Any], name: str) -> float | None:
+    """The median of a candidate; None where it was not timed."""
+    found: float | None = row["times"].get(name, {}).get("ms")
+    return found
+
+
+def rate(row: dict[str, Any], name: str = "ours") -> float | None:
+    """Executed GFLOP/s."""
+    ms = milliseconds(row, name)
+    return None if ms is None else float(row["flops"] / ms * 1e-6)
+
+
+def ratio(row: dict[str, Any], versus: Versus | str) -> float | None:
+    """How well ours does against that, see `Versus`, or against a candidate; None where it was not measured."""
+    ours, own = milliseconds(row, "ours"), rate(row)
+    if ours is None or own is None:
+        return None
+    if versus == "TFLOP/s":
+        return own * 1e-3
+    if versus == "cuda TFLOP/s":
+        of_cuda = own if row["backend"] == "cuda" else rate(row, "cuda")
+        return None if of_cuda is None else of_cuda * 1e-3
+    if versus == "sgemm":
+        return own / row["floor"]["sgemm"] if row.get("floor") else None
+    if versus == "dense rate":
+        dense = milliseconds(row, "dense")
+        return None if dense is None else own / (row["dense_flops"] / dense * 1e-6)
+    names = {"sdpa": SDPA, "best": tuple(_BASELINES)}.get(versus, (versus,))
+    times = [ms for name in names if (ms := milliseconds(row, name)) is not None]
+    return min(times) / ours if times else None
+
+
+def outcomes(speed: list[dict[str, Any]], parts: dict[str, list[dict[str, Any]]]) -> list[Outcome]:
+    """The goals of what was measured, on every number of threads."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in speed:
+        rows.setdefault((row["workload"], row["direction"]), []).append(row)
+    found = []
+    for goal in GOALS:
+        for row in rows.get((goal.workload, goal.direction), ()):
+            if (got := ratio(row, goal.versus)) is not None:
+                wanted = goal.wanted(row["threads"])
+                found.append(Outcome(f"{goal.workload} {goal.direction}",
+                    _WORDS.get(goal.versus, goal.versus), _shown(goal.versus, wanted),
+                    _shown(goal.versus, got), got >= wanted, row["threads"]))  # fmt: skip
+    found += _memory(parts.get("memory", []))
+    ours = [row["us"] for row in parts.get("overhead", []) if "_attention" in row["call"]]
+    if ours and not any(row["threads"] is None for row in speed):  # goals of a CPU
+        us = max(ours)
+        found.append(Outcome("overhead of a forward call, the slowest of ours", "",
+            f"at most {OVERHEAD_GOAL_US:.0f} us", f"{us:.1f} us", us <= OVERHEAD_GOAL_US))  # fmt: skip
+    return found
+
+
+def _memory(rows: list[dict[str, Any]]) -> Iterator[Outcome]:
+    """A long call forward stays below a bound; on a GPU twice the length takes twice the memory."""
+    extra = {
+        (row["case"], row["direction"]): row["extra"] for row in rows if row["candidate"] == "ours"
+    }
+    for (case, direction), peak in extra.items():
+        if direction == "forward" and not any(case in pair for pair in GPU_MEMORY):
+            yield Outcome(f"peak extra memory, forward, {case}", "", f"under {MEMORY_GOAL_MIB:.0f} MiB",
+                f"{peak / 2**20:.1f} MiB", peak < MEMORY_GOAL_MIB * 2**20)  # fmt: skip
+    for half, whole in GPU_MEMORY:
+        for direction in DIRECTIONS:
+            if (whole, direction) in extra:
+                peak = extra[whole, direction]
+                growth = peak / max(extra[half, direction], 1)
+                # What a kernel does not allocate does not grow.
+                yield Outcome(f"memory linear in T, {direction}, {whole}", "", f"at most {_LINEAR}x",
+                    f"{growth:.2f}x, {peak / 2**20:.0f} MiB", growth <= _LINEAR or peak < 1 << 20)  # fmt: skip
+
+
+def _shown(versus: Versus, value: float) -> str:
+    """A ratio of times, a share of a rate, or a rate."""
+    if versus in ("TFLOP/s", "cuda TFLOP/s"):
+        return f"{value:.0f} TFLOP/s"
+    return f"{value:.0%}" if versus in ("dense rate", "sgemm") else f"{value:.2f}x"

@@ -1,200 +1,219 @@
-"""`python -m benchmarks.gpu_suite --out DIR`: everything there is to know about the kernels on one GPU.
+"""`python -m benchmarks.gpu_suite`: all that there is to run on a GPU, one stage after another, with a record.
 
-Checks (accuracy, determinism, CUDA graphs, hidden NaN, torch.compile), times every backend against
-what people use today, measures memory, and prints a short table last. DIR gets results.json, written
-after every stage and between, and plots. Nothing is built or downloaded: Triton compiles its kernels as
-they are called. It needs torch and a GPU, and draws plots where matplotlib is installed.
+doctor      which backends are right on this machine; kept for later calls (`python -m heads_kernels doctor --save`)
+tests       the operators' tests on the GPU; pytest-xdist starts another worker where one crashes
+memcheck    compute-sanitizer over a few cases: accesses outside of memory
+racecheck   the same: missing barriers in shared memory
+benchmarks  times and memory against what people use today
+tuner       tiles measured on this GPU, into heads_kernels/tuned/
 
-    python -m benchmarks.gpu_suite --out DIR [--only STAGE,...] [--minutes N]
-    python -m benchmarks.gpu_suite keep DIR    # copy a run to benchmarks/results/<gpu>/; several are one
-    python -m benchmarks.gpu_suite support     # bring README's table of GPU support in step with those
+    python -m benchmarks.gpu_suite [--out DIR] [--only STAGE ...] [--simulate]
 
-Exit status: 0; 1 where a check failed; 2 for a bad option or a missing GPU; 130 where it was
-interrupted, after the report of what was measured by then.
+Each stage is a process of its own, ended at a limit within ten minutes. One that crashes or hangs is recorded, and the
+next one runs. DIR gets record.json after each stage, and <stage>.txt with all of its output. The same command continues
+an interrupted run: stages that ended are not run again, unless --only names them; one that reached its limit is, and
+finds its kernels compiled. `--simulate` runs a little of every stage in the simulators, on a machine without a GPU.
+
+Exit status: 0; 1 where a stage failed; 2 for a bad option or a missing GPU; 130 where it was interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 import heads_kernels as hk
 from benchmarks import results
-from benchmarks.gpu import support
-from benchmarks.gpu.plots import draw
-from benchmarks.gpu.pool import MOST_WORKERS, Pool
-from benchmarks.gpu.record import Record
-from benchmarks.gpu.settings import Row, Settings
-from benchmarks.gpu.stages import STAGES
-from benchmarks.gpu.summary import lines, stage_line
 
-#: Seconds kept for what is under way at the end (`pool.GRACE_S`), plots and the report.
-_LAST_S: Final = 18.0
-_WRITE_S: Final = 5.0  # between two writings of results.json within a stage
+ROOT: Final = Path(__file__).parent.parent
+_PYTHON: Final = (sys.executable, "-m")
+_PYTEST: Final = (*_PYTHON, "pytest", "-q", "-p", "no:cacheprovider")
+#: Small cases with a mask, closed heads, a bias and a mixing vector: the sanitizer slows kernels by a hundred times.
+_CASES: Final = "closed_batch_heads or padded_causal or ragged_bias or small_causal"
+_TAIL: Final = 2000  # characters of a stage's output in the record
+_TAIL_LINE: Final = 100
+_REPORT_S: Final = 20.0  # for a stage to report what it has, after its limit
+#: Status with which `python -m benchmarks` asks for a new process: a kernel broke the CUDA context.
+_AGAIN: Final = 3
+#: Outcomes of stages that are not run again.
+_DONE: Final = ("passed", "failed", "skipped")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, and how many seconds it may take; `needs` is a program without which it is skipped."""
+
+    command: tuple[str, ...]
+    limit_s: float
+    needs: str = ""
+
+
+def _sanitizer(tool: str) -> Stage:
+    command = (
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "1",
+        "--target-processes",
+        "all",
+    )
+    chosen = (
+        "tests/ops/test_cases.py",
+        "--device",
+        "cuda",
+        "-k",
+        f"bfloat16 and not eager and ({_CASES})",
+    )
+    return Stage((*command, *_PYTEST, *chosen), 400, needs="compute-sanitizer")
+
+
+def stages(out: Path, simulate: bool) -> dict[str, Stage]:
+    """By name, in their order."""
+    numbers = ("--json", str(out / "benchmarks.json"))
+    workers = str(
+        min(8, os.cpu_count() or 1)
+    )  # each holds half a GiB of the GPU, and an oracle up to 8 GiB
+    if simulate:
+        return {
+            "doctor": Stage((*_PYTHON, "heads_kernels", "doctor", "--seconds", "20"), 300),
+            "tests": Stage((*_PYTEST, "tests/ops/test_cases.py", "-m", "triton or cuda",
+                "-k", "small_causal and float32"), 300),
+            "memcheck": _sanitizer("memcheck"),
+            "racecheck": _sanitizer("racecheck"),
+            "benchmarks": Stage((*_PYTHON, "benchmarks", "--device", "cuda", "--smoke", "--only", "*_causal",
+                *numbers), 500),
+            "tuner": Stage((*_PYTHON, "benchmarks.tune", "--simulate", "--out", str(out / "tuned.json")), 500),
+        }  # fmt: skip
+    return {
+        "doctor": Stage((*_PYTHON, "heads_kernels", "doctor", "--save", "--seconds", "240"), 400),
+        "tests": Stage((*_PYTEST, "tests/ops", "--device", "cuda", "-n", workers), 550),
+        "memcheck": _sanitizer("memcheck"),
+        "racecheck": _sanitizer("racecheck"),
+        "benchmarks": Stage((*_PYTHON, "benchmarks", "--device", "cuda", "--full", *numbers), 550),
+        "tuner": Stage((*_PYTHON, "benchmarks.tune", "--minutes", "8"), 550),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["keep"]:
-        return _keep(words[1:])
-    if words[:1] == ["support"]:
-        return _support(words[1:])
-    parser = _parser()
-    options = parser.parse_args(words)
-    stages = _chosen(parser, options.only)
-    if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu is for --tiny, the form that shows that everything runs")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device: torch.cuda.is_available() is False; try --device cpu --tiny")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {options.out}: {error}")
-    return _Suite(options, stages).run()
-
-
-def _parser() -> argparse.ArgumentParser:
+    names = list(stages(Path(), False))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description=(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the results"
-    )
-    parser.add_argument("--only", metavar="STAGE,...", help=f"some of {', '.join(STAGES)}")
-    parser.add_argument("--minutes", type=_minutes, default=8.5, metavar="N",
-        help="what is not done by then is left out, and said to be (default 8.5)")  # fmt: skip
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: does everything run?")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that compile at once")
-    parser.add_argument("--commit", help="where there is no git to ask")
-    return parser
+    parser.add_argument("--out", type=Path, metavar="DIR",
+        help="folder of the record; default: build/gpu-suite/<GPU>-<commit>")  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STAGE", help=", ".join(names))
+    parser.add_argument("--simulate", action="store_true", help="without a GPU, at toy sizes")
+    options = parser.parse_args(arguments)
+    if not (options.simulate or torch.cuda.is_available()):
+        parser.error("no CUDA device: torch.cuda.is_available() is False; try --simulate")
+    run = _this_run(options.simulate)
+    folder = f"{run['device']}-{run['commit'][:12]}".lower().replace(" ", "-")
+    out: Path = (options.out or ROOT / "build" / "gpu-suite" / folder).resolve()
+    record = {**run, "stages": {}}
+    if (out / "record.json").is_file():
+        record = json.loads((out / "record.json").read_text(encoding="utf-8"))
+        other = [
+            f"{name} {record.get(name)}, not {run[name]}"
+            for name in run
+            if record.get(name) != run[name]
+        ]
+        if other:
+            parser.error(f"--out {out} has another run: {'; '.join(other)}; name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    return _run(record, out, options.only, options.simulate)
 
 
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 24 * 60:
-        raise argparse.ArgumentTypeError(f"is {text!r}; pass a number of minutes above 0")
-    return value
+def _this_run(simulate: bool) -> dict[str, Any]:
+    """What a record holds for: a run that differs in any of these is another."""
+    versions: dict[str, str | None] = {"heads_kernels": hk.__version__, "torch": torch.__version__}
+    versions |= {"cuda": torch.version.cuda, "python": sys.version.split()[0], "triton": None}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["triton"] = metadata.version("triton")
+    return {
+        "device": "simulated" if simulate else torch.cuda.get_device_name(),
+        "commit": results.commit() or hk.build_info().get("commit") or "unknown",
+        "versions": versions,
+    }
 
 
-def _chosen(parser: argparse.ArgumentParser, only: str | None) -> list[str]:
-    known = list(STAGES)
-    if only is None:
-        return known
-    wanted = [word.strip() for word in only.split(",")]
-    unknown = [word for word in wanted if word not in known]
-    if unknown:
-        parser.error(f"--only {', '.join(map(repr, unknown))}: use some of {', '.join(known)}")
-    return [stage for stage in known if stage in wanted]
-
-
-class _Suite:
-    """One run: `record` is what was found so far."""
-
-    def __init__(self, options: argparse.Namespace, stages: list[str]) -> None:
-        self.settings = Settings(options.device, options.tiny)
-        self.stages, self.out = stages, options.out
-        self.end = time.monotonic() + 60 * options.minutes - (0 if options.tiny else _LAST_S)
-        self.minutes = options.minutes
-        self.workers = options.workers or (
-            2 if options.tiny else min(MOST_WORKERS, os.cpu_count() or 1)
-        )
-        commit = options.commit or results.commit() or hk.build_info().get("commit") or "unknown"
-        self.record = Record(
-            "tiny" if options.tiny else "full", options.device, commit, options.minutes
-        )
-        self.written = 0.0
-
-    def run(self) -> int:
-        interrupted = False
-        try:
-            with Pool(self.settings, 1) as one:
-                with Pool(self.settings, max(1, self.workers)) as many:
-                    # The workers that compile are gone before anything is timed.
-                    for stage in (s for s in self.stages if not self._timed(s)):
-                        self._stage(stage, many if STAGES[stage].parallel else one)
-                for stage in filter(self._timed, self.stages):
-                    self._stage(stage, one)
-            self.record.complete = True
-        except KeyboardInterrupt:
-            interrupted = True
-            self.record.notes.append("interrupted: the rest was not measured")
-        self.record.write(self.out)
-        self._plots()
-        print(*lines(self.record), f"numbers in {self.out}", sep="\n", flush=True)
-        return 130 if interrupted else int(bool(self.record.failures()))
-
-    def _timed(self, stage: str) -> bool:
-        return list(STAGES).index(stage) >= list(STAGES).index("timing")
-
-    def _stage(self, stage: str, pool: Pool) -> None:
-        kind = STAGES[stage]
-        names = list(import_module(kind.module).items(self.settings))
-        later = self.stages[self.stages.index(stage) + 1 :]
-        kept = 60 * self.minutes * sum(STAGES[name].least for name in later)
-        if stage == "machine":
-            kept = 0.0  # seconds of work, and without it a run cannot be kept
+def _run(record: dict[str, Any], out: Path, only: list[str] | None, simulate: bool) -> int:
+    done, every = record["stages"], stages(out, simulate)
+    chosen = only or [
+        name for name in every if name not in done or done[name]["outcome"] not in _DONE
+    ]
+    interrupted = False
+    for name in (name for name in every if name in chosen):
+        file, limit = out / f"{name}.txt", every[name].limit_s
+        print(f"== {name}, up to {limit / 60:.0f} min: {file}", flush=True)
         started = time.monotonic()
-        # A twentieth of the minutes is any stage's, also where an earlier one took what was kept for it.
-        until = min(self.end, max(self.end - kept, started + 3 * self.minutes))
-        print(
-            f"== {stage}: {len(names)} items, up to {max(0.0, until - started):.0f} s", flush=True
-        )
-        rows = self.record.stages.setdefault(stage, [])
-
-        def done(row: Row) -> None:
-            rows.append(row)
-            if time.monotonic() - self.written > _WRITE_S:
-                self.record.write(self.out)
-                self.written = time.monotonic()
-
         try:
-            pool.run(stage, names, until=until, item_s=kind.item_s, done=done)
-        finally:
-            self.record.seconds[stage] = round(time.monotonic() - started, 1)
-        print("  ", stage_line(self.record, stage), flush=True)
-        self.record.write(self.out)
-
-    def _plots(self) -> None:
-        try:
-            draw(self.record, self.out)
-        except ImportError as error:
-            self.record.notes.append(f"no plots: {error}")
-        except Exception as error:
-            # The numbers are written; a plot must not take the exit status of the checks.
-            self.record.notes.append(f"no plots: {type(error).__name__}: {error}")
-
-
-def _keep(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite keep")
-    parser.add_argument("folders", type=Path, nargs="+", metavar="DIR",
-        help="what --out was; further ones, of the same commit, give what the first left out")  # fmt: skip
-    try:
-        target = support.keep(parser.parse_args(words).folders)
-    except support.CannotKeep as error:
-        parser.error(str(error))
-    support.rewrite()
-    print(f"kept in {target}; README's table of GPU support is in step")
-    return 0
+            outcome, status = _stage(every[name], file, simulate)
+        except KeyboardInterrupt:
+            outcome, status, interrupted = "interrupted", None, True
+        done[name] = {
+            "command": every[name].command, "outcome": outcome, "status": status,
+            "seconds": round(time.monotonic() - started, 1),
+            "output": file.read_text(encoding="utf-8", errors="replace")[-_TAIL:],
+        }  # fmt: skip
+        results.write_whole(out / "record.json", json.dumps(record, indent=1) + "\n")
+        if interrupted:
+            break
+    print(*_table(record, list(every)), f"record in {out}", sep="\n", flush=True)
+    failed = any(row["outcome"] not in ("passed", "skipped") for row in done.values())
+    return 130 if interrupted else int(failed)
 
 
-def _support(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite support")
-    parser.parse_args(words)
-    print("README.md is rewritten" if support.rewrite() else "README.md is in step")
-    return 0
+def _stage(stage: Stage, file: Path, simulate: bool) -> tuple[str, int | None]:
+    """The outcome and the exit status of a stage. Its output is in `file` as it is written."""
+    if stage.needs and shutil.which(stage.needs) is None:
+        file.write_text(f"{stage.needs} is not on PATH\n")
+        return "skipped", None
+    env = {**os.environ}
+    if simulate:
+        env |= {"TRITON_INTERPRET": "1", "HEADS_KERNELS_EMULATE_CUDA": "1"}
+    if stage.needs:
+        env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # every tensor in an allocation of its own
+    until, status = time.monotonic() + stage.limit_s, _AGAIN
+    with file.open("wb") as output:
+        while status == _AGAIN:
+            process = subprocess.Popen(stage.command, cwd=ROOT, env=env, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            try:
+                status = process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGINT)  # it reports what it has
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_REPORT_S)
+                return "timed out", None
+            finally:  # with what it started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    return "passed" if status == 0 else "failed" if status > 0 else "crashed", status
+
+
+def _table(record: dict[str, Any], names: Sequence[str]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    lines = [f"\n{record['device']}, commit {record['commit'][:12]}; {versions}"]
+    for name in names:
+        row = record["stages"].get(name, {"outcome": "not run", "seconds": 0.0, "output": ""})
+        last = row["output"].strip().rpartition("\n")[2][:_TAIL_LINE]
+        lines.append(f"{name:11} {row['outcome']:11} {row['seconds']:6.0f} s  {last}")
+    return lines
 
 
 def _interrupt(*_: object) -> None:
@@ -202,5 +221,5 @@ def _interrupt(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # a time limit from outside: report what is there
+    signal.signal(signal.SIGTERM, _interrupt)  # a time limit from outside: write what there is
     sys.exit(main())

@@ -1,44 +1,26 @@
-"""`python -m benchmarks.importance`: which ways of scoring heads agree with leaving them out, on MiniLM and real text.
+"""Which ways of scoring heads agree with leaving them out, on MiniLM and real text.
 
 The loss has no labels: outputs are embeddings of sentences, the mean over their tokens. Every method reads the first
 half of the sentences, and its order of heads is held to how far the embeddings of the other half move when a head is
 left out (Spearman). The row "leave_one_out" is the ceiling: the same measurement on other sentences.
-
-Exit status: 0; 2 where the model cannot be had.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
 from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks import minilm
-from benchmarks.report import make_console
-from benchmarks.results import this_machine, write_whole
+from benchmarks.results import Found
+from benchmarks.settings import Settings
 
 Batch = dict[str, Tensor]
 #: [CLS] and [SEP], which confidence leaves out.
 SPECIAL = (101, 102)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method: its Spearman with leaving heads out on other sentences, in all layers and within each, and its time."""
-
-    method: str
-    spearman: float
-    within_layers: float
-    seconds: float
 
 
 def embeddings(model: Any, batch: Batch) -> Tensor:
@@ -82,57 +64,28 @@ def _of_layer(scores: hk.analysis.HeadScores, index: int) -> hk.analysis.HeadSco
     return hk.analysis.HeadScores(layers, kinds, values, scores.method)  # type: ignore[arg-type]
 
 
-def measure(model: Any, read: list[Batch], held_out: list[Batch]) -> list[Row]:
+def measure(settings: Settings) -> Iterator[Found]:
+    """Each method's Spearman with leaving heads out on other sentences, in all layers and within each, and its time."""
+    count = 8 if settings.form == "smoke" else 64
+    model = hk.integrations.transformers.use(minilm.load())
+    read, held_out = (minilm.batches(count, 16, slice(half, None, 2)) for half in (0, 1))
+
     def scored(data: list[Batch], **options: Any) -> hk.analysis.HeadScores:
         return hk.analysis.importance(model, data, **{"loss": embeddings, **options})
 
+    H = sum(layer.num_heads for layer in hk.heads.attention_layers(model))
+    found = Found("importance", f"Importance of MiniLM's {H} heads, {count} sentences in two halves", {
+        "": "{method}",
+        "Spearman": "{spearman:.2f}",
+        "within layers": "{within_layers:.2f}",
+        "seconds": "{seconds:.1f}",
+    })  # fmt: skip
+    found.notes.append(f"random orders: 0.00 +- {(H - 1) ** -0.5:.2f} in all layers")
     truth = scored(held_out, method="leave_one_out")
-    rows = []
     for name, options in METHODS.items():
         start = time.perf_counter()
         scores = scored(read, **options)
         seconds = time.perf_counter() - start
-        rows.append(Row(name, scores.spearman(truth), within_layers(scores, truth), seconds))
-    return rows
-
-
-def table(rows: Sequence[Row], title: str) -> Table:
-    result = Table(title=title, title_justify="left", box=None)
-    for head in ("", "Spearman", "within layers", "seconds"):
-        result.add_column(head, justify="right" if head else "left")
-    for row in rows:
-        numbers = (f"{row.spearman:.2f}", f"{row.within_layers:.2f}", f"{row.seconds:.1f}")
-        result.add_row(row.method, *numbers)
-    return result
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.importance", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--sentences", type=int, default=64, help="in both halves (64)")
-    parser.add_argument("--batch", type=int, default=16, help="sentences in a batch (16)")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="write all numbers here")
-    options = parser.parse_args(arguments)
-    console = make_console()
-    try:
-        model = hk.integrations.transformers.use(minilm.load())
-        read, held_out = (
-            minilm.batches(options.sentences, options.batch, slice(half, None, 2))
-            for half in (0, 1)
-        )
-    except minilm.Unavailable as error:
-        console.print(f"no model: {error}")
-        return 2
-    rows = measure(model, read, held_out)
-    H = sum(layer.num_heads for layer in hk.heads.attention_layers(model))
-    title = f"MiniLM, {H} heads, {options.sentences} sentences in two halves;\n"
-    console.print(table(rows, f"{title}random orders: 0.00 +- {(H - 1) ** -0.5:.2f} in all layers"))
-    if options.out:
-        numbers = {"machine": asdict(this_machine()), "rows": [asdict(row) for row in rows]}
-        write_whole(options.out, json.dumps(numbers, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        found.rows.append({"method": name, "spearman": scores.spearman(truth),
+            "within_layers": within_layers(scores, truth), "seconds": seconds})  # fmt: skip
+    yield found

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.problems import Workload
+from benchmarks.workloads import Workload
 from heads_kernels import Mask
 from heads_kernels.testing import Inputs
 
@@ -151,7 +151,7 @@ def _parts() -> tuple[Any, Any, Path]:
 def real_workloads(captured: Captured) -> list[Workload]:
     """All layers of the model one after the other: heads open, half closed, and shared by mixing.
 
-    With block-indicator mixing the collaborative operator is the model's own attention, too.
+    They are on the CPU. With block-indicator mixing the collaborative operator is the model's own attention, too.
     """
     H, lengths, layers = captured.H, captured.lengths, captured.layers
     B, T, width = layers[0].query.shape
@@ -160,7 +160,7 @@ def real_workloads(captured: Captured) -> list[Workload]:
     pairs = sum(n * n for n in lengths)
     contexts = tuple(_heads(layer.context, H) for layer in layers)
     half = torch.arange(H).remainder(2).float()
-    base = Workload("", table, "", lambda dtype: (), pairs, width, width, H, len(layers))
+    base = Workload("", table, "", lambda dtype, device: (), pairs, width, width, H, len(layers))
 
     def gated(gate: Tensor) -> list[Inputs]:
         return [_gated(layer, captured, gate, n) for n, layer in enumerate(layers)]
@@ -170,13 +170,13 @@ def real_workloads(captured: Captured) -> list[Workload]:
 
     return [
         replace(base, name=NAMES[0], label="gate of ones", expected=contexts,
-            make=lambda dtype: _cast(gated(torch.ones(H)), dtype)),
+            make=lambda dtype, device: _cast(gated(torch.ones(H)), dtype)),
         replace(base, name=NAMES[1], label="50 % of the heads closed", dense=NAMES[0],
             score_features=width // 2, value_features=width // 2, open_heads=H // 2,
-            make=lambda dtype: _cast(gated(half), dtype),
+            make=lambda dtype, device: _cast(gated(half), dtype),
             expected=tuple(context * half[:, None, None] for context in contexts)),
         replace(base, name=NAMES[2], label="collaborative, one block a head", expected=contexts,
-            make=lambda dtype: _cast(shared(), dtype)),
+            make=lambda dtype, device: _cast(shared(), dtype)),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.models`: whole transformers models on real text, stock SDPA against ours.
+"""Whole transformers models on real text, stock SDPA against ours.
 
 MiniLM with its pretrained weights, and BERT-base, a small Llama and a small T5 with random ones, read padded sentences:
 as they come, next to others of their length (of four times as many, those in the middle), and without any padding. A
@@ -6,33 +6,25 @@ training step is forward, backward and AdamW, with the model's own dropout. Llam
 sentences, which are padded on the left for Llama. Half of the heads are every second one of each layer, in Llama with
 the key head that they share: closed by gates, or pruned from the weights. Stock T5 can't be pruned. Unpadded layers
 compute real tokens alone. The hidden states or logits of ours are held to those of the stock model first. Goals of
-unpadded MiniLM are checked at the end, on batches of about 50 % and of 100 % real tokens. About 12 minutes on 2 cores.
-
-Exit status: 0; 1 if outputs differ; 2 if the models are not available; 130 where it was interrupted, with nothing
-written.
+unpadded MiniLM are checked on batches of about 50 % and of 100 % real tokens. About 12 minutes on 2 cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks import minilm
-from benchmarks.report import make_console
-from benchmarks.results import Outcome, kept_file, this_machine, write_whole
+from benchmarks.goals import Outcome
+from benchmarks.measure import Row
+from benchmarks.results import Found
+from benchmarks.settings import Settings
 from heads_kernels.testing import time_in_turn
 
 #: Of hidden states and logits near 1, after all layers in float32.
@@ -52,47 +44,23 @@ _CLOSED: Final = "ours, half of the heads closed"
 Model = Any
 
 
-@dataclass(frozen=True)
-class Row:
-    """One candidate in one use; `times_stock` is the stock model's time divided by its own."""
-
-    model: str
-    batch: str
-    use: str
-    candidate: str
-    ms: float
-    times_stock: float
+#: The stock model's time by that of unpadded layers. MiniLM's sentences, as they come, are padded by half.
+GOALS: Final = {
+    ("MiniLM", "as they come", "inference", WHOLE[2]): 2.0,
+    ("MiniLM", "as they come", "training step", WHOLE[2]): 1.8,
+    ("MiniLM", "no padding", "inference", WHOLE[2]): 0.98,
+    ("MiniLM", "no padding", "training step", WHOLE[2]): 0.98,
+}
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What `candidate` should be at least times as fast as the stock model."""
-
-    model: str
-    batch: str
-    use: str
-    candidate: str
-    wanted: float
-
-    def outcome(self, rows: Sequence[Row]) -> Outcome | None:
-        """None where no row is of this goal."""
-        for row in rows:
-            batch = row.batch.split(":")[0]
-            if (row.model, batch, row.use, row.candidate) == (
-                self.model, self.batch, self.use, self.candidate):  # fmt: skip
-                got, met = f"{row.times_stock:.2f}x", row.times_stock >= self.wanted
-                words = f"{row.model}, {row.batch}, {row.use}, {row.candidate}"
-                return Outcome(words, WHOLE[0], f"{self.wanted:.2f}x", got, met)
+def outcome(row: Row) -> Outcome | None:
+    """The goal of a row; None where it has none."""
+    key = row["model"], row["batch"].split(":")[0], row["use"], row["candidate"]
+    if key not in GOALS:
         return None
-
-
-#: The sentences of MiniLM's batch as they come are padded by half.
-GOALS: Final = (
-    Goal("MiniLM", "as they come", "inference", WHOLE[2], 2.0),
-    Goal("MiniLM", "as they come", "training step", WHOLE[2], 1.8),
-    Goal("MiniLM", "no padding", "inference", WHOLE[2], 0.98),
-    Goal("MiniLM", "no padding", "training step", WHOLE[2], 0.98),
-)
+    words = f"{row['model']}, {row['batch']}, {row['use']}, {row['candidate']}"
+    got, wanted = row["times_stock"], GOALS[key]
+    return Outcome(words, WHOLE[0], f"{wanted:.2f}x", f"{got:.2f}x", got >= wanted)
 
 
 @dataclass(frozen=True)
@@ -261,71 +229,9 @@ def generation(model: Model, batch: Batch) -> Callable[[], object]:
 USES: Final = {"inference": inference, "training step": training, "generation": generation}
 
 
-def measure(
-    name: str, models: dict[str, Model], batch: Batch, budget_s: float, least: int
-) -> list[Row]:
-    """All candidates in turn, in every use that the model has."""
-    rows = []
-    stock = models[WHOLE[0]]
-    for use, prepare in USES.items():
-        if use == "generation" and not stock.can_generate():
-            continue
-        given = prompts(stock, batch) if use == "generation" else batch
-        calls = {candidate: prepare(model, given) for candidate, model in models.items()}
-        times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
-        ms = {candidate: timing.median * 1e3 for candidate, timing in times.items()}
-        rows += [
-            Row(name, str(batch), use, candidate, ms[candidate], ms[WHOLE[0]] / ms[candidate])
-            for candidate in models
-        ]
-    return rows
-
-
-def prompts(model: Model, batch: Batch) -> Batch:
-    """What the model generates from: a decoder continues at the right end."""
-    return batch if model.config.is_encoder_decoder else batch.on_the_left()
-
-
-def table(rows: Sequence[Row]) -> Table:
-    first = rows[0]
-    result = Table(title=f"{first.model}, {first.batch}", title_justify="left", box=None)
-    by_use = {use: found for use in USES if (found := [row for row in rows if row.use == use])}
-    result.add_column("")
-    for use in by_use:
-        result.add_column(f"{use} ms", justify="right")
-        result.add_column("x stock", justify="right")
-    for line in zip(*by_use.values(), strict=True):
-        cells = [
-            f"{number:.{digits}f}"
-            for row in line
-            for number, digits in ((row.ms, 1), (row.times_stock, 2))
-        ]
-        result.add_row(line[0].candidate, *cells)
-    return result
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--smoke", action="store_true",
-        help="two layers of MiniLM, Llama and T5 on few sentences: do they run?")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers here")
-    parser.add_argument(
-        "--keep", action="store_true", help="write a whole run beside the kept results"
-    )
-    options = parser.parse_args(arguments)
-    if options.keep and options.smoke:
-        parser.error("--keep is for whole runs; leave out --smoke")
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        return 130
-
-
-def _run(options: argparse.Namespace) -> int:
-    console, machine, load_before = make_console(), this_machine(), os.getloadavg()[0]
-    smoke: bool = options.smoke
+def measure(settings: Settings) -> Iterator[Found]:
+    """Every model on every batch; smoke: two layers of MiniLM, Llama and T5 on few sentences."""
+    smoke = settings.form == "smoke"
     shortened = {"num_hidden_layers": 2} if smoke else {}
     layers, few = (2, 4) if smoke else (6, 8)
     jobs: list[tuple[str, Callable[[], Model], int]] = [
@@ -334,43 +240,46 @@ def _run(options: argparse.Namespace) -> int:
         ("Llama-shaped", lambda: llama(layers), few),
         ("T5-small", lambda: t5(layers), few),
     ]  # fmt: skip
-    rows: list[Row] = []
     for name, load, count in jobs:
-        try:
-            models = candidates(load())
-            batches = [Batch.of(count), Batch.by_length(count), Batch.of(count).whole()]
-        except minilm.Unavailable as error:
-            console.print(f"no model: {error}")
-            return 2
+        models = candidates(load())
+        whole = models[WHOLE[0]]
+        batches = [Batch.of(count), Batch.by_length(count), Batch.of(count).whole()]
         for batch in batches[: 1 if smoke else 3]:
-            whole = models[WHOLE[0]]
+            found = Found("models", f"{name}, {batch}", {
+                "": "{candidate}", "use": "{use}", "ms": "{ms:.1f}", "x stock": "{times_stock:.2f}"
+            })  # fmt: skip
             read = (batch, prompts(whole, batch)) if whole.can_generate() else (batch,)
-            failures = [failure for part in read for failure in differences(models, part)]
-            for failure in failures:
-                console.print(f"FAIL {name}, {batch}: {failure}")
-            if failures:
-                return 1
-            found = measure(name, models, batch, *((0.1, 1) if smoke else (12.0, 5)))
-            console.print(table(found))
-            rows += found
-    goals = [outcome for goal in GOALS if (outcome := goal.outcome(rows))]
-    for outcome in () if smoke else goals:
-        verdict = "met" if outcome.met else "short"
-        console.print(f"{verdict}: {outcome.goal}: {outcome.got}, wanted {outcome.wanted}")
-    numbers = {
-        "machine": asdict(machine),
-        "transformers": version("transformers"),
-        "load": load_before,
-        "rows": [asdict(row) for row in rows],
-        "goals": [asdict(outcome) for outcome in goals],
-    }
-    kept = kept_file(machine).with_suffix(".models.json")
-    for path in (options.json, kept if options.keep else None):
-        if path:
-            write_whole(path, json.dumps(numbers, indent=1) + "\n")
-            console.print(f"written to {path}")
-    return 0
+            found.failures += [
+                f"{name}, {batch}: {text}" for part in read for text in differences(models, part)
+            ]
+            if not found.failures:
+                found.rows = rows(name, models, batch, *((0.1, 1) if smoke else (12.0, 5)))
+            if not smoke:
+                found.outcomes = [one for row in found.rows if (one := outcome(row))]
+            yield found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def rows(
+    name: str, models: dict[str, Model], batch: Batch, budget_s: float, least: int
+) -> list[Row]:
+    """All candidates in turn, in every use that the model has; `times_stock` is the stock model's time by theirs."""
+    found = []
+    stock = models[WHOLE[0]]
+    for use, prepare in USES.items():
+        if use == "generation" and not stock.can_generate():
+            continue
+        given = prompts(stock, batch) if use == "generation" else batch
+        calls = {candidate: prepare(model, given) for candidate, model in models.items()}
+        times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
+        ms = {candidate: timing.median * 1e3 for candidate, timing in times.items()}
+        found += [
+            {"model": name, "batch": str(batch), "use": use, "candidate": candidate,
+             "ms": ms[candidate], "times_stock": ms[WHOLE[0]] / ms[candidate]}
+            for candidate in models
+        ]  # fmt: skip
+    return sorted(found, key=lambda row: [*models].index(row["candidate"]))
+
+
+def prompts(model: Model, batch: Batch) -> Batch:
+    """What the model generates from: a decoder continues at the right end."""
+    return batch if model.config.is_encoder_decoder else batch.on_the_left()

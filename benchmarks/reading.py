@@ -1,32 +1,25 @@
-"""`python -m benchmarks.reading`: reading heads against the way by maps, time and peak memory, on the CPU.
+"""Reading heads against the way by maps, time and peak memory, on the CPU.
 
 The model is a BERT with random weights. The way by maps is stock eager attention with `output_attentions=True` and the
 same numbers from its maps in plain PyTorch; what ours finds is held to it first. Times and memory are those of the
 whole reading, the model's own forward pass among them; memory is the peak beyond weights and input, and stock SDPA
 without any reading stands beside both.
-
-Exit status: 0; 1 where the two ways find different numbers.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 import heads_kernels as hk
-from benchmarks.report import make_console
-from benchmarks.results import this_machine, write_whole
+from benchmarks.results import Found
+from benchmarks.settings import Settings
 from heads_kernels.testing import peak_memory, time_in_turn
 
 #: Of shares and nats in float32, and of the largest number where that is above 1.
@@ -36,17 +29,6 @@ MARK: Final = 1
 
 Model = Any
 Reading = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way of one reading; `mib` is the peak beyond weights and input."""
-
-    reading: str
-    T: int
-    way: str
-    ms: float
-    mib: float
 
 
 def bert(layers: int, width: int, heads: int, longest: int) -> Model:
@@ -147,8 +129,26 @@ def differences(found: Reading, expected: Reading) -> Iterator[str]:
             yield f"{name} differs by {float(error):.1e}, of {float(largest):.1e}"
 
 
-def measure(stock: Model, ids: Tensor, budget_s: float) -> Iterator[tuple[list[Row], list[str]]]:
-    """The rows of each reading, and what differs."""
+def measure(settings: Settings) -> Iterator[Found]:
+    """Three ways at every length; how many times better ours is stands beside the way by maps."""
+    smoke = settings.form == "smoke"
+    layers, width, heads = (2, 32, 4) if smoke else (2, 384, 12)
+    for T in (24,) if smoke else (512, 4096):
+        title = f"Reading heads: {layers} layers, {heads} heads, width {width}, B1 T{T}, float32"
+        found = Found("reading", title, {
+            "": "{reading}",
+            "way": "{way}",
+            "ms": "{ms:,.0f}",
+            "x ours": "{x_ms:.1f}",
+            "MiB": "{mib:,.1f}",
+            "x our MiB": "{x_mib:.1f}",
+        })  # fmt: skip
+        _measure(bert(layers, width, heads, T), tokens(1, T), 0.1 if smoke else 15.0, found)
+        yield found
+
+
+def _measure(stock: Model, ids: Tensor, budget_s: float, found: Found) -> None:
+    """The rows of each reading, unless its two ways find different numbers."""
     eager, ours = copy.deepcopy(stock), hk.integrations.transformers.use(copy.deepcopy(stock))
     eager.set_attn_implementation("eager")
     stock.set_attn_implementation("sdpa")
@@ -158,76 +158,24 @@ def measure(stock: Model, ids: Tensor, budget_s: float) -> Iterator[tuple[list[R
         return stock(input_ids=ids).last_hidden_state
 
     for name, (reading, of_maps) in READINGS.items():
+        T = ids.shape[1]
+        wrong = [
+            f"{name}, T {T}: {text}"
+            for text in differences(reading(ours, ids), of_maps(eager, ids))
+        ]
+        found.failures += wrong
+        if wrong:
+            continue
         calls: dict[str, Callable[[], object]] = {
             "no reading, stock SDPA": forward,
-            "by maps": lambda of_maps=of_maps: of_maps(eager, ids),  # type: ignore[misc]
-            "ours": lambda reading=reading: reading(ours, ids),  # type: ignore[misc]
+            "by maps": partial(of_maps, eager, ids),
+            "ours": partial(reading, ours, ids),
         }
-        failures = list(differences(reading(ours, ids), of_maps(eager, ids)))
         mib = {way: peak_memory(call).extra / 2**20 for way, call in calls.items()}
         times = time_in_turn(calls, budget_s=budget_s, warmup=0, least=1, most=20)
-        T = ids.shape[1]
-        rows = [Row(name, T, way, times[way].median * 1e3, mib[way]) for way in calls]
-        yield rows, [f"{name}, T {T}: {failure}" for failure in failures]
-
-
-def table(rows: Sequence[Row], title: str) -> Table:
-    """Three ways a reading; how many times better ours is stands beside the way by maps."""
-    result = Table(title=title, title_justify="left", box=None)
-    for head in ("", "T", "way", "ms", "x ours", "MiB", "x ours"):
-        result.add_column(head, justify="left" if head in ("", "way") else "right")
-    for row in rows:
-        ours = next(r for r in rows if (r.reading, r.T, r.way) == (row.reading, row.T, "ours"))
-        ratios = ["", ""]
-        if row.way == "by maps":
-            ratios = [f"{row.ms / ours.ms:.1f}", f"{row.mib / max(ours.mib, 0.1):.1f}"]
-        cells = (
-            row.reading,
-            f"{row.T}",
-            row.way,
-            f"{row.ms:,.0f}",
-            ratios[0],
-            f"{row.mib:,.1f}",
-            ratios[1],
-        )
-        result.add_row(*cells)
-    return result
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reading", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    add = parser.add_argument
-    add("--smoke", action="store_true", help="a tiny model on short input: does it run?")
-    add("--lengths", type=int, nargs="+", default=[512, 4096], help="T (default: 512 4096)")
-    add("--batch", type=int, default=1, help="B (default: 1)")
-    add("--out", type=Path, metavar="PATH", help="write all numbers here, as JSON")
-    options = parser.parse_args(arguments)
-    layers, width, heads = (2, 32, 4) if options.smoke else (2, 384, 12)
-    lengths = [24] if options.smoke else options.lengths
-    console = make_console()
-    rows: list[Row] = []
-    for T in lengths:
-        stock = bert(layers, width, heads, T)
-        budget = 0.1 if options.smoke else 15.0
-        for found, failures in measure(stock, tokens(options.batch, T), budget):
-            for failure in failures:
-                console.print(f"FAIL {failure}")
-            if failures:
-                return 1
-            rows += found
-    title = f"{layers} layers, {heads} heads, width {width}, B {options.batch}, float32, "
-    console.print(table(rows, title + f"{torch.get_num_threads()} threads"))
-    if options.out:
-        numbers = {
-            "machine": asdict(this_machine()),
-            "model": {"layers": layers, "heads": heads, "width": width, "batch": options.batch},
-            "rows": [asdict(row) for row in rows],
-        }
-        write_whole(options.out, json.dumps(numbers, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        ms = {way: timing.median * 1e3 for way, timing in times.items()}
+        found.rows += [
+            {"reading": name, "T": T, "way": way, "ms": ms[way], "mib": mib[way],
+             "x_ms": ms[way] / ms["ours"], "x_mib": mib[way] / max(mib["ours"], 0.1)}
+            for way in calls
+        ]  # fmt: skip

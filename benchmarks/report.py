@@ -1,46 +1,60 @@
-"""Tables for a person, readable at 100 columns."""
+"""Tables for a person, readable at 100 columns; those of a GPU, with more candidates, at 130."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import IO, Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.measure import MOST_SPREAD, Speed
-from benchmarks.results import Outcome, Results
+from benchmarks.candidates import RIVALS
+from benchmarks.goals import Outcome, milliseconds, rate, ratio
+from benchmarks.measure import Row, disturbed
+from benchmarks.results import Found, Results
+from benchmarks.settings import Device
 
 #: The workload of the line that a run ends with.
 _HEADLINE: Final = "gated_closed_50"
-_WIDTH = 100  # where the width of the output is not known: a file, a pipe
+#: Where the width of the output is not known: a file, a pipe.
+_WIDTH: Final[dict[Device, int]] = {"cpu": 100, "cuda": 130}
+_LEGEND: Final = (
+    "ours: median ms. FLOP/s: executed FLOPs by our median. x: the time of that candidate by ours; eager, SDPA and its "
+    "kernels, flex and flash_attn are times the gate. x dense: our own time for the dense workload of the table (all "
+    "heads open, no mask, dense mixing). x f32: our own time for the same numbers in float32. x mm: our FLOP/s by "
+    "those of torch.mm. gap: our time by the floor."
+)
+_DISTURBED: Final = (
+    "spread: a median by the fastest sample, where something else ran meanwhile; measured twice. Do not quote these "
+    "rows: they are not those of a quiet machine."
+)
 
 
-def make_console(file: IO[str] | None = None) -> Console:
-    stream = sys.stdout if file is None else file
-    width = None if stream.isatty() else _WIDTH
-    return Console(file=stream, width=width, highlight=False, emoji=False)
+def make_console(device: Device = "cpu") -> Console:
+    width = None if sys.stdout.isatty() else _WIDTH[device]
+    return Console(width=width, highlight=False, emoji=False)
 
 
 class Report:
-    """Prints each part of `results` once: when it is finished, or at the end if it never was."""
+    """Prints the parts of `results` as they are finished."""
 
     def __init__(self, results: Results, console: Console) -> None:
         self.results, self.console = results, console
-        self._printed: set[str] = set()
 
     def head(self) -> None:
-        m = self.results.machine
+        m, settings = self.results.machine, self.results.settings
         self.console.print(f"[bold]heads_kernels {m.version}[/] on {escape(m.processor)}")
         commit = f", commit {m.commit}" if m.commit else ""
         self.console.print(
             f"{m.threads} of {m.cores} cores, level {escape(m.level)}, torch {m.torch}, "
-            f"Python {m.python}, {self.results.dtype}{commit}"
+            f"Python {m.python}, {str(settings.dtype).removeprefix('torch.')}{commit}"
         )
+        if m.gpu:
+            self.console.print(escape(", ".join(f"{key} {value}" for key, value in m.gpu.items())))
         for line in self.results.backends:
             self.console.print(f"[dim]{escape(line)}[/]")
         if self.results.busy:
@@ -51,15 +65,15 @@ class Report:
 
     def checks(self) -> None:
         rows = self.results.checks
-        if not rows or self._done("checks"):
+        if not rows:
             return
-        table = _table("Accuracy and FLOPs, before anything is timed", "workload",
-            "worst error", "of bound", "counted", "executed", "share", "")  # fmt: skip
+        table = _table("Accuracy and FLOPs, before anything is timed", ["workload",
+            "worst error", "of bound", "counted", "executed", "share", ""])  # fmt: skip
         for row in rows:
-            verdict = Text("FAIL", "bold red") if row.failures else Text("ok", "green")
-            table.add_row(row.workload, row.worst, f"{row.ratio:.2f}",
-                f"{row.counted * 1e-9:.2f}", f"{row.executed * 1e-9:.2f}",
-                f"{row.executed / max(row.counted, 1):.0%}", verdict)  # fmt: skip
+            verdict = Text("FAIL", "bold red") if row["failures"] else Text("ok", "green")
+            table.add_row(row["workload"], row["worst"], f"{row['ratio']:.2f}",
+                f"{row['counted'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
+                f"{row['executed'] / max(row['counted'], 1):.0%}", verdict)  # fmt: skip
         self._print(table)
         self._note(
             "Errors of out, lse and all gradients (where pairs are many, of some heads and batches) "
@@ -67,7 +81,7 @@ class Report:
             "forward pass: counted by FlopCounterMode, the same for our operator, plain PyTorch and "
             "the closed formula; executed is what masks, closed heads and empty mixing chunks leave."
         )
-        errors = [row.model_error for row in rows if row.model_error is not None]
+        errors = [row["model_error"] for row in rows if row["model_error"] is not None]
         if errors:
             self._note(
                 f"MiniLM: the outputs equal the model's own attention to {max(errors):.1e} on "
@@ -75,112 +89,79 @@ class Report:
             )
 
     def speed(self, table_name: str) -> None:
-        """Times of one table of workloads."""
-        rows = [row for row in self.results.speed if row.table == table_name]
-        if not rows or self._done(table_name):
-            return
-        columns = [(head, cell) for head, cell in _SPEED if any(map(cell, rows))]
-        table = _table(table_name, "median ms", "", *(head for head, _ in columns))
-        several = len({row.threads for row in rows}) > 1
-        previous: Speed | None = None
+        """Times of one table of workloads; a column that is empty in all rows is left out."""
+        rows = [row for row in self.results.speed if row["table"] == table_name]
+        columns = [(head, cell) for head, cell in _columns(rows) if any(map(cell, rows))]
+        several = len({row["threads"] for row in rows}) > 1
+        table = _table(table_name, ["median ms", "", *(head for head, _ in columns)])
+        previous = None
         for row in rows:
-            label = f"{row.label}, {row.threads} thr" if several else row.label
-            again = previous is not None and (previous.label, previous.threads) == (
-                row.label, row.threads)  # fmt: skip
-            table.add_row(
-                "" if again else label, row.direction, *(cell(row) for _, cell in columns)
-            )
-            previous = row
+            label = f"{row['label']}, {row['threads']} thr" if several else row["label"]
+            table.add_row("" if label == previous else label, row["direction"],
+                *(cell(row) for _, cell in columns))  # fmt: skip
+            previous = label
         self._print(table)
 
-    def memory(self) -> None:
-        if not self.results.memory or self._done("memory"):
-            return
-        for case in dict.fromkeys(row.case for row in self.results.memory):
-            table = _table("Peak memory beyond inputs and results", case, "pass", "MiB", "")
-            for row in self.results.memory:
-                if row.case != case:
-                    continue
-                mib = "-" if row.extra is None else f"{row.extra / 2**20:,.1f}"
-                name = {"sdpa": "SDPA*gate"}.get(row.candidate, row.candidate)
-                what = "forward" if row.direction == "forward" else "forward and backward"
-                table.add_row(name, what, mib, row.how if row.extra is None else "")
-            self._print(table)
-
-    def overhead(self) -> None:
-        if not self.results.overhead or self._done("overhead"):
-            return
-        table = _table("Overhead of a call without gradients", "B1 H2 T4 D8", "microseconds")
-        for row in self.results.overhead:
-            table.add_row(row.call, f"{row.us:.1f}")
+    def part(self, found: Found) -> None:
+        table = _table(found.title, list(found.columns))
+        previous = None
+        for row in found.rows:
+            cells = [
+                column.format(**row) if isinstance(column, str) else column(row)
+                for column in found.columns.values()
+            ]
+            table.add_row("" if cells[0] == previous else cells[0], *cells[1:])
+            previous = cells[0]
         self._print(table)
+        for note in found.notes:
+            self._note(note)
 
-    def decoding(self) -> None:
-        rows = self.results.decoding
-        if not rows or self._done("decoding"):
-            return
-        table = _table("Decoding: one query row against a cache", "", "", "thr", "bytes a token", "ms",
-            "x SDPA", "GB/s", "of memory", "spread")  # fmt: skip
-        previous = ""
-        for row in rows:
-            table.add_row("" if row.case == previous else row.case, row.candidate, str(row.threads),
-                f"{row.token_bytes:,}", f"{row.ms:.3f}", _ratio(row.times_sdpa), f"{row.gbytes:.1f}",
-                f"{row.gbytes / row.memory_gbytes:.0%}",
-                f"{row.spread:.1f}x" if row.spread > MOST_SPREAD else "")  # fmt: skip
-            previous = row.case
-        self._print(table)
-        self._note("x SDPA: the faster SDPA of the case by this. of memory: by the rate of PyTorch's "
-            "fastest reduction of as many bytes.")  # fmt: skip
-
-    def finish(self) -> None:
-        """What was not printed yet, notes, goals, and the failures last."""
-        self.checks()
-        for name in dict.fromkeys(row.table for row in self.results.speed):
-            self.speed(name)
-        self.memory()
-        self.overhead()
-        self.decoding()
+    def finish(self, rerun: str) -> None:
+        """Notes, goals, the failures, and last a line to repeat, of closed heads where they were timed."""
+        if self.results.speed:
+            self._note(_LEGEND)
+        if any(map(disturbed, self.results.speed)):
+            self._note(_DISTURBED)
         for note in self.results.notes:
             self._note(note)
         self._rates()
         self._goals()
         for failure in self.results.failures:
             self.console.print(f"[bold red]FAIL[/] {escape(failure)}")
-
-    def summary(self, options: str) -> None:
-        """One line to repeat, of closed heads where they were timed; `options` are those of the run."""
-        rows = [] if self.results.form == "smoke" else self.results.speed
-        row = next((row for row in rows if row.workload == _HEADLINE), rows[0] if rows else None)
+        rows = [] if self.results.settings.form == "smoke" else self.results.speed
+        row = next((row for row in rows if row["workload"] == _HEADLINE), rows[0] if rows else None)
         if row is None:
             return
-        against, ratio = "SDPA times the gate", row.ratio("sdpa")
-        if ratio is None:
-            against, ratio = "eager PyTorch", row.ratio("eager")
-        disturbed = " (disturbed)" if row.disturbed or self.results.busy else ""
+        against, best = "SDPA times the gate", ratio(row, "sdpa")
+        if best is None:
+            against, best = "eager PyTorch", ratio(row, "eager")
+        if best is None:
+            return
+        spread = " (disturbed)" if disturbed(row) or self.results.busy else ""
         self.console.print(
-            f"{row.label}, {row.direction}: {ratio:.1f} times as fast as {against}{disturbed}. "
-            f"Repeat it: python -m benchmarks --only {row.workload}{options}",
+            f"{row['label']}, {row['direction']}: {best:.1f} times as fast as {against}{spread}. "
+            f"Repeat it: python -m benchmarks --only {row['workload']}{rerun}",
             soft_wrap=True,
         )
 
     def _rates(self) -> None:
-        """What the floors were reckoned with."""
-        for threads in sorted({row.threads for row in self.results.speed}, reverse=True):
-            floors = [row.floor for row in self.results.speed if row.threads == threads]
-            known = [floor for floor in floors if floor is not None]
-            if not known:
-                continue
+        """What the floors were computed with."""
+        floors: dict[int | None, list[dict[str, Any]]] = {}
+        for row in self.results.speed:
+            if row.get("floor"):
+                floors.setdefault(row["threads"], []).append(row["floor"])
+        for threads, known in floors.items():
             products = "; ".join(
-                f"{name} {max(floor.gflops for floor in known if floor.product == name):.0f} GFLOP/s"
-                for name in sorted({floor.product for floor in known})
+                f"{name} {max(floor['gflops'] for floor in known if floor['product'] == name):.0f} GFLOP/s"
+                for name in sorted({floor["product"] for floor in known})
             )
-            sgemm = median(floor.sgemm for floor in known)
-            gbytes = [floor.gbytes for floor in known]
+            gexps = [floor["gexps"] for floor in known if floor["gexps"]]
+            gbytes = [floor["gbytes"] for floor in known]
             self._note(
-                f"Floors on {threads} thr: products at {products} at most, "
-                f"{max(floor.gexps for floor in known):.1f}e9 exp/s, copies at {min(gbytes):.0f} to "
-                f"{max(gbytes):.0f} GB/s by size; b: bytes are the bound. "
-                f"torch.mm: {sgemm:.0f} GFLOP/s (median)."
+                f"Floors{f' on {threads} thr' if threads else ''}: products at {products} at most, "
+                + (f"{max(gexps):.1f}e9 exp/s, " if gexps else "")
+                + f"copies at {min(gbytes):.0f} to {max(gbytes):.0f} GB/s by size; b: bytes are the bound. "
+                f"torch.mm: {median(floor['sgemm'] for floor in known):.0f} GFLOP/s (median)."
             )
 
     def _goals(self) -> None:
@@ -193,7 +174,7 @@ class Report:
         ]
         numbers = numbers or [None]
         heads = [head for n in numbers for head in ("goal", f"{n} thr" if n else "got", "")]
-        table = _table("Goals", "", "against", *heads)
+        table = _table("Goals", ["", "against", *heads])
         lines: dict[tuple[str, str], dict[int | None, Outcome]] = {}
         for outcome in outcomes:
             threads = outcome.threads or numbers[0]
@@ -207,11 +188,6 @@ class Report:
         self._print(table)
         self.console.print(f"{sum(o.met for o in outcomes)} of {len(outcomes)} goals met")
 
-    def _done(self, part: str) -> bool:
-        done = part in self._printed
-        self._printed.add(part)
-        return done
-
     def _print(self, table: Table) -> None:
         self.console.print()
         self.console.print(table)
@@ -220,16 +196,29 @@ class Report:
         self.console.print(f"[dim]{escape(text)}[/]")
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
+def _table(title: str, heads: Sequence[str]) -> Table:
+    """The first column is words, and others whose head says so; numbers are right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
         header_style="dim")  # fmt: skip
-    table.add_column(first, overflow="fold")
-    for column in columns:
-        words = column in ("worst error", "pass", "against") or (
-            column == "" and column is columns[0]
-        )
-        table.add_column(column, justify="left" if words else "right", no_wrap=True)
+    for number, head in enumerate(heads):
+        words = number == 0 or head in _WORDS or (head == "" and number == 1)
+        table.add_column(head, justify="left" if words else "right", no_wrap=number > 0,
+            overflow="fold" if number == 0 else "ellipsis")  # fmt: skip
     return table
+
+
+#: Heads of columns of words.
+_WORDS: Final = (
+    "worst error",
+    "pass",
+    "against",
+    "candidate",
+    "use",
+    "way",
+    "not measured",
+    "collectives",
+    "method",
+)
 
 
 def _verdict(met: bool) -> Text:
@@ -240,40 +229,39 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.1f}" if milliseconds >= 10 else f"{milliseconds:.2f}"
 
 
-def _ratio(ratio: float | None) -> Text:
+def _times(value: float | None) -> Text:
     """How many times faster ours is; red where it is slower."""
-    if ratio is None:
+    if value is None:
         return Text("")
-    return Text(f"{ratio:.2f}x", "green" if ratio >= 1 else "red")
+    return Text(f"{value:.2f}x", "green" if value >= 1 else "red")
 
 
-def _floor(row: Speed) -> str:
-    if row.floor is None:
-        return ""
-    return _ms(row.floor.ms) + (" b" if row.floor.bound == "bytes" else "")
+Cell = Callable[[Row], "str | Text"]
 
 
-def _of_sgemm(row: Speed) -> str:
-    ratio = row.ratio("sgemm")
-    return "" if ratio is None else f"{ratio:.2f}"
+def _columns(rows: list[Row]) -> list[tuple[str, Cell]]:
+    """Of a table of times."""
+    timed = {name for row in rows for name in row["times"]}
+    rivals = [name for name in dict.fromkeys([*RIVALS["cpu"], *RIVALS["cuda"]]) if name in timed]
+    others = sorted(timed.difference(rivals, ("ours", "dense", "float32")))
+    on_gpu = any(row["threads"] is None for row in rows)
+    unit, by = ("TFLOP/s", 1e-3) if on_gpu else ("GFLOP/s", 1)
 
+    def versus(name: str) -> Cell:
+        return lambda row: _times(ratio(row, name))
 
-def _gap(row: Speed) -> str:
-    return "" if row.floor is None else f"{row.floor.gap:.2f}"
+    def floor(row: Row) -> str:
+        found = None if on_gpu else row.get("floor")
+        return _ms(found["ms"]) + (" b" if found["bound"] == "bytes" else "") if found else ""
 
-
-#: Columns of a table of times; one that is empty in all rows is left out.
-_SPEED: Final[tuple[tuple[str, Callable[[Speed], str | Text]], ...]] = (
-    ("ours", lambda row: _ms(row.ms)),
-    ("GFLOP/s", lambda row: f"{row.gflops:.0f}"),
-    ("eager", lambda row: _ms(row.eager_ms)),
-    ("x", lambda row: _ratio(row.ratio("eager"))),
-    ("SDPA*gate", lambda row: "" if row.sdpa_ms is None else _ms(row.sdpa_ms)),
-    ("x", lambda row: _ratio(row.ratio("sdpa"))),
-    ("x dense", lambda row: _ratio(row.ratio("dense"))),
-    ("x f32", lambda row: _ratio(row.ratio("float32"))),
-    ("x mm", _of_sgemm),
-    ("floor", _floor),
-    ("gap", _gap),
-    ("spread", lambda row: f"{row.spread:.1f}x" if row.disturbed else ""),
-)
+    return [
+        ("ours", lambda row: _ms(milliseconds(row, "ours") or 0.0)),
+        (unit, lambda row: f"{(rate(row) or 0.0) * by:.0f}"),
+        *((f"x {name}", versus(name)) for name in (*rivals, *others)),
+        ("x dense", versus("dense")),
+        ("x f32", versus("float32")),
+        ("x mm", lambda row: f"{ratio(row, 'sgemm'):.2f}" if row.get("floor") else ""),
+        ("floor", floor),
+        ("gap", lambda row: f"{row['floor']['gap']:.2f}" if floor(row) else ""),
+        ("spread", lambda row: f"{row['spread']:.1f}x" if disturbed(row) else ""),
+    ]

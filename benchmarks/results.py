@@ -9,116 +9,140 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Any
 
 import torch
 
 import heads_kernels as hk
-from benchmarks.checks import Check
-from benchmarks.decoding import Row as Decoding
-from benchmarks.goals import GOALS, MEMORY_GOAL_MIB, OVERHEAD_GOAL_US, Versus
-from benchmarks.measure import Memory, Overhead, Speed
+from benchmarks.goals import Outcome, outcomes
+from benchmarks.measure import Row
+from benchmarks.settings import Settings, word
 
+#: A format string of a row's fields, or a function of a row.
+Column = str | Callable[[Row], str]
 _HERE = Path(__file__).parent
-_AGAINST: Final[dict[Versus, str]] = {
-    "eager": "eager",
-    "sdpa": "SDPA*gate",
-    "best": "best PyTorch",
-    "dense": "own dense time",
-    "dense rate": "own dense rate",
-    "float32": "own float32",
-    "sgemm": "sgemm rate",
-}
+
+
+@dataclass
+class Found:
+    """A table of a part of the benchmark: its rows, how they are shown with `notes` under them, and what was wrong.
+
+    `part` is what `--only` picks it by, and the key of its rows in the results file.
+    """
+
+    part: str
+    title: str
+    columns: Mapping[str, Column]
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Machine:
+    """`level` is the instruction set of the CPU kernels, or why there are none; `version` that of heads_kernels."""
+
     processor: str
     cores: int
     threads: int
-    level: str  # instruction set of the CPU kernels, or why there are none
+    level: str
     torch: str
     python: str
-    version: str  # of heads_kernels
+    version: str
     commit: str | None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A goal beside what was measured, both as a person reads them; `threads` where it is a time."""
-
-    goal: str
-    against: str
-    wanted: str
-    got: str
-    met: bool
-    threads: int | None = None
+    gpu: dict[str, Any] | None = None
 
 
 @dataclass
 class Results:
-    """Everything that was measured so far."""
+    """Everything that was measured so far; `path` is where it is written after every step.
+
+    `running` is the step under way: in the file of a run that crashed, the one to blame. Those that ended earlier runs
+    are in `ended`, and are left out.
+    """
 
     machine: Machine
-    form: str
-    dtype: str
-    backends: list[str]
-    checks: list[Check] = field(default_factory=list)
+    settings: Settings
+    backends: list[str] = field(default_factory=list)
+    checks: list[Row] = field(default_factory=list)
+    speed: list[Row] = field(default_factory=list)
+    parts: dict[str, list[Row]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    speed: list[Speed] = field(default_factory=list)
-    memory: list[Memory] = field(default_factory=list)
-    overhead: list[Overhead] = field(default_factory=list)
-    decoding: list[Decoding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    part_goals: list[Outcome] = field(default_factory=list)
     complete: bool = False
+    running: str | None = None
+    ended: list[str] = field(default_factory=list)
     #: Load average of the minute before the run.
     load: float = field(default_factory=lambda: os.getloadavg()[0])
+    path: Path | None = None
 
     @property
     def busy(self) -> bool:
         """Whether others leave fewer cores than the run takes; half a core more is a desktop at rest (heuristic)."""
         return self.load > self.machine.cores - self.machine.threads + 0.5
 
+    def add(self, found: Found) -> None:
+        """The rows of a part."""
+        self.parts.setdefault(found.part, []).extend(found.rows)
+        self.failures += found.failures
+        self.part_goals += found.outcomes
+
     def goals(self) -> list[Outcome]:
-        """The goals of a full run, on every number of threads that it was measured on."""
-        found: list[Outcome] = []
-        if self.form != "full":
-            return found
-        for goal in GOALS:
-            for row in self.speed:
-                if (row.workload, row.direction) != (goal.workload, goal.direction):
-                    continue
-                if (ratio := row.ratio(goal.versus)) is not None:
-                    least = goal.wanted(row.threads)
-                    found.append(Outcome(f"{goal.workload} {goal.direction}",
-                        _AGAINST[goal.versus], _shown(goal.versus, least),
-                        _shown(goal.versus, ratio), ratio >= least, row.threads))  # fmt: skip
-        for peak in self.memory:
-            if peak.candidate == "ours" and peak.direction == "forward" and peak.extra is not None:
-                text, mib = f"peak extra memory, forward, {peak.case}", peak.extra / 2**20
-                wanted, got = f"under {MEMORY_GOAL_MIB:.0f} MiB", f"{mib:.1f} MiB"
-                found.append(Outcome(text, "", wanted, got, mib < MEMORY_GOAL_MIB))
-        ours = [row.us for row in self.overhead if "_attention" in row.call]
-        if ours:
-            text, us = "overhead of a forward call, the slowest of ours", max(ours)
-            wanted, got = f"at most {OVERHEAD_GOAL_US:.0f} us", f"{us:.1f} us"
-            found.append(Outcome(text, "", wanted, got, us <= OVERHEAD_GOAL_US))
-        return found
+        """Those of a full run, and of the parts that have some."""
+        full = self.settings.form == "full"
+        return (outcomes(self.speed, self.parts) if full else []) + self.part_goals
 
-    def to_json(self) -> dict[str, object]:
-        """Plain data; ratios are left to the reader, who has the times."""
-        return {**asdict(self), "goals": [asdict(outcome) for outcome in self.goals()]}
+    def to_json(self) -> Row:
+        s = self.settings
+        return {
+            "machine": asdict(self.machine), "device": s.device, "form": s.form, "only": s.only,
+            "dtype": word(s.dtype), "backends": self.backends, "load": self.load,
+            "complete": self.complete, "running": self.running, "ended": self.ended, "checks": self.checks,
+            "speed": self.speed, "parts": self.parts, "failures": self.failures, "notes": self.notes,
+            "goals": [asdict(outcome) for outcome in self.goals()],
+        }  # fmt: skip
+
+    def write(self) -> None:
+        """The file, whole or not at all."""
+        if self.path:
+            write_whole(self.path, json.dumps(self.to_json(), indent=1) + "\n")
+
+    def step(self, name: str) -> None:
+        self.running = name
+        self.write()
+
+    def resume(self) -> bool:
+        """Take over an incomplete run of the same kind in `path`; the step that ended it is a failure."""
+        try:
+            old = json.loads(self.path.read_text()) if self.path else {}
+        except (OSError, ValueError):
+            return False
+        if old.get("complete", True) or _kind(old) != _kind(self.to_json()):
+            return False
+        self.checks, self.speed = old["checks"], old["speed"]
+        self.failures, self.notes = old["failures"], old["notes"]
+        self.ended = old["ended"]
+        if old["running"]:
+            self.ended.append(old["running"])
+            self.failures.append(f"{old['running']}: the run ended here")
+        return True
 
 
-def _shown(versus: Versus, ratio: float) -> str:
-    """A ratio of times, or a share of a rate."""
-    return f"{ratio:.0%}" if versus in ("dense rate", "sgemm") else f"{ratio:.2f}x"
+def _kind(run: Row) -> list[Any]:
+    """What two parts of one run have in common."""
+    machine = run["machine"]
+    about = [machine[name] for name in ("processor", "torch", "version", "commit")]
+    gpu = (machine["gpu"] or {}).get("name")
+    return [*about, gpu, *(run[key] for key in ("device", "form", "only", "dtype"))]
 
 
-def this_machine() -> Machine:
+def this_machine(device: str = "cpu") -> Machine:
     return Machine(
         processor=processor(),
         cores=os.cpu_count() or 1,
@@ -128,16 +152,49 @@ def this_machine() -> Machine:
         python=platform.python_version(),
         version=hk.__version__,
         commit=commit(),
+        gpu=_gpu() if device == "cuda" else None,
     )
 
 
-def write_json(results: Results, path: Path) -> None:
-    write_whole(path, json.dumps(results.to_json(), indent=1) + "\n")
+def _gpu() -> dict[str, Any]:
+    """Its name, and the versions that its times depend on; on a machine without one, that kernels are simulated."""
+    about: dict[str, Any] = {"name": "simulated on the CPU", "cuda": torch.version.cuda}
+    about |= {name: _version(name) for name in ("triton", "flash_attn")}
+    if not torch.cuda.is_available():
+        return about
+    properties = torch.cuda.get_device_properties(0)
+    return about | {
+        "name": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "driver": _driver(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str:
+    """Version, clocks and power as nvidia-smi has them; read, never set."""
+    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+    return f"{fields}: {done.stdout.strip()}"
 
 
 def kept_file(machine: Machine) -> Path:
     """`benchmarks/results/<machine>.jsonl`, a run a line; it need not be there."""
-    name = re.sub(r"[^a-z0-9]+", "-", f"{machine.processor} {machine.cores} cores".lower())
+    of_cpu = f"{machine.processor} {machine.cores} cores"
+    name = re.sub(r"[^a-z0-9]+", "-", (machine.gpu["name"] if machine.gpu else of_cpu).lower())
     return _HERE / "results" / f"{name.strip('-')}.jsonl"
 
 
@@ -150,16 +207,19 @@ def keep(results: Results) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A file to write in a new folder beside `path`, gone at the end unless it was renamed."""
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        yield Path(folder) / path.name
+def kept(path: Path) -> Iterator[Row]:
+    """The runs in a kept file; lines that are none are passed over."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            run = json.loads(line)
+            if isinstance(run, dict):
+                yield run
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` whole or not at all."""
-    with _beside(path) as new:
+    """Write `text` whole or not at all: into a new folder beside `path`, then renamed."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        new = Path(folder) / path.name
         new.write_text(text, encoding="utf-8")
         new.replace(path)
 

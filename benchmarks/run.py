@@ -1,167 +1,172 @@
-"""One run: which parts, in which order, and what a failed check leaves out."""
+"""One run: which workloads and parts, in which order, and what a failed check leaves out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from typing import Final
 
 import torch
 
 import heads_kernels as hk
-from benchmarks import checks, decoding, measure, minilm, problems, shapes
-from benchmarks.goals import GOALS
-from benchmarks.measure import Effort, Speed
-from benchmarks.problems import DIRECTIONS, Direction, Workload
+from benchmarks import checks, measure, minilm, shapes
+from benchmarks.goals import HAVE_GOALS
 from benchmarks.report import Report
 from benchmarks.results import Results
+from benchmarks.settings import Settings
+from benchmarks.workloads import Workload
 
-#: Names beside those of workloads that `--only` knows.
-PARTS = ("memory", "overhead", "decoding")
+#: Modules with `measure(settings)`, which yields tables. `--only` knows them by name.
+PARTS: Final = ("memory", "overhead", "decoding")
+#: Those that a run has only where `--only` is their name: minutes each, and on the CPU.
+ON_REQUEST: Final = ("models", "reading", "conversion", "importance", "scaling")
 
-#: By form. Quick: 9 samples or more make a median that a few disturbed ones do not move, and the seconds
-#: keep the whole run under 4 minutes on 2 cores. Full has seven times the measurements and 17 minutes.
-EFFORT = {"smoke": Effort(0.02, 2), "quick": Effort(2.0, 9), "full": Effort(1.5, 9)}
-#: In full, of workloads without a goal: points of a series, which a plot draws.
-_POINT = Effort(0.6, 5)
-_HAVE_GOALS = frozenset(goal.workload for goal in GOALS)
-
-_SENTENCES = {"smoke": 4, "quick": 32, "full": 64}
-
-Step = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    form: str
-    dtype: torch.dtype
-    only: str | None = None
-    floor: bool = False
-
-    def wants(self, name: str) -> bool:
-        """Whether `--only` leaves this name in: a part of it, or a pattern with * and ?."""
-        return self.only is None or fnmatchcase(name, f"*{self.only}*")
+_SENTENCES: Final = {"smoke": 4, "quick": 32, "full": 64}
 
 
 class NothingToDo(Exception):
     """`--only` matches no name; the message says which there are."""
 
 
-def synthetic(form: str) -> list[Workload]:
-    """The named workloads of a form; those of MiniLM come by capturing it."""
-    if form == "smoke":
-        return [*problems.standard(64), *shapes.score_terms(8), *shapes.entmax(8)]
-    return shapes.full() if form == "full" else shapes.quick()
+class ContextLost(Exception):
+    """A kernel broke the CUDA context: this process can measure nothing more."""
 
 
 def choose(settings: Settings) -> list[Workload]:
     """The synthetic workloads that are wanted; raises `NothingToDo` where `--only` matches nothing."""
-    every = synthetic(settings.form)
-    names = [*(workload.name for workload in every), *minilm.NAMES, *PARTS]
+    every = shapes.table(settings)
+    real = minilm.NAMES if settings.device == "cpu" else ()
+    names = [*(workload.name for workload in every), *real, *PARTS]
+    if settings.only in ON_REQUEST:
+        return []
     if not any(map(settings.wants, names)):
-        raise NothingToDo(f"--only {settings.only!r} matches none of {', '.join(names)}")
+        known = ", ".join([*names, *ON_REQUEST])
+        raise NothingToDo(f"--only {settings.only!r} matches none of {known}")
     return [workload for workload in every if settings.wants(workload.name)]
 
 
-def steps(settings: Settings, chosen: list[Workload]) -> int:
-    """How many steps `run` takes: the model, a check of each workload and its timings, the parts."""
-    real = sum(map(settings.wants, minilm.NAMES))
-    timings = len(DIRECTIONS) * real + sum(len(workload.directions) for workload in chosen)
-    if settings.form == "full" and torch.get_num_threads() > 1:
-        timings *= 2
-    parts = sum(map(settings.wants, PARTS[:2]))
-    if settings.wants("decoding"):
-        parts += len(decoding.cases(settings.form))
-    return bool(real) + len(_with_dense(chosen)) + real + timings + parts
-
-
-def run(settings: Settings, chosen: list[Workload], report: Report, step: Step) -> None:
-    """Measure everything into `report.results`, printing each part when it is finished.
-
-    `step` is called with the name of what comes next.
-    """
+def run(chosen: list[Workload], report: Report) -> None:
+    """Measure everything into `report.results`, printing each table when it is finished."""
     results = report.results
-    known = {workload.name: workload for workload in [*synthetic(settings.form), *chosen]}
-    if any(map(settings.wants, minilm.NAMES)):
-        step("MiniLM")
-        real = _real(settings, results)
-        known.update((workload.name, workload) for workload in real)
-        chosen = [*chosen, *(workload for workload in real if settings.wants(workload.name))]
-
-    failed = set()
-    for name in _with_dense(chosen):
-        step(f"checking {name}")
-        check = checks.check(known[name], settings.dtype)
-        results.checks.append(check)
-        results.failures += [f"{name}: {failure}" for failure in check.failures]
-        if check.failures:
-            failed.add(name)
-    sound = [workload for workload in chosen if workload.name not in failed]
-    report.checks()
-
-    own_threads = torch.get_num_threads()
-    try:
-        for workload, threads in _turns(sound, settings.form, own_threads):
-            torch.set_num_threads(threads)
-            dense = known.get(workload.dense) if workload.dense else None
-            if dense is not None and dense.name in failed:
-                dense = None
-            point = settings.form == "full" and workload.name not in _HAVE_GOALS
-            effort = _POINT if point else EFFORT[settings.form]
-            for direction in workload.directions:
-                step(f"timing {workload.name} {direction}")
-                results.speed.append(_speed(settings, workload, dense, direction, effort))
-            _print_finished(report, sound, workload, threads == 1 or settings.form != "full")
-    finally:
-        torch.set_num_threads(own_threads)
-    if sound:
-        results.notes.append(_LEGEND)
-    if any(row.disturbed for row in results.speed):
-        results.notes.append(_DISTURBED)
-    if any("collaborative" in workload.name for workload in sound):
-        results.notes.append(_break_even())
-    if settings.wants("memory"):
-        step("memory")
-        _memory(settings, results)
-        report.memory()
-    if settings.wants("overhead"):
-        step("overhead")
-        results.overhead += measure.overhead(EFFORT[settings.form])
-        report.overhead()
-    if settings.wants("decoding"):
-        _decoding(settings, results, step)
-        report.decoding()
+    settings = results.settings
+    if settings.only in ON_REQUEST:
+        _parts([settings.only], report)
+    else:
+        known = {workload.name: workload for workload in [*shapes.table(settings), *chosen]}
+        if settings.device == "cpu" and any(map(settings.wants, minilm.NAMES)):
+            real = _real(results)
+            known |= {workload.name: workload for workload in real}
+            chosen = [*chosen, *(workload for workload in real if settings.wants(workload.name))]
+        _check(chosen, known, results)
+        report.checks()
+        _time(chosen, known, report)
+        if any("collaborative" in workload.name for workload in chosen):
+            results.notes.append(_break_even())
+        _parts([name for name in PARTS if settings.wants(name)], report)
     results.complete = True
+    results.running = None
 
 
-def _speed(
-    settings: Settings,
-    workload: Workload,
-    dense: Workload | None,
-    direction: Direction,
-    effort: Effort,
-) -> Speed:
-    """A row of a table. Where it was disturbed it is measured once more, and the calmer of the two stays."""
-
-    def measured() -> Speed:
-        return measure.speed(workload, dense, settings.dtype, direction, effort, settings.floor)
-
-    row = measured()
-    if row.disturbed:
-        row = min(row, measured(), key=lambda row: row.spread)
-    return row
+def _check(chosen: list[Workload], known: dict[str, Workload], results: Results) -> None:
+    """Every workload, and what it is compared with, once."""
+    done = {row["workload"] for row in results.checks}
+    for name in _with_dense(chosen):
+        step = f"checking {name}"
+        if name in done or name not in known or step in results.ended:
+            continue
+        _step(results, step)
+        found = checks.check(known[name], results.settings)
+        results.checks.append(asdict(found))
+        results.failures += [f"{name}: {failure}" for failure in found.failures]
+        results.failures += [
+            f"{name}: baseline {which}: {why}" for which, why in found.wrong.items()
+        ]
 
 
-_DISTURBED = (
-    "spread: a median by the fastest sample, where something else ran meanwhile; measured twice. Do not "
-    "quote these rows."
-)
-_LEGEND = (
-    "GFLOP/s: executed FLOPs by our median time. x: the time to the left by ours. x dense: our own "
-    "time for the dense workload of the table (all heads open, no mask, dense mixing) by ours. x f32: "
-    "our own time for the same numbers in float32 by ours. x mm: our FLOP/s by those of torch.mm. gap: our "
-    "time by the floor."
-)
+def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) -> None:
+    """All that passed; a table is printed when nothing of it is left."""
+    results, settings = report.results, report.results.settings
+    checked = {row["workload"]: row for row in results.checks}
+    sound = {name for name, row in checked.items() if not row["failures"]}
+    left = [workload for workload in chosen if workload.name in sound]
+    done = {(row["workload"], row["direction"], row["threads"]) for row in results.speed}
+    while left:
+        workload = left.pop(0)
+        dense = known[workload.dense] if workload.dense and workload.dense in sound else None
+        for threads in settings.threads(results.machine.threads):
+            for direction in workload.directions:
+                step = f"timing {workload.name} {direction}"
+                if (workload.name, direction, threads) in done or step in results.ended:
+                    continue
+                _step(results, step)
+                with _on_threads(threads):
+                    row, wrong = measure.speed(workload, dense, direction, settings,
+                        has_goal=workload.name in HAVE_GOALS, without=checked[workload.name]["wrong"])  # fmt: skip
+                results.speed += [row] if row else []
+                results.failures += [
+                    f"{workload.name} {direction}: {name}: {why}" for name, why in wrong.items()
+                ]
+                if wrong:
+                    _must_work(settings)
+        if not any(other.table == workload.table for other in left):
+            report.speed(workload.table)
+
+
+def _parts(names: Sequence[str], report: Report) -> None:
+    for name in names:
+        if name in report.results.ended:
+            continue
+        _step(report.results, name)
+        try:
+            for found in import_module(f"benchmarks.{name}").measure(report.results.settings):
+                report.results.add(found)
+                if found.rows:
+                    report.part(found)
+                _step(report.results, name)
+        except minilm.Unavailable as error:
+            report.results.failures.append(f"{name}: {error}")
+
+
+def _step(results: Results, name: str) -> None:
+    """The file is written, so that whatever ends the process here leaves what was measured before."""
+    results.step(name)
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{name}", end="\r", file=sys.stderr, flush=True)
+
+
+def _must_work(settings: Settings) -> None:
+    if settings.place.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise ContextLost(str(error)) from error
+
+
+@contextlib.contextmanager
+def _on_threads(threads: int | None) -> Iterator[None]:
+    own = torch.get_num_threads()
+    torch.set_num_threads(threads or own)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
+
+
+def _with_dense(workloads: Sequence[Workload]) -> list[str]:
+    """Names of workloads and of those that they are compared with, each once."""
+    pairs = [(workload.dense, workload.name) for workload in workloads]
+    return list(dict.fromkeys(name for pair in pairs for name in pair if name is not None))
+
+
+def _real(results: Results) -> list[Workload]:
+    try:
+        return minilm.real_workloads(minilm.capture(_SENTENCES[results.settings.form]))
+    except minilm.Unavailable as error:
+        results.notes.append(f"No real input, synthetic workloads only: {error}")
+        return []
 
 
 def _break_even() -> str:
@@ -173,77 +178,10 @@ def _break_even() -> str:
     )
 
 
-def _with_dense(workloads: Sequence[Workload]) -> list[str]:
-    """Names of workloads and of those that they are compared with, each once."""
-    pairs = [(workload.dense, workload.name) for workload in workloads]
-    return list(dict.fromkeys(name for pair in pairs for name in pair if name is not None))
-
-
-def _turns(
-    workloads: Sequence[Workload], form: str, threads: int
-) -> Iterator[tuple[Workload, int]]:
-    for workload in workloads:
-        yield workload, threads
-        if form == "full" and threads > 1:
-            yield workload, 1
-
-
-def _print_finished(
-    report: Report, workloads: Sequence[Workload], done: Workload, last_turn: bool
-) -> None:
-    """Print the table that `done` stands in if nothing of it is left to time."""
-    left = workloads[workloads.index(done) + 1 :]
-    if last_turn and not any(workload.table == done.table for workload in left):
-        report.speed(done.table)
-
-
-def _real(settings: Settings, results: Results) -> list[Workload]:
-    try:
-        return minilm.real_workloads(minilm.capture(_SENTENCES[settings.form]))
-    except minilm.Unavailable as error:
-        results.notes.append(f"No real input, synthetic workloads only: {error}")
-        return []
-
-
-def _memory(settings: Settings, results: Results) -> None:
-    case = problems.memory_case(1024 if settings.form == "smoke" else 8192)
-    name = f"B1 H8 T{case.T} D64"
-    inputs = case.make(settings.dtype)
-    failures = checks.check_long(inputs)
-    results.failures += [f"memory: {failure}" for failure in failures]
-    if not failures:
-        full = settings.form == "full"
-        results.memory += measure.memory(inputs, name, eager_backward=full)
-    biased = shapes.score_terms(8 if settings.form == "smoke" else 1)[0]
-    if settings.form != "quick":  # of which `biased` is a workload, and checked
-        (inputs,) = biased.make(settings.dtype)
-        results.memory += measure.memory(inputs, biased.name, eager_backward=True)
-
-
-def _decoding(settings: Settings, results: Results, step: Step) -> None:
-    """Every case in its own dtype, in full on all threads and on one."""
-    effort = _POINT if settings.form == "full" else EFFORT[settings.form]
-    own = torch.get_num_threads()
-    for case in decoding.cases(settings.form):
-        step(f"decoding {case}")
-        cache = decoding.Cache(case)
-        failures = decoding.check(cache)
-        results.failures += failures
-        if failures:
-            continue
-        for threads in dict.fromkeys((own, 1) if settings.form == "full" else (own,)):
-            torch.set_num_threads(threads)
-            try:
-                results.decoding += decoding.measure(cache, effort.budget_s, effort.least)
-            finally:
-                torch.set_num_threads(own)
-
-
 def backends(settings: Settings) -> list[str]:
-    """Which backend runs the two operators and why not another, in words."""
-    result = []
-    for workload in problems.standard(64):
-        if workload.name.endswith("_dense"):
-            choice = measure.explain(workload.make(settings.dtype)[0])
-            result.append(str(choice).replace("\n ", ";"))
-    return result
+    """Which backend runs the operators and why not another, in words."""
+    found: dict[str, str] = {}
+    for workload in shapes.table(Settings("smoke", settings.device, settings.dtype)):
+        inputs = workload.make(settings.dtype, settings.place)[0]
+        found.setdefault(inputs.operator, str(measure.explain(inputs)).replace("\n ", ";"))
+    return [*found.values()]

@@ -1,50 +1,33 @@
-"""`python -m benchmarks.scaling`: bytes that a process receives, measured against the formulas of docs/scaling.md.
+"""Bytes that a process receives, measured against the formulas of docs/scaling.md.
 
 Processes over gloo run one attention call or layer, forward and backward, split in each way. `CommDebugMode` sees the
 collectives, and the shapes of their operands give the bytes that each process receives: an all-gather or reduce-scatter
 of N bytes in all (W - 1) / W * N, and an all-reduce twice that, as rings do it. A ring receives from one process what
 it counts.
-
-Exit status: 0; 1 where a measured number is not the predicted one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import heads_kernels as hk
-from benchmarks.report import make_console
-from benchmarks.results import this_machine, write_whole
+from benchmarks.results import Found
+from benchmarks.settings import Settings
 
 B, T, H, HK, D, DS = 2, 64, 8, 4, 16, 48
 E: Final = H * D
 SIZE: Final = 4  # bytes of float32
 WORLDS: Final = (2, 4)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one process receives in a forward and backward pass."""
-
-    what: str
-    W: int
-    measured: int  # bytes
-    predicted: int
-    collectives: dict[str, int]
 
 
 # ---------------------------------------------------------------------- the formulas of docs/scaling.md
@@ -162,55 +145,31 @@ def serve(rank: int, world: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
     rows = []
     for case, predicted in CASES.items():
-        do = step(case, mesh)
-        bytes_, counts = received(do, world)
-        rows.append(Row(case, world, bytes_, predicted(world), counts))
+        measured, counts = received(step(case, mesh), world)
+        rows.append({"what": case, "W": world, "measured": measured, "predicted": predicted(world),
+            "collectives": counts})  # fmt: skip
     if rank == 0:
-        Path(folder, f"{world}.json").write_text(json.dumps([asdict(row) for row in rows]))
+        Path(folder, f"{world}.json").write_text(json.dumps(rows))
     distributed.destroy_process_group()
 
 
-def measure(worlds: Sequence[int]) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        for world in worlds:
-            spawn(serve, (world, folder), nprocs=world)  # type: ignore[no-untyped-call]
-        found = [json.loads(Path(folder, f"{world}.json").read_text()) for world in worlds]
-    return [Row(**row) for rows in found for row in rows]
-
-
-# ---------------------------------------------------------------------- the command
-def traffic_table(rows: Sequence[Row]) -> Table:
-    table = Table(
-        title="KiB that a process receives, forward and backward", title_justify="left", box=None
-    )
-    for head in ("", "W", "measured", "predicted", "collectives"):
-        table.add_column(head, justify="left" if head in ("", "collectives") else "right")
-    for row in rows:
-        kinds = ", ".join(f"{n} {name}" for name, n in row.collectives.items())
-        sizes = f"{row.measured / 1024:.1f}", f"{row.predicted / 1024:.1f}"
-        table.add_row(row.what, str(row.W), *sizes, kinds)
-    return table
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--smoke", action="store_true", help="two processes: does it run?")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="write all numbers here, as JSON")
-    options = parser.parse_args(arguments)
+def measure(settings: Settings) -> Iterator[Found]:
+    """On two processes, and on four."""
+    found = Found("scaling", "KiB that a process receives, forward and backward", {
+        "": "{what}",
+        "W": "{W}",
+        "measured": lambda row: f"{row['measured'] / 1024:.1f}",
+        "predicted": lambda row: f"{row['predicted'] / 1024:.1f}",
+        "collectives": lambda row: ", ".join(f"{n} {name}" for name, n in row["collectives"].items()),
+    })  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = measure(WORLDS[:1] if options.smoke else WORLDS)
-    make_console().print(traffic_table(rows))
-    if options.out:
-        numbers = {
-            "machine": asdict(this_machine()),
-            "sizes": {"B": B, "T": T, "H": H, "Hk": HK, "D": D, "Ds": DS},
-            "traffic": [asdict(row) for row in rows],
-        }
-        write_whole(options.out, json.dumps(numbers, indent=1) + "\n")
-    return int(any(row.measured != row.predicted for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as folder:
+        for world in WORLDS[:1] if settings.form == "smoke" else WORLDS:
+            spawn(serve, (world, folder), nprocs=world)  # type: ignore[no-untyped-call]
+            found.rows += json.loads(Path(folder, f"{world}.json").read_text())
+    found.failures += [
+        f"scaling: {row['what']} on {row['W']} processes receives {row['measured']} bytes, not {row['predicted']}"
+        for row in found.rows
+        if row["measured"] != row["predicted"]
+    ]
+    yield found

@@ -1,19 +1,28 @@
-"""Workloads of the quick and the full form: lengths, short sentences, real padding, shared widths, bfloat16, models."""
+"""The table of all workloads, by device and form.
+
+On a CPU: BERT-base, lengths, short sentences, real padding, shared widths, bfloat16, models, score terms, entmax. On a
+GPU: the lengths of language models, then score terms and entmax.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from benchmarks.problems import (
+from benchmarks.settings import Settings
+from benchmarks.workloads import (
+    CLOSED,
     CLOSED_SERIES,
     DIRECTIONS,
     Workload,
     causal_pairs,
+    in_dtype,
     standard,
+    variants,
     workload,
 )
 from heads_kernels.mask import Mask
@@ -39,15 +48,95 @@ REAL: Final = (90, 70, 50, 25)
 SHARED: Final = (96, 256, 384)
 
 
-def quick() -> list[Workload]:
-    """BERT-base's shapes, the shortest sentences and bfloat16."""
-    return [*standard(), short()[0], narrow()[0]]
+#: Tokens of a call on a GPU, features over its heads, and lengths, the most telling first: the convention of
+#: FlashAttention's charts. Collaborative attention has 12 heads of 64 values, as BERT-base.
+_TOKENS: Final = 16384
+_FEATURES: Final = 2048
+GPU_LENGTHS: Final = (8192, 4096, 16384, 1024)
+GPU_SHARED: Final = (256, 512)
+#: Of the first lengths heads are closed and sequences padded, too.
+_VARIED: Final = 2
+GPU_VARIED: Final = GPU_LENGTHS[:_VARIED]
 
 
-def full() -> list[Workload]:
-    """All workloads of the full form but those of MiniLM."""
+def table(settings: Settings) -> list[Workload]:
+    """The workloads of a form on a device; those of MiniLM, on a CPU, come by capturing it."""
+    if settings.device == "cuda":
+        if settings.form == "smoke":
+            return [
+                *_long(32, 64, (16,), (32,)),
+                *_long_shared(32, (32,), (32,), 16),
+                *score_terms(16)[:1],
+            ]
+        every = [*_long(), *_long_shared(), *_half(), *score_terms(), *entmax()]
+        quick = ("gated_D128_T4096_", "collaborative_Ds256_T4096_")
+        return every if settings.form == "full" else [w for w in every if w.name.startswith(quick)]
+    if settings.form == "smoke":
+        return [*standard(64), *score_terms(8), *entmax(8)]
+    if settings.form == "quick":
+        return [*standard(), short()[0], narrow()[0]]
     return [*standard(closed=CLOSED_SERIES), *lengths(), *short(), *real_padding(), *shared(),
         *narrow(), *models(), *score_terms(), *entmax()]  # fmt: skip
+
+
+def _long(
+    tokens: int = _TOKENS,
+    features: int = _FEATURES,
+    widths: tuple[int, ...] = (128, 64),
+    every: tuple[int, ...] = GPU_LENGTHS,
+) -> list[Workload]:
+    """Gated attention at the lengths of language models; the first, at the first width, has FlexAttention beside it."""
+    result = []
+    for T, D in product(every, widths):
+        B, H = tokens // T, features // D
+        case = GatedCase(f"T{T}_D{D}", B, H, T, T, D=D, Dv=D, gate="H", layout="transposed")
+        found = variants(f"gated_D{D}_T{T}", f"gated attention, B{B} H{H} T{T} D{D}", case, CLOSED)
+        n, wide = every.index(T), D in widths[:1]
+        if n == 0 and wide:
+            found = [replace(one, flex=True) for one in found]
+        result += found[: None if n < _VARIED else 2]
+        if n < _VARIED and wide:
+            grouped = replace(
+                case, H=2 * H, Hk=H // 2, gate="BHTD", gate_activation="sigmoid", is_causal=True
+            )
+            result.append(workload(f"gated_D{D}_gqa_T{T}", found[0].table, f"causal, H{2 * H} Hk{H // 2}, sigmoid gate",
+                grouped, B * causal_pairs(T)))  # fmt: skip
+    return result
+
+
+def _long_shared(
+    tokens: int = _TOKENS,
+    widths: tuple[int, ...] = (*GPU_SHARED, 768),
+    every: tuple[int, ...] = (8192, 4096, 2048),
+    Dv: int = 64,
+) -> list[Workload]:
+    """Collaborative attention at these lengths."""
+    result = []
+    for T, Ds in product(every, widths):
+        B, H = tokens // T, 12 if Dv == 64 else 4
+        case = CollaborativeCase(f"T{T}_Ds{Ds}", B, H, T, T, Ds=Ds, Dv=Dv, layout="transposed")
+        name = f"collaborative_Ds{Ds}_T{T}"
+        table = f"collaborative attention, B{B} H{H} T{T} Ds{Ds} Dv{Dv}"
+        dense = f"{name}_dense"
+        result.append(workload(dense, table, "dense mixing", case, B * T * T))
+        if every.index(T) == len(every) // 2:
+            result += [
+                workload(f"{name}_causal", table, "causal", replace(case, is_causal=True),
+                    B * causal_pairs(T), dense=dense),
+                workload(f"{name}_ragged", table, "ragged mixing", replace(case, mixing="ragged"),
+                    B * T * T, dense=dense),
+            ]  # fmt: skip
+    return result
+
+
+def _half() -> list[Workload]:
+    """Dense and causal calls of `_long` in float16."""
+    table = "float16, T8192"
+    return [
+        in_dtype(base, torch.float16, table)
+        for base in _long(every=(8192,))
+        if base.label in ("dense, all heads open", "causal")
+    ]
 
 
 def by_length(T: int, D: int) -> str:
@@ -156,12 +245,8 @@ NARROW: Final = ("gated_dense", "gated_causal", "collaborative_dense")
 
 def narrow() -> list[Workload]:
     """Workloads of `standard` in bfloat16, whatever the dtype of the run."""
-    return [_in_bfloat16(base) for base in standard() if base.name in NARROW]
-
-
-def _in_bfloat16(base: Workload) -> Workload:
-    return replace(base, name=f"{base.name}_bfloat16", table="bfloat16, B2 H12 T512 (BERT-base)", dense=None,
-        label=base.name, make=lambda dtype: base.make(torch.bfloat16))  # fmt: skip
+    table = "bfloat16, B2 H12 T512 (BERT-base)"
+    return [in_dtype(base, torch.bfloat16, table) for base in standard() if base.name in NARROW]
 
 
 def models() -> list[Workload]:

@@ -1,21 +1,20 @@
 """`python -m benchmarks.tune`: the fastest tiles of every Triton kernel on this GPU, as a data file.
 
-Candidates are near the tiles that the kernel has today. They are compiled by many processes at once;
-those that do not compile or do not fit are counted with their reasons. The rest is timed in turn, the
-kernel alone, dense and causal together, on a cold cache, at T 4096. A winner is written where it is
-faster than today's tiles by more than noise and holds the accuracy rule.
+Candidates are near the tiles that the kernel has today. They are compiled by many processes at once; those that do not
+compile or do not fit are counted with their reasons. The others are timed in turn: the whole call, dense and causal, on
+a cold cache, at T 4096. A winner is written where the call is faster than with today's tiles by more than noise and
+holds the accuracy rule.
 
     python -m benchmarks.tune [--out FILE] [--kernel PATTERN] [--minutes N]
 
-FILE, by default heads_kernels/tuned/<gpu>.json, keeps what it has of other kernels and widths.
-Exit status: 0; 1 where a kernel could not be tuned; 2 for a bad option or a missing GPU; 130
-where it was interrupted (what was written stays).
+FILE, by default heads_kernels/tuned/<gpu>.json, keeps its entries of other kernels and widths.
+Exit status: 0; 1 where a kernel could not be tuned; 2 for a bad option or a missing GPU; 130 where it was interrupted
+(what was written remains).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -23,7 +22,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,13 +30,12 @@ from typing import Any, Final
 
 import torch
 
+import heads_kernels as hk
 from benchmarks import results
-from benchmarks.gpu.machine import device_name, versions
-from benchmarks.gpu.pool import MOST_WORKERS, ROOT, Pool
-from benchmarks.gpu.settings import LEFT_OUT, PASSED, Row, Settings, slug
-from benchmarks.gpu.stages import TUNING
-from benchmarks.gpu.tuning import CALLS, Job, Tiles
+from benchmarks.tuning import CALLS, ROOT, Job, Row, Tiles, run_jobs
 
+#: Processes that compile at once; each holds a CUDA context of half a GiB.
+_PROCESSES: Final = min(16, os.cpu_count() or 1)
 #: A candidate has to beat today's tiles by this factor, or it is noise.
 _GAIN: Final = 1.02
 #: Candidates that are timed, by what compiled first; the accuracy of up to `_TRIES` winners is looked at.
@@ -86,154 +84,118 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--kernel", default="*", metavar="PATTERN", help='such as "*.forward"')
-    parser.add_argument("--call", default="*", metavar="PATTERN", help=f"of {', '.join(CALLS)}")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--minutes", type=float, default=8.0, metavar="N")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: does everything run?")
-    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--simulate", action="store_true",
+        help="a toy size in Triton's interpreter, of float32 and one call: does it run?")  # fmt: skip
     options = parser.parse_args(arguments)
-    if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu is for --tiny: tiles are tuned on a GPU")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device: torch.cuda.is_available() is False")
-    calls = [name for name in CALLS if fnmatchcase(name, options.call)]
-    if not calls:
-        parser.error(f"--call {options.call!r} matches none of {', '.join(CALLS)}")
-    settings = Settings(options.device, options.tiny)
-    out = options.out or ROOT / "heads_kernels" / "tuned" / f"{slug(device_name(settings))}.json"
+    if not (options.simulate or torch.cuda.is_available()):
+        parser.error("no CUDA device: torch.cuda.is_available() is False; try --simulate")
+    if options.simulate and options.out is None:
+        parser.error("--simulate measures nothing to keep: name a file with --out")
+    device = "simulated" if options.simulate else torch.cuda.get_device_name()
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    out = options.out or ROOT / "heads_kernels" / "tuned" / f"{slug}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return _Tuner(settings, options, out).run(calls)
+        return _Tuner(options, out, device).run()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         return 130
 
 
 class _Tuner:
-    def __init__(self, settings: Settings, options: argparse.Namespace, out: Path) -> None:
-        self.settings, self.options, self.out = settings, options, out
+    def __init__(self, options: argparse.Namespace, out: Path, device: str) -> None:
+        self.simulate, self.out, self.device = options.simulate, out, device
+        self.pattern = options.kernel
+        self.dtype = "float32" if self.simulate else options.dtype
         self.end = time.monotonic() + 60 * options.minutes
         self.failed = False
 
-    def run(self, calls: list[str]) -> int:
-        with (
-            Pool(self.settings, 1) as one,
-            Pool(self.settings, 2 if self.settings.tiny else _workers()) as many,
-        ):
-            probes = self._do(many, [Job("probe", call, self.options.dtype) for call in calls])
-            found: dict[tuple[Any, ...], tuple[Job, list[str]]] = {}
-            for call, row in zip(calls, probes, strict=True):
-                if row["verdict"] != PASSED:
-                    print(f"{call}: {row['verdict']}: {_first_line(row)}", flush=True)
-                for asked in row.get("kernels", ()):
-                    if fnmatchcase(asked["kernel"], self.options.kernel):
-                        key = asked["kernel"], asked["D"], asked["Dv"]
-                        # A kernel that several calls run is tuned in the first of them.
-                        job = Job(
-                            "try", call, self.options.dtype, asked["kernel"], (asked["tiles"],)
-                        )
-                        found.setdefault(key, (job, asked["used"]))
-            if not found:
-                print(f"no kernel matches {self.options.kernel!r}", flush=True)
-                return 1
-            for number, ((kernel, D, Dv), (job, used)) in enumerate(found.items()):
-                share = (self.end - time.monotonic()) / (len(found) - number)
-                self._tune(one, many, (kernel, D, Dv), job, used, time.monotonic() + share)
+    def run(self) -> int:
+        calls = list(CALLS)[:1] if self.simulate else list(CALLS)
+        found: dict[tuple[str, int, int], tuple[Job, list[str]]] = {}
+        probes = self._do([Job("probe", call, self.dtype) for call in calls])
+        for call, row in zip(calls, probes, strict=True):
+            if "wrong" in row:
+                print(f"{call}: {row['wrong']}", flush=True)
+                self.failed = True
+            for asked in row.get("kernels", ()):
+                if fnmatchcase(asked["kernel"], self.pattern):
+                    key = asked["kernel"], asked["D"], asked["Dv"]
+                    # A kernel that several calls run is tuned in the first of them.
+                    job = Job("try", call, self.dtype, asked["kernel"], (asked["tiles"],))
+                    found.setdefault(key, (job, asked["used"]))
+        if not found:
+            print(f"no kernel matches {self.pattern!r}", flush=True)
+            return 1
+        for number, ((_, D, Dv), (job, used)) in enumerate(found.items()):
+            share = (self.end - time.monotonic()) / (len(found) - number)
+            self._tune(job, D, Dv, used, time.monotonic() + share)
         return int(self.failed)
 
-    def _tune(
-        self,
-        one: Pool,
-        many: Pool,
-        key: tuple[str, int, int],
-        job: Job,
-        used: list[str],
-        until: float,
-    ) -> None:
-        """Compile with many workers, time with one, check, write."""
-        kernel, D, Dv = key
+    def _tune(self, job: Job, D: int, Dv: int, used: list[str], until: float) -> None:
+        """Compile with many processes, time with one, check, write."""
         today = job.tiles[0]
-        tried = [today, *neighbours(today, used)][: 3 if self.settings.tiny else None]
-        jobs = [replace(job, tiles=(tiles,)) for tiles in tried]
-        compiled = self._do(many, jobs, time.monotonic() + 0.6 * max(0.0, until - time.monotonic()))
-        good = [
-            tiles for tiles, row in zip(tried, compiled, strict=True) if row["verdict"] == PASSED
-        ]
-        reasons = Counter(_kind(row) for row in compiled if row["verdict"] != PASSED)
-        label = f"{kernel} D{D} Dv{Dv} {job.dtype}"
+        tried = [today, *neighbours(today, used)][: 3 if self.simulate else None]
+        # Six tenths of the time for compiling: heuristic.
+        half = time.monotonic() + 0.6 * max(0.0, until - time.monotonic())
+        compiled = self._do([replace(job, tiles=(tiles,)) for tiles in tried], half)
+        good = [tiles for tiles, row in zip(tried, compiled, strict=True) if "wrong" not in row]
+        label = f"{job.kernel} D{D} Dv{Dv} {job.dtype}"
         print(f"{label}: {len(good)} of {len(tried)} candidates run", flush=True)
+        # The reasons without their numbers, so that like ones are counted together.
+        reasons = Counter(re.sub(r"\d+", "#", row["wrong"]) for row in compiled if "wrong" in row)
         for reason, count in reasons.most_common(4):
             print(f"    {count} x {reason}", flush=True)
         if today not in good:
-            self.failed = self.failed or compiled[0]["verdict"] != LEFT_OUT
+            self.failed = True
             return
         timed = tuple(good[:_TIMED])
-        (row,) = self._do(one, [replace(job, what="time", tiles=timed)], until)
-        if row["verdict"] != PASSED:
-            print(f"    not timed: {row['verdict']}: {_first_line(row)}", flush=True)
-            self.failed = self.failed or row["verdict"] != LEFT_OUT
+        (row,) = self._do([replace(job, what="time", tiles=timed)], until)
+        if "wrong" in row:
+            print(f"    not timed: {row['wrong']}", flush=True)
+            self.failed = True
             return
         ranked = sorted(zip(row["ms"], timed, strict=True), key=lambda pair: pair[0])
         before = next(ms for ms, tiles in ranked if tiles == today)
         for ms, tiles in ranked[:_TRIES]:
             if ms * _GAIN > before:
                 break
-            (held,) = self._do(one, [replace(job, what="check", tiles=(tiles,))])
-            if held["verdict"] == PASSED:
-                self._write({"kernel": kernel, "dtype": job.dtype, "D": _padded(D), "Dv": _padded(Dv),
+            (checked,) = self._do([replace(job, what="check", tiles=(tiles,))])
+            if "wrong" not in checked:
+                self._write({"kernel": job.kernel, "dtype": job.dtype, "D": _padded(D), "Dv": _padded(Dv),
                     **tiles, "ms": round(ms, 4), "heuristic_ms": round(before, 4)})  # fmt: skip
                 print(
                     f"    {_short(tiles)} {ms:.3f} ms, today {_short(today)} {before:.3f} ms",
                     flush=True,
                 )
                 return
-            print(f"    {_short(tiles)} is fast and wrong: {_first_line(held)}", flush=True)
+            print(f"    {_short(tiles)} is fast and wrong: {checked['wrong']}", flush=True)
             self.failed = True
-        print(f"    today's {_short(today)} stay: {before:.3f} ms", flush=True)
+        print(f"    today's {_short(today)} remain: {before:.3f} ms", flush=True)
 
-    def _do(self, pool: Pool, jobs: list[Job], until: float | None = None) -> list[Row]:
-        """The rows of the jobs, in their order."""
-        names = [job.to_name() for job in jobs]
+    def _do(self, jobs: list[Job], until: float | None = None) -> list[Row]:
         # A minute more than the budget for what has to be known: which kernels, and whether one is right.
         until = self.end + 60 if until is None else until
-        with _progress(len(jobs), f"{jobs[0].what} {jobs[0].kernel}") as step:
-            rows = pool.run("tuning", names, until=until, item_s=TUNING["tuning"].item_s, done=step)
-        by_name = {row["name"]: row for row in rows}
-        return [by_name[name] for name in names]
+        return run_jobs(jobs, processes=_PROCESSES, until=until, simulate=self.simulate)
 
     def _write(self, entry: dict[str, Any]) -> None:
         """Into the file, in the place of what it has of this kernel, dtype and widths."""
+        import triton
+
         old: dict[str, Any] = json.loads(self.out.read_text()) if self.out.exists() else {}
         key = ("kernel", "dtype", "D", "Dv")
         tiles = [e for e in old.get("tiles", []) if [e[k] for k in key] != [entry[k] for k in key]]
-        tiles = sorted([*tiles, entry], key=lambda e: [e[k] for k in key])
-        known = versions()
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
+            "heads_kernels": hk.__version__}  # fmt: skip
         data = {
-            "device": device_name(self.settings),
-            "commit": self.options.commit or results.commit() or "unknown",
-            "versions": {
-                name: known[name] for name in ("torch", "triton", "cuda", "heads_kernels")
-            },
-            "tiles": tiles,
+            "device": self.device,
+            "commit": results.commit() or hk.build_info().get("commit") or "unknown",
+            "versions": versions,
+            "tiles": sorted([*tiles, entry], key=lambda e: [e[k] for k in key]),
         }
         results.write_whole(self.out, json.dumps(data, indent=1) + "\n")
-
-
-@contextlib.contextmanager
-def _progress(total: int, text: str) -> Iterator[Callable[[Row], object]]:
-    """A bar on a terminal, where tqdm is there."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        yield lambda row: None
-        return
-    with tqdm(total=total, desc=text, leave=False, disable=None) as bar:  # None: only on a terminal
-        yield lambda row: bar.update()
-
-
-def _workers() -> int:
-    return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 def _padded(width: int) -> int:
@@ -247,15 +209,6 @@ def _short(tiles: Tiles) -> str:
     )
     registers = f" r{tiles['maxnreg']}" if tiles.get("maxnreg") else ""
     return f"{blocks} w{tiles['num_warps']} s{tiles['num_stages']}{registers}"
-
-
-def _first_line(row: Row) -> str:
-    return str(row.get("detail", "")).partition("\n")[0][:160]
-
-
-def _kind(row: Row) -> str:
-    """The reason of a failure with its numbers left out, so that like ones are counted together."""
-    return re.sub(r"\d+", "#", _first_line(row)) or str(row["verdict"])
 
 
 if __name__ == "__main__":

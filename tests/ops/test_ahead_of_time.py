@@ -1,7 +1,7 @@
 """Triton kernels compiled without a GPU: they fit into shared memory, use tensor cores and keep their bounds on spills.
 
-A part of `python -m benchmarks.ahead_of_time`, in processes where kernels are not interpreted. They compile here: other
-tests keep the other cores busy.
+A part of `python -m benchmarks.static.ahead_of_time`, in processes where kernels are not interpreted. They compile in
+this process: other tests keep the other cores busy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="pip install 'heads_kernels[triton
 if TRITON_INTERPRETED:
     pytest.skip("kernels are interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
-from benchmarks import ahead_of_time  # noqa: E402 (needs triton)
+from benchmarks.static import ahead_of_time  # noqa: E402 (needs triton)
 
 pytestmark = pytest.mark.check
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import heads_kernels as hk
-from benchmarks import cuda_resources
-from benchmarks.cuda_resources import MOST_STACK, Kernel
+from benchmarks.static import cuda_resources
+from benchmarks.static.cuda_resources import MOST_STACK, Kernel
 
 pytestmark = pytest.mark.check
 

@@ -59,7 +59,6 @@ def problem() -> Problem:
 def test_no_record_is_the_order_of_the_table(file: Path) -> None:
     choice = choose(TABLE, problem())
     assert (choice.backend, list(choice.refusals)) == ("triton", ["cuda", "cpu", "eager"])
-    assert "order: that of the table; " in str(choice)
     assert "`python -m heads_kernels doctor --save` has kept none for this device" in str(choice)
     assert select(TABLE, problem()) == "triton"
     assert not file.parent.exists()  # nothing is written
@@ -74,34 +73,26 @@ def test_the_fastest_verified_backend_is_first(file: Path, monkeypatch: pytest.M
     assert str(file) in str(choice)
     query, key = torch.randn(2, 1, 2, 3, 4)
     assert choose(TABLE, Problem.statistics(query, key)).backend == "triton"  # nothing kept of it
+    forget(monkeypatch)
+    monkeypatch.setattr(doctor_record, "IGNORED", True)
+    assert select(TABLE, problem()) == "triton"
 
 
-def test_what_is_not_verified_comes_behind(file: Path) -> None:
+def test_what_is_not_verified_comes_last(file: Path) -> None:
     doctor_record.save(CPU, {"gated_attention": Found(("cuda",))})
     assert list(choose(TABLE, problem(), None).refusals) == ["triton", "cpu", "eager"]
 
 
-def test_a_backend_that_failed_is_not_chosen_and_runs_where_it_is_named(file: Path) -> None:
-    failed = (("triton", "failed here: small in float32"),)
+def test_a_backend_that_failed_runs_only_where_it_is_named(file: Path) -> None:
+    failed = (("triton", "failed here: small in float32"), ("cpu", "failed here: x"))
     doctor_record.save(CPU, {"gated_attention": Found(("cuda",), failed)})
     choice = choose(TABLE, problem())
     assert choice.backend == select(TABLE, problem()) == "cuda"
     assert choice.refusals["triton"] == ["failed here: small in float32"]
+    assert choice.refusals["cpu"] == ["failed here: x", "it is too wide"]
     named = choose(TABLE, problem(), "triton")
     assert named.backend == select(TABLE, problem(), "triton") == "triton"
     assert "'triton' failed here: small in float32: found on this machine" in str(named)
-    assert choose(TABLE, problem(), "cuda").order == ""
-
-
-def test_a_failed_backend_that_cant_serve_says_both(file: Path) -> None:
-    doctor_record.save(CPU, {"gated_attention": Found((), (("cpu", "failed here: x"),))})
-    assert choose(TABLE, problem()).refusals["cpu"] == ["failed here: x", "it is too wide"]
-
-
-def test_the_variable_ignores_the_record(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    doctor_record.save(CPU, {"gated_attention": Found(("cuda",))})
-    monkeypatch.setattr(doctor_record, "IGNORED", True)
-    assert select(TABLE, problem()) == "triton"
 
 
 def test_tests_and_benchmarks_ignore_the_record() -> None:
@@ -145,27 +136,23 @@ def test_a_write_that_fails_leaves_the_record(file: Path, monkeypatch: pytest.Mo
 
 
 BAD: dict[str, Any] = {
-    "not JSON": "{",
-    "a list": "[]",
-    "of another program": '{"entries": []}',
-    "of another format": '{"format": 2, "entries": []}',
-    "no entries": '{"format": 1}',
-    "entries of no use": '{"format": 1, "entries": [3]}',
+    "not JSON": b"{",
+    "not text": b"\xff\xfe",
+    "of another format": b'{"format": 2, "entries": []}',
+    "entries of no use": b'{"format": 1, "entries": [3]}',
     "names that are no strings": json.dumps(
         {"format": 1, "entries": [{**ENTRY, "operators": {"x": {"verified": [1], "failed": {}}}}]}
-    ),
-    "not text": b"\xff\xfe",
+    ).encode(),
 }
 
 
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD)
-def test_a_bad_file_is_ignored_with_one_warning(content: str | bytes, file: Path) -> None:
+def test_a_bad_file_is_ignored_with_one_warning(content: bytes, file: Path) -> None:
     file.parent.mkdir()
-    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    file.write_bytes(content)
     with pytest.warns(UserWarning, match="doctor.json can't be read") as found:
         assert select(TABLE, problem()) == "triton"
     assert len(found) == 1
-    assert str(file) in str(found[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert select(TABLE, problem()) == "triton"
@@ -178,7 +165,7 @@ def test_a_file_that_cant_be_opened(file: Path) -> None:
         assert select(TABLE, problem()) == "triton"
 
 
-@pytest.mark.parametrize("changed", ["torch", "triton", "heads_kernels", "level", "simulated"])
+@pytest.mark.parametrize("changed", ["torch", "heads_kernels", "simulated"])
 def test_a_record_of_another_environment_is_ignored_with_a_warning(
     changed: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,11 +217,9 @@ def test_the_version_of_the_driver(text: str, monkeypatch: pytest.MonkeyPatch) -
     assert doctor_record.driver_version.__wrapped__() == DRIVERS[text]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_the_first_call_of_a_process_is_compiled(kept: bool, file: Path) -> None:
+def test_the_first_call_of_a_process_is_compiled(file: Path) -> None:
     """The record is read while it is traced."""
-    if kept:
-        doctor_record.save(CPU, {"gated_attention": Found(("eager",), (("cpu", "failed"),))})
+    doctor_record.save(CPU, {"gated_attention": Found(("eager",), (("cpu", "failed"),))})
     code = """
 import torch
 import heads_kernels as hk
@@ -250,4 +235,4 @@ print(hk.explain("gated_attention", x, x, x).backend)
     env = {name: value for name, value in os.environ.items() if name != doctor_record.VARIABLE}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == ("eager" if kept else "cpu")
+    assert run.stdout.strip() == "eager"

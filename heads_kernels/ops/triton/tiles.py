@@ -3,7 +3,7 @@
 `heads_kernels/tuned/<gpu>.json`, written by `python -m benchmarks.tune`, holds tiles measured on that very GPU. For all
 others there is a table for each kind of GPU. Every row of it is a heuristic: the largest tiles of a usual shape whose
 kernel, compiled for that kind, keeps its sums in registers and its tiles in shared memory
-(`python -m benchmarks.ahead_of_time` shows both). What the rows have in common:
+(`python -m benchmarks.static.ahead_of_time` shows both). What the rows have in common:
 
 - 8 warps share tiles of 128 rows: of 64 rows each of two groups of 4 warps would hold a copy on sm_90.
 - Where 128 registers a thread are enough, two programs share a multiprocessor: one multiplies during the softmax of the

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.static_model`: what limits the loops of the GPU kernels, from their machine code.
+"""`python -m benchmarks.static.model`: what limits the loops of the GPU kernels, from their machine code.
 
 Compiles the Triton kernels and reads the CUDA C++ kernels from the built module; needs no GPU. For every loop with
-tensor-core instructions it prints how many instructions its hot path has (`benchmarks/sass.py`), the cycles that each
-pipe takes for one iteration of a block (`benchmarks/pipes.py` has the rates of each part), the slowest pipe and the
+tensor-core instructions it prints how many instructions its hot path has (`sass.py`), the cycles that each
+pipe takes for one iteration of a block (`pipes.py` has the rates of each part), the slowest pipe and the
 TFLOP/s that it allows, spills on the hot path, registers, shared memory and blocks of a multiprocessor.
 
 The result is an upper limit, not a forecast: latencies, barriers and memory are not in it, and an inner loop counts as
@@ -31,11 +31,11 @@ from typing import Any, Final
 
 import triton
 
-from benchmarks import ahead_of_time, cuda_resources, pipes, sass
 from benchmarks.results import commit
+from benchmarks.static import ahead_of_time, cuda_resources, pipes, sass
 from heads_kernels.ops import support
 
-KEPT: Final = Path(__file__).with_name("results") / "static-model.json"
+KEPT: Final = Path(__file__).parents[1] / "results" / "static-model.json"
 BACKENDS: Final = ("triton", "cuda")
 #: What is kept is few enough to be compiled by a test.
 TARGETS: Final = {"triton": ("sm_90",), "cuda": ("sm_80", "sm_90")}
@@ -295,7 +295,7 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.static_model", description=__doc__,
+        prog="python -m benchmarks.static.model", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: both")
@@ -304,11 +304,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of Triton all works whose name has this in it, of CUDA the kernels (* and ? allowed)")  # fmt: skip
     parser.add_argument("--module", type=Path, metavar="FILE",
         help="the module of the CUDA kernels; default: the built one")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
-    parser.add_argument("--cache", type=Path, metavar="FOLDER",
-        help="keep the compiled Triton kernels here, and compile none that is there")  # fmt: skip
-    parser.add_argument("--processes", type=int, choices=range(1, 65), metavar="N",
-        help="that compile Triton kernels, 1: this one; default: as many as there are cores")  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="rewrite the kept numbers")
     return parser
 
@@ -339,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     if "triton" in backends:
         targets = options.target or TARGETS["triton"]
-        rows += of_triton(targets, works, cache=options.cache, processes=options.processes)
+        rows += of_triton(targets, works)
     if "cuda" in backends and module is not None and tool is not None:
         wanted = options.target or TARGETS["cuda"]
         found = of_cuda(module, tool, wanted, only=pattern)
@@ -352,9 +347,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         parser.error(f"--only {options.only!r} matches no loop with tensor-core instructions")
     print(*table(rows), sep="\n")
-    if options.json:
-        derived = [asdict(row) | {"pipe": row.pipe, "bound": row.bound} for row in rows]
-        options.json.write_text(json.dumps(derived, indent=1) + "\n")
     headings = {backend: compiler_of(backend, module) for backend in backends}
     if options.keep:
         keep(rows, headings, KEPT)
@@ -362,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     failures = []
     for backend, heading in headings.items():
-        part = kept().get(backend, {"compiler": "none", "rows": []})
+        part = kept()[backend]
         if part["compiler"] != heading["compiler"]:
             print(f"\nnot compared: kept of {part['compiler']}, not {heading['compiler']}")
         else:

@@ -1,4 +1,4 @@
-"""What a workload is, and those of the quick form; `shapes` has the others, `goals` what they should reach.
+"""What a workload is, and those of BERT-base; `shapes` has the others, `goals` what they should reach.
 
 A workload states its FLOPs by a closed formula of its own sizes, apart from `Problem.flops`, so
 that the two can be held against each other.
@@ -13,8 +13,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.settings import word
+from heads_kernels.mask import Mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, find
-from heads_kernels.testing.masks import half_padded
+from heads_kernels.testing.masks import Sizes
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward")
@@ -26,7 +28,7 @@ class Workload:
 
     name            what `--only` picks by
     table           heading of the table that it stands in; `label` is its first column
-    make            the calls, in a dtype; the same numbers every time
+    make            the calls, in a dtype on a device; the same numbers every time
     pairs           pairs of a query row and a key that it sees, summed over the batch: with n_b real
                     rows and m_b real keys, sum of n_b m_b; causal about half
     score_features  features that the scores run over, summed over the open heads: H D;
@@ -37,12 +39,13 @@ class Workload:
     dense           name of the workload whose time on our own kernel this one is compared with
     expected        what the model that the inputs come from computed itself, `[B, H, T, Dv]`
     directions      those that are timed; both are checked
+    flex            whether FlexAttention is compiled for it on a GPU, which takes many seconds
     """
 
     name: str
     table: str
     label: str
-    make: Callable[[torch.dtype], tuple[Inputs, ...]]
+    make: Callable[[torch.dtype, torch.device], tuple[Inputs, ...]]
     pairs: int
     score_features: int
     value_features: int
@@ -51,6 +54,7 @@ class Workload:
     dense: str | None = None
     expected: tuple[Tensor, ...] = ()
     directions: tuple[Direction, ...] = DIRECTIONS
+    flex: bool = False
 
     def flops(self, direction: Direction) -> int:
         """Matrix-product FLOPs that have to be done, 2 per multiply-add.
@@ -94,15 +98,21 @@ def workload(
         assert isinstance(case, GatedCase)
         scores = is_open * case.D
 
-    def make(dtype: torch.dtype) -> tuple[Inputs, ...]:
-        inputs = case.make(dtype)
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Inputs, ...]:
+        inputs = case.make(dtype, device, drawn_on=device)
         return (replace(inputs, options={**inputs.options, "closed_grad": not skips}),)
 
     return Workload(name, table, label, make, pairs, scores, is_open * case.Dv, is_open,
         dense=dense, directions=directions)  # fmt: skip
 
 
-def _variants(prefix: str, table: str, case: Case, closed: tuple[int, ...]) -> list[Workload]:
+def half_padded(sizes: Sizes, device: torch.device) -> Mask:
+    """Half of every sequence is padding, rows and keys; the lengths are on the device."""
+    half = torch.full((sizes.B,), sizes.S // 2, device=device)
+    return Mask(key_lengths=half, query_lengths=half)
+
+
+def variants(prefix: str, table: str, case: Case, closed: tuple[int, ...]) -> list[Workload]:
     """The same call dense, causal, half padded and with parts of the heads closed; `case` is the dense one."""
     B, T, dense = case.B, case.T, f"{prefix}_dense"
     pairs = B * T * T
@@ -139,8 +149,8 @@ def standard(T: int = 512, closed: tuple[int, ...] = CLOSED) -> list[Workload]:
         gate="BHT", gate_activation="sigmoid", layout="transposed")  # fmt: skip
     table = f"collaborative attention, B2 H12 T{T} Ds256 Dv64 (BERT-base)"
     return [
-        *_variants("gated", f"gated attention, B2 H12 T{T} D64 (BERT-base)", gated, closed),
-        *_variants("collaborative", table, shared, CLOSED),
+        *variants("gated", f"gated attention, B2 H12 T{T} D64 (BERT-base)", gated, closed),
+        *variants("collaborative", table, shared, CLOSED),
         workload("collaborative_ragged", table, "ragged mixing, the same Ds", ragged,
             2 * T * T, dense="collaborative_dense"),
         workload("language_model", f"gated attention, B1 H16 Hk4 T{T} D128 (a language model)",
@@ -148,6 +158,7 @@ def standard(T: int = 512, closed: tuple[int, ...] = CLOSED) -> list[Workload]:
     ]  # fmt: skip
 
 
-def memory_case(T: int = 8192) -> Case:
-    """B1 H8 D64: eager's scores alone take 2 GiB at T 8192."""
-    return replace(find("gated_attention", "long_8192"), T=T, S=T)
+def in_dtype(base: Workload, dtype: torch.dtype, table: str) -> Workload:
+    """A workload in this dtype, whatever that of the run is."""
+    return replace(base, name=f"{base.name}_{word(dtype)}", table=table, label=base.name, dense=None,
+        make=lambda _, device: base.make(dtype, device))  # fmt: skip

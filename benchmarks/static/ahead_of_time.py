@@ -1,4 +1,4 @@
-"""`python -m benchmarks.ahead_of_time`: every Triton kernel, compiled for several GPUs without one.
+"""`python -m benchmarks.static.ahead_of_time`: every Triton kernel, compiled for several GPUs without one.
 
 Calls the launchers of every operator with the works below and the tiles that each GPU would take, and checks bounds:
 kernels compile, fit into shared memory, use tensor cores for products of 16 bits and spill no more registers than
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
 import re
@@ -18,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +26,7 @@ from unittest.mock import patch
 import torch
 import triton
 
-from benchmarks.binaries import TARGETS, Kernel, recorded
+from benchmarks.static.binaries import TARGETS, Kernel, recorded
 from heads_kernels.ops import support
 from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
@@ -228,130 +227,60 @@ def _most(bounds: Iterable[Bound], compiled: Compiled) -> int:
 RELEASE: Final = "3.8."
 #: Bytes spilled: the largest that was found, with a margin; other widths and dtypes spill less.
 STATED: Final = (
-    Bound(
-        768,
-        "the words of Philox beside the powers of a tile of scores",
-        work="entmax_attention: *dropout*",
-    ),
-    Bound(
-        160,
-        "ptxas keeps predicates and loop bounds in memory with registers to spare",
-        target="sm_100",
-    ),
-    Bound(
-        1024,
-        "64 gates of elements a thread beside the sums, after the loop over keys",
-        kernel="triton.forward",
-        target="sm_80",
-        work="gated_attention: *gate of elements*",
-    ),
-    Bound(
-        128,
-        "the same of 128 features beside a tile of bias",
-        kernel="triton.forward",
-        target="sm_100",
-        work="gated_attention: bias, gate of elements, D 128",
-    ),
+    Bound(768, "the words of Philox beside the powers of a tile of scores",
+        work="entmax_attention: *dropout*"),
     Bound(128, "the bounds of visible ranges of two rows a thread", target="sm_80"),
     Bound(512, "the words of Philox beside a tile of scores", target="sm_80", work="*dropout*"),
-    Bound(
-        64,
-        "two programs a multiprocessor leave 128 registers a thread; the loop over full tiles spills nothing",
-        kernel="triton.forward",
-        target="sm_90",
-        work="gated_attention: *, D 64",
-    ),
-    Bound(
-        256,
-        "64 gates of elements a thread beside the sums, after the loop over keys",
-        kernel="triton.forward",
-        target="sm_90",
-        work="gated_attention: *gate of elements*",
-    ),
-    Bound(
-        96,
-        "a program's row numbers and bounds beside 128 sums a thread; the loops over tiles spill nothing",
-        kernel="triton.forward",
-        target="sm_90",
-        work="gated_attention: *, D 128",
-    ),
-    Bound(
-        192,
-        "the words of Philox beside a tile of scores",
-        kernel="gated_attention.keys",
-        target="sm_90",
-        work="*dropout*",
-    ),
-    Bound(16, "bounds of loops", kernel="triton.tile_lists", target="sm_90"),
-    Bound(
-        256,
-        "the bounds of loops for each width of the query; the loops over tiles spill nothing",
-        kernel="triton.forward",
-        target="sm_90",
-        work="collaborative_attention: *",
-    ),
-    Bound(
-        512,
-        "the words of Philox beside a query of 256 features",
-        kernel="triton.forward",
-        target="sm_90",
-        work="collaborative_attention: *dropout*",
-    ),
-    Bound(
-        1024,
-        "a list of chunks and the sums of a head beside a tile of scores",
-        kernel="collaborative_attention.*",
-        target="sm_90",
-    ),
+    Bound(1024, "64 gates of elements a thread beside the sums, after the loop over keys",
+        "triton.forward", "sm_80", work="gated_attention: *gate of elements*"),
+    Bound(672, "a list of chunks and the sums of a head beside a tile of bias",
+        "collaborative_attention.*", "sm_80"),
+    Bound(640, "the same beside the loops for each width; those over chunks spill nothing",
+        "collaborative_attention.queries", "sm_80", work="*Ds 768"),
+    Bound(64, "two programs a multiprocessor leave 128 registers a thread; the loop over full tiles spills nothing",
+        "triton.forward", "sm_90", work="gated_attention: *, D 64"),
+    Bound(96, "a program's row numbers and bounds beside 128 sums a thread; the loops over tiles spill nothing",
+        "triton.forward", "sm_90", work="gated_attention: *, D 128"),
+    Bound(256, "64 gates of elements a thread beside the sums, after the loop over keys",
+        "triton.forward", "sm_90", work="gated_attention: *gate of elements*"),
+    Bound(192, "the words of Philox beside a tile of scores",
+        "gated_attention.keys", "sm_90", work="*dropout*"),
+    Bound(16, "bounds of loops", "triton.tile_lists", "sm_90"),
+    Bound(256, "the bounds of loops for each width of the query; the loops over tiles spill nothing",
+        "triton.forward", "sm_90", work="collaborative_attention: *"),
+    Bound(512, "the words of Philox beside a query of 256 features",
+        "triton.forward", "sm_90", work="collaborative_attention: *dropout*"),
+    Bound(1024, "a list of chunks and the sums of a head beside a tile of scores",
+        "collaborative_attention.*", "sm_90"),
+    Bound(1920, "the same beside a tile of bias",
+        "collaborative_attention.keys", "sm_90", work="*: bias*"),
+    Bound(1920, "the same beside a tile of bias",
+        "collaborative_attention.keys", "sm_90", work="*: offsets*"),
+    Bound(1280, "the same; the loops over tiles spill nothing",
+        "collaborative_attention.queries", "sm_90", work="*offsets*"),
+    Bound(160, "ptxas keeps predicates and loop bounds in memory with registers to spare",
+        target="sm_100"),
+    Bound(128, "64 gates of elements a thread beside a tile of bias",
+        "triton.forward", "sm_100", work="gated_attention: bias, gate of elements, D 128"),
+    Bound(384, "a list of chunks and the sums of a head beside a tile of scores",
+        "collaborative_attention.*", "sm_100"),
     *(
-        Bound(
-            1920,
-            "the same beside a tile of bias",
-            kernel="collaborative_attention.keys",
-            target="sm_90",
-            work=f"*: {bias}*",
-        )
-        for bias in ("bias", "offsets")
-    ),
-    Bound(
-        1280,
-        "the same; the loops over tiles spill nothing",
-        kernel="collaborative_attention.queries",
-        target="sm_90",
-        work="*offsets*",
-    ),
-    Bound(
-        672, "the same beside a tile of bias", kernel="collaborative_attention.*", target="sm_80"
-    ),
-    Bound(
-        640,
-        "the same beside the loops for each width; those over chunks spill nothing",
-        kernel="collaborative_attention.queries",
-        target="sm_80",
-        work="*Ds 768",
-    ),
-    *(
-        Bound(most, why, dtype=dtype, target=target, work=work)
+        bound
         for target in ("sm_89", "sm_120")
-        for most, why, dtype, work in (
-            (96, "loop bounds and predicates, with registers to spare", "*", "*"),
-            (192, "sums and operands of products without tensor cores", "float32", "*"),
-            (768, "the same beside the cells of a mask", "float32", "*dense mask, D 128"),
+        for bound in (
+            Bound(96, "loop bounds and predicates, with registers to spare", target=target),
+            Bound(192, "sums and operands of products without tensor cores", "*", target, "float32"),
+            Bound(768, "the same beside the cells of a mask", "*", target, "float32",
+                "*dense mask, D 128"),
         )
     ),
-    Bound(384, "the same", kernel="collaborative_attention.*", target="sm_100"),
-)
+)  # fmt: skip
 #: Products of wgmma that ptxas makes wait for one another.
 SERIALIZED: Final = tuple(
-    Bound(
-        96,
-        "ptxas takes the loop that the number of chunks selects for divergent; that of Triton 3.9 does not",
-        kernel=kernel,
-        target="sm_90",
-        work="collaborative_attention: *",
-    )
+    Bound(96, "ptxas takes the loop that the number of chunks selects for divergent; that of Triton 3.9 does not",
+        kernel, "sm_90", work="collaborative_attention: *")
     for kernel in ("triton.forward", "collaborative_attention.queries")
-)
+)  # fmt: skip
 
 
 def _compile(target: str, dtype: str, name: str, with_loops: bool) -> list[Compiled]:
@@ -413,14 +342,13 @@ def _line(one: Compiled) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ahead_of_time", description=__doc__,
+        prog="python -m benchmarks.static.ahead_of_time", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--dtype", choices=_DTYPES, action="append", help="default: all")
     parser.add_argument("--only", metavar="PATTERN",
         help="works whose name contains this (* and ? allowed)")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
     return parser
 
 
@@ -442,11 +370,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_line(one))
         failures += [f"{_line(one)}\n    {words}" for words in one.broken()]
     print(f"\n{len(found)} kernels, {len(failures)} bounds broken", *failures, sep="\n")
-    if options.json:
-        rows = [asdict(one) | {"broken": one.broken()} for one in found]
-        for row in rows:
-            del row["kernel"]["loops"]  # `benchmarks.static_model` has them
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return int(bool(failures))
 
 

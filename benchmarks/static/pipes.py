@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.sass import MATRIX, Instruction
+from benchmarks.static.sass import MATRIX, Instruction
 
 PIPES: Final = ("tensor", "shared", "issue", "alu", "fma", "mufu")
 

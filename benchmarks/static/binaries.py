@@ -26,7 +26,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.sass import Loop, loops, parse
+from benchmarks.static.sass import Loop, loops, parse
 
 
 @dataclass(frozen=True)

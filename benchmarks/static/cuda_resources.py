@@ -1,4 +1,4 @@
-"""`python -m benchmarks.cuda_resources [MODULE]`: what the built CUDA kernels take of a GPU.
+"""`python -m benchmarks.static.cuda_resources [MODULE]`: what the built CUDA kernels take of a GPU.
 
 Reads the machine code in `heads_kernels/_cuda*.so` with cuobjdump (of Triton's wheel, else of the
 CUDA toolkit): registers and stack of every kernel for every part that it was compiled for. The

@@ -10,7 +10,6 @@ divisions lie beside it.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -60,11 +59,6 @@ class Loop:
     instructions: int  # in all ways round it
     hot: tuple[Instruction, ...]  # of the hot path, in order
     inner: int  # loops on the hot path: with matrix instructions, or counted as one round
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Instructions of the hot path by opcode."""
-        return Counter(each.opcode for each in self.hot)
 
     @property
     def spills(self) -> int:

@@ -1,0 +1,251 @@
+"""Who is timed: our operator, and what people run today.
+
+On a CPU those are eager PyTorch and SDPA times the gate. On a GPU SDPA is called by the name of each of its kernels;
+FlexAttention is compiled, its block mask made beforehand, skipping closed heads and what masks hide; flash-attn is
+timed where it is installed; eager PyTorch where it fits. Further GPU backends of ours stand beside the one that the
+package chooses.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import heads_kernels as hk
+from benchmarks.baselines import baselines, times_gate
+from benchmarks.settings import Device
+from benchmarks.workloads import Direction, Workload
+from heads_kernels.dispatch import BackendName
+from heads_kernels.testing import Inputs
+
+Call = Callable[[], object]
+Attention = Callable[[], Tensor]
+
+_SDPA: Final = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+#: In the order in which they are tried and shown.
+RIVALS: Final[dict[Device, tuple[str, ...]]] = {
+    "cpu": ("eager", "sdpa"),
+    "cuda": (*_SDPA, "flex", "flash_attn", "eager"),
+}
+#: Kernels of SDPA, in whatever name.
+SDPA: Final = ("sdpa", *_SDPA)
+#: Matrices `[B, H, T, S]` that eager may hold at once; it keeps about half of them.
+MATRICES: Final[dict[Direction, int]] = {"forward": 4, "backward": 8}
+_REASON = 300  # characters of a refusal that are kept
+
+
+class NotRun(Exception):
+    """A candidate that is not run; the message says why."""
+
+
+@dataclass
+class Prepared:
+    """Calls by candidate, and why the others have none. `failed` are ours."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def prepare(
+    workload: Workload,
+    inputs: tuple[Inputs, ...],
+    direction: Direction,
+    device: Device,
+    without: Collection[str] = (),
+) -> Prepared:
+    """Every candidate but those `without`; each does all of these calls, on the same memory."""
+    found = Prepared()
+    ours = ("ours", *further_backends(inputs[0], device))
+    for name in (*ours, *(name for name in RIVALS[device] if name not in without)):
+        try:
+            found.calls[name] = candidate(name, workload, inputs, direction)
+        except NotRun as reason:  # noqa: PERF203 (each by itself)
+            (found.failed if name in ours else found.refused)[name] = str(reason)
+    return found
+
+
+def candidate(
+    name: str, workload: Workload, inputs: tuple[Inputs, ...], direction: Direction
+) -> Call:
+    """One candidate, called once; raises `NotRun`. Backward, the graphs are made here, and the call takes gradients."""
+    make = partial(rival, name, flex=workload.flex, direction=direction)
+    if name not in (*RIVALS["cpu"], *RIVALS["cuda"]):
+        make = partial(our_call, name)
+    if direction == "backward":
+        inputs = tuple(one.requires_grad() for one in inputs)
+    return _called(inputs, make, direction)
+
+
+def our_call(name: str, inputs: Inputs) -> Attention:
+    return inputs.call if name == "ours" else partial(inputs.call, name)
+
+
+def further_backends(inputs: Inputs, device: Device) -> list[str]:
+    """The GPU backends that can serve this call beside the one that the package chooses."""
+    if device == "cpu":
+        return []
+
+    def chosen(backend: BackendName | None) -> str | None:
+        return hk.explain(inputs.operator, **inputs.arguments(), backend=backend).backend
+
+    names = [name for name in get_args(BackendName) if name not in ("cpu", "eager")]
+    return [name for name in names if name != chosen(None) and chosen(name) == name]
+
+
+def _called(
+    leaves: tuple[Inputs, ...], make: Callable[[Inputs], Attention], direction: Direction
+) -> Call:
+    """The callable, after its first call; raises `NotRun` with the reason of whatever that raises.
+
+    SDPA says in warnings why a kernel cannot serve a call.
+    """
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            calls: list[Call] = []
+            for one in leaves:
+                attend = make(one)
+                calls.append(attend if direction == "forward" else gradients(one, attend()))
+            call = calls[0] if len(calls) == 1 else lambda: [each() for each in calls]
+            with torch.set_grad_enabled(direction == "backward"):
+                call()
+            if leaves[0].dout.is_cuda:
+                torch.cuda.synchronize()
+        except NotRun:
+            raise
+        except Exception as error:
+            reasons = [str(error), *(str(warning.message) for warning in said)]
+            reasons = [reason.partition(" (Triggered internally")[0] for reason in reasons]
+            text = "; ".join(" ".join(reason.split()) for reason in reasons)
+            raise NotRun(f"{type(error).__name__}: {text}"[:_REASON]) from error
+    return call
+
+
+def gradients(inputs: Inputs, out: Tensor) -> Call:
+    """The backward pass from `out`, again and again."""
+    leaves = list(inputs.tensors.values())
+    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+
+def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Attention:
+    """The baseline as a callable; raises `NotRun`."""
+    if name == "flex":
+        if not flex:
+            raise NotRun("not compiled for this workload: time")
+        return _flex(inputs)
+    if name == "flash_attn":
+        return _flash_attn(inputs)
+    known = baselines(inputs)
+    if name == "eager":
+        _must_fit(inputs, MATRICES[direction])
+        return known["eager"]
+    if "sdpa" not in known:
+        raise NotRun("SDPA has no cap, no sinks and no entmax")
+    if name == "sdpa":
+        return known["sdpa"]
+
+    def by_name() -> Tensor:
+        with sdpa_kernel(_SDPA[name]):
+            return known["sdpa"]()
+
+    return by_name
+
+
+def _must_fit(inputs: Inputs, matrices: int) -> None:
+    if not inputs.dout.is_cuda:
+        return
+    p = inputs.problem()
+    needed = matrices * p.B * p.H * p.T * p.S * inputs.dout.element_size()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise NotRun(f"it may take {needed / 2**30:.0f} GiB; {free / 2**30:.0f} are free")
+
+
+def _plain(inputs: Inputs, name: str) -> None:
+    """Refuse what is no gated attention on scores alone."""
+    terms = {"bias", "offset_table", "sinks", "alpha"} & inputs.tensors.keys()
+    if inputs.operator != "gated_attention" or terms or "softcap" in inputs.options:
+        raise NotRun(f"{name} is timed on gated attention without score terms")
+
+
+def _flash_attn(inputs: Inputs) -> Attention:
+    """The flash-attn package, times the gate; its tensors have the tokens before the heads."""
+    _plain(inputs, "flash-attn")
+    try:
+        from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise NotRun(f"flash-attn is not installed ({error})") from error
+    if "attn_mask" in inputs.options:
+        raise NotRun("flash-attn takes no mask")
+    t, scale = inputs.tensors, inputs.problem().scale
+    causal = bool(inputs.options.get("is_causal"))
+    if causal and t["query"].shape[2] != t["key"].shape[2]:
+        raise NotRun("its causal mask is aligned to the lower right")
+    query, key, value = (t[name].transpose(1, 2) for name in ("query", "key", "value"))
+
+    def call() -> Tensor:
+        out: Tensor = flash_attn_func(query, key, value, softmax_scale=scale, causal=causal)
+        return times_gate(out.transpose(1, 2), inputs)
+
+    return call
+
+
+def _flex(inputs: Inputs) -> Attention:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    _plain(inputs, "FlexAttention")
+    t, scale = inputs.tensors, inputs.problem().scale
+    query, key, value = t["query"], t["key"], t["value"]
+    block_mask = _block_mask(inputs)
+    torch._dynamo.reset()  # one shape each: no limit of recompilations is near
+    torch._functorch.config.donated_buffer = False  # the backward pass is taken many times
+    attend: Any = flex_attention
+    if query.is_cuda:
+        attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def call() -> Tensor:
+        out = attend(query, key, value, block_mask=block_mask, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1])  # fmt: skip
+        return times_gate(out, inputs)
+
+    return call
+
+
+def _block_mask(inputs: Inputs) -> Any:
+    """What the mask hides, and every key of a closed head; None where there is neither."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    p = inputs.problem()
+    is_open, mask = p.open_heads().contiguous(), p.intervals
+    by_head, by_batch = not bool(is_open.all()), mask.k_lo is not None
+    if mask.key_visible is not None or mask.dense is not None:
+        raise NotRun("its block mask is made of intervals here")
+    if not by_head and not by_batch and not inputs.options.get("is_causal"):
+        return None
+    lo, hi = mask.k_lo, mask.k_hi
+    rows = None if lo is None else torch.arange(p.B, device=lo.device) % lo.shape[0]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (j >= i + mask.band_lo) & (j < i + mask.band_hi)
+        if lo is not None and hi is not None and rows is not None:
+            seen = seen & (j >= lo[rows[b], i]) & (j < hi[rows[b], i])
+        return seen & is_open[b, h] if by_head else seen
+
+    # B is 1 unless the batch decides; a closed head is closed in every batch of these workloads.
+    return create_block_mask(
+        visible, p.B if by_batch else None, p.H if by_head else None, p.T, p.S,
+        device=str(p.query.device),
+    )  # fmt: skip

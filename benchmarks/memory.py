@@ -1,0 +1,132 @@
+"""Peak memory beyond inputs and results: of a long call, which has to grow with T and not with T^2, and of a pair bias.
+
+Eager PyTorch keeps about two `[T, S]` matrices of all heads at once in the forward pass and about five with gradients.
+It is run where the machine has memory for 4 and 8 (`candidates.MATRICES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from benchmarks import checks, shapes
+from benchmarks.candidates import MATRICES, RIVALS, Call, NotRun, further_backends, our_call, rival
+from benchmarks.goals import GPU_MEMORY
+from benchmarks.measure import Row
+from benchmarks.results import Column, Found
+from benchmarks.settings import Settings
+from benchmarks.workloads import DIRECTIONS, Direction
+from heads_kernels.testing import Inputs, find, peak_memory
+
+_GIB: Final = 2.0**30
+_COLUMNS: Final[dict[str, Column]] = {
+    "": "{case}",
+    "candidate": "{candidate}",
+    "pass": lambda row: "forward" if row["direction"] == "forward" else "forward and backward",
+    "MiB": lambda row: "-" if row["extra"] is None else f"{row['extra'] / 2**20:,.1f}",
+    "not measured": "{how}",
+}
+
+
+def measure(settings: Settings) -> Iterator[Found]:
+    found = Found("memory", "Peak memory beyond inputs and results", _COLUMNS)
+    for name, inputs in _cases(settings, found):
+        for direction in DIRECTIONS:
+            ours = ("ours", *further_backends(inputs, settings.device))
+            for candidate in (*ours, *RIVALS[settings.device]):
+                found.rows.append(_row(name, inputs, candidate, direction, candidate in ours))
+    yield found
+
+
+def _cases(settings: Settings, found: Found) -> Iterator[tuple[str, Inputs]]:
+    """Calls by name. Those of a GPU are workloads, which have been checked."""
+    every = {workload.name: workload for workload in shapes.table(settings)}
+    if settings.device == "cuda":
+        names = [name for pair in GPU_MEMORY for name in pair if name in every] or [*every][:1]
+        for name in names:
+            yield name, every[name].make(settings.dtype, settings.place)[0]
+        return
+    T = 1024 if settings.form == "smoke" else 8192
+    long = replace(find("gated_attention", "long_8192"), T=T, S=T).make(settings.dtype)
+    failures = checks.check_long(long)
+    found.failures += [f"memory: {failure}" for failure in failures]
+    if not failures:
+        yield f"B1 H8 T{T} D64", long
+    if "pair_bias_H4" in every:  # in all forms but quick
+        yield "pair_bias_H4", every["pair_bias_H4"].make(settings.dtype, settings.place)[0]
+
+
+def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: bool) -> Row:
+    row: Row = {
+        "case": case,
+        "direction": direction,
+        "candidate": candidate,
+        "extra": None,
+        "how": "",
+    }
+    try:
+        if candidate == "eager" and not inputs.dout.is_cuda:
+            _must_fit(inputs, direction)
+        step = _step(inputs, candidate, direction, ours)
+        if inputs.dout.is_cuda:
+            step()  # compiles
+        else:
+            _step(_first_rows(inputs), candidate, direction, ours)()  # thread pools, code
+        row["extra"] = peak_memory(step, inputs.dout.device).extra
+    except (NotRun, RuntimeError) as reason:
+        if ours:
+            raise
+        row["how"] = " ".join(str(reason).split())[:60]
+    return row
+
+
+def _must_fit(inputs: Inputs, direction: Direction) -> None:
+    p, free = inputs.problem(), _available_bytes()
+    needed = MATRICES[direction] * p.B * p.H * p.T * p.S * inputs.dout.element_size()
+    if free is not None and free < needed:
+        raise NotRun(f"{free / _GIB:.1f} GiB free of {needed / _GIB:.1f} that it may take")
+
+
+def _step(inputs: Inputs, candidate: str, direction: Direction, ours: bool) -> Call:
+    leaves = inputs.requires_grad()
+    call = (
+        our_call(candidate, leaves)
+        if ours
+        else rival(candidate, leaves, flex=False, direction=direction)
+    )
+
+    def forward() -> object:
+        with torch.no_grad():
+            return call()
+
+    def both() -> object:
+        out = call()
+        return out.detach(), torch.autograd.grad(out, list(leaves.tensors.values()), leaves.dout)
+
+    return forward if direction == "forward" else both
+
+
+def _first_rows(inputs: Inputs) -> Inputs:
+    tensors = {n: t[:, :, :64] if t.dim() == 4 else t for n, t in inputs.tensors.items()}
+    if "bias" in tensors:
+        tensors["bias"] = tensors["bias"][..., :64]
+    return replace(inputs, tensors=tensors, dout=inputs.dout[:, :, :64])
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping, by the kernel and by the container; None: unknown."""
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            limits.append(int(limit) - int((group / "memory.current").read_text()))
+    except OSError:
+        pass  # another system, or no container
+    return min(limits, default=None)
