@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support import reference
@@ -165,86 +163,6 @@ def test_head_gate_says_whether_closed_heads_have_a_gradient() -> None:
     assert gate.gates.grad[0] == 0
 
 
-def test_gates_by_example() -> None:
-    """`[B, H]`: what a Hard Concrete gate with a sample for each example gives."""
-    layer, x = layer_of(), torch.randn(B, S, E).double()
-    gates = torch.tensor([[1.0, 0.0, 0.5, 1.0], [0.0, 1.0, 1.0, 0.0]])
-
-    class ByExample(Gates):
-        def forward(self, batch_size: int, length: int) -> Tensor:
-            return gates[:batch_size]
-
-    layer.head_gate = ByExample([1.0] * H)
-    assert_alike(layer(x)[0], formula(layer, x, x, gates=gates[:, :, None, None]))
-
-
-def test_gates_by_row() -> None:
-    """`[B, H, T]`, made from the batch size and the number of query rows, with the gradient of each."""
-    layer, x, y = layer_of(), torch.randn(B, T, E).double(), torch.randn(B, S, E).double()
-    gates = torch.rand(B, H, T, dtype=torch.float64, requires_grad=True)
-
-    class ByRow(Gates):
-        def forward(self, batch_size: int, length: int) -> Tensor:
-            assert (batch_size, length) == (B, T)
-            return gates
-
-    layer.head_gate = ByRow([1.0] * H)
-    out, expected = layer(x, y)[0], formula(layer, x, y, gates=gates[..., None])
-    assert_alike(out, expected)
-    slopes = (torch.autograd.grad(each.square().sum(), gates)[0] for each in (out, expected))
-    assert_alike(*slopes)
-
-
-def remove_heads(layer: hk.nn.GatedMultiheadAttention, kept: list[int]) -> None:
-    """Ungrouped heads out of the weights."""
-    for part, size in (
-        (layer.q_proj, layer.head_dim),
-        (layer.k_proj, layer.head_dim),
-        (layer.v_proj, layer.value_dim),
-    ):
-        part.weight.data = part.weight.data.unflatten(0, (-1, size))[kept].flatten(0, 1)
-        part.bias.data = part.bias.data.unflatten(0, (-1, size))[kept].flatten()
-    columns = layer.out_proj.weight.data.unflatten(1, (-1, layer.value_dim))
-    layer.out_proj.weight.data = columns[:, kept].flatten(1)
-    layer.num_heads = layer.num_key_heads = len(kept)
-
-
-@pytest.mark.parametrize("kept", [[0, 3], [2], []])
-def test_closed_heads_are_removed_heads(kept: list[int]) -> None:
-    """Also all of them: a layer without heads gives the bias of `out_proj`, and gradients."""
-    layer = layer_of()
-    x = torch.randn(B, S, E).double().requires_grad_()
-    removed = copy.deepcopy(layer)
-    remove_heads(removed, kept)
-    layer.head_gate = hk.nn.FixedGate(torch.tensor([float(h in kept) for h in range(H)]))
-    out, smaller = layer(x)[0], removed(x)[0]
-    assert_alike(smaller, out)
-    weight = torch.randn_like(out)
-    (dx,) = torch.autograd.grad((out * weight).sum(), x)
-    (smaller * weight).sum().backward()
-    assert_alike(x.grad, dx)
-    assert_alike(removed.out_proj.bias.grad, weight.sum((0, 1)))
-    if not kept:
-        assert_alike(smaller, layer.out_proj.bias.expand_as(smaller))
-        removed.output_gate, removed.gate_proj = "head", nn.Linear(E, 1).double()
-        removed.gate_proj.weight.data = torch.empty(0, E).double()
-        removed.gate_proj.bias.data = torch.empty(0).double()
-        removed.head_gate = hk.nn.FixedGate(torch.ones(0))
-        padded = removed(x, key_padding_mask=PADDED, is_causal=True)[0]
-        assert_alike(padded, smaller)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_real_row(side: str) -> None:
-    layer, x = layer_of(), torch.randn(1, 4, E).double()
-    junk = torch.full((1, 3, E), torch.nan).double()
-    parts = (junk, x) if side == "left" else (x, junk)
-    hidden = torch.cat([part.isnan().any(2) for part in parts], 1)
-    out = layer(torch.cat(parts, 1), is_causal=True, key_padding_mask=hidden)[0]
-    assert_alike(out[~hidden], layer(x, is_causal=True)[0][0])
-    assert_alike(out[hidden], layer.out_proj.bias.expand(3, E))
-
-
 def test_statistics_are_those_of_the_probabilities() -> None:
     layer, x, y = layer_of(num_key_heads=2), torch.randn(B, T, E).double(), torch.randn(B, S, E)
     y = y.double()
@@ -284,60 +202,6 @@ def test_dropout_in_training_only() -> None:
 
 
 # ---------------------------------------------------------------------- bad input
-BAD_LAYERS = [
-    ({"embed_dim": 0}, ValueError, "embed_dim is 0"),
-    ({"embed_dim": 8.0}, TypeError, "embed_dim is a float"),
-    ({"num_heads": 0}, ValueError, "num_heads is 0"),
-    ({"num_heads": 5}, ValueError, "embed_dim is 24, but num_heads is 5; .* head_dim"),
-    ({"num_key_heads": 3}, ValueError, "num_key_heads is 3, but num_heads is 4"),
-    ({"kdim": -1}, ValueError, "kdim is -1"),
-    ({"vdim": "8"}, TypeError, "vdim is a str"),
-    ({"head_dim": 0}, ValueError, "head_dim is 0"),
-    ({"value_dim": True}, TypeError, "value_dim is a bool"),
-    ({"bias": 1}, TypeError, "bias is a int"),
-    ({"dropout": 1.0}, ValueError, "dropout is 1.0"),
-    ({"dropout": "no"}, TypeError, "dropout is a str"),
-    ({"scale": float("nan")}, ValueError, "scale is nan"),
-    ({"scale": torch.ones(())}, TypeError, "scale is a tensor"),
-    ({"output_gate": "row"}, ValueError, "output_gate is 'row'; use None, 'head' or 'element'"),
-    ({"batch_first": 0}, TypeError, "batch_first is a int"),
-]
 
 
-@pytest.mark.parametrize(("options", "error", "match"), BAD_LAYERS)
-def test_bad_layers(options: dict[str, Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        hk.nn.GatedMultiheadAttention(**{"embed_dim": E, "num_heads": H, **options})
-
-
-NESTED = torch.nested.nested_tensor(list(torch.zeros(2, 5, 24)), layout=torch.jagged)
 X, Y = torch.zeros(B, T, E), torch.zeros(B, S, E)
-BAD_CALLS = [
-    ({"query": [1]}, TypeError, "query is a list"),
-    ({"query": X[0]}, ValueError, r"query has shape \[5, 24\]; pass \[B, T, 24\], batch first"),
-    ({"query": X[..., :8]}, ValueError, r"query has shape \[2, 5, 8\]"),
-    ({"query": NESTED}, ValueError, "query is nested"),
-    ({"key": Y[..., :8]}, ValueError, r"key has shape \[2, 7, 8\]; pass \[B, S, 24\]"),
-    ({"key": Y[:1]}, ValueError, "key has batch 1, but query has batch 2"),
-    ({"value": Y[:, :3]}, ValueError, r"value has shape \[2, 3, 24\], but key has \[2, 7, 24\]"),
-    ({"key": None, "value": Y}, ValueError, "value is given without key"),
-    ({"need_weights": True}, ValueError, "need_weights is True.*need_statistics.*attention_stat"),
-    ({"key_padding_mask": hk.Mask()}, TypeError, "key_padding_mask is a Mask; .* mask="),
-    ({"key_padding_mask": PADDED[0]}, ValueError, r"key_padding_mask has shape \[7\]"),
-    ({"key_padding_mask": PADDED[:, :3]}, ValueError, r"key_padding_mask has shape \[2, 3\]"),
-    ({"key_padding_mask": PADDED.long()}, TypeError, "key_padding_mask has dtype torch.int64"),
-    ({"key_padding_mask": PADDED * -1e4}, ValueError, "key_padding_mask holds floats other than"),
-    ({"query_padding_mask": PADDED}, ValueError, r"query_padding_mask has shape \[2, 7\]"),
-    ({"query_padding_mask": [0]}, TypeError, "query_padding_mask is a list"),
-    ({"attn_mask": CAUSAL}, ValueError, r"attn_mask has shape \[7, 7\].*\[5, 7\] or \[8, 5, 7\]"),
-    ({"mask": PADDED}, TypeError, "mask is a Tensor; pass a hk.Mask"),
-    ({"is_causal": 1}, TypeError, "is_causal is a int"),
-    ({"cache": {}}, TypeError, "cache is a dict"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "error", "match"), BAD_CALLS)
-def test_bad_calls(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
-    layer = hk.nn.GatedMultiheadAttention(E, H)
-    with pytest.raises(error, match=match):
-        layer(**{"query": X, "key": Y, **arguments})
