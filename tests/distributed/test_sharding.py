@@ -191,62 +191,45 @@ def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Process
 
 
 # ---------------------------------------------------------------------- refusals, which need no other process
-@pytest.fixture
-def mesh(fake_mesh: Callable[..., Any]) -> Any:
-    return fake_mesh(2, 2)
-
-
-def local(mesh: Any, sizes: tuple[int, ...], *placements: Any) -> Tensor:
+def part(sizes: tuple[int, ...], mesh: Any, *placements: Any) -> Tensor:
     """A DTensor with parts of these sizes."""
     return tensor.DTensor.from_local(torch.randn(sizes), mesh, placements, run_check=False)
 
 
-def test_widths_that_are_sharded(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 4), tensor.Shard(3), tensor.Replicate())
-    key = torch.randn(2, 4, 6, 8)
-    with pytest.raises(ValueError, match=r"query is sharded along D .*batch, heads or sequence"):
-        hk.gated_attention(query, key, key)
-
-
-def test_different_splits(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 8), tensor.Shard(0), tensor.Replicate())
-    key = local(mesh, (4, 2, 6, 8), tensor.Shard(1), tensor.Replicate())
-    with pytest.raises(ValueError, match="key is sharded along H, but query along B"):
-        hk.gated_attention(query, key, key)
-
-
-def test_groups_that_would_be_split(mesh: Any) -> None:
-    query = local(mesh, (2, 3, 3, 8), tensor.Shard(1), tensor.Replicate())
-    key = torch.randn(2, 3, 6, 8)
-    with pytest.raises(ValueError, match=r"query has 6 heads, .* 0 to 2; .* groups? of 2"):
-        hk.gated_attention(query, key, key)
-
-
-def test_groups_of_a_value_that_would_be_split(mesh: Any) -> None:
-    mixing = local(mesh, (3, 8), tensor.Shard(0), tensor.Replicate())
-    shared = torch.randn(2, 6, 8)
-    with pytest.raises(
-        ValueError, match=r"mixing has 6 heads, .* 0 to 2; .* groups? of 2 .* value head"
-    ):
-        hk.collaborative_attention(shared, shared, torch.randn(2, 3, 6, 8), mixing)
-
-
-def test_two_meshes(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 8), tensor.Replicate(), tensor.Replicate())
+def test_refusals(fake_mesh: Callable[..., Any]) -> None:
+    mesh, shard, all_ = fake_mesh(2, 2), tensor.Shard, tensor.Replicate()
+    key, shared = torch.randn(2, 4, 6, 8), torch.randn(2, 6, 8)
+    query = part((2, 4, 3, 8), mesh, shard(0), all_)
     other = torch.distributed.init_device_mesh("cpu", (4,))
-    key = local(other, (2, 4, 6, 8), tensor.Replicate())
-    with pytest.raises(ValueError, match=r"key is on the mesh .* but query is on"):
-        hk.gated_attention(query, key, key)
-
-
-def test_sharded_masks(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 8), tensor.Replicate(), tensor.Replicate())
-    real = tensor.DTensor.from_local(torch.ones(2, 3, dtype=torch.bool), mesh, query.placements)
+    groups = shared, shared, torch.randn(2, 3, 6, 8), part((3, 8), mesh, shard(0), all_)
+    of_query = hk.gated_attention, part((2, 4, 3, 8), mesh, all_, all_)
+    for (call, *operands), words in (
+        (
+            (hk.gated_attention, part((2, 4, 3, 4), mesh, shard(3), all_), key, key),
+            r"query is sharded along D .*batch, heads or sequence",
+        ),
+        (
+            (hk.gated_attention, query, *[part((4, 2, 6, 8), mesh, shard(1), all_)] * 2),
+            "key is sharded along H, but query along B",
+        ),
+        (
+            (hk.gated_attention, part((2, 3, 3, 8), mesh, shard(1), all_), key[:, :3], key[:, :3]),
+            r"query has 6 heads, .* 0 to 2; .* groups? of 2",
+        ),
+        (
+            (hk.collaborative_attention, *groups),
+            r"mixing has 6 heads, .* 0 to 2; .* groups? of 2 .* value head",
+        ),
+        (
+            (*of_query, *[part((2, 4, 6, 8), other, all_)] * 2),
+            r"key is on the mesh .* but query is on",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(*operands)
+    real = tensor.DTensor.from_local(torch.ones(2, 3, dtype=torch.bool), mesh, (all_, all_))
+    call, query = of_query
     for make in (lambda: real[:, None, None], lambda: hk.Mask(key_mask=real)):
         with pytest.raises(TypeError, match=r"is a DTensor; pass full_tensor\(\)"):
-            hk.gated_attention(query, query, query, attn_mask=make())
-
-
-def test_explain(mesh: Any) -> None:
-    query = local(mesh, (2, 2, 3, 8), tensor.Shard(1), tensor.Replicate())
-    assert hk.explain(hk.gated_attention, query, query, query).backend == "cpu"
+            call(query, query, query, attn_mask=make())
+    assert hk.explain(call, query, query, query).backend == "cpu"
