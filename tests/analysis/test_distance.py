@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
@@ -41,7 +42,7 @@ def test_transformers_models_as_their_maps_say(name: str) -> None:
         assert found.heads == tuple((layer, head) for layer in range(L) for head in range(H))
 
 
-def test_our_modules_of_both_kinds() -> None:
+def test_modules_of_both_kinds() -> None:
     torch.manual_seed(0)
     model = Layers(
         spread(hk.nn.CollaborativeMultiheadAttention(16, 4, 12, dtype=torch.float64)),
@@ -53,6 +54,7 @@ def test_our_modules_of_both_kinds() -> None:
         maps = maps_of_layers(model, x, real[:, None] & real[:, :, None])
     found = hk.analysis.distance(model, [(x, ~real)])
     assert_alike(found.matrix, maps.divergences())
+    assert json.loads(json.dumps(found.to_dict()))["rows"] == 103
 
 
 # ---------------------------------------------------------------------- heads that are the same, and that are not
@@ -118,9 +120,7 @@ def test_the_embedding_has_the_distances_of_all_dimensions() -> None:
     assert (spread_of[:-1] >= spread_of[1:]).all()
 
 
-# ---------------------------------------------------------------------- what must not matter
-
-
+# ---------------------------------------------------------------------- memory
 def test_memory_is_bounded() -> None:
     """T 1500: the maps of 8 heads would take 69 MiB."""
     torch.manual_seed(0)
@@ -131,41 +131,34 @@ def test_memory_is_bounded() -> None:
 
 
 # ---------------------------------------------------------------------- bad input
+class Branches(nn.Module):
+    """Two layers, which may not run, or see other tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers(2)
+
+    def forward(self, x: Tensor, first: bool, second: bool) -> None:
+        if first:
+            self.inner.layers[0](x)
+        if second:
+            self.inner.layers[1](x[:, :3])
+
+
 def test_bad_input() -> None:
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    for calls, words in (
+        ([(False, False)], r"data reaches no layer of kind 'encoder'"),
+        ([(True, False), (True, True)], r"data makes other layers run in one batch"),
+        ([(True, True)], r"model has T 3 and S 3 in layer 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hk.analysis.distance(Branches(), [(x, *call) for call in calls])
     model = use(tiny_models.build("bart"))
-    arguments = tiny_models.batch(model)
+    data = [tiny_models.batch(model)]
     with pytest.raises(
         ValueError, match=r"kind is None; pass one of 'encoder', 'decoder', 'cross'"
     ):
-        hk.analysis.distance(model, [arguments])
+        hk.analysis.distance(model, data)
     with pytest.raises(ValueError, match=r"kind is 'both'"):
-        hk.analysis.distance(model, [arguments], kind="both")
-    with pytest.raises(ValueError, match=r"data has no batches"):
-        hk.analysis.distance(model, [], kind="cross")
-    with pytest.raises(TypeError, match=r"data is a dict"):
-        hk.analysis.distance(model, arguments, kind="cross")
-    hk.heads.prune(model, {layer.index: range(4) for layer in hk.heads.attention_layers(model)})
-    with pytest.raises(ValueError, match=r"model has no head left in its layers of kind 'cross'"):
-        hk.analysis.distance(model, [arguments], kind="cross")
-
-
-def test_layers_that_do_not_run_or_see_other_tokens() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = layers(2)
-
-        def forward(self, x: Tensor, what: str) -> None:
-            first, second = self.inner.layers
-            if what != "nothing":
-                first(x)
-            if what == "both":
-                second(x[:, :3])
-
-    x = torch.randn(1, 5, 16, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"data reaches no layer of kind 'encoder'"):
-        hk.analysis.distance(Branches(), [(x, "nothing")])
-    with pytest.raises(ValueError, match=r"data makes other layers run in one batch"):
-        hk.analysis.distance(Branches(), [(x, "one"), (x, "both")])
-    with pytest.raises(ValueError, match=r"model has T 3 and S 3 in layer 1"):
-        hk.analysis.distance(Branches(), [(x, "both")])
+        hk.analysis.distance(model, data, kind="both")

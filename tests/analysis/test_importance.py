@@ -111,33 +111,6 @@ def test_confidence_is_the_mean_of_the_largest_probability_of_real_rows() -> Non
             assert_alike(scores, best.transpose(1, 2)[real].mean(0), dtype=NORMS)
 
 
-def test_token_ids_are_looked_up_in_what_each_kind_of_layer_reads() -> None:
-    stock, ours, arguments = pair("bart")
-    special = {name: arguments[name] > 30 for name in ("input_ids", "decoder_input_ids")}
-    by_function = importance(
-        ours,
-        [arguments],
-        method="confidence",
-        exclude_keys=lambda batch: {
-            "encoder": special["input_ids"],
-            "cross": special["input_ids"],
-            "decoder": special["decoder_input_ids"],
-        },
-    )
-    by_ids = importance(ours, [arguments], method="confidence", exclude_keys=range(31, 40))
-    assert_alike(by_name(by_ids), by_name(by_function))
-    maps = stock(**arguments, output_attentions=True).cross_attentions
-    rows = arguments["decoder_attention_mask"].bool()
-    best = maps[0].masked_fill(special["input_ids"][:, None, None], 0).amax(-1)
-    [first] = [name for name in by_ids.layers if name.endswith("0.encoder_attn")]
-    assert_alike(by_name(by_ids)[first], best.transpose(1, 2)[rows].mean(0), dtype=NORMS)
-    without = {name: arguments[name] for name in ("input_ids", "attention_mask")}
-    with pytest.raises(ValueError, match=r"exclude_keys .*'decoder_input_ids'"):
-        importance(ours, [without], method="confidence", exclude_keys=[1])
-    with pytest.raises(TypeError, match=r"exclude_keys is \['\[SEP\]'\]; pass token ids"):
-        importance(ours, [arguments], method="confidence", exclude_keys=["[SEP]"])
-
-
 # ---------------------------------------------------------------------- layers that do not run, progress
 def test_layers_that_no_pass_reaches_score_nothing() -> None:
     _, ours, arguments = pair("bart")
@@ -304,6 +277,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ids": (
         {"method": "confidence", "exclude_keys": 3},
         r"exclude_keys is a int; pass a list of token ids or a function",
+    ),
+    "words": (
+        {"method": "confidence", "exclude_keys": ["[SEP]"]},
+        r"exclude_keys is \['\[SEP\]'\]; pass token ids",
     ),
 }
 

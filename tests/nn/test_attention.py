@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import heads_kernels as hk
+from heads_kernels.nn.state_dict import split_projections
 from tests.support import reference
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
@@ -24,40 +27,72 @@ from tests.support.nn_layers import (
     T,
     formula,
     layer_of,
+    spread,
     torch_attention,
 )
 
-
 # ---------------------------------------------------------------------- torch.nn.MultiheadAttention
+
+
 @pytest.mark.parametrize("options", WIDTHS.values(), ids=WIDTHS)
-@pytest.mark.parametrize("floating", [False, True])
-def test_cross_attention_is_that_of_torch(options: dict[str, Any], floating: bool) -> None:
-    """Output and all gradients, from a source of other length and widths, padded."""
+@pytest.mark.parametrize("loaded", [False, True])
+def test_cross_attention_is_that_of_torch(options: dict[str, Any], loaded: bool) -> None:
+    """Output and all gradients, from a padded source of other length and widths; by `from_torch` or its state dict."""
     theirs = torch_attention(**options).double()
     ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
+    hidden = PADDED
+    if loaded:
+        model = nn.ModuleDict({"attention": spread(copy.deepcopy(ours))})
+        state = nn.ModuleDict({"attention": theirs}).state_dict()
+        names = set(state)
+        model.load_state_dict(state)
+        assert set(state) == names
+        ours = model["attention"]
+        hidden = torch.zeros(B, S).masked_fill(PADDED, -torch.inf).double()
     query = torch.randn(B, T, E).double().requires_grad_()
     key, value = (torch.randn(B, S, width).double() for width in (theirs.kdim, theirs.vdim))
-    hidden = torch.zeros(B, S).masked_fill(PADDED, -torch.inf).double() if floating else PADDED
-    expected = theirs(query, key, value, key_padding_mask=hidden, need_weights=False)[0]
-    out, none = ours(query, key, value, key_padding_mask=hidden)
-    assert none is None
-    assert_alike(out, expected)
+    grads, outputs = [], []
+    for layer in (ours, theirs):
+        out = layer(query, key, value, key_padding_mask=hidden, need_weights=False)[0]
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        outputs.append(out)
+        found = {"query": query.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+        split_projections(found)
+        grads.append(found)
+        query.grad = None
+    assert_alike(*outputs)
+    assert_alike(*grads)
 
-    weight = torch.randn_like(out)
-    (dquery,) = torch.autograd.grad((out * weight).sum(), query, retain_graph=True)
-    (wanted,) = torch.autograd.grad((expected * weight).sum(), query, retain_graph=True)
-    assert_alike(dquery, wanted)
-    (out * weight).sum().backward()
-    (expected * weight).sum().backward()
-    assert theirs.out_proj.weight.grad is not None
-    assert_alike(ours.out_proj.weight.grad, theirs.out_proj.weight.grad)
-    grads = [part.weight.grad for part in (ours.q_proj, ours.k_proj, ours.v_proj)]
-    if theirs.in_proj_weight is None:
-        parts = (theirs.q_proj_weight, theirs.k_proj_weight, theirs.v_proj_weight)
-        wanted_grads = [part.grad for part in parts]
-    else:
-        wanted_grads = list(theirs.in_proj_weight.grad.chunk(3))
-    assert_alike(grads, wanted_grads)
+
+def test_from_torch_keeps_what_the_module_was() -> None:
+    theirs = torch_attention(dropout=0.1).double().train()
+    theirs.in_proj_weight.requires_grad_(False)
+    with torch.no_grad():
+        ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
+    assert ours.training
+    assert ours.dropout == 0.1
+    assert ours.q_proj.weight.dtype == torch.float64
+    asked = {name for name, each in ours.named_parameters() if not each.requires_grad}
+    assert asked == {"q_proj.weight", "k_proj.weight", "v_proj.weight"}
+    ours.out_proj.weight.data.zero_()
+    assert theirs.out_proj.weight.any()
+    assert not hk.nn.GatedMultiheadAttention.from_torch(nn.MultiheadAttention(E, H)).batch_first
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    storages = {parameter.untyped_storage().data_ptr() for parameter in ours.parameters()}
+    assert len(storages) == 8  # the parts of a packed projection are apart
+
+
+@pytest.mark.parametrize(
+    ("attention", "match"),
+    [
+        (nn.Linear(2, 2), "attention is a Linear; pass a torch.nn.MultiheadAttention"),
+        (nn.MultiheadAttention(E, H, add_zero_attn=True), "attention has add_zero_attn"),
+        (nn.MultiheadAttention(E, H, add_bias_kv=True), "bias_k is in the state"),
+    ],
+)
+def test_from_torch_refuses(attention: Any, match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        hk.nn.GatedMultiheadAttention.from_torch(attention)
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -119,13 +154,6 @@ def test_any_shape_is_the_formula(sizes: tuple[int, ...], kind: str, causal: boo
     visible = torch.ones(b, layer.num_heads, t, y.shape[1], dtype=torch.bool)
     expected = formula(layer, x, y, visible.tril() if causal else visible)
     assert_alike(layer(x, y, is_causal=causal)[0], expected)
-
-
-def test_scale_is_the_one_asked_for() -> None:
-    layer, x = layer_of(scale=0.7), torch.randn(B, S, E).double()
-    assert layer.scale == 0.7
-    assert_alike(layer(x)[0], formula(layer, x, x))
-    assert layer_of(head_dim=9).scale == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("output_gate", [None, "head", "element"])
@@ -199,9 +227,6 @@ def test_dropout_in_training_only() -> None:
         kept=kept,
     )
     assert_alike(out, layer.out_proj(heads.transpose(1, 2).flatten(2)))
-
-
-# ---------------------------------------------------------------------- bad input
 
 
 X, Y = torch.zeros(B, T, E), torch.zeros(B, S, E)

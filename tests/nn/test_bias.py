@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
-    CAUSAL,
     PADDED,
     B,
     E,
@@ -240,16 +239,6 @@ def test_readers_of_heads_read_the_biased_scores(batch: tuple[int, ...]) -> None
     assert_alike(found.within(), expected.within())
 
 
-def test_a_causal_bias_is_causal() -> None:
-    seen: list[bool] = []
-    layer, x = nn.Sequential(layer_of()), random(B, S, E)
-    bias = random(1, S, S)
-    with hk.analysis.observe(layer, lambda _, call: seen.append(call.is_causal)):
-        layer[0](x, bias=bias)
-        layer[0](x, bias=bias.masked_fill(CAUSAL, -torch.inf))
-    assert seen == [False, True]
-
-
 def test_relevance_takes_a_bias_as_constant() -> None:
     model, x = Paired(), random(B, S, E)
     for attention in ("constant", "full"):
@@ -265,36 +254,25 @@ def test_relevance_takes_a_bias_as_constant() -> None:
         hk.analysis.relevance(model, [x], depending, attention="full")
 
 
-# ---------------------------------------------------------------------- inside PyTorch, and bad input
-
-
-X = torch.zeros(B, N, S, E)
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"bias": 1.0}, TypeError, "bias is a float; pass a torch.Tensor"),
-    ({"bias": torch.zeros(S, S, dtype=torch.bool)}, TypeError, "bias has dtype torch.bool"),
-    ({"bias": torch.zeros(H - 1, S, S)}, ValueError, "bias has 3 heads; pass 4"),
-    (
-        {"bias": torch.zeros(N, H, S, T)},
-        ValueError,
-        r"bias has shape .* scores are \[2, 3, 4, 7, 7\]",
-    ),
-    ({"bias": torch.zeros(B * N, H, S, S)}, ValueError, r"bias has shape \[6, 4, 7, 7\]"),
-    ({"bias": hk.OffsetBias(torch.zeros(2, 3))}, ValueError, "bias has 2 heads; pass 4"),
-    (
-        {"bias": torch.zeros(S, S), "attn_mask": torch.ones(S, S)},
-        ValueError,
-        "attn_mask is a float tensor, and bias is given too; pass their sum",
-    ),
-    ({"attn_mask": torch.ones(T, S)}, ValueError, r"attn_mask has shape \[5, 7\]"),
-    ({"attn_mask": torch.ones(S)}, ValueError, r"attn_mask has shape \[7\]"),
-    ({"key_padding_mask": PADDED}, ValueError, r"key_padding_mask has shape \[2, 7\].*\[2, 3, S\]"),
-    ({"key": X[:, 0]}, ValueError, r"key has batch 2, but query has batch \[2, 3\]"),
-    ({"key": X[:, :1]}, ValueError, r"key has batch \[2, 1\], but query has batch \[2, 3\]"),
+# ---------------------------------------------------------------------- bad input
+X, BOTH = torch.zeros(B, N, S, E), torch.ones(S, S)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"bias": 1.0}, "bias is a float; pass a torch.Tensor"),
+    ({"bias": torch.zeros(S, S, dtype=torch.bool)}, "bias has dtype torch.bool"),
+    ({"bias": torch.zeros(H - 1, S, S)}, "bias has 3 heads; pass 4"),
+    ({"bias": torch.zeros(N, H, S, T)}, r"bias has shape .* scores are \[2, 3, 4, 7, 7\]"),
+    ({"bias": torch.zeros(B * N, H, S, S)}, r"bias has shape \[6, 4, 7, 7\]"),
+    ({"bias": hk.OffsetBias(torch.zeros(2, 3))}, "bias has 2 heads; pass 4"),
+    ({"bias": BOTH, "attn_mask": BOTH}, "attn_mask is a float tensor, and bias .*pass their sum"),
+    ({"attn_mask": torch.ones(T, S)}, r"attn_mask has shape \[5, 7\]"),
+    ({"attn_mask": torch.ones(S)}, r"attn_mask has shape \[7\]"),
+    ({"key_padding_mask": PADDED}, r"key_padding_mask has shape \[2, 7\].*\[2, 3, S\]"),
+    ({"key": X[:, :1]}, r"key has batch \[2, 1\], but query has batch \[2, 3\]"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "match"), BAD)
-def test_bad_calls(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+@pytest.mark.parametrize(("arguments", "match"), BAD)
+def test_bad_calls(arguments: dict[str, Any], match: str) -> None:
     layer = hk.nn.GatedMultiheadAttention(E, H)
-    with pytest.raises(error, match=match):
+    with pytest.raises((TypeError, ValueError), match=f"^{match}"):
         layer(X, **arguments)

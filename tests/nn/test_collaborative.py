@@ -62,46 +62,28 @@ def formula(
 
 
 # ---------------------------------------------------------------------- the formula
+
+
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_three_uses(options: dict[str, Any]) -> None:
-    """Encoder, decoder and encoder-decoder attention, padded; all gradients."""
-    layer = layer_of(kdim=E, vdim=E, **options)
-    x, y = torch.randn(B, S, E).double(), torch.randn(B, T, E).double()
-    real = ~PADDED[:, None, :, None] & ~PADDED[:, None, None, :]  # [B, 1, S, S]
-    ones = torch.ones(B, H, S, S, dtype=torch.bool)
-    assert_alike(layer(x, key_padding_mask=PADDED)[0], formula(layer, x, x, real & ones))
-    assert_alike(
-        layer(x, is_causal=True, key_padding_mask=PADDED)[0],
-        formula(layer, x, x, real & ones.tril()),
-    )
-    hidden = PADDED[:, :T]
-    out = layer(x, y, key_padding_mask=hidden)[0]
-    expected = formula(layer, x, y, (~hidden[:, None, None]).expand(B, H, S, T))
-    assert_alike(out, expected)
-    weight = torch.randn_like(out)
-    named = dict(layer.named_parameters())
-    grads = torch.autograd.grad((out * weight).sum(), list(named.values()))
-    wanted = torch.autograd.grad((expected * weight).sum(), list(named.values()))
-    for name, grad, want in zip(named, grads, wanted, strict=True):
-        assert_alike(grad, want, name=name)
-
-
-@given(sizes=st.tuples(*(st.integers(1, 4) for _ in range(7))))
-def test_any_shape_is_the_formula(sizes: tuple[int, ...]) -> None:
+@given(sizes=st.tuples(*(st.integers(1, 4) for _ in range(7))), causal=st.booleans())
+def test_any_shape_is_the_formula(
+    options: dict[str, Any], sizes: tuple[int, ...], causal: bool
+) -> None:
+    """Outputs and all gradients, with padded keys."""
     b, t, s, heads, shared, Dv, width = sizes
     layer = layer_of(
         embed_dim=6, num_heads=heads, shared_dim=shared, value_dim=Dv, kdim=width, vdim=width,
-        mixing_init="normal",
+        mixing_init="normal", scale=1.3, **options,
     )  # fmt: skip
     x, y = torch.randn(b, t, 6).double(), torch.randn(b, s, width).double()
-    assert_alike(layer(x, y)[0], formula(layer, x, y))
-
-
-def test_default_scale_is_that_of_the_heads_whatever_they_share() -> None:
-    assert layer_of().scale == pytest.approx((E / H) ** -0.5)
-    assert layer_of(shared_dim=20).scale == layer_of().scale
-    layer, x = layer_of(scale=1.3), torch.randn(B, T, E).double()
-    assert_alike(layer(x)[0], formula(layer, x, x))
+    hidden = torch.rand(b, s) > 0.7
+    visible = ~hidden[:, None, None] & torch.ones(b, heads, t, s, dtype=torch.bool)
+    out = layer(x, y, key_padding_mask=hidden, is_causal=causal)[0]
+    expected = formula(layer, x, y, visible.tril() if causal else visible)
+    assert_alike(out, expected)
+    weight, leaves = torch.randn_like(out), list(layer.parameters())
+    found, wanted = (torch.autograd.grad((o * weight).sum(), leaves) for o in (out, expected))
+    assert_alike(found, wanted)
 
 
 def test_grouped_values_are_values_repeated() -> None:
@@ -207,6 +189,7 @@ def test_parameters_of_bert(shared_dim: int, millions: float) -> None:
     ordinary = hk.nn.GatedMultiheadAttention(768, 12, device="meta")
     assert query_key_parameters(ordinary) == 2 * 768 * 768 + 2 * 768
     layer = hk.nn.CollaborativeMultiheadAttention(768, 12, shared_dim, device="meta")
+    assert layer.scale == ordinary.scale  # whatever heads share
     count = query_key_parameters(layer)
     assert count == (2 * 768 + 12) * shared_dim + 12 * 768
     saved = 12 * (query_key_parameters(ordinary) - count)

@@ -50,16 +50,6 @@ def test_table_of_the_default_constants(
         assert gate.export().item() == (log_alpha > 0)
 
 
-@pytest.mark.parametrize(
-    ("log_alpha", "zero", "one"), [(0.0, 0.23, 0.23), (2.0, 0.04, 0.69), (-3.0, 0.86, 0.01)]
-)
-def test_figure_6_of_voita(log_alpha: float, zero: float, one: float) -> None:
-    """Its (P0, P1); 0.23 on both sides belongs to the temperature 0.5."""
-    gate = gates_at(log_alpha, temperature=0.5)
-    assert round(gate.probability_zero().item(), 2) == zero
-    assert round(gate.probability_one().item(), 2) == one
-
-
 def test_defaults_and_presets() -> None:
     gate = hk.nn.HardConcrete(8)
     assert (gate.temperature, gate.stretch, gate.eps) == (0.33, (-0.1, 1.1), 1e-6)

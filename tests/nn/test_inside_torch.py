@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
+from heads_kernels.nn.state_dict import split_projections
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import CAUSAL, PADDED, B, E, H, S, T, layer_of, spread
 
@@ -31,35 +32,20 @@ class Residual(nn.Module):
 
 
 def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
-    """Models of every kind and what they are called with; half of them have the batch second."""
+    """Models and what they are called with; the whole transformer has the batch second."""
     x, y = torch.randn(B, S, E), torch.randn(B, T, E)
     wide = {"key": torch.randn(B, S, 10), "value": torch.randn(B, S, 12)}
     encoder = nn.TransformerEncoderLayer(**LAYER, batch_first=True)
-    decoder = nn.TransformerDecoderLayer(**LAYER, norm_first=True)
     whole = nn.Transformer(
         E, H, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16, dropout=0.0
     )
     return {
-        "encoder": (
-            nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False),
-            {"src": x, "src_key_padding_mask": PADDED},
-        ),
         "causal encoder": (
             nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False),
             {
                 "src": x,
                 "mask": torch.zeros(S, S).masked_fill(CAUSAL, -torch.inf),
                 "is_causal": True,
-            },
-        ),
-        "decoder": (
-            nn.TransformerDecoder(decoder, 2),
-            {
-                "tgt": y.transpose(0, 1),
-                "memory": x.transpose(0, 1),
-                "tgt_mask": CAUSAL[:T, :T],
-                "tgt_is_causal": True,
-                "memory_key_padding_mask": PADDED,
             },
         ),
         # No memory mask: the decoder reads what the encoder made of padded rows.
@@ -89,12 +75,8 @@ def results(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     found = {"output": out.detach()}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        head, packed, kind = name.rpartition("in_proj_")
-        if packed:
-            for letter, part in zip("qkv", parameter.grad.tensor_split(3), strict=True):
-                found[f"{head}{letter}_proj.{kind}"] = part
-        else:
-            found[name.replace("_proj_weight", "_proj.weight")] = parameter.grad
+        found[name] = parameter.grad
+        split_projections(found, name.rpartition(".")[0] + "." if "." in name else "")
     return found
 
 

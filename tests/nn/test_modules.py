@@ -146,6 +146,28 @@ def test_layouts_of_the_batch(name: str) -> None:
     sources = rows if name == "merged" else rows[:1]
     options = {} if name == "merged" else {"is_causal": True}
     assert_alike(layer(*sources, **options)[0].transpose(0, 1), out)
+    with pytest.raises(ValueError, match=r"^query has shape \[2, 3, 7, 24\]; pass \[T, B, 24\]"):
+        layer(x.new_zeros(2, 3, 7, 24), MEMORY)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if name != "merged"]
+)  # whose averages would mix
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_is_padded(name: str, causal: bool) -> None:
+    """Outputs of real tokens, and gradients of all weights."""
+    layer, x = with_gates(name), inputs()
+    real = torch.tensor([[True] * 5 + [False] * 2, [False] * 3 + [True] * 4])
+    found = []
+    for is_packed in (False, True):
+        if is_packed:
+            packed, mask, pad_back = hk.nn.unpad(x, real)
+            out = pad_back(run(layer, packed, mask=mask & hk.Mask(causal=causal)))
+        else:
+            out = run(layer, x, key_padding_mask=~real, is_causal=causal)
+        weights = [p for p in layer.parameters() if p.requires_grad]
+        found.append([out[real], *torch.autograd.grad(out[real].square().sum(), weights)])
+    assert_alike(found[1], found[0])
 
 
 @each_module
@@ -382,7 +404,7 @@ SIZES: dict[Any, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("module", "refusals"),
-    zip(SIZES, (OF_BOTH + OF_GATED, OF_BOTH + OF_COLLABORATIVE), strict=True),
+    list(zip(SIZES, (OF_BOTH + OF_GATED, OF_BOTH + OF_COLLABORATIVE), strict=True)),
 )
 def test_bad_layers(module: Any, refusals: Any) -> None:
     for options, error, words in refusals:
