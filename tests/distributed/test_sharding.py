@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,61 +114,35 @@ def check_partial() -> None:
     assert_alike(out.full_tensor(), hk.gated_attention(**given))
 
 
-def check_one_head() -> None:
-    """What cannot be split is computed, and counted, once by every process."""
+def check_call(call: Callable[..., Any], given: dict[str, Tensor], dim: int) -> None:
+    """Results and gradients, of processes whose generators differ."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    given = operands("gated_attention", H=1, Hk=1)
-    split = {
-        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]).requires_grad_()
-        for name, t in given.items()
-    }
-    hk.gated_attention(**split).sum().backward()
-    plain = {name: t.requires_grad_() for name, t in given.items()}
-    hk.gated_attention(**plain).sum().backward()
-    for name, t in split.items():
-        assert_alike(t.grad.full_tensor(), plain[name].grad, name=name)
-
-
-def check_statistics() -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    query, key = torch.randn(3, 4, 6, 8), torch.randn(3, 2, 9, 8)
-    mask = hk.Mask(key_lengths=torch.tensor([9, 4, 1]))
-    expected = hk.attention_statistics(query, key, attn_mask=mask)
-    for dim in (0, 1):
-        split = [tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]) for t in (query, key)]
-        found = hk.attention_statistics(*split, attn_mask=mask)
-        assert_alike([each.full_tensor() for each in found], list(expected))
-
-
-def check_lse() -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    given = operands("gated_attention")
-    for dim in (0, 1):
-        plain = {name: t.clone().requires_grad_() for name, t in given.items()}
-        split = {
-            name: tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]).requires_grad_()
+    results = []
+    for split in (False, True):
+        torch.manual_seed(7 + split * torch.distributed.get_rank())
+        parts = {
+            name: tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]) if split else t.clone()
             for name, t in given.items()
         }
-        results = []
-        for parts in (plain, split):
-            out, lse = hk.gated_attention(**parts, return_lse=True)
-            (out.square().sum() + lse.square().sum()).backward()
-            results.append((out, lse, *(t.grad for t in parts.values())))
-        whole = [each.full_tensor().detach() for each in results[1]]
-        assert_alike(whole, [each.detach() for each in results[0]])
+        found = call(**{name: part.requires_grad_() for name, part in parts.items()})
+        found = [found] if isinstance(found, Tensor) else list(found)
+        if differentiable := [each.square().sum() for each in found if each.requires_grad]:
+            sum(differentiable).backward()
+            found += [part.grad for part in parts.values()]
+        results.append([whole(each).detach() for each in found])
+    assert_alike(results[1], results[0])
 
 
-def check_seed() -> None:
-    """Processes whose generators differ draw the mask of the first."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    given = operands("gated_attention")
-    torch.manual_seed(7)
-    expected = hk.gated_attention(**given, dropout_p=0.5)
-    torch.manual_seed(7 + torch.distributed.get_rank())
-    split = {
-        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]) for name, t in given.items()
-    }
-    assert_alike(hk.gated_attention(**split, dropout_p=0.5).full_tensor(), expected)
+def check_other_calls() -> None:
+    """One head is computed, and counted, once by every process; all draw the dropout of the first."""
+    given, one_head = operands("gated_attention"), operands("gated_attention", H=1, Hk=1)
+    shared = {"query": torch.randn(3, 4, 6, 8), "key": torch.randn(3, 2, 9, 8)}
+    mask = hk.Mask(key_lengths=torch.tensor([9, 4, 1]))
+    check_call(hk.gated_attention, one_head, 1)
+    check_call(partial(hk.gated_attention, dropout_p=0.5), given, 1)
+    for dim in (0, 1):
+        check_call(partial(hk.gated_attention, return_lse=True), given, dim)
+        check_call(partial(hk.attention_statistics, attn_mask=mask), shared, dim)
 
 
 # ---------------------------------------------------------------------- tests
@@ -183,9 +158,7 @@ def test_compile(operator: str, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_compiled, operator)
 
 
-@pytest.mark.parametrize(
-    "check", [check_partial, check_one_head, check_statistics, check_lse, check_seed]
-)
+@pytest.mark.parametrize("check", [check_partial, check_other_calls])
 def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check)
 
