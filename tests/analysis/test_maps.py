@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,9 @@ def test_a_picture(tmp_path: Path) -> None:
     keys_alone = hk.analysis.plot_maps(found, key_tokens=words(5)).axes[0]
     assert [label.get_text() for label in keys_alone.get_xticklabels()] == words(5)
     assert keys_alone.get_yticks().size == 0
+
+
+def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"hk.analysis.plot_maps needs matplotlib"):
+        hk.analysis.plot_maps([some(1)])
