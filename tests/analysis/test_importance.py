@@ -238,57 +238,50 @@ def test_weights_of_inference_mode_have_no_gradients() -> None:
 
 
 # ---------------------------------------------------------------------- bad input
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no loss": ({"loss": None}, r"loss is None, but 'gradient' needs one"),
-    "no function": ({"loss": 3}, r"loss is a int; pass a function loss\(model, batch\)"),
-    "method": ({"method": "shapley"}, r"method is 'shapley'; use one of 'gradient', 'fisher'"),
-    "reduce": ({"reduce": "mean"}, r"reduce is 'mean'; use one of 'token', 'example', 'batch'"),
-    "normalise": ({"normalise": "l1"}, r"normalise is 'l1'; use one of None, 'l2'"),
-    "reduce elsewhere": ({"method": "fisher", "reduce": "token"}, r"reduce .* 'fisher'; leave it"),
-    "keys elsewhere": ({"exclude_keys": [1]}, r"exclude_keys is given, but .* 'gradient'"),
-    "output": ({"loss": lambda m, b: m(**b)}, r"loss gave a BaseModelOutput.*; return a scalar"),
-    "integers": ({"loss": lambda m, b: m(**b)[0].argmax()}, r"loss gave a tensor of torch.int64"),
-    "tokens": (
+def other_loss(model: Any, arguments: dict[str, Tensor]) -> Tensor:
+    """With a gradient, but not of the model's heads."""
+    return torch.ones(1, requires_grad=True).sum() + losses(model, arguments).sum().detach()
+
+
+def two_sizes(model: Any, arguments: dict[str, Tensor]) -> Tensor:
+    return losses(model, arguments).sum() + model(arguments["input_ids"][:1])[0].sum()
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"loss": None}, "loss is None, but 'gradient' needs one"),
+    ({"loss": 3}, r"loss is a int; pass a function loss\(model, batch\)"),
+    ({"method": "shapley"}, "method is 'shapley'; use one of 'gradient', 'fisher'"),
+    ({"reduce": "mean"}, "reduce is 'mean'; use one of 'token', 'example', 'batch'"),
+    ({"normalise": "l1"}, "normalise is 'l1'; use one of None, 'l2'"),
+    ({"method": "fisher", "reduce": "token"}, "reduce .* 'fisher'; leave it"),
+    ({"exclude_keys": [1]}, "exclude_keys is given, but .* 'gradient'"),
+    ({"method": "confidence", "exclude_keys": 3}, "exclude_keys is a int; pass a list of token"),
+    ({"method": "confidence", "exclude_keys": ["[SEP]"]}, r"exclude_keys is \['\[SEP\]'\]"),
+    ({"loss": lambda m, b: m(**b)}, "loss gave a BaseModelOutput.*; return a scalar"),
+    ({"loss": lambda m, b: m(**b)[0].argmax()}, "loss gave a tensor of torch.int64"),
+    (
         {"loss": lambda m, b: m(**b)[0].flatten(0, 1).sum(1)},
         r"loss gave shape \[27\] for a batch of 3; return a scalar that is the sum",
     ),
-    "nan": ({"loss": lambda m, b: losses(m, b) * torch.nan}, r"loss gave NaN or infinity"),
-    "nan later": (
+    ({"loss": lambda m, b: losses(m, b) * torch.nan}, "loss gave NaN or infinity"),
+    (
         {"loss": lambda m, b: (losses(m, b) - losses(m, b).detach()).sqrt()},
-        r"loss is not finite without a head of layer 0 .* or its gradient",
+        "loss is not finite without a head of layer 0 .* or its gradient",
     ),
-    "detached": (
-        {"loss": lambda m, b: losses(m, b).detach()},
-        r"loss does not depend on the heads",
-    ),
-    "of others": (
-        {"loss": lambda m, b: torch.ones(1, requires_grad=True).sum() + m(**b)[0].sum().detach()},
-        r"loss does not depend on the heads of the model; compute it from the model's output",
-    ),
-    "sizes": (
-        {"loss": lambda m, b: losses(m, b).sum() + m(b["input_ids"][:1])[0].sum()},
-        r"loss runs layers on batches of \[1, 3\] examples",
-    ),
-    "not run": ({"loss": lambda m, b: torch.ones(())}, r"loss ran no layer that has heads"),
-    "the same": (
+    ({"loss": lambda m, b: losses(m, b).detach()}, "loss does not depend on the heads"),
+    ({"loss": other_loss}, "loss does not depend on the heads of the model; compute it from"),
+    ({"loss": two_sizes}, r"loss runs layers on batches of \[1, 3\] examples"),
+    ({"loss": lambda m, b: torch.ones(())}, "loss ran no layer that has heads"),
+    (
         {"loss": lambda m, b: m(**b)[0].sum() * 0, "method": "leave_one_out"},
-        r"loss is the same whichever head is left out",
+        "loss is the same whichever head is left out",
     ),
-    "ids": (
-        {"method": "confidence", "exclude_keys": 3},
-        r"exclude_keys is a int; pass a list of token ids or a function",
-    ),
-    "words": (
-        {"method": "confidence", "exclude_keys": ["[SEP]"]},
-        r"exclude_keys is \['\[SEP\]'\]; pass token ids",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused(name: str) -> None:
-    changes, message = BAD[name]
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
     _, ours, arguments = pair("bert")
     call = {"data": [arguments], "loss": losses} | changes
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         importance(ours, call.pop("data"), call.pop("loss"), **call)

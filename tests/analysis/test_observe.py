@@ -100,29 +100,6 @@ def test_dense_and_float_masks_hide_padding(lowest: float | None) -> None:
             assert call.is_causal == (visible.shape[-2] == 6)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart", "albert", "llama", "vit"])
-def test_calls_of_transformers_models_have_the_stock_maps(name: str) -> None:
-    model = tiny_models.build(name)
-    arguments = tiny_models.batch(model)
-    with torch.no_grad():
-        stock = model(**arguments, output_attentions=True)
-    seen = calls_of(hk.integrations.transformers.use(model), **arguments)
-    kinds = {layer.name: layer.kind for layer in hk.heads.attention_layers(model)}
-    prefix = "decoder_" if model.config.is_encoder_decoder else ""
-    tokens = {"encoder": arguments.get("attention_mask")}
-    tokens["decoder"] = tokens["cross"] = arguments.get(f"{prefix}attention_mask")
-    for kind in set(kinds.values()):
-        expected = stock[f"{kind}_attentions" if prefix else "attentions"]
-        calls = [call for layer, call in seen if kinds[layer] == kind]
-        assert len(calls) == len(expected)
-        for call, map_ in zip(calls, expected, strict=True):
-            real = torch.ones(call.B, call.T) if tokens[kind] is None else tokens[kind]
-            assert torch.equal(call.real_queries, real.bool())
-            rows = call.real_queries[:, None, :, None]
-            assert_alike(maps(call) * rows, map_ * rows)
-            assert call.is_causal == (kind == "decoder")
-
-
 # ---------------------------------------------------------------------- rows of cross-attention
 def translation() -> tuple[nn.Module, dict[str, Tensor]]:
     """A model, and a batch whose sentences are of one length on both sides; the target's tokens are REAL."""
