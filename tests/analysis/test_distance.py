@@ -105,6 +105,7 @@ def test_the_odd_head_of_each_layer() -> None:
                     by_head[[h for h in range(4) if h != odd]] = by_head[1].clone()
     found = hk.analysis.distance(model, [torch.randn(2, 8, 16, dtype=torch.float64)])
     assert found.odd() == [2, 0]
+    assert (found.matrix >= 0).all()
     block = found.block(0)
     assert_alike(found.within()[0], block.sum() / 12)
     assert torch.equal(found.block(1), found.matrix[4:, 4:])

@@ -117,3 +117,12 @@ def test_checkpoint(tmp_path: Path, ranks: Callable[[int], Processes]) -> None:
 
 def test_refusals(ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_refusals)
+
+
+def test_shapes_of_layers_that_are_not_there() -> None:
+    model = made(gated=False)
+    hk.heads.prune(model, {0: [1]})
+    with pytest.raises(ValueError, match="layer '0' does not exist in the model; it has layer"):
+        hk.heads.apply_shapes(
+            nn.ModuleDict({"layer": made(gated=False)[1]}), hk.heads.shapes(model)
+        )

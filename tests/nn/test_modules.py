@@ -96,7 +96,10 @@ def test_padding_changes_no_real_row(name: str, left: bool) -> None:
 
 @each_module
 def test_closed_heads_are_pruned_heads(name: str) -> None:
-    """Outputs and the gradient of the input, of neighbouring heads, which may share a key; and of all heads."""
+    """Outputs and the gradient of the input, of neighbouring heads, which may share a key; and of all heads.
+
+    Checkpoints of pruned layers load.
+    """
     for heads in ([0, 1], [0, 1, 2, 3]):
         model, x = nn.ModuleDict({"layer": made(name)}), inputs().requires_grad_()
         hk.heads.close(model, {0: heads})
@@ -106,6 +109,10 @@ def test_closed_heads_are_pruned_heads(name: str) -> None:
             found.append([out, torch.autograd.grad(out.square().sum(), x, allow_unused=True)[0]])
             hk.heads.prune(model, hk.heads.closed(model))
         assert model["layer"].num_heads == H - len(heads)
+        loaded = nn.ModuleDict({"layer": made(name)})
+        hk.heads.apply_shapes(loaded, hk.heads.shapes(model))
+        loaded.load_state_dict(model.state_dict())
+        assert_alike(run(loaded["layer"], x, key_padding_mask=PADDED), out)
         if len(heads) == H:  # whose gradient is 0, or none is there
             gradients = [each.pop() for each in found]
             assert not any(each.any() for each in gradients if each is not None)
