@@ -40,6 +40,15 @@ MODULES: dict[str, Callable[..., Module]] = {
     "merged": lambda **o: hk.nn.MergedAttention(E, H, output_gate="head", **o),
 }
 each_module = pytest.mark.parametrize("name", MODULES)
+
+
+def by_kind(*quick: str) -> pytest.MarkDecorator:
+    """Each module, those that are not `quick` in the check part."""
+    check = pytest.mark.check
+    names = [name if name in quick else pytest.param(name, marks=check) for name in MODULES]
+    return pytest.mark.parametrize("name", names)
+
+
 GATES = [1.0, 0.0, 0.5, -1.0]
 MEMORY = torch.randn(B, S, E, generator=torch.Generator().manual_seed(1)).double()
 
@@ -250,15 +259,14 @@ def test_initialisation(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- inside PyTorch
-@each_module
+@by_kind("grouped", "ragged")
 def test_compiled(name: str) -> None:
     torch.compiler.reset()
     layer, x = with_gates(name, dtype=torch.float32), inputs().float()
-    calls = {"is_causal": True}, {"key_padding_mask": PADDED}
-    expected = [results(layer, x, **options) for options in calls]
+    options = {"is_causal": True, "key_padding_mask": PADDED}
+    expected = results(layer, x, **options)
     layer.compile(fullgraph=True, backend="aot_eager")
-    for options, each in zip(calls, expected, strict=True):
-        assert_alike(results(layer, x, **options), each)
+    assert_alike(results(layer, x, **options), expected)
 
 
 class Block(nn.Module):
@@ -302,10 +310,7 @@ def assert_exports(layer: nn.Module, call: Any, *, strict: bool = False) -> None
             assert_alike(program.module()(x, lengths), block(x, lengths))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "gated" else pytest.param(name, marks=pytest.mark.check) for name in MODULES],
-)
+@by_kind("gated")
 def test_exported(name: str) -> None:
     """With gates, some heads closed; then with some of them pruned."""
     layer = with_gates(name, dtype=torch.float32)
