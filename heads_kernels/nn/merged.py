@@ -51,7 +51,7 @@ class MergedAttention(GatedMultiheadAttention):
         real = _real_rows(mask, query)
         means = _means(query, real, cache).to(query.dtype)
         heads = self.by_head("v_proj", means, self.num_key_heads, self.value_dim).transpose(1, 2)
-        heads = heads.repeat_interleave(self.num_heads // self.num_key_heads, 1)
+        heads = heads.repeat_interleave(self.num_heads // max(1, self.num_key_heads), 1)
         return heads if real is None else heads.where(real[:, None, :, None], 0.0)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -62,14 +62,13 @@ class MergedAttention(GatedMultiheadAttention):
 
 def _real_rows(mask: Mask, query: Tensor) -> Tensor | None:
     """bool `[B or 1, T]`: the rows that `mask` does not hide as padding; None: all."""
-    T, real = query.shape[1], None
+    (B, T, _), real = query.shape, None
     for term in mask.terms:
         rows: Tensor | None = None
-        if isinstance(term, QueryMask):
-            rows = term.real
-        elif isinstance(term, QueryLengths):
-            lengths = torch.as_tensor(term.lengths, device=query.device)
-            rows = torch.arange(T, device=query.device) < lengths[:, None]
+        if isinstance(term, (QueryMask, QueryLengths)):
+            visible = term.intervals(B, 1, T, 1, query.device).k_hi  # of a call with one key
+            assert visible is not None
+            rows = visible > 0
         elif isinstance(term, (Documents, Bounds)):
             was = f"has {term.argument}, but the average is over all earlier rows"
             refuse("mask", was, "pass sequences as [B, T, embed_dim] with padding masks")

@@ -294,7 +294,7 @@ class Multihead(nn.Module, ABC):
         elif self.gate_proj is not None:
             gate, activation = self._logits(query), "sigmoid"
         if beside is not None and gate is not None:
-            factor = as_4d(activate(gate, activation))
+            factor = _of_rows(as_4d(activate(gate, activation)))
             if is_sharded(beside) and not is_sharded(factor):
                 factor = replicated(factor, beside.device_mesh)  # type: ignore[attr-defined]
             beside = beside * factor
@@ -315,7 +315,7 @@ class Multihead(nn.Module, ABC):
         if beside is not None:
             heads = heads + beside
         if self.head_gate is not None and self.gate_proj is not None:
-            heads = heads * self._logits(query).sigmoid()
+            heads = heads * _of_rows(self._logits(query).sigmoid())
         return heads
 
     def _in_order(self, inputs: Tensor) -> Tensor:
@@ -386,6 +386,11 @@ class Multihead(nn.Module, ABC):
         parts += [] if self.batch_first else ["batch_first=False"]
         parts += [f"output_gate={self.output_gate!r}"] if self.output_gate else []
         return ", ".join(parts)
+
+
+def _of_rows(gates: Tensor) -> Tensor:
+    """Gates without NaN, which padded rows may hold: what they multiply is 0 there, and NaN in every other such row."""
+    return gates.where(~gates.isnan(), 0.0)
 
 
 def _flat(argument: str, mask: Tensor | None, batch: Batch, layout: str) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from tests.analysis.importance_formulas import (
     sums,
 )
 from tests.support.alike import assert_alike
-from tests.support.tiny_models import batch, build
+from tests.support.nn_layers import formula, layer_of
 
-use = hk.integrations.transformers.use
 importance = hk.analysis.importance
 
 LOSSLESS = ("gradient", "fisher", "leave_one_out")
@@ -45,17 +43,6 @@ def test_gradients_are_those_of_factors_in_stock_attention(family: str) -> None:
     fisher = importance(ours, [arguments], losses, method="fisher")
     squares = {name: terms.sum(2).square().mean(0) for name, terms in expected.items()}
     assert_alike(by_name(fisher), squares, dtype=NORMS)
-
-
-@pytest.mark.parametrize("family", ["bert", "t5"])
-def test_float32_is_as_near_as_its_rounding(family: str) -> None:
-    stock, ours, arguments = pair(family)
-    expected = {
-        name: t.sum(2).abs().mean(0) for name, t in derivatives(stock, arguments, losses).items()
-    }
-    assert_alike(
-        by_name(importance(ours.float(), [arguments], losses)), expected, dtype=torch.float32
-    )
 
 
 def test_signs_stand_for_labels() -> None:
@@ -124,125 +111,7 @@ def test_confidence_is_the_mean_of_the_largest_probability_of_real_rows() -> Non
             assert_alike(scores, best.transpose(1, 2)[real].mean(0), dtype=NORMS)
 
 
-def test_token_ids_are_looked_up_in_what_each_kind_of_layer_reads() -> None:
-    stock, ours, arguments = pair("bart")
-    special = {name: arguments[name] > 30 for name in ("input_ids", "decoder_input_ids")}
-    by_function = importance(
-        ours,
-        [arguments],
-        method="confidence",
-        exclude_keys=lambda batch: {
-            "encoder": special["input_ids"],
-            "cross": special["input_ids"],
-            "decoder": special["decoder_input_ids"],
-        },
-    )
-    by_ids = importance(ours, [arguments], method="confidence", exclude_keys=range(31, 40))
-    assert_alike(by_name(by_ids), by_name(by_function))
-    maps = stock(**arguments, output_attentions=True).cross_attentions
-    rows = arguments["decoder_attention_mask"].bool()
-    best = maps[0].masked_fill(special["input_ids"][:, None, None], 0).amax(-1)
-    [first] = [name for name in by_ids.layers if name.endswith("0.encoder_attn")]
-    assert_alike(by_name(by_ids)[first], best.transpose(1, 2)[rows].mean(0), dtype=NORMS)
-    without = {name: arguments[name] for name in ("input_ids", "attention_mask")}
-    with pytest.raises(ValueError, match=r"exclude_keys .*'decoder_input_ids'"):
-        importance(ours, [without], method="confidence", exclude_keys=[1])
-    with pytest.raises(TypeError, match=r"exclude_keys is \['\[SEP\]'\]; pass token ids"):
-        importance(ours, [arguments], method="confidence", exclude_keys=["[SEP]"])
-
-
-# ---------------------------------------------------------------------- what must not matter
-def scores_of(model: Any, data: list[Any]) -> dict[str, dict[str, Tensor]]:
-    found = {
-        f"{method} {objective.__name__}": by_name(importance(model, data, objective, method=method))
-        for method in LOSSLESS
-        for objective in (sums, losses, embeddings)
-    }
-    found["token"] = by_name(importance(model, data, losses, reduce="token"))
-    found["confidence"] = by_name(importance(model, data, method="confidence"))
-    return found
-
-
-def test_batches_may_be_cut_anywhere() -> None:
-    _, ours, arguments = pair("bert")
-    whole = scores_of(ours, [arguments])
-    ones = [{name: each[i : i + 1] for name, each in arguments.items()} for i in range(3)]
-    cut = [{name: each[s] for name, each in arguments.items()} for s in (slice(0, 2), slice(2, 3))]
-    assert_alike(scores_of(ours, ones), whole)
-    assert_alike(scores_of(ours, cut), whole)
-    by_batch = importance(ours, [arguments], losses, reduce="batch")
-    assert by_batch.spearman(importance(ours, ones, losses, reduce="batch")) < 1
-    assert_alike(
-        by_name(importance(ours, iter(ones), losses, reduce="batch")), whole["gradient losses"]
-    )
-
-
-def test_padding_on_either_side_or_none_gives_the_same() -> None:
-    ours = use(build("bert").double())
-    ids = torch.randint(3, 40, (2, 5))
-
-    def padded(left: int, right: int) -> dict[str, Tensor]:
-        def pad(rows: Tensor, value: int) -> Tensor:
-            return nn.functional.pad(rows, (left, right), value=value)
-
-        places = pad(torch.arange(5).expand(2, 5), 7)
-        return {
-            "input_ids": pad(ids, 33),
-            "attention_mask": pad(torch.ones_like(ids), 0),
-            "position_ids": places,
-        }
-
-    def objective(model: Any, arguments: dict[str, Tensor]) -> Tensor:
-        hidden = model(**arguments).last_hidden_state[arguments["attention_mask"].bool()]
-        return hidden.view(2, 5, -1)[:, :, :3].square().sum((1, 2))
-
-    def all_rows(model: Any, arguments: dict[str, Tensor]) -> Tensor:
-        """Reads padded rows too, those of a layer in the middle by what they do to later ones."""
-        return model(**arguments).last_hidden_state.square().sum()
-
-    expected = None
-    for sides in ((0, 0), (3, 0), (0, 4), (2, 1)):
-        data = [padded(*sides)]
-        found = {
-            method: by_name(importance(ours, data, objective, method=method))
-            for method in (*LOSSLESS, "confidence")
-        }
-        found["token"] = by_name(importance(ours, data, objective, reduce="token"))
-        last = importance(ours, data, all_rows, reduce="token").scores[-1]
-        found["last layer"] = {"": last}
-        expected = expected or found
-        assert_alike(found, expected)
-
-
-# ---------------------------------------------------------------------- pruned and closed
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-def test_heads_that_are_left_score_as_beside_closed_ones(family: str) -> None:
-    _, ours, arguments = pair(family)
-    first, second, *_ = hk.heads.attention_layers(ours)
-    gone = {first.name: [0, 2], second.name: [0, 1, 2, 3]}
-    pruned = copy.deepcopy(ours)
-    hk.heads.prune(pruned, gone)
-    hk.heads.close(ours, gone)
-    for method in (*LOSSLESS, "confidence"):
-        closed = by_name(importance(ours, [arguments], losses, method=method))
-        left = by_name(importance(pruned, [arguments], losses, method=method))
-        if method != "confidence":
-            assert (closed[first.name][[0, 2]] == 0).all()
-            assert (closed[second.name] == 0).all()
-        closed[first.name] = closed[first.name][[1, 3]]
-        assert left.pop(second.name).shape == (0,)
-        del closed[second.name]
-        assert_alike(left, closed, dtype=NORMS)
-
-
-def test_a_model_without_any_head_is_refused() -> None:
-    _, ours, arguments = pair("bert")
-    hk.heads.prune(ours, {0: range(4), 1: range(4)})
-    for method in (*LOSSLESS, "confidence"):
-        with pytest.raises(ValueError, match="model has no heads left in its 2 attention layer"):
-            importance(ours, [arguments], losses, method=method)
-
-
+# ---------------------------------------------------------------------- layers that do not run, progress
 def test_layers_that_no_pass_reaches_score_nothing() -> None:
     _, ours, arguments = pair("bart")
 
@@ -254,66 +123,6 @@ def test_layers_that_no_pass_reaches_score_nothing() -> None:
         found = importance(ours, [arguments], of_memory, method=method)
         for kind, scores in zip(found.kinds, found.scores, strict=True):
             assert bool(scores.any()) == (kind == "encoder")
-
-
-# ---------------------------------------------------------------------- afterwards
-def test_relevance_is_a_method() -> None:
-    model, data = use(build("bert")), [batch(build("bert"))]
-
-    def hidden(model: Any, arguments: Any) -> Tensor:
-        values: Tensor = model(**arguments).pooler_output
-        return values
-
-    found = importance(model, data, hidden, method="lrp")
-    expected = hk.analysis.relevance(model, data, hidden)
-    assert found.method == expected.method == "lrp"
-    assert_alike(found.scores, expected.scores)
-
-
-@pytest.mark.parametrize("method", [*LOSSLESS, "confidence"])
-@pytest.mark.parametrize("stops", [None, ZeroDivisionError, KeyboardInterrupt])
-def test_everything_is_put_back(method: Any, stops: type[BaseException] | None) -> None:
-    _, ours, arguments = pair("bert")
-    ours.train()
-    ours.encoder.layer[1].eval()
-    ours.embeddings.requires_grad_(False)
-    hk.heads.close(ours, {0: [1]})
-    gate = ours.encoder.layer[0].attention.self.head_gate
-    modes = [module.training for module in ours.modules()]
-    asks = [parameter.requires_grad for parameter in ours.parameters()]
-    passes = []
-
-    def objective(model: Any, arguments: dict[str, Tensor]) -> Tensor:
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-        assert not model.training
-        assert not model.encoder.layer[0].training
-        value = losses(model, arguments)
-        passes.append(1)
-        if stops is not None and len(passes) == 2:
-            raise stops
-        return value
-
-    if stops is None:
-        importance(ours, [arguments] * 2, objective, method=method)
-    else:
-        with pytest.raises(stops):
-            importance(ours, [arguments] * 2, objective, method=method)
-    assert [module.training for module in ours.modules()] == modes
-    assert [parameter.requires_grad for parameter in ours.parameters()] == asks
-    assert all(parameter.grad is None for parameter in ours.parameters())
-    assert ours.encoder.layer[0].attention.self.head_gate is gate
-    assert not gate._forward_hooks
-    assert hk.heads.attention_layers(ours)[1].gate is None
-    with hk.analysis.observe(ours, print):  # nothing observes it any more
-        pass
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_there_where_the_caller_wants_none(around: Any) -> None:
-    _, ours, arguments = pair("bert")
-    expected = by_name(importance(ours, [arguments], losses))
-    with around():
-        assert_alike(by_name(importance(ours, [arguments], losses)), expected)
 
 
 @pytest.mark.check
@@ -333,71 +142,146 @@ def test_a_bar_is_shown(
     assert "importance" in capsys.readouterr().err
 
 
+# ---------------------------------------------------------------------- modules of the package
+class Encoder(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, key_padding_mask=hidden)[0]
+        return x.masked_fill(hidden[..., None], 0)
+
+
+X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).double()
+HIDDEN = torch.tensor([[False] * 7, [True] * 2 + [False] * 5])
+
+
+def of_encoder(model: Any, data: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*data).square().sum((1, 2))
+
+
+def test_a_module_by_its_formula_beside_learned_gates() -> None:
+    layer = layer_of(dropout=0.5)
+    gate = hk.nn.HardConcrete(4, stretch=(-0.1, 1.1))
+    gate.log_alpha.data = torch.tensor([-3.0, -1.0, 0.5, 4.0]).double()  # closed, two between, open
+    layer.head_gate = gate
+    model = Encoder(layer).train()
+    with pytest.warns(UserWarning, match="disagree"):
+        gates = gate.export()
+    assert gates[0] == 0
+    ones = torch.ones(2, 4, 7, dtype=torch.float64, requires_grad=True)
+    visible = ~(HIDDEN[:, None, :, None] | HIDDEN[:, None, None, :])
+    heads = formula(layer, X, X, visible.expand(2, 4, 7, 7), (ones * gates[:, None])[..., None])
+    out = (X + heads).masked_fill(HIDDEN[..., None], 0).square().sum((1, 2))
+    terms = torch.autograd.grad(out.sum(), ones)[0] * ~HIDDEN[:, None]
+    for reduce, reduced in REDUCED.items():
+        found = importance(model, [(X, HIDDEN)], of_encoder, reduce=reduce)
+        assert_alike(found.scores[0], reduced(terms).detach())
+        assert found.scores[0][0] == 0
+        assert (found.scores[0][1:] > 0).all()
+    left_out = importance(model, [(X, HIDDEN)], of_encoder, method="leave_one_out").scores[0]
+    assert left_out[0] == 0
+    for head in (1, 2, 3):
+        some = gates.clone()
+        some[head] = 0
+        heads = formula(layer, X, X, visible.expand(2, 4, 7, 7), some[:, None, None])
+        without = (X + heads).masked_fill(HIDDEN[..., None], 0).square().sum((1, 2))
+        assert_alike(left_out[head], (without - out).mean().detach())
+    assert layer.head_gate is gate
+
+
+def test_one_head_is_left_out_beside_gates_that_depend_on_the_example() -> None:
+    class ByExample(hk.nn.HeadGate):
+        num_heads = 4
+
+        def forward(self, batch_size: int, length: int) -> Tensor:
+            return torch.arange(1.0, 1 + batch_size * 4).view(batch_size, 4).double() / 4
+
+        def export(self) -> Tensor:
+            return torch.ones(4).double()
+
+        def keep(self, heads: Any) -> None:
+            raise AssertionError
+
+    layer = layer_of()
+    layer.head_gate = ByExample()
+    gates = layer.head_gate(2, 7)
+    visible = ~(HIDDEN[:, None, :, None] | HIDDEN[:, None, None, :]).expand(2, 4, 7, 7)
+
+    def expected(gates: Tensor) -> Tensor:
+        heads = formula(layer, X, X, visible, gates[:, :, None, None])
+        return (X + heads).masked_fill(HIDDEN[..., None], 0).square().sum((1, 2)).mean().detach()
+
+    model = Encoder(layer)
+    found = importance(model, [(X, HIDDEN)], of_encoder, method="leave_one_out").scores[0]
+    for head in range(4):
+        without = gates.clone()
+        without[:, head] = 0
+        assert_alike(found[head], expected(without) - expected(gates))
+    assert not layer.head_gate._forward_hooks
+
+
+def test_weights_of_inference_mode_have_no_gradients() -> None:
+    with torch.inference_mode():
+        layer = hk.nn.GatedMultiheadAttention(8, 2)
+    data = [torch.randn(2, 3, 8)]
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        return model(batch)[0].square().sum((1, 2))
+
+    for method in ("gradient", "fisher"):
+        with pytest.raises(ValueError, match=r"model has weights of inference mode"):
+            importance(layer, data, loss, method=method)
+    assert importance(layer, data, loss, method="leave_one_out").scores[0].any()
+
+
 # ---------------------------------------------------------------------- bad input
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no loss": ({"loss": None}, r"loss is None, but 'gradient' needs one"),
-    "no function": ({"loss": 3}, r"loss is a int; pass a function loss\(model, batch\)"),
-    "method": ({"method": "shapley"}, r"method is 'shapley'; use one of 'gradient', 'fisher'"),
-    "reduce": ({"reduce": "mean"}, r"reduce is 'mean'; use one of 'token', 'example', 'batch'"),
-    "normalise": ({"normalise": "l1"}, r"normalise is 'l1'; use one of None, 'l2'"),
-    "reduce elsewhere": ({"method": "fisher", "reduce": "token"}, r"reduce .* 'fisher'; leave it"),
-    "keys elsewhere": ({"exclude_keys": [1]}, r"exclude_keys is given, but .* 'gradient'"),
-    "a tensor": ({"data": torch.ones(2, 3)}, r"data is a Tensor; pass an iterable of batches"),
-    "a batch": ({"data": {"input_ids": 1}}, r"data is a dict; .* \[batch\] for a single one"),
-    "empty": ({"data": []}, r"data has no batches"),
-    "used up": ({"data": iter(())}, r"data has no batches"),
-    "output": ({"loss": lambda m, b: m(**b)}, r"loss gave a BaseModelOutput.*; return a scalar"),
-    "integers": ({"loss": lambda m, b: m(**b)[0].argmax()}, r"loss gave a tensor of torch.int64"),
-    "tokens": (
+def other_loss(model: Any, arguments: dict[str, Tensor]) -> Tensor:
+    """With a gradient, but not of the model's heads."""
+    return torch.ones(1, requires_grad=True).sum() + losses(model, arguments).sum().detach()
+
+
+def two_sizes(model: Any, arguments: dict[str, Tensor]) -> Tensor:
+    return losses(model, arguments).sum() + model(arguments["input_ids"][:1])[0].sum()
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"loss": None}, "loss is None, but 'gradient' needs one"),
+    ({"loss": 3}, r"loss is a int; pass a function loss\(model, batch\)"),
+    ({"method": "shapley"}, "method is 'shapley'; use one of 'gradient', 'fisher'"),
+    ({"reduce": "mean"}, "reduce is 'mean'; use one of 'token', 'example', 'batch'"),
+    ({"normalise": "l1"}, "normalise is 'l1'; use one of None, 'l2'"),
+    ({"method": "fisher", "reduce": "token"}, "reduce .* 'fisher'; leave it"),
+    ({"exclude_keys": [1]}, "exclude_keys is given, but .* 'gradient'"),
+    ({"method": "confidence", "exclude_keys": 3}, "exclude_keys is a int; pass a list of token"),
+    ({"method": "confidence", "exclude_keys": ["[SEP]"]}, r"exclude_keys is \['\[SEP\]'\]"),
+    ({"loss": lambda m, b: m(**b)}, "loss gave a BaseModelOutput.*; return a scalar"),
+    ({"loss": lambda m, b: m(**b)[0].argmax()}, "loss gave a tensor of torch.int64"),
+    (
         {"loss": lambda m, b: m(**b)[0].flatten(0, 1).sum(1)},
         r"loss gave shape \[27\] for a batch of 3; return a scalar that is the sum",
     ),
-    "nan": ({"loss": lambda m, b: losses(m, b) * torch.nan}, r"loss gave NaN or infinity"),
-    "nan later": (
+    ({"loss": lambda m, b: losses(m, b) * torch.nan}, "loss gave NaN or infinity"),
+    (
         {"loss": lambda m, b: (losses(m, b) - losses(m, b).detach()).sqrt()},
-        r"loss is not finite without a head of layer 0 .* or its gradient",
+        "loss is not finite without a head of layer 0 .* or its gradient",
     ),
-    "detached": (
-        {"loss": lambda m, b: losses(m, b).detach()},
-        r"loss does not depend on the heads",
-    ),
-    "of weights": (
-        {"loss": lambda m, b: (m(**b)[0] * 0 + torch.ones(1, requires_grad=True)).detach().sum()},
-        r"loss does not depend on the heads of the model",
-    ),
-    "of others": (
-        {"loss": lambda m, b: torch.ones(1, requires_grad=True).sum() + m(**b)[0].sum().detach()},
-        r"loss does not depend on the heads of the model; compute it from the model's output",
-    ),
-    "sizes": (
-        {"loss": lambda m, b: losses(m, b).sum() + m(b["input_ids"][:1])[0].sum()},
-        r"loss runs layers on batches of \[1, 3\] examples",
-    ),
-    "not run": ({"loss": lambda m, b: torch.ones(())}, r"loss ran no layer that has heads"),
-    "the same": (
+    ({"loss": lambda m, b: losses(m, b).detach()}, "loss does not depend on the heads"),
+    ({"loss": other_loss}, "loss does not depend on the heads of the model; compute it from"),
+    ({"loss": two_sizes}, r"loss runs layers on batches of \[1, 3\] examples"),
+    ({"loss": lambda m, b: torch.ones(())}, "loss ran no layer that has heads"),
+    (
         {"loss": lambda m, b: m(**b)[0].sum() * 0, "method": "leave_one_out"},
-        r"loss is the same whichever head is left out",
+        "loss is the same whichever head is left out",
     ),
-    "ids": (
-        {"method": "confidence", "exclude_keys": 3},
-        r"exclude_keys is a int; pass a list of token ids or a function",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused(name: str) -> None:
-    changes, message = BAD[name]
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
     _, ours, arguments = pair("bert")
     call = {"data": [arguments], "loss": losses} | changes
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         importance(ours, call.pop("data"), call.pop("loss"), **call)
-
-
-def test_a_model_that_is_not_in_use_is_refused() -> None:
-    stock, _, arguments = pair("bert")
-    for method in (*LOSSLESS, "confidence"):
-        with pytest.raises(ValueError, match=r"attention function 'eager' .*use\(model\) first"):
-            importance(stock, [arguments], losses, method=method)
-    with pytest.raises(ValueError, match=r"model has no attention layer"):
-        importance(nn.Linear(2, 2), [torch.ones(1, 2)], losses)

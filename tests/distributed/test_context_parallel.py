@@ -44,7 +44,7 @@ GATES = {
     "[B, H, T, Dv]": torch.linspace(-1, 1, B * H * T * D).view(B, H, T, D),
 }
 #: By the number of processes: tokens of which all have one, the last has one, and the last has none.
-LENGTHS = {1: (1, 3), 2: (2, 3), 3: (3, 7, 4)}
+LENGTHS = {1: (1, 3), 2: (2, 3), 3: (3, 7, 4), 4: (4, 5)}
 #: What a process has a part of, and along which dimension.
 PARTS = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
 
@@ -114,18 +114,6 @@ def check_call(
             assert_alike(t.grad, want, name=name)
 
 
-def check_operands(operator: str) -> None:
-    """Every operand and kind of gate, where processes have equally many tokens, one token, and none."""
-    W = torch.distributed.get_world_size()
-    table = torch.linspace(-1, 1, H * 7).view(H, 7)
-    for gate in GATES:
-        for method in ("all_gather", "ring"):
-            for length in LENGTHS[W]:
-                how = {"method": method, "length": length}
-                check_call(operator, gate, how, length=length, table=table, softcap=2.0)
-            check_call(operator, gate, {"method": method, "balanced": True}, length=2 * W)
-
-
 class Largest(TorchDispatchMode):
     """The largest number of elements of a tensor that an op returns."""
 
@@ -157,33 +145,6 @@ def check_memory(operator: str) -> None:
     values = B * H * length * D
     assert largest["all_gather"] >= values
     assert largest["ring"] <= 2 * values // W  # twice: the parts that are merged
-
-
-def check_skipped_heads(operator: str) -> None:
-    """Heads whose gate gets no gradient are left out of every block, and those of other heads are right."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    context = distributed.ContextParallel(mesh, "ring")
-    call = getattr(hk, operator)
-    given = operands(operator, "[B, H]", H, T)
-    plain = {name: t.clone().requires_grad_() for name, t in given.items()}
-    options = {"is_causal": True, "closed_grad": False}
-    dout = torch.randn(B, H, T, D)
-    call(**plain, **options).backward(dout)
-    mine = {
-        name: (context.split(t, PARTS[name]) if name in PARTS else t.clone()).requires_grad_()
-        for name, t in given.items()
-    }
-    context(call, **mine, **options).backward(context.split(dout, 2))
-    for name, t in mine.items():
-        want = plain[name].grad
-        if name in PARTS:
-            assert_alike(t.grad, context.split(want, PARTS[name]), name=name)
-        else:
-            torch.distributed.all_reduce(t.grad)
-            assert_alike(t.grad, want, name=name)
-    with torch.no_grad():
-        out = context(call, **mine, is_causal=True)
-        assert_alike(out, context.split(call(**plain, is_causal=True), 2))
 
 
 def check_half(operator: str) -> None:
@@ -223,9 +184,31 @@ def check_half(operator: str) -> None:
         assert error <= most * errors[0][name], (name, error, errors[0][name])
 
 
-def check_masks(operator: str, how: dict[str, Any]) -> None:
+def check_table(operator: str, how: dict[str, Any]) -> None:
+    """Every operand and kind of gate, where processes have equally many tokens, one token, and none.
+
+    Between two processes every mask, grouped heads and the other options, too.
+    """
+    W = torch.distributed.get_world_size()
+    table = torch.linspace(-1, 1, H * 7).view(H, 7)
+    for gate in GATES:
+        if how.get("balanced"):
+            check_call(operator, gate, how, length=2 * W)
+            continue
+        for length in LENGTHS[W]:
+            own = how | {"length": length}
+            check_call(operator, gate, own, length=length, table=table, softcap=2.0)
+    if W != 2:
+        return
     for mask in MASKS.values():
         check_call(operator, "[B, H, T]", how, attn_mask=mask)
+    check_call(operator, "[H]", how, 2)
+    check_call(operator, "[B, H]", how, is_causal=True, closed_grad=False)
+    check_call(operator, "no gate", how, softcap=2.0, is_causal=True)
+    if not how.get("balanced"):  # dropout draws the elements of the whole
+        check_call(operator, "no gate", how, dropout_p=0.4)
+        slopes = torch.tensor([0.5, 0.25, 0.1, 0.0])
+        check_call(operator, "no gate", how, bias=hk.OffsetBias.alibi(slopes))
 
 
 def check_death() -> None:
@@ -238,40 +221,9 @@ def check_death() -> None:
     context(hk.gated_attention, query=q, key=q, value=q)
 
 
-def check_layer(how: dict[str, Any]) -> None:
-    """Layers with gates, training: parts of the outputs, and the sum of the gradients."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    results = []
-    x = torch.randn(B, T, 16)
-    for split in (False, True):
-        torch.manual_seed(0)
-        model = nn.ModuleList(
-            [
-                hk.nn.GatedMultiheadAttention(16, H, num_key_heads=2, output_gate="element"),
-                hk.nn.CollaborativeMultiheadAttention(16, H, 12),
-            ]
-        )
-        hk.heads.gate(model, lambda n: hk.nn.HardConcrete(n, log_alpha="voita"))
-        given = x
-        if split:
-            distributed.context_parallel(model, mesh, **how)
-            context = model[0].context
-            given = context.split(x, 1)
-        torch.manual_seed(5 + (torch.distributed.get_rank() if split else 0))
-        for layer in model:
-            given = given + layer(given, key_padding_mask=~REAL, is_causal=True)[0]
-        given.square().sum().backward()
-        if split:
-            for parameter in model.parameters():
-                torch.distributed.all_reduce(parameter.grad)
-            given = context.join(given, 1)
-        results.append({"out": given.detach(), **{n: p.grad for n, p in model.named_parameters()}})
-    assert_alike(results[1], results[0])
-
-
-def check_with_tensor_parallelism(how: dict[str, Any], dropout: float) -> None:
-    """Sequences and heads are split: outputs, and gradients of weights summed over sequences."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+def check_layers(shape: tuple[int, int], how: dict[str, Any], dropout: float) -> None:
+    """Sequences and, of two processes each, heads are split: outputs, and gradients summed over sequences."""
+    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("tp", "cp"))
     results = []
     x = torch.randn(B, T, 16, dtype=torch.float64)
     for split in (False, True):
@@ -283,14 +235,16 @@ def check_with_tensor_parallelism(how: dict[str, Any], dropout: float) -> None:
                 hk.nn.CollaborativeMultiheadAttention(16, H, 12, dropout=dropout),
                 hk.nn.GatedMultiheadAttention(16, H, num_key_heads=1, dropout=dropout),
             ]
-        )
+        ).double()
         hk.heads.gate(model, lambda n: hk.nn.HardConcrete(n, log_alpha="voita"))
         given = x
-        model.double()
-        if split:
+        if split and shape[0] == 1:
+            distributed.context_parallel(model, mesh["cp"], **how)
+        elif split:
             plan = distributed.tensor_parallel_plan(model, mesh["tp"])
             parallel.parallelize_module(model, mesh["tp"], plan)
             distributed.context_parallel(model, mesh["tp", "cp"], **how)
+        if split:
             context = distributed.ContextParallel(mesh["cp"], **how)
             given = context.split(x, 1)
         torch.manual_seed(5 + (torch.distributed.get_rank() if split else 0))
@@ -319,39 +273,25 @@ HOW = {
 OPERATORS = ["gated_attention", "collaborative_attention"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_operands(operator: str, world: int, ranks: Callable[[int], Processes]) -> None:
-    ranks(world).run(check_operands, operator)
-
-
+@pytest.mark.parametrize("world", LENGTHS)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_masks(operator: str, how: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_masks, operator, HOW[how])
+def test_table(operator: str, how: str, world: int, ranks: Callable[[int], Processes]) -> None:
+    ranks(world).run(check_table, operator, HOW[how])
 
 
-@pytest.mark.parametrize("how", ["all_gather", "ring"])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_options(operator: str, how: str, ranks: Callable[[int], Processes]) -> None:
-    """Dropout draws the elements of the whole."""
-    bias = hk.OffsetBias.alibi(torch.tensor([0.5, 0.25, 0.1, 0.0]))
-    for options in ({"dropout_p": 0.4}, {"bias": bias}, {"softcap": 2.0, "is_causal": True}):
-        ranks(2).run(partial(check_call, **options), operator, "no gate", HOW[how])
-    ranks(4).run(check_call, operator, "[B, H, T]", HOW[how])
-
-
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_grouped_heads(operator: str, how: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_call, operator, "[H]", HOW[how], 2)
+def test_layers(how: str, shape: tuple[int, int], ranks: Callable[[int], Processes]) -> None:
+    """Dropout is refused where parts are balanced."""
+    for dropout in (0.0,) if HOW[how].get("balanced") else (0.0, 0.3):
+        ranks(shape[0] * shape[1]).run(check_layers, shape, HOW[how], dropout)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_ring(operator: str, ranks: Callable[[int], Processes]) -> None:
     ranks(4).run(check_memory, operator)
     ranks(4).run(check_half, operator)
-    ranks(2).run(check_skipped_heads, operator)
 
 
 def test_a_process_that_dies() -> None:
@@ -359,18 +299,6 @@ def test_a_process_that_dies() -> None:
     with pytest.raises(AssertionError, match=r"rank [01]"):
         processes.run(check_death, limit=100)
     processes.close()
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_layers(how: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_layer, HOW[how])
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_with_tensor_parallelism(how: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(4).run(check_with_tensor_parallelism, HOW[how], 0.0)
-    if not HOW[how].get("balanced"):
-        ranks(4).run(check_with_tensor_parallelism, HOW[how], 0.3)
 
 
 # ---------------------------------------------------------------------- refusals

@@ -67,26 +67,26 @@ def folder(ranks: Callable[[int], Processes], tmp_path_factory: pytest.TempPathF
     return made
 
 
-def split_sequences(*shape: int) -> Any:
-    """A mesh of which context parallelism has a part."""
-    reason = "PyTorch before 2.13 gathers no weights over dimensions of a mesh in another order"
-    return pytest.param(shape, marks=pytest.mark.skipif(torch.__version__ < "2.13", reason=reason))
+def four(*shape: int, method: str = "all_gather") -> Any:
+    return pytest.param(shape, method, marks=pytest.mark.check)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), split_sequences(1, 1, 2)])
-def test_two_processes(
-    shape: tuple[int, int, int], folder: Path, ranks: Callable[[int], Processes]
-) -> None:
-    ranks(2).run(check_run, shape, "all_gather", str(folder))
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
-@pytest.mark.parametrize("shape", [(2, 2, 1), split_sequences(2, 1, 2), split_sequences(1, 2, 2)])
-def test_four_processes(
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="gathers no weights over swapped dimensions")
+@pytest.mark.parametrize(
+    ("shape", "method"),
+    [
+        ((2, 1, 1), "all_gather"),
+        ((1, 2, 1), "all_gather"),
+        ((1, 1, 2), "ring"),
+        four(2, 2, 1),
+        four(2, 1, 2),
+        four(1, 2, 2, method="ring"),
+    ],
+)
+def test_any_mesh(
     shape: tuple[int, int, int], method: str, folder: Path, ranks: Callable[[int], Processes]
 ) -> None:
-    ranks(4).run(check_run, shape, method, str(folder))
+    ranks(torch.Size(shape).numel()).run(check_run, shape, method, str(folder))
 
 
 @pytest.mark.check

@@ -119,13 +119,10 @@ def test_refusals(ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_refusals)
 
 
-def test_shapes_that_do_not_fit() -> None:
+def test_shapes_of_layers_that_are_not_there() -> None:
     model = made(gated=False)
     hk.heads.prune(model, {0: [1]})
-    shapes = hk.heads.shapes(model)
     with pytest.raises(ValueError, match="layer '0' does not exist in the model; it has layer"):
-        hk.heads.apply_shapes(nn.ModuleDict({"layer": made(gated=False)[1]}), shapes)
-    fresh = made(gated=False)
-    hk.heads.apply_shapes(fresh, shapes)
-    assert hk.heads.shapes(fresh) == shapes
-    assert fresh[0].num_heads == H - 1
+        hk.heads.apply_shapes(
+            nn.ModuleDict({"layer": made(gated=False)[1]}), hk.heads.shapes(model)
+        )

@@ -1,4 +1,4 @@
-"""What no process may compute alone is refused by name; data parallelism goes on working."""
+"""What no process may compute alone is refused by name."""
 
 from __future__ import annotations
 
@@ -113,41 +113,3 @@ def test_sharded_models_get_no_gates_and_are_not_cut(mesh: Any) -> None:
         hk.heads.prune(model, {0: [1]})
     with pytest.raises(ValueError, match=r"layer 0 .*is sharded over processes"):
         hk.convert.collaborate(model, 8)
-
-
-# ---------------------------------------------------------------------- what goes on working
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gated = hk.nn.GatedMultiheadAttention(E, H)
-        self.shared = hk.nn.CollaborativeMultiheadAttention(E, H, 8)
-        hk.heads.gate(self, hk.nn.HardConcrete)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared(x + self.gated(x)[0])[0]
-
-
-def gradients(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """Fill `.grad` of a model and of the same model in one process, with one noise."""
-    for each in (model, plain):
-        torch.manual_seed(5)
-        each(x).square().sum().backward()
-
-
-@pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard"])
-def test_data_parallelism(how: str, mesh: Any) -> None:
-    torch.manual_seed(0)
-    plain = Layers()
-    model = Layers()
-    model.load_state_dict(plain.state_dict())
-    if how == "fully_shard":
-        fsdp.fully_shard(model, mesh=mesh)
-        run: nn.Module = model
-    else:
-        run = nn.parallel.DistributedDataParallel(model)
-    gradients(run, plain, torch.randn(2, T, E))
-    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        found = own.grad.full_tensor() if how == "fully_shard" else own.grad
-        torch.testing.assert_close(
-            found, expected.grad, msg=lambda reported, name=name: name + reported
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,61 +114,35 @@ def check_partial() -> None:
     assert_alike(out.full_tensor(), hk.gated_attention(**given))
 
 
-def check_one_head() -> None:
-    """What cannot be split is computed, and counted, once by every process."""
+def check_call(call: Callable[..., Any], given: dict[str, Tensor], dim: int) -> None:
+    """Results and gradients, of processes whose generators differ."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    given = operands("gated_attention", H=1, Hk=1)
-    split = {
-        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]).requires_grad_()
-        for name, t in given.items()
-    }
-    hk.gated_attention(**split).sum().backward()
-    plain = {name: t.requires_grad_() for name, t in given.items()}
-    hk.gated_attention(**plain).sum().backward()
-    for name, t in split.items():
-        assert_alike(t.grad.full_tensor(), plain[name].grad, name=name)
-
-
-def check_statistics() -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    query, key = torch.randn(3, 4, 6, 8), torch.randn(3, 2, 9, 8)
-    mask = hk.Mask(key_lengths=torch.tensor([9, 4, 1]))
-    expected = hk.attention_statistics(query, key, attn_mask=mask)
-    for dim in (0, 1):
-        split = [tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]) for t in (query, key)]
-        found = hk.attention_statistics(*split, attn_mask=mask)
-        assert_alike([each.full_tensor() for each in found], list(expected))
-
-
-def check_lse() -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    given = operands("gated_attention")
-    for dim in (0, 1):
-        plain = {name: t.clone().requires_grad_() for name, t in given.items()}
-        split = {
-            name: tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]).requires_grad_()
+    results = []
+    for split in (False, True):
+        torch.manual_seed(7 + split * torch.distributed.get_rank())
+        parts = {
+            name: tensor.distribute_tensor(t, mesh, [tensor.Shard(dim)]) if split else t.clone()
             for name, t in given.items()
         }
-        results = []
-        for parts in (plain, split):
-            out, lse = hk.gated_attention(**parts, return_lse=True)
-            (out.square().sum() + lse.square().sum()).backward()
-            results.append((out, lse, *(t.grad for t in parts.values())))
-        whole = [each.full_tensor().detach() for each in results[1]]
-        assert_alike(whole, [each.detach() for each in results[0]])
+        found = call(**{name: part.requires_grad_() for name, part in parts.items()})
+        found = [found] if isinstance(found, Tensor) else list(found)
+        if differentiable := [each.square().sum() for each in found if each.requires_grad]:
+            sum(differentiable).backward()
+            found += [part.grad for part in parts.values()]
+        results.append([whole(each).detach() for each in found])
+    assert_alike(results[1], results[0])
 
 
-def check_seed() -> None:
-    """Processes whose generators differ draw the mask of the first."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    given = operands("gated_attention")
-    torch.manual_seed(7)
-    expected = hk.gated_attention(**given, dropout_p=0.5)
-    torch.manual_seed(7 + torch.distributed.get_rank())
-    split = {
-        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]) for name, t in given.items()
-    }
-    assert_alike(hk.gated_attention(**split, dropout_p=0.5).full_tensor(), expected)
+def check_other_calls() -> None:
+    """One head is computed, and counted, once by every process; all draw the dropout of the first."""
+    given, one_head = operands("gated_attention"), operands("gated_attention", H=1, Hk=1)
+    shared = {"query": torch.randn(3, 4, 6, 8), "key": torch.randn(3, 2, 9, 8)}
+    mask = hk.Mask(key_lengths=torch.tensor([9, 4, 1]))
+    check_call(hk.gated_attention, one_head, 1)
+    check_call(partial(hk.gated_attention, dropout_p=0.5), given, 1)
+    for dim in (0, 1):
+        check_call(partial(hk.gated_attention, return_lse=True), given, dim)
+        check_call(partial(hk.attention_statistics, attn_mask=mask), shared, dim)
 
 
 # ---------------------------------------------------------------------- tests
@@ -183,70 +158,51 @@ def test_compile(operator: str, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_compiled, operator)
 
 
-@pytest.mark.parametrize(
-    "check", [check_partial, check_one_head, check_statistics, check_lse, check_seed]
-)
+@pytest.mark.parametrize("check", [check_partial, check_other_calls])
 def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check)
 
 
 # ---------------------------------------------------------------------- refusals, which need no other process
-@pytest.fixture
-def mesh(fake_mesh: Callable[..., Any]) -> Any:
-    return fake_mesh(2, 2)
-
-
-def local(mesh: Any, sizes: tuple[int, ...], *placements: Any) -> Tensor:
+def part(sizes: tuple[int, ...], mesh: Any, *placements: Any) -> Tensor:
     """A DTensor with parts of these sizes."""
     return tensor.DTensor.from_local(torch.randn(sizes), mesh, placements, run_check=False)
 
 
-def test_widths_that_are_sharded(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 4), tensor.Shard(3), tensor.Replicate())
-    key = torch.randn(2, 4, 6, 8)
-    with pytest.raises(ValueError, match=r"query is sharded along D .*batch, heads or sequence"):
-        hk.gated_attention(query, key, key)
-
-
-def test_different_splits(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 8), tensor.Shard(0), tensor.Replicate())
-    key = local(mesh, (4, 2, 6, 8), tensor.Shard(1), tensor.Replicate())
-    with pytest.raises(ValueError, match="key is sharded along H, but query along B"):
-        hk.gated_attention(query, key, key)
-
-
-def test_groups_that_would_be_split(mesh: Any) -> None:
-    query = local(mesh, (2, 3, 3, 8), tensor.Shard(1), tensor.Replicate())
-    key = torch.randn(2, 3, 6, 8)
-    with pytest.raises(ValueError, match=r"query has 6 heads, .* 0 to 2; .* groups? of 2"):
-        hk.gated_attention(query, key, key)
-
-
-def test_groups_of_a_value_that_would_be_split(mesh: Any) -> None:
-    mixing = local(mesh, (3, 8), tensor.Shard(0), tensor.Replicate())
-    shared = torch.randn(2, 6, 8)
-    with pytest.raises(
-        ValueError, match=r"mixing has 6 heads, .* 0 to 2; .* groups? of 2 .* value head"
-    ):
-        hk.collaborative_attention(shared, shared, torch.randn(2, 3, 6, 8), mixing)
-
-
-def test_two_meshes(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 8), tensor.Replicate(), tensor.Replicate())
+def test_refusals(fake_mesh: Callable[..., Any]) -> None:
+    mesh, shard, all_ = fake_mesh(2, 2), tensor.Shard, tensor.Replicate()
+    key, shared = torch.randn(2, 4, 6, 8), torch.randn(2, 6, 8)
+    query = part((2, 4, 3, 8), mesh, shard(0), all_)
     other = torch.distributed.init_device_mesh("cpu", (4,))
-    key = local(other, (2, 4, 6, 8), tensor.Replicate())
-    with pytest.raises(ValueError, match=r"key is on the mesh .* but query is on"):
-        hk.gated_attention(query, key, key)
-
-
-def test_sharded_masks(mesh: Any) -> None:
-    query = local(mesh, (2, 4, 3, 8), tensor.Replicate(), tensor.Replicate())
-    real = tensor.DTensor.from_local(torch.ones(2, 3, dtype=torch.bool), mesh, query.placements)
+    groups = shared, shared, torch.randn(2, 3, 6, 8), part((3, 8), mesh, shard(0), all_)
+    of_query = hk.gated_attention, part((2, 4, 3, 8), mesh, all_, all_)
+    for (call, *operands), words in (
+        (
+            (hk.gated_attention, part((2, 4, 3, 4), mesh, shard(3), all_), key, key),
+            r"query is sharded along D .*batch, heads or sequence",
+        ),
+        (
+            (hk.gated_attention, query, *[part((4, 2, 6, 8), mesh, shard(1), all_)] * 2),
+            "key is sharded along H, but query along B",
+        ),
+        (
+            (hk.gated_attention, part((2, 3, 3, 8), mesh, shard(1), all_), key[:, :3], key[:, :3]),
+            r"query has 6 heads, .* 0 to 2; .* groups? of 2",
+        ),
+        (
+            (hk.collaborative_attention, *groups),
+            r"mixing has 6 heads, .* 0 to 2; .* groups? of 2 .* value head",
+        ),
+        (
+            (*of_query, *[part((2, 4, 6, 8), other, all_)] * 2),
+            r"key is on the mesh .* but query is on",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(*operands)
+    real = tensor.DTensor.from_local(torch.ones(2, 3, dtype=torch.bool), mesh, (all_, all_))
+    call, query = of_query
     for make in (lambda: real[:, None, None], lambda: hk.Mask(key_mask=real)):
         with pytest.raises(TypeError, match=r"is a DTensor; pass full_tensor\(\)"):
-            hk.gated_attention(query, query, query, attn_mask=make())
-
-
-def test_explain(mesh: Any) -> None:
-    query = local(mesh, (2, 2, 3, 8), tensor.Shard(1), tensor.Replicate())
-    assert hk.explain(hk.gated_attention, query, query, query).backend == "cpu"
+            call(query, query, query, attn_mask=make())
+    assert hk.explain(call, query, query, query).backend == "cpu"

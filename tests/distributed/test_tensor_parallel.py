@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -35,15 +36,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 # ---------------------------------------------------------------------- in every rank
 def check_layer(name: str, gates: str | None) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
     plain = nn.Sequential(LAYERS[name]())
     if gates:
         hk.heads.gate(plain, lambda H: hk.nn.HardConcrete(H, per_sample=gates == "per sample"))
-    torch.manual_seed(0)
-    split = nn.Sequential(LAYERS[name]())
-    if gates:
-        hk.heads.gate(split, lambda H: hk.nn.HardConcrete(H, per_sample=gates == "per sample"))
-    split.load_state_dict(plain.state_dict())
+    split = copy.deepcopy(plain)
     parallel.parallelize_module(split, mesh, distributed.tensor_parallel_plan(split, mesh))
     x = torch.randn(B, T, E)
     source = [torch.randn(B, T, E)] if name == "merged" else []

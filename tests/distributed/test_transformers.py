@@ -27,6 +27,10 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def check(gates: str, order: str) -> None:
     from tests.support.tiny_models import small
 
@@ -59,10 +63,7 @@ def check(gates: str, order: str) -> None:
         torch.manual_seed(4 + (torch.distributed.get_rank() if parts else 0))
         out = model.train()(tokens, **options).last_hidden_state
         out.square().sum().backward()
-        grads = {
-            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            for name, p in model.named_parameters()
-        }
+        grads = {name: whole(p.grad) for name, p in model.named_parameters()}
         results.append({"out": out.detach(), **grads})
     assert_alike(results[1], results[0])
 
@@ -74,21 +75,20 @@ def test_gates(gates: str, order: str, ranks: Callable[[int], Processes]) -> Non
 
 
 def check_converted(family: str, gates: str) -> None:
-    from tests.support.tiny_models import batch, small
+    from tests.support.tiny_models import small, with_gradients
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    results: list[dict[str, Tensor]] = []
+    results = []
     for parts in (False, True):
         model = small(family, "heads_kernels")
         torch.manual_seed(3)
         hk.convert.collaborate(model, 16, progress=False)
         hk.integrations.transformers.use(model)
-        arguments = batch(model)
         layers = hk.heads.attention_layers(model)
-        H = layers[0].num_heads
+        H, changes = layers[0].num_heads, {}
         if gates == "head mask":
-            arguments["head_mask"] = torch.linspace(0, 1, H).expand(len(layers), H)
-        elif gates == "gates":
+            changes["head_mask"] = torch.linspace(0, 1, H).expand(len(layers), H)
+        else:
             torch.manual_seed(1)
             hk.heads.gate(model, hk.nn.HardConcrete)
         if parts:
@@ -97,19 +97,13 @@ def check_converted(family: str, gates: str) -> None:
         for part in model.train().modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
-        torch.manual_seed(4 + (torch.distributed.get_rank() if parts else 0))
-        out = model(**arguments)[0]
-        out.square().sum().backward()
-        grads = {
-            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            for name, p in model.named_parameters()
-        }
-        assert grads
-        results.append({"out": out.detach(), **grads})
+        results.append(
+            {name: whole(each) for name, each in with_gradients(model, **changes).items()}
+        )
     assert_alike(results[1], results[0])
 
 
-@pytest.mark.parametrize("gates", ["no gates", "gates", "head mask"])
+@pytest.mark.parametrize("gates", ["gates", "head mask"])
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_converted_layers(family: str, gates: str, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_converted, family, gates)

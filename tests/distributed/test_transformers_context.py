@@ -71,28 +71,34 @@ def check(family: str, padding: str, how: dict[str, Any], gates: bool, length: i
     assert_alike(results[1], results[0])
 
 
-@pytest.mark.parametrize("padding", ["ones", "left", "right"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bert"])
-def test_all_gather(family: str, padding: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check, family, padding, {"method": "all_gather"}, False)
+#: Family, padding, method, gates, tokens (a process with one is asked for what the others are) and processes.
+CASES: list[tuple[str, str, dict[str, Any], bool, int, int]] = [
+    *(
+        (family, padding, {"method": "all_gather"}, False, T, 2)
+        for family in ("llama", "mistral", "gpt2", "bert")
+        for padding in ("ones", "left")
+    ),
+    *((family, "none", {"method": "ring"}, False, T, 4) for family in ("llama", "bert")),
+    *(("llama", "right", how, True, T, 2) for how in ({"method": "ring"}, {"balanced": True})),
+    *(
+        (family, padding, {"method": method, "length": 3}, True, 3, 2)
+        for family, padding in (("llama", "none"), ("bert", "ones"))
+        for method in ("all_gather", "ring")
+    ),
+]
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_without_a_mask(family: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(4).run(check, family, "none", {"method": "ring"}, False)
-
-
-@pytest.mark.parametrize("how", [{"method": "ring"}, {"balanced": True}])
-def test_other_ways(how: dict[str, Any], ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check, "llama", "right", how, True)
-
-
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_one_token(family: str, method: str, ranks: Callable[[int], Processes]) -> None:
-    """A process with one token is asked for what the others are."""
-    for padding in ("none", "ones"):
-        ranks(2).run(check, family, padding, {"method": method, "length": 3}, True, 3)
+@pytest.mark.parametrize(("family", "padding", "how", "gates", "length", "world"), CASES)
+def test_parts_are_parts_of_the_whole(
+    family: str,
+    padding: str,
+    how: dict[str, Any],
+    gates: bool,
+    length: int,
+    world: int,
+    ranks: Callable[[int], Processes],
+) -> None:
+    ranks(world).run(check, family, padding, how, gates, length)
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,59 +16,75 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads_kernels.mask import Mask, as_mask, kept, terms
+from heads_kernels.mask import Intervals, Mask, as_mask, kept, terms
 from heads_kernels.mask import mask as mask_module
-from tests.mask.masks import all_real, every_kind, in_a_call, longs
+from tests.mask.masks import all_real, every_kind, longs
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 # ---------------------------------------------------------------------- worked out once
-def test_intervals_are_kept_for_the_same_call() -> None:
-    mask = every_kind()
-    first = mask.intervals(2, 1, 5, 5, torch.device("cpu"))
-    assert mask.intervals(2, 1, 5, 5, torch.device("cpu")) is first
-    assert copy.copy(mask).intervals(2, 1, 5, 5, torch.device("cpu")) is not first
-    wide = Mask(key_lengths=longs(4))
-    assert [wide.intervals(1, 1, T, 4).k_hi.shape[1] for T in (2, 3, 2)] == [2, 3, 2]  # type: ignore[union-attr]
+def tensors_on(device: torch.device) -> dict[str, Tensor]:
+    """On "meta" nobody can look at their values, as on a GPU."""
+    key_mask = torch.ones(2, 5, dtype=torch.bool, device=device)
+    return {"key_lengths": torch.tensor([4, 5], device=device), "key_mask": key_mask}
 
 
-def test_a_snapshot_is_not_changed_by_writes() -> None:
-    real = all_real(2, 5)
-    mask = Mask(causal=True, key_mask=real) & Mask(key_lengths=[4, 5])
-    snapshot = mask.snapshot()
-    real[:, 1] = False
-    assert torch.equal(
-        snapshot.to_dense(2, 1, 5, 5),
-        (Mask(causal=True) & Mask(key_lengths=[4, 5])).to_dense(2, 1, 5, 5),
-    )
-    assert not torch.equal(snapshot.to_dense(2, 1, 5, 5), mask.to_dense(2, 1, 5, 5))
+#: What happens to the tensors of a mask between two calls, and whether its intervals are worked out again.
+WRITES: dict[str, tuple[Callable[[Tensor, Tensor], object], bool]] = {
+    "nothing": (lambda lengths, real: None, False),
+    "a write": (lambda lengths, real: lengths.sub_(1), True),
+    "a write to a view": (lambda lengths, real: real[0].zero_(), True),
+    "other data": (lambda lengths, real: setattr(real, "data", ~real[:1]), True),
+}
+#: On the CPU their bytes are compared, so that writes that PyTorch does not count are seen too.
+WRITES_ON_CPU = {
+    "numpy": (lambda lengths, real: lengths.numpy().fill(1), True),
+    "a write to data": (lambda lengths, real: real.data[1].zero_(), True),
+    "equal values": (lambda lengths, real: lengths.copy_(lengths.clone()), False),
+}
 
 
-def test_intervals_of_a_snapshot_are_kept_without_comparing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    snapshot = every_kind().snapshot()
-    cpu = torch.device("cpu")
-    first = snapshot.intervals(2, 1, 5, 5, cpu)
-    monkeypatch.delattr(mask_module, "state_of")
-    assert snapshot.intervals(2, 1, 5, 5, cpu) is first
-
-
-def test_a_snapshot_keeps_what_the_call_was() -> None:
-    """Its sizes, and whether it is in inference mode."""
-    snapshot = Mask(key_mask=all_real(1, 4)).snapshot()
-    cpu = torch.device("cpu")
-    first = snapshot.intervals(1, 1, 2, 4, cpu)
-    assert snapshot.intervals(1, 1, 3, 4, cpu) is not first
-    with torch.inference_mode():
-        assert snapshot.intervals(1, 1, 3, 4, cpu).k_hi.is_inference()  # type: ignore[union-attr]
-    assert not snapshot.intervals(1, 1, 3, 4, cpu).k_hi.is_inference()  # type: ignore[union-attr]
-
-
-def test_intervals_of_lists_are_kept() -> None:
-    mask = Mask(causal=True, key_lengths=[4, 5])
+@pytest.mark.parametrize(
+    ("device", "write"),
+    [*((META, name) for name in WRITES), *((CPU, name) for name in WRITES | WRITES_ON_CPU)],
+    ids=str,
+)
+def test_intervals_are_kept_until_their_tensors_change(device: torch.device, write: str) -> None:
+    tensors = tensors_on(device)
+    mask = Mask(causal=True, query_lengths=[5, 3], **tensors)
     first = mask.intervals(2, 1, 5, 5)
-    assert mask.intervals(2, 1, 5, 5, torch.device("cpu")) is first
-    assert mask.intervals(2, 1, 5, 5, "meta").k_hi.device.type == "meta"  # type: ignore[union-attr]
+    assert mask.intervals(2, 1, 5, 5, device) is first
+    change, anew = (WRITES | WRITES_ON_CPU)[write]
+    change(*tensors.values())
+    assert (mask.intervals(2, 1, 5, 5) is not first) == anew
+    if device == CPU:
+        assert torch.equal(mask.to_dense(2, 1, 5, 5), copy.copy(mask).to_dense(2, 1, 5, 5))
+
+
+def test_intervals_are_of_one_call_alone() -> None:
+    """Of its mask, its sizes and its device."""
+    mask = every_kind()
+    first = mask.intervals(2, 1, 5, 5, CPU)
+    assert mask.intervals(2, 1, 5, 5, CPU) is first
+    assert copy.copy(mask).intervals(2, 1, 5, 5, CPU) is not first
+    assert mask.intervals(2, 4, 5, 5, CPU) is not first
+    wide = Mask(key_lengths=[4])
+    assert [bound(wide.intervals(1, 1, T, 4)).shape[1] for T in (2, 3, 2)] == [2, 3, 2]
+    assert bound(wide.intervals(1, 1, 2, 4, "meta")).device == META
+
+
+def test_the_same_bytes_in_another_dtype_are_read_again() -> None:
+    lengths = torch.tensor([1, 0], dtype=torch.int32)
+    mask = Mask(key_lengths=lengths)
+    assert bound(mask.intervals(2, 1, 2, 2)).tolist() == [[1, 1], [0, 0]]
+    lengths.data = torch.tensor([1])
+    assert bound(mask.intervals(2, 1, 2, 2)).tolist() == [[1, 1]]
+
+
+def bound(intervals: Intervals) -> Tensor:
+    assert intervals.k_hi is not None
+    return intervals.k_hi
 
 
 def test_intervals_are_equal_to_themselves_alone() -> None:
@@ -79,137 +96,74 @@ def test_intervals_are_equal_to_themselves_alone() -> None:
     assert len({one, other}) == 2
 
 
-def test_a_tensor_of_another_shape_or_dtype_is_read_again() -> None:
-    """Its bytes may be the same."""
-    real = torch.tensor([[True, False]])
-    mask = Mask(key_mask=real)
-    before = mask.intervals(2, 1, 2, 2)
-    real.resize_(2, 1)
-    with pytest.raises(ValueError, match="key_mask"):
-        mask.intervals(2, 1, 2, 2)
-    real.resize_(1, 2)
-    assert mask.intervals(2, 1, 2, 2) is before
-    lengths = torch.tensor([1, 0], dtype=torch.int32)
-    mask = Mask(key_lengths=lengths)
-    assert mask.intervals(2, 1, 2, 2).k_hi.tolist() == [[1, 1], [0, 0]]  # type: ignore[union-attr]
-    lengths.data = torch.tensor([1])
-    assert mask.intervals(2, 1, 2, 2).k_hi.tolist() == [[1, 1]]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("write", ["torch", "numpy", "data"])
-@pytest.mark.parametrize("argument", ["key_lengths", "key_mask"])
-def test_tensors_written_in_place_are_read_again(argument: str, write: str) -> None:
-    tensor = longs(3, 4) if argument == "key_lengths" else torch.ones(2, 4, dtype=torch.bool)
-    mask = Mask(**{argument: tensor})
-    before = mask.to_dense(2, 1, 4, 4)
-    if write == "torch":
-        tensor[1] = 0
-    elif write == "numpy":
-        tensor.numpy()[1] = 0
-    else:
-        tensor.data[1] = 0
-    after = mask.to_dense(2, 1, 4, 4)
-    assert torch.equal(after[0], before[0])
-    assert before[1].any()
-    assert not after[1].any()
-
-
-def test_intervals_kept_in_inference_mode_are_not_those_of_training() -> None:
-    """A tensor made in inference mode cannot be saved for a backward pass."""
-    mask = Mask(key_lengths=longs(3, 4))
+@pytest.mark.parametrize("make", [Mask, lambda **tensors: Mask(**tensors).snapshot()])
+def test_what_is_kept_belongs_to_its_mode(make: Callable[..., Mask]) -> None:
+    """A tensor made in inference mode cannot be saved for a backward pass; fake tensors are of their mode."""
+    mask = make(key_lengths=longs(3, 4))
     for inference in (True, False, True):
         with torch.inference_mode(inference):
-            k_hi = mask.intervals(2, 1, 4, 4).k_hi
-        assert k_hi is not None
-        assert k_hi.is_inference() == inference
-
-
-def test_intervals_of_fake_tensors_are_not_kept() -> None:
-    mask = Mask(key_lengths=longs(3, 4))
+            assert bound(mask.intervals(2, 1, 4, 4)).is_inference() == inference
+    mask = make(key_lengths=longs(3, 4))
     with FakeTensorMode(allow_non_fake_inputs=True):
         mask.intervals(2, 1, 4, 4)
-    assert type(mask.intervals(2, 1, 4, 4).k_hi) is Tensor
+    assert type(bound(mask.intervals(2, 1, 4, 4))) is Tensor
 
 
-def test_kept_intervals_do_not_compile_again() -> None:
-    torch.compiler.reset()
-    mask, query = every_kind(), torch.zeros(2, 1, 5, 4)
-    compiled = torch.compile(lambda q: _seen(q, mask, 5), fullgraph=True, backend="eager")
-    for stance in ("default", "fail_on_recompile"):
-        with torch.compiler.set_stance(stance):
-            got = compiled(query)
-        for a, b in zip(got, _seen(query, mask, 5), strict=True):
-            assert torch.equal(a, b)
+def test_a_snapshot_is_not_changed_by_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is kept without comparing anything, for calls of the same sizes."""
+    real = all_real(2, 5)
+    mask = Mask(causal=True, key_mask=real) & Mask(key_lengths=[4, 5])
+    snapshot, before = mask.snapshot(), mask.to_dense(2, 1, 5, 5)
+    first = snapshot.intervals(2, 1, 5, 5, CPU)
+    real[:, 1] = False
+    assert torch.equal(snapshot.to_dense(2, 1, 5, 5), before)
+    assert not torch.equal(mask.to_dense(2, 1, 5, 5), before)
+    with monkeypatch.context() as patched:
+        patched.delattr(mask_module, "state_of")
+        assert snapshot.intervals(2, 1, 5, 5, CPU) is first
+    assert snapshot.intervals(2, 1, 3, 5, CPU) is not first
 
 
-# ---------------------------------------------------------------------- kept where a look would wait
-META = torch.device("meta")
+@pytest.mark.parametrize("argument", ["key_lengths", "query_lengths", "prefix_lengths"])
+def test_bounds_are_not_in_the_memory_of_lengths(argument: str) -> None:
+    lengths = torch.ones(2, dtype=torch.int32)
+    bounds = bound(Mask(causal=True, **{argument: lengths}).intervals(2, 1, 1, 1))
+    lengths.zero_()
+    assert bounds.tolist() == [[1], [1]]
 
 
-def on_meta() -> dict[str, Tensor]:
-    """Tensors whose values nobody can look at, as on a GPU."""
-    return {
-        "key_lengths": torch.zeros(2, dtype=torch.int64, device="meta"),
-        "key_mask": torch.zeros(2, 5, dtype=torch.bool, device="meta"),
-    }
-
-
-def worked_out(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one whenever the intervals of `mask` are worked out."""
-    calls: list[object] = []
-    work_out = Mask.work_out
-
-    def counted(self: Mask, *sizes: object) -> object:
-        calls.append(sizes)
-        return work_out(self, *sizes)
-
-    monkeypatch.setattr(Mask, "work_out", counted)
-    return calls
-
-
-def test_the_layers_of_a_model_share_intervals_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = on_meta()
-    mask = Mask(causal=True, **tensors, query_lengths=[5, 3])
-    calls = worked_out(mask, monkeypatch)
-    first = mask.intervals(2, 1, 5, 5)
-    assert all(mask.intervals(2, 1, 5, 5) is first for _ in range(3))
-    assert len(calls) == 1
-    mask.intervals(2, 4, 5, 5)
-    tensors["key_lengths"].add_(1)
-    mask.intervals(2, 4, 5, 5)
-    tensors["key_mask"][0].zero_()  # a view of it
-    mask.intervals(2, 4, 5, 5)
-    tensors["key_mask"].data = torch.zeros(1, 5, dtype=torch.bool, device="meta")
-    mask.intervals(2, 4, 5, 5)
-    assert len(calls) == 5
-
-
+# ---------------------------------------------------------------------- streams and graphs of a GPU
 def test_intervals_of_another_stream_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would have to wait for the one that they were worked out on."""
-    mask = Mask(**on_meta())
-    first = mask.intervals(2, 1, 5, 5)
+    mask = Mask(**tensors_on(META))
+    first, copied = mask.intervals(2, 1, 5, 5), kept.lengths_on(META, (1, 2))
+    assert kept.lengths_on(META, (1, 2)) is copied
     monkeypatch.setattr(kept, "_stream", lambda device: 7)
     assert mask.intervals(2, 1, 5, 5) is not first
-    assert kept.lengths_on(META, (1, 2)) is kept.lengths_on(META, (1, 2))
-    copied = kept.lengths_on(META, (1, 2))
-    monkeypatch.setattr(kept, "_stream", lambda device: 8)
     assert kept.lengths_on(META, (1, 2)) is not copied
 
 
-def test_tensors_of_inference_mode_count_no_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_inference_mode_count_no_writes() -> None:
     with torch.inference_mode():
-        mask = Mask(**on_meta())
+        mask = Mask(**tensors_on(META))
         assert mask.intervals(2, 1, 5, 5) is not mask.intervals(2, 1, 5, 5)
 
 
-def test_a_captured_graph_has_its_own_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_has_tensors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept before is not used in it, for its replays read tensors anew; what belongs to it is not kept."""
-    mask = Mask(**on_meta(), query_lengths=[5, 3])
+    mask = Mask(**tensors_on(META), query_lengths=[5, 3])
     before = mask.intervals(2, 1, 5, 5)
+    distances = kept.distances_on(META, 5)
+    assert kept.distances_on(META, 5) is distances
     with monkeypatch.context() as patched:
         for module in (kept, mask_module):
             patched.setattr(module, "capturing", lambda device: True)
         captured = [mask.intervals(2, 1, 5, 5) for _ in range(2)]
+        assert kept.distances_on(META, 5) is not distances
+        patched.setattr(kept, "_copied", None)  # no copy from the host, which no graph can hold
+        filled = kept.lengths_on(META, (3, 4))
+    assert (filled.shape, filled.dtype) == ((2,), torch.int64)
+    assert kept._filled((3, 0, 7), CPU).tolist() == [3, 0, 7]
     after = [mask.intervals(2, 1, 5, 5) for _ in range(2)]  # replays write, and nobody counts it
     assert len({before, *captured, *after}) == 5
 
@@ -224,40 +178,14 @@ def test_a_list_of_lengths_is_copied_once() -> None:
         assert kept.lengths_on(META, (3, 4)) is not one
 
 
-def test_a_captured_graph_holds_no_copy_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "capturing", lambda device: True)
-    monkeypatch.setattr(kept, "_copied", None)
-    filled = kept.lengths_on(META, (3, 4))
-    assert (filled.shape, filled.dtype) == ((2,), torch.int64)
-    assert kept._filled((3, 0, 7), torch.device("cpu")).tolist() == [3, 0, 7]
-    assert kept._filled((), torch.device("cpu")).shape == (0,)
-
-
-# ---------------------------------------------------------------------- no waiting for a device
-def _every_tensor(device: str) -> Mask:
-    def made(*sizes: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device=device)
-
-    mask = Mask(
-        causal="lower_right",
-        window=(3, 0),
-        key_lengths=made(2),
-        query_lengths=made(2, dtype=torch.int32),
-        key_mask=made(2, 5, dtype=torch.bool),
-        query_mask=made(1, 5, dtype=torch.bool),
-        document_ids=made(2, 5),
-    )
-    mask = mask & Mask.from_cu_seqlens(made(3, dtype=torch.int32), 5)
-    return mask & Mask(causal=True, prefix_lengths=made(1))
-
-
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_nothing_waits_for_the_device(device: str) -> None:
     """Tensors without values raise where one would be read; fake CPU tensors have none either."""
     with FakeTensorMode() if device == "cpu" else contextlib.nullcontext():
-        mask = _every_tensor(device)
+        mask = pytree.tree_map(lambda leaf: torch.empty_like(leaf, device=device), every_kind())
+        mask = mask & Mask.from_cu_seqlens(torch.empty(3, dtype=torch.int32, device=device), 5)
         intervals = mask.intervals(2, 1, 5, 5, torch.device(device))
-        assert {vector.device.type for vector in (intervals.k_lo, intervals.k_hi)} == {device}  # type: ignore[union-attr]
+        assert {intervals.k_lo.device.type, intervals.k_hi.device.type} == {device}
         assert intervals.visible_pairs(2, 5, 5).device.type == device
         assert mask.to_dense(2, 1, 5, 5).device.type == device
         with pytest.raises(RuntimeError):
@@ -268,140 +196,11 @@ def test_a_device_without_index_is_any_of_its_type() -> None:
     with FakeTensorMode():
         mask = Mask(query_mask=torch.empty(2, 4, dtype=torch.bool, device="cuda:1"))
         for device in ("cuda", "cuda:1"):
-            assert in_a_call(mask, device).k_hi.device == torch.device("cuda:1")  # type: ignore[union-attr]
+            assert bound(mask.intervals(2, 3, 4, 5, device)).device == torch.device("cuda:1")
         with pytest.raises(ValueError, match="query_mask is on cuda:1, but query is on cuda:0"):
-            in_a_call(mask, "cuda:0")
+            mask.intervals(2, 3, 4, 5, "cuda:0")
 
 
-# ---------------------------------------------------------------------- compiled and exported
-def _seen(query: Tensor, mask: Mask, S: int) -> tuple[Tensor, Tensor]:
-    B, H, T, _ = query.shape
-    intervals = mask.intervals(B, H, T, S, query.device)
-    return intervals.to_dense(T, S).expand(B, -1, T, S), intervals.visible_pairs(B, T, S)
-
-
-def _built_inside(
-    query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, borders: Tensor
-) -> tuple[Tensor, ...]:
-    S = key_mask.shape[1]
-    mask = Mask(causal="lower_right", window=(3, 0), key_lengths=lengths, key_mask=key_mask)
-    mask = mask & Mask(query_lengths=lengths, query_mask=key_mask[:1], document_ids=ids)
-    mask = mask & Mask(causal=True, prefix_lengths=lengths) & Mask.from_cu_seqlens(borders, S)
-    return (
-        *_seen(query, mask, S),
-        *_seen(query, as_mask(key_mask[:, None, None], (2, 1, S, S)), S),
-        *_seen(query, as_mask(key_mask[:, None, :, None], (2, 1, S, S)), S),
-        *_seen(query, as_mask(key_mask[0, None] & key_mask[0, :, None], (2, 1, S, S)), S),
-        *_seen(query, as_mask(None, (2, 1, S, S)) & Mask(key_lengths=[2, 3]), S),
-    )
-
-
-def _inputs(S: int) -> tuple[Tensor, ...]:
-    key_mask = torch.rand(2, S) > 0.3
-    ids = torch.arange(S) // 3
-    return torch.zeros(2, 1, S, 4), longs(S - 1, S), key_mask, ids, longs(0, 2, S)
-
-
-def test_masks_built_inside_a_compiled_function() -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(_built_inside, fullgraph=True, backend="aot_eager", dynamic=False)
-    inputs = _inputs(5)
-    for got, expected in zip(compiled(*inputs), _built_inside(*inputs), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_one_compiled_graph_serves_every_size() -> None:
-    torch.compiler.reset()
-    graphs = CompileCounter()
-    compiled = torch.compile(_built_inside, fullgraph=True, backend=graphs, dynamic=True)
-    for S in (5, 8, 11):
-        inputs = _inputs(S)
-        for got, expected in zip(compiled(*inputs), _built_inside(*inputs), strict=True):
-            assert torch.equal(got, expected)
-    assert graphs.frame_count == 1
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_masks_passed_into_a_compiled_function(dynamic: bool) -> None:
-    torch.compiler.reset()
-    closed_over = every_kind()
-
-    def call(query: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        return _seen(query, mask & closed_over, 5)
-
-    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
-    query = torch.zeros(2, 1, 5, 4)
-    for mask in (Mask(), Mask(causal=True, key_lengths=longs(3, 4)), every_kind()):
-        for got, expected in zip(compiled(query, mask), call(query, mask), strict=True):
-            assert torch.equal(got, expected)
-
-
-def _built_from(lengths: Tensor) -> Mask:
-    return Mask(key_lengths=lengths)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_one_compiled_graph_serves_every_length(inside: bool) -> None:
-    """Lengths are data: new values make no new graph, and inside it they are clamped, unread."""
-    torch.compiler.reset()
-    graphs = CompileCounter()
-
-    def call(given: Tensor | Mask) -> Tensor | None:
-        mask = given if isinstance(given, Mask) else _built_from(given)
-        return mask.intervals(2, 1, 2, 5).k_hi
-
-    compiled = torch.compile(call, fullgraph=True, backend=graphs)
-    for lengths, k_hi in (
-        ((1, 2), [[1, 1], [2, 2]]),
-        ((0, 1), [[0, 0], [1, 1]]),
-        ((-1, 99), [[0, 0], [5, 5]]),
-    ):
-        given = longs(*lengths) if inside else _built_from(longs(*lengths))
-        assert compiled(given).tolist() == k_hi
-    assert graphs.frame_count == 1
-
-
-class _Attends(torch.nn.Module):
-    def forward(self, query: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        return _seen(query, mask & Mask(causal="lower_right", window=(2, 0)), 5)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_takes_a_mask_as_input(strict: bool) -> None:
-    query = torch.zeros(2, 1, 5, 4)
-    program = torch.export.export(_Attends(), (query, every_kind()), strict=strict)
-    stored = io.BytesIO()
-    torch.export.save(program, stored)
-    stored.seek(0)
-    loaded = torch.export.load(stored).module()
-    other = pytree.tree_map(
-        lambda leaf: leaf.flip(-1) if leaf.dtype == torch.bool else leaf, every_kind()
-    )
-    for mask in (every_kind(), other):
-        for got, expected in zip(loaded(query, mask), _Attends()(query, mask), strict=True):
-            assert torch.equal(got, expected)
-
-
-def test_export_with_a_dynamic_length() -> None:
-    class Padded(torch.nn.Module):
-        def forward(self, query: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-            mask = Mask(causal="lower_right", window=(2, 0), key_mask=real) & Mask(causal=True)
-            return _seen(query, mask, real.shape[1])
-
-    T, S = torch.export.Dim("T", min=2, max=64), torch.export.Dim("S", min=2, max=64)
-    program = torch.export.export(
-        Padded(),
-        (torch.zeros(2, 1, 4, 3), all_real(2, 7)),
-        dynamic_shapes={"query": {2: T}, "real": {1: S}},
-        strict=False,
-    ).module()
-    for t, s in ((3, 9), (9, 3), (2, 2)):
-        query, real = torch.zeros(2, 1, t, 3), torch.rand(2, s) > 0.3
-        for got, expected in zip(program(query, real), Padded()(query, real), strict=True):
-            assert torch.equal(got, expected)
-
-
-# ---------------------------------------------------------------------- what they cost, and whose memory they are
 class Kernels(TorchDispatchMode):
     """Counts the ops that run a kernel."""
 
@@ -414,48 +213,129 @@ class Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("T", [1, 5])
 def test_a_key_mask_takes_few_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    distances = kept.distances_on(torch.device("cpu"), 6)
-    assert kept.distances_on(torch.device("cpu"), 6) is distances
+    """And gives the span of the real keys."""
+    distances = kept.distances_on(CPU, 6)
     monkeypatch.setattr(terms, "distances_on", lambda device, S: distances)
     real = torch.rand(3, 6) > 0.4
+    real[2] = False
     with Kernels() as kernels:
         intervals = Mask(key_mask=real).intervals(3, 1, T, 6)
     assert kernels.count <= 4
     places = [[j for j in range(6) if row[j]] for row in real.tolist()]
     assert intervals.k_lo is not None
-    assert intervals.k_hi is not None
     assert intervals.k_lo.tolist() == [[min(row, default=6)] * T for row in places]
-    assert intervals.k_hi.tolist() == [[max(row, default=-1) + 1] * T for row in places]
-    for bound in (intervals.k_lo, intervals.k_hi):
-        assert bound.dtype == torch.int32
-        assert bound.is_contiguous()
+    assert bound(intervals).tolist() == [[max(row, default=-1) + 1] * T for row in places]
 
 
-def test_distances_are_not_kept_where_they_belong_to_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = kept.distances_on(META, 5)
-    assert kept.distances_on(META, 5) is before
-    monkeypatch.setattr(kept, "capturing", lambda device: True)
-    assert kept.distances_on(META, 5) is not before
-    with FakeTensorMode():
-        assert kept.distances_on(torch.device("cuda"), 5).is_cuda
-    assert kept.distances_on(torch.device("cpu"), 3).tolist() == [[[3, 2, 1]], [[1, 2, 3]]]
+# ---------------------------------------------------------------------- compiled and exported
+def seen(query: Tensor, mask: Mask, S: int) -> tuple[Tensor, Tensor]:
+    B, H, T, _ = query.shape
+    intervals = mask.intervals(B, H, T, S, query.device)
+    return intervals.to_dense(T, S).expand(B, -1, T, S), intervals.visible_pairs(B, T, S)
 
 
-@pytest.mark.parametrize("argument", ["key_lengths", "query_lengths", "prefix_lengths"])
-def test_bounds_are_not_in_the_memory_of_lengths(argument: str) -> None:
-    lengths = torch.ones(2, dtype=torch.int32)
-    bounds = Mask(causal=True, **{argument: lengths}).intervals(2, 1, 1, 1).k_hi
-    lengths.zero_()
-    assert bounds is not None
-    assert bounds.tolist() == [[1], [1]]
+def built_inside(
+    query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, borders: Tensor
+) -> tuple[Tensor, ...]:
+    S = key_mask.shape[1]
+    mask = Mask(causal="lower_right", window=(3, 0), key_lengths=lengths, key_mask=key_mask)
+    mask = mask & Mask(query_lengths=lengths, query_mask=key_mask[:1], document_ids=ids)
+    mask = mask & Mask(causal=True, prefix_lengths=lengths) & Mask.from_cu_seqlens(borders, S)
+    return (
+        *seen(query, mask, S),
+        *seen(query, as_mask(key_mask[:, None, None], (2, 1, S, S)), S),
+        *seen(query, as_mask(key_mask[:, None, :, None], (2, 1, S, S)), S),
+        *seen(query, as_mask(key_mask[0, None] & key_mask[0, :, None], (2, 1, S, S)), S),
+        *seen(query, as_mask(None, (2, 1, S, S)) & Mask(key_lengths=[2, 3]), S),
+    )
 
 
-@pytest.mark.parametrize("positions", [[0, 1], [2], [1, 4], [], [0, 1, 2, 3, 4]])
-def test_intervals_at_some_keys(positions: list[int]) -> None:
-    dense = torch.rand(2, 3, 5, 5) < 0.7
-    for mask in (every_kind(), every_kind() & as_mask(dense, (2, 3, 5, 5)), Mask(window=(1, 1))):
-        whole = mask.intervals(2, 3, 5, 5)
-        some = whole.at_keys(5, longs(*positions))
-        assert torch.equal(some.to_dense(5, len(positions)), whole.to_dense(5, 5)[..., positions])
+def assert_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_masks_built_inside_a_compiled_function(dynamic: bool) -> None:
+    """One graph for all sizes if they are dynamic."""
+    torch.compiler.reset()
+    graphs = CompileCounter()
+    backend = graphs if dynamic else "aot_eager"
+    compiled = torch.compile(built_inside, fullgraph=True, backend=backend, dynamic=dynamic)
+    for S in (5, 8, 11) if dynamic else (5,):
+        ids, borders = torch.arange(S) // 3, longs(0, 2, S)
+        key_mask = torch.rand(2, S) > 0.3
+        inputs = torch.zeros(2, 1, S, 4), longs(S - 1, S), key_mask, ids, borders
+        assert_equal(compiled(*inputs), built_inside(*inputs))
+    assert graphs.frame_count == dynamic
+
+
+def test_masks_passed_into_a_compiled_function() -> None:
+    """As an argument and as a constant; intervals that are kept between calls do not compile it again."""
+    torch.compiler.reset()
+    constant, query = every_kind(), torch.zeros(2, 1, 5, 4)
+
+    def call(query: Tensor, mask: Mask) -> tuple[Tensor, ...]:
+        return seen(query, mask & constant, 5) + seen(query, constant, 5)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    masks = Mask(), Mask(causal=True, key_lengths=longs(3, 4)), every_kind()
+    for stance in ("default", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            for mask in masks:
+                assert_equal(compiled(query, mask), call(query, mask))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_one_compiled_graph_serves_every_length(inside: bool) -> None:
+    """Lengths are data: new values make no new graph, and inside it they are clamped, unread."""
+    torch.compiler.reset()
+    graphs = CompileCounter()
+
+    def call(given: Tensor | Mask) -> Tensor:
+        mask = given if isinstance(given, Mask) else Mask(key_lengths=given)
+        return bound(mask.intervals(2, 1, 2, 5))
+
+    compiled = torch.compile(call, fullgraph=True, backend=graphs)
+    for lengths, k_hi in (
+        ((1, 2), [[1, 1], [2, 2]]),
+        ((0, 1), [[0, 0], [1, 1]]),
+        ((-1, 99), [[0, 0], [5, 5]]),
+    ):
+        given = longs(*lengths) if inside else Mask(key_lengths=longs(*lengths))
+        assert compiled(given).tolist() == k_hi
+    assert graphs.frame_count == 1
+
+
+class Attends(torch.nn.Module):
+    def forward(self, query: Tensor, real: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        mask = mask & Mask(causal="lower_right", window=(2, 0), key_mask=real)
+        return seen(query, mask, real.shape[1])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_takes_a_mask_as_input(strict: bool) -> None:
+    inputs = torch.zeros(2, 1, 5, 4), all_real(2, 5)
+    program = torch.export.export(Attends(), (*inputs, every_kind()), strict=strict)
+    stored = io.BytesIO()
+    torch.export.save(program, stored)
+    stored.seek(0)
+    loaded = torch.export.load(stored).module()
+    other = pytree.tree_map(
+        lambda leaf: leaf.flip(-1) if leaf.dtype == torch.bool else leaf, every_kind()
+    )
+    for mask in (every_kind(), other):
+        assert_equal(loaded(*inputs, mask), Attends()(*inputs, mask))
+
+
+def test_export_with_dynamic_lengths() -> None:
+    T, S = torch.export.Dim("T", min=2, max=64), torch.export.Dim("S", min=2, max=64)
+    program = torch.export.export(
+        Attends(),
+        (torch.zeros(2, 1, 4, 3), all_real(2, 7), Mask(causal=True)),
+        dynamic_shapes={"query": {2: T}, "real": {1: S}, "mask": []},
+        strict=False,
+    ).module()
+    for t, s in ((3, 9), (9, 3), (2, 2)):
+        inputs = torch.zeros(2, 1, t, 3), torch.rand(2, s) > 0.3, Mask(causal=True)
+        assert_equal(program(*inputs), Attends()(*inputs))

@@ -1,113 +1,120 @@
-"""Arguments of `Mask` that do not fit raise before anything runs, with the argument's name."""
+"""Arguments of `Mask` that do not fit raise before anything runs, with the argument's name and what it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from heads_kernels.mask import Mask
-from tests.mask.masks import all_real, from_tensor, in_a_call, longs
+from heads_kernels.mask import Mask, as_mask
+from tests.mask.masks import all_real, longs
 
-REFUSALS: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
-    # what an argument is
-    (lambda: Mask(causal="left"), ValueError, ("causal is 'left'", "lower_right")),  # type: ignore[arg-type]
-    (lambda: Mask(causal=1), ValueError, ("causal is 1",)),  # type: ignore[arg-type]
-    (lambda: Mask(window=(1, 2, 3)), ValueError, ("window is (1, 2, 3)", "(left, right)")),  # type: ignore[arg-type]
-    (lambda: Mask(window=4), ValueError, ("window is 4", "(left, right)")),  # type: ignore[arg-type]
-    (lambda: Mask(window=(1, -2)), ValueError, ("window is (1, -2)", "-1 = unlimited")),
-    (lambda: Mask(window=(1.0, 0)), TypeError, ("window is (1.0, 0)",)),  # type: ignore[arg-type]
-    (lambda: Mask(window=(True, 0)), TypeError, ("window is (True, 0)",)),
-    (lambda: Mask(prefix_lengths=[1]), ValueError, ("prefix_lengths", "pass causal=True")),
-    (
-        lambda: Mask(key_lengths=torch.ones(2)),
-        TypeError,
-        ("key_lengths has dtype torch.float32", "integer tensor [B]"),
-    ),
-    (lambda: Mask(key_lengths=all_real(2)), TypeError, ("key_lengths has dtype torch.bool",)),
-    (lambda: Mask(key_lengths=3), TypeError, ("key_lengths is a int", "list of B ints")),  # type: ignore[arg-type]
-    (lambda: Mask(query_lengths=[1.5]), TypeError, ("query_lengths is [1.5]",)),  # type: ignore[list-item]
-    (lambda: Mask(query_lengths=longs(1)[None]), ValueError, ("query_lengths has shape [1, 1]",)),
-    (
-        lambda: Mask(key_mask=longs(1, 0)[None]),
-        TypeError,
-        ("key_mask has dtype torch.int64", "bool tensor [B, S], True = real key"),
-    ),
-    (lambda: Mask(key_mask=all_real(5)), ValueError, ("key_mask has shape [5]", "[B, S]")),
-    (lambda: Mask(key_mask=[[True]]), TypeError, ("key_mask is a list", "[B, S]")),  # type: ignore[arg-type]
-    (lambda: Mask(query_mask=all_real(1, 1, 4)), ValueError, ("query_mask has shape [1, 1, 4]",)),
-    (lambda: Mask(query_mask=torch.ones(1, 4)), TypeError, ("query_mask has dtype", "[B, T]")),
-    (
-        lambda: Mask(document_ids=torch.ones(4)),
-        TypeError,
-        ("document_ids has dtype torch.float32",),
-    ),
-    (lambda: Mask(document_ids=longs(1)[None, None]), ValueError, ("document_ids has shape",)),
-    (lambda: Mask(document_ids=(longs(1),)), ValueError, ("document_ids has 1 parts", "a pair")),  # type: ignore[arg-type]
-    (lambda: Mask(document_ids=3), TypeError, ("document_ids is a int", "a pair")),  # type: ignore[arg-type]
-    (
-        lambda: Mask(document_ids=longs(0, 2, 1)),
-        ValueError,
-        ("document_ids does not ascend", "in the order"),
-    ),
-    (
-        lambda: Mask(document_ids=(longs(0, 1), longs(2, 1))),
-        ValueError,
-        ("document_ids does not ascend",),
-    ),
-    (lambda: Mask.from_cu_seqlens([0, 4], 4), TypeError, ("cu_seqlens is a list",)),  # type: ignore[arg-type]
-    (lambda: Mask.from_cu_seqlens(torch.ones(2), 4), TypeError, ("cu_seqlens has dtype",)),
-    (lambda: Mask.from_cu_seqlens(longs(0)[None], 4), ValueError, ("cu_seqlens has shape [1, 1]",)),
-    (lambda: Mask.from_cu_seqlens(longs(0, 4), 4.0), TypeError, ("total is a float", "an int")),  # type: ignore[arg-type]
-    (lambda: Mask.from_cu_seqlens(longs(1, 4), 4), ValueError, ("cu_seqlens is [1, 4]",)),
-    (lambda: Mask.from_cu_seqlens(longs(0, 3, 2), 4), ValueError, ("cu_seqlens is [0, 3, 2]",)),
-    (lambda: Mask.from_cu_seqlens(longs(0, 5), 4), ValueError, ("[0, 5]", "at most total = 4")),
-    (lambda: Mask.from_cu_seqlens(longs(), 4), ValueError, ("cu_seqlens is []",)),
-    # how it fits a call of B 2, T 4, S 5
-    (lambda: in_a_call(Mask(key_lengths=[1, 2, 3])), ValueError, ("key_lengths holds 3", "B is 2")),
-    (lambda: in_a_call(Mask(key_lengths=longs(1, 2, 3))), ValueError, ("key_lengths holds 3",)),
-    (lambda: in_a_call(Mask(key_lengths=[1, 6])), ValueError, ("key_lengths is [1, 6]", "S = 5")),
-    (lambda: in_a_call(Mask(key_lengths=longs(-1, 2))), ValueError, ("key_lengths is [-1, 2]",)),
-    (
-        lambda: in_a_call(Mask(query_lengths=longs(5))),
-        ValueError,
-        ("query_lengths is [5]", "T = 4"),
-    ),
-    (
-        lambda: in_a_call(Mask(causal=True, prefix_lengths=longs(6))),
-        ValueError,
-        ("prefix_lengths is [6]", "S = 5"),
-    ),
-    (
-        lambda: in_a_call(Mask(key_mask=all_real(2, 4))),
-        ValueError,
-        ("key_mask has shape [2, 4]", "B is 2 and S is 5", "[2 or 1, 5]"),
-    ),
-    (lambda: in_a_call(Mask(key_mask=all_real(3, 5))), ValueError, ("key_mask has shape [3, 5]",)),
-    (lambda: in_a_call(Mask(query_mask=all_real(2, 5))), ValueError, ("query_mask", "T is 4")),
-    (
-        lambda: in_a_call(Mask(document_ids=longs(0, 0, 1, 1))),
-        ValueError,
-        ("document_ids", "T is 4 and S is 5", "pair (query_ids, key_ids)"),
-    ),
-    (
-        lambda: in_a_call(Mask(document_ids=(longs(0, 0), longs(0, 0, 1, 1, 1)))),
-        ValueError,
-        ("document_ids has shape [1, 2]", "T is 4"),
-    ),
-    (
-        lambda: in_a_call(Mask(document_ids=(longs(0, 0, 0, 0), longs(0, 0)))),
-        ValueError,
-        ("document_ids has shape [1, 2]", "S is 5"),
-    ),
-    # devices
+SPARSE, SPARSE_LENGTHS = all_real(2, 5).to_sparse(), longs(1, 2).to_sparse()
+NESTED = torch.nested.nested_tensor([torch.ones(5, dtype=torch.bool)] * 2)
+
+#: What an argument is, whatever the call.
+ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"causal": "left"}, ValueError, r"causal is 'left'; .*lower_right"),
+    ({"causal": 1}, ValueError, "causal is 1"),
+    ({"window": (1, 2, 3)}, ValueError, r"window is \(1, 2, 3\); .*\(left, right\)"),
+    ({"window": 4}, ValueError, "window is 4"),
+    ({"window": (1, -2)}, ValueError, r"window is \(1, -2\); .*-1 = unlimited"),
+    ({"window": (1.0, 0)}, TypeError, r"window is \(1.0, 0\)"),
+    ({"window": (True, 0)}, TypeError, r"window is \(True, 0\)"),
+    ({"causal": False, "prefix_lengths": [1]}, ValueError, "prefix_lengths .*pass causal=True"),
+    ({"key_lengths": torch.ones(2)}, TypeError, "key_lengths has dtype torch.float32; .*integer"),
+    ({"key_lengths": all_real(2)}, TypeError, "key_lengths has dtype torch.bool"),
+    ({"key_lengths": 3}, TypeError, "key_lengths is a int; .*list of B ints"),
+    ({"query_lengths": [1.5]}, TypeError, r"query_lengths is \[1.5\]"),
+    ({"query_lengths": longs(1)[None]}, ValueError, r"query_lengths has shape \[1, 1\]"),
     *(
-        (
-            lambda mask=mask: in_a_call(mask),  # type: ignore[misc]
-            ValueError,
-            (f"{name} is on meta", "query is on cpu", "move it there"),
-        )
+        ({name: [length, 1]}, ValueError, rf"{name} has {words}; lengths go from 0 to T or S")
+        for name in ("key_lengths", "query_lengths", "prefix_lengths")
+        for length, words in ((-(2**70), r"about -2\*\*70"), (2**31, "2147483648"))
+    ),
+    (
+        {"key_lengths": [10**5000]},
+        ValueError,
+        r"key_lengths has about 2\*\*16609",
+    ),  # more than Python prints
+    ({"key_mask": longs(1)[None]}, TypeError, "key_mask has dtype torch.int64; .*True = real key"),
+    ({"key_mask": all_real(5)}, ValueError, r"key_mask has shape \[5\]; pass .*\[B, S\]"),
+    ({"key_mask": [[True]]}, TypeError, "key_mask is a list"),
+    ({"query_mask": all_real(1, 1, 4)}, ValueError, r"query_mask has shape \[1, 1, 4\]"),
+    ({"query_mask": torch.ones(1, 4)}, TypeError, r"query_mask has dtype .*\[B, T\]"),
+    ({"document_ids": torch.ones(4)}, TypeError, "document_ids has dtype torch.float32"),
+    ({"document_ids": longs(1)[None, None]}, ValueError, "document_ids has shape"),
+    ({"document_ids": (longs(1),)}, ValueError, "document_ids has 1 parts; .*a pair"),
+    ({"document_ids": 3}, TypeError, "document_ids is a int"),
+    ({"document_ids": longs(0, 2, 1)}, ValueError, "document_ids does not ascend"),
+    ({"document_ids": (longs(0, 1), longs(2, 1))}, ValueError, "document_ids does not ascend"),
+    *(
+        ({name: given}, ValueError, rf"{name} has layout \w+; pass .* dense")
+        for name, given in [
+            ("key_mask", SPARSE),
+            ("key_mask", SPARSE.to_sparse_csr()),
+            ("query_mask", NESTED),
+            *((name, SPARSE_LENGTHS) for name in ("key_lengths", "query_lengths")),
+            ("prefix_lengths", SPARSE_LENGTHS),
+            ("document_ids", (longs(0, 1), SPARSE_LENGTHS)),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), ARGUMENTS)
+def test_arguments(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^{words}") as refusal:
+        Mask(**{"causal": True, **arguments})
+    assert type(refusal.value) is error
+
+
+CU_SEQLENS: list[tuple[Any, Any, type[Exception], str]] = [
+    ([0, 4], 4, TypeError, "cu_seqlens is a list"),
+    (torch.ones(2), 4, TypeError, "cu_seqlens has dtype"),
+    (longs(0)[None], 4, ValueError, r"cu_seqlens has shape \[1, 1\]"),
+    (SPARSE_LENGTHS, 5, ValueError, "cu_seqlens has layout sparse_coo"),
+    (longs(1, 4), 4, ValueError, r"cu_seqlens is \[1, 4\]"),
+    (longs(0, 3, 2), 4, ValueError, r"cu_seqlens is \[0, 3, 2\]"),
+    (longs(0, 5), 4, ValueError, r"cu_seqlens is \[0, 5\]; .*at most total = 4"),
+    (longs(), 4, ValueError, r"cu_seqlens is \[\]"),
+    (longs(0, 4), 4.0, TypeError, "total is a float; pass .*an int"),
+    (longs(0, 2), 2**70, ValueError, "total is .*; pass a length from 0"),
+    (longs(0, 2), -1, ValueError, "total is -1"),
+]
+
+
+@pytest.mark.parametrize(("given", "total", "error", "words"), CU_SEQLENS)
+def test_cu_seqlens(given: Any, total: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^{words}"):
+        Mask.from_cu_seqlens(given, total)
+
+
+def from_tensor(mask: Any) -> Mask:
+    return as_mask(mask, (2, 3, 4, 5))
+
+
+#: How it fits a call of B 2, H 3, T 4, S 5.
+CALLS: list[tuple[Callable[[], Mask], str]] = [
+    (lambda: Mask(key_lengths=[1, 2, 3]), "key_lengths holds 3 lengths, but B is 2"),
+    (lambda: Mask(key_lengths=longs(1, 2, 3)), "key_lengths holds 3"),
+    (lambda: Mask(key_lengths=[1, 6]), r"key_lengths is \[1, 6\]; .*S = 5"),
+    (lambda: Mask(key_lengths=longs(-1, 2)), r"key_lengths is \[-1, 2\]"),
+    (lambda: Mask(query_lengths=longs(5)), r"query_lengths is \[5\]; .*T = 4"),
+    (lambda: Mask(causal=True, prefix_lengths=[6]), r"prefix_lengths is \[6\]; .*S = 5"),
+    (lambda: Mask(key_mask=all_real(2, 4)), r"key_mask has shape \[2, 4\], .*pass \[2 or 1, 5\]"),
+    (lambda: Mask(key_mask=all_real(3, 5)), r"key_mask has shape \[3, 5\]"),
+    (lambda: Mask(query_mask=all_real(2, 5)), "query_mask .*T is 4"),
+    (lambda: Mask(document_ids=longs(0, 0, 1, 1)), "document_ids .*T is 4 and S is 5; .*a pair"),
+    (lambda: Mask(document_ids=(longs(0, 0), longs(*range(5)))), r"document_ids .* T is 4"),
+    (lambda: Mask(document_ids=(longs(*range(4)), longs(0, 0))), r"document_ids .* S is 5"),
+    (lambda: from_tensor(all_real(1, 1, 1, 4, 5)), r"attn_mask has shape \[1, 1, 1, 4, 5\]"),
+    (lambda: from_tensor(all_real(2, 2, 4, 5)), r"attn_mask has shape \[2, 2, 4, 5\]"),
+    (lambda: from_tensor(all_real(2, 5)), r"attn_mask .*2-D is \[T, S\]; .*hk.Mask\(key_mask="),
+    *(
+        (lambda mask=mask: mask, f"{name} is on meta, but query is on cpu; move it there")
         for name, mask in {
             "key_lengths": Mask(key_lengths=longs(1).to("meta")),
             "query_lengths": Mask(query_lengths=longs(1).to("meta")),
@@ -118,94 +125,32 @@ REFUSALS: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = 
             "attn_mask": from_tensor(all_real(4, 5, device="meta")),
         }.items()
     ),
-    (
-        lambda: in_a_call(from_tensor(all_real(5)), "cuda:1"),
-        ValueError,
-        ("attn_mask is on cpu", "query is on cuda:1"),
-    ),
-    # attn_mask
-    (lambda: from_tensor([True]), TypeError, ("attn_mask is a list", "hk.Mask", "bool tensor")),
-    (
-        lambda: from_tensor(torch.zeros(4, 5)),
-        TypeError,
-        ("attn_mask has dtype torch.float32", "True = may attend", "a float tensor is a bias"),
-    ),
-    (lambda: from_tensor(longs(1)), TypeError, ("attn_mask has dtype torch.int64", "bool tensor")),
-    (
-        lambda: from_tensor(all_real(1, 1, 1, 4, 5)),
-        ValueError,
-        ("attn_mask has shape [1, 1, 1, 4, 5]",),
-    ),
-    (
-        lambda: from_tensor(all_real(2, 2, 4, 5)),
-        ValueError,
-        ("attn_mask has shape [2, 2, 4, 5]", "[2, 3, 4, 5]"),
-    ),
-    (
-        lambda: from_tensor(all_real(2, 5)),
-        ValueError,
-        ("attn_mask has shape [2, 5]", "[2, 3, 4, 5]", "2-D is [T, S]", "hk.Mask(key_mask=...)"),
-    ),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "parts"), REFUSALS, ids=[r[2][0] for r in REFUSALS])
-def test_refusals(
-    call: Callable[[], object], kind: type[Exception], parts: tuple[str, ...]
-) -> None:
-    with pytest.raises(kind) as refusal:
-        call()
-    assert type(refusal.value) is kind
-    for part in parts:
-        assert part in str(refusal.value)
-
-
-def test_and_with_anything_else_is_a_type_error() -> None:
-    with pytest.raises(TypeError):
-        Mask(causal=True) & True  # type: ignore[operator]
-
-
-SPARSE = torch.ones(2, 5, dtype=torch.bool).to_sparse()
-SPARSE_LENGTHS = torch.tensor([1, 2]).to_sparse()
+@pytest.mark.parametrize(("make", "words"), CALLS)
+def test_calls(make: Callable[[], Mask], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}"):
+        make().intervals(2, 3, 4, 5, "cpu")
 
 
 @pytest.mark.parametrize(
-    ("argument", "given"),
+    ("given", "words"),
     [
-        ("key_mask", SPARSE),
-        ("key_mask", SPARSE.to_sparse_csr()),
-        ("query_mask", SPARSE),
-        ("query_mask", torch.nested.nested_tensor([torch.ones(5, dtype=torch.bool)] * 2)),
-        ("key_lengths", SPARSE_LENGTHS),
-        ("query_lengths", SPARSE_LENGTHS),
-        ("prefix_lengths", SPARSE_LENGTHS),
-        ("document_ids", SPARSE_LENGTHS),
-        ("document_ids", (torch.tensor([0, 1]), SPARSE_LENGTHS)),
+        ([True], "attn_mask is a list; .*bool tensor"),
+        (torch.zeros(4, 5), "attn_mask has dtype torch.float32; .*a float tensor is a bias"),
+        (longs(1), "attn_mask has dtype torch.int64"),
     ],
 )
-def test_tensors_that_are_not_dense(argument: str, given: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{argument} has layout \w+; pass .* dense\.$"):
-        Mask(causal=True, **{argument: given})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^cu_seqlens has layout sparse_coo; pass "):
-        Mask.from_cu_seqlens(SPARSE_LENGTHS, 5)
+def test_what_is_no_mask(given: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^{words}"):
+        from_tensor(given)
 
 
-@pytest.mark.parametrize("argument", ["key_lengths", "query_lengths", "prefix_lengths"])
-@pytest.mark.parametrize(
-    ("length", "words"),
-    [
-        (2**70, r"about 2\*\*70"),
-        (-(2**70), r"about -2\*\*70"),
-        (2**31, "2147483648"),
-        pytest.param(10**5000, r"about 2\*\*16609", id="more than Python prints"),
-    ],
-)
-def test_lengths_that_no_call_has(argument: str, length: int, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{argument} has {words}; lengths go from 0 to T or S"):
-        Mask(causal=True, **{argument: [length, 1]})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("total", [2**70, 2**31, -1])
-def test_a_total_that_no_call_has(total: int) -> None:
-    with pytest.raises(ValueError, match=r"^total is .*; pass a length from 0 to "):
-        Mask.from_cu_seqlens(longs(0, 2), total)
+def test_a_tensor_does_not_join_a_mask_by_an_operator() -> None:
+    mask, dense = Mask(causal=True), all_real(5, 5)
+    for join in (lambda: mask & dense, lambda: dense & mask):
+        with pytest.raises(TypeError, match=r"^& joins a Mask and a Tensor; .*key_mask=.*to_dense"):
+            join()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        mask & 1  # type: ignore[operator]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
-    CAUSAL,
     PADDED,
     B,
     E,
@@ -83,16 +82,6 @@ def test_offset_bias_is_its_dense_form() -> None:
         assert_alike(gradients(out, table), gradients(expected, table))
 
 
-def test_a_collaborative_layer_with_the_same_weights_adds_the_same() -> None:
-    layer, shared = layer_of(output_gate="head"), shared_layer(output_gate="head")
-    shared.load_state_dict(layer.state_dict())
-    x, bias = random(B, N, S, E), random(B, 1, H, S, S)
-    arguments = {"bias": bias, "key_padding_mask": PADDED[:, None]}
-    found, expected = (each(x, need_statistics=True, **arguments) for each in (shared, layer))
-    assert_alike(found[0], expected[0])
-    assert_alike(found[1].entropy, expected[1].entropy)
-
-
 # ---------------------------------------------------------------------- float masks
 @pytest.mark.parametrize("shape", [(S, S), (B * H, S, S)])
 def test_a_float_mask_is_added_as_torch_does(shape: tuple[int, ...]) -> None:
@@ -114,18 +103,6 @@ def test_a_float_mask_of_zeros_that_learns_has_a_gradient() -> None:
         ValueError, match=r"attn_mask requires a gradient.*is_causal; pass it as bias"
     ):
         layer(x, attn_mask=added, is_causal=True)
-
-
-def test_a_float_mask_of_an_encoder_is_added() -> None:
-    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
-    theirs = nn.TransformerEncoder(spread(layer), 2, enable_nested_tensor=False).eval()
-    slopes = -torch.arange(1.0, H + 1).repeat(B)[:, None, None]
-    alibi = slopes * (torch.arange(S)[:, None] - torch.arange(S)).abs()
-    x = torch.randn(B, S, E)
-    expected = theirs(
-        x, mask=alibi
-    )  # with gradients: stock's path of inference takes float masks for bool ones
-    assert_alike(hk.nn.replace_attention_(theirs)(x, mask=alibi), expected)
 
 
 # ---------------------------------------------------------------------- several batch dimensions
@@ -153,22 +130,6 @@ def test_batch_dimensions(shape: tuple[int, ...], collaborative: bool) -> None:
     assert rows.lse.shape == (B, N, H, S)
     assert_alike(rows.entropy, torch.cat([each.entropy for _, each in one]).view(B, N, H, S))
     assert_alike(gradients(out, x, bias), gradients(expected, x, bias))
-
-
-def test_batch_dimensions_of_cross_attention_and_gates() -> None:
-    class ByRow(Gates):
-        def forward(self, batch_size: int, length: int) -> Tensor:
-            return self.gates[:, None] * torch.linspace(0, 1, batch_size * length).view(
-                -1, 1, length
-            )
-
-    layer, x, y = layer_of(), random(B, N, T, E), random(B, N, S, E)
-    layer.head_gate = ByRow([0.0, 1.0, 0.25, -2.0])
-    rows = torch.rand(B, N, T) > 0.8
-    found = layer(x, y, query_padding_mask=rows)[0]
-    expected = layer(x.flatten(0, 1), y.flatten(0, 1), query_padding_mask=rows.flatten(0, 1))[0]
-    assert_alike(found, expected.view(B, N, T, E))
-    assert layer(x[:0])[0].shape == (0, N, T, E)
 
 
 def test_a_bias_that_rows_share_is_not_expanded() -> None:
@@ -201,18 +162,6 @@ def test_decoding_with_a_bias_is_the_full_pass(batch: tuple[int, ...]) -> None:
             steps += [layer(part, is_causal=True, bias=own, cache=cache)[0]]
             start = stop
         assert_alike(torch.cat(steps, -2), full)
-
-
-@torch.no_grad()
-def test_rows_of_encoder_decoder_attention_are_counted_by_the_caller() -> None:
-    layer, x, y = layer_of(), random(B, T, E), random(B, S, E)
-    bias, cache = hk.OffsetBias(random(H, 9)), hk.nn.KeyValueCache()
-    full = layer(x, y, bias=bias)[0]
-    steps = [
-        layer(x[:, row : row + 1], y, bias=bias.starting_at(row), cache=cache)[0]
-        for row in range(T)
-    ]
-    assert_alike(torch.cat(steps, 1), full)
 
 
 @torch.no_grad()
@@ -290,16 +239,6 @@ def test_readers_of_heads_read_the_biased_scores(batch: tuple[int, ...]) -> None
     assert_alike(found.within(), expected.within())
 
 
-def test_a_causal_bias_is_causal() -> None:
-    seen: list[bool] = []
-    layer, x = nn.Sequential(layer_of()), random(B, S, E)
-    bias = random(1, S, S)
-    with hk.analysis.observe(layer, lambda _, call: seen.append(call.is_causal)):
-        layer[0](x, bias=bias)
-        layer[0](x, bias=bias.masked_fill(CAUSAL, -torch.inf))
-    assert seen == [False, True]
-
-
 def test_relevance_takes_a_bias_as_constant() -> None:
     model, x = Paired(), random(B, S, E)
     for attention in ("constant", "full"):
@@ -315,49 +254,25 @@ def test_relevance_takes_a_bias_as_constant() -> None:
         hk.analysis.relevance(model, [x], depending, attention="full")
 
 
-# ---------------------------------------------------------------------- inside PyTorch, and bad input
-def test_compile() -> None:
-    layer = layer_of(dtype=torch.float32, output_gate="element")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x, bias = torch.randn(B, N, S, E), torch.randn(B, 1, H, S, S, requires_grad=True)
-    out, expected = (each(x, bias=bias)[0] for each in (compiled, layer))
-    assert_alike(out, expected)
-    assert_alike(gradients(out, bias), gradients(expected, bias))
-
-
-X = torch.zeros(B, N, S, E)
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"bias": 1.0}, TypeError, "bias is a float; pass a torch.Tensor"),
-    ({"bias": torch.zeros(S, S, dtype=torch.bool)}, TypeError, "bias has dtype torch.bool"),
-    ({"bias": torch.zeros(H - 1, S, S)}, ValueError, "bias has 3 heads; pass 4"),
-    (
-        {"bias": torch.zeros(N, H, S, T)},
-        ValueError,
-        r"bias has shape .* scores are \[2, 3, 4, 7, 7\]",
-    ),
-    ({"bias": torch.zeros(B * N, H, S, S)}, ValueError, r"bias has shape \[6, 4, 7, 7\]"),
-    ({"bias": hk.OffsetBias(torch.zeros(2, 3))}, ValueError, "bias has 2 heads; pass 4"),
-    (
-        {"bias": torch.zeros(S, S), "attn_mask": torch.ones(S, S)},
-        ValueError,
-        "attn_mask is a float tensor, and bias is given too; pass their sum",
-    ),
-    ({"attn_mask": torch.ones(T, S)}, ValueError, r"attn_mask has shape \[5, 7\]"),
-    ({"attn_mask": torch.ones(S)}, ValueError, r"attn_mask has shape \[7\]"),
-    ({"key_padding_mask": PADDED}, ValueError, r"key_padding_mask has shape \[2, 7\].*\[2, 3, S\]"),
-    ({"key": X[:, 0]}, ValueError, r"key has batch 2, but query has batch \[2, 3\]"),
-    ({"key": X[:, :1]}, ValueError, r"key has batch \[2, 1\], but query has batch \[2, 3\]"),
+# ---------------------------------------------------------------------- bad input
+X, BOTH = torch.zeros(B, N, S, E), torch.ones(S, S)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"bias": 1.0}, "bias is a float; pass a torch.Tensor"),
+    ({"bias": torch.zeros(S, S, dtype=torch.bool)}, "bias has dtype torch.bool"),
+    ({"bias": torch.zeros(H - 1, S, S)}, "bias has 3 heads; pass 4"),
+    ({"bias": torch.zeros(N, H, S, T)}, r"bias has shape .* scores are \[2, 3, 4, 7, 7\]"),
+    ({"bias": torch.zeros(B * N, H, S, S)}, r"bias has shape \[6, 4, 7, 7\]"),
+    ({"bias": hk.OffsetBias(torch.zeros(2, 3))}, "bias has 2 heads; pass 4"),
+    ({"bias": BOTH, "attn_mask": BOTH}, "attn_mask is a float tensor, and bias .*pass their sum"),
+    ({"attn_mask": torch.ones(T, S)}, r"attn_mask has shape \[5, 7\]"),
+    ({"attn_mask": torch.ones(S)}, r"attn_mask has shape \[7\]"),
+    ({"key_padding_mask": PADDED}, r"key_padding_mask has shape \[2, 7\].*\[2, 3, S\]"),
+    ({"key": X[:, :1]}, r"key has batch \[2, 1\], but query has batch \[2, 3\]"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "match"), BAD)
-def test_bad_calls(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+@pytest.mark.parametrize(("arguments", "match"), BAD)
+def test_bad_calls(arguments: dict[str, Any], match: str) -> None:
     layer = hk.nn.GatedMultiheadAttention(E, H)
-    with pytest.raises(error, match=match):
+    with pytest.raises((TypeError, ValueError), match=f"^{match}"):
         layer(X, **arguments)
-
-
-def test_batch_second_has_one_batch_dimension() -> None:
-    layer = hk.nn.GatedMultiheadAttention(E, H, batch_first=False)
-    with pytest.raises(ValueError, match=r"query has shape \[2, 3, 7, 24\]; pass \[T, B, 24\]"):
-        layer(X)

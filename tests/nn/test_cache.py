@@ -7,27 +7,7 @@ import torch
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import PADDED, B, E, H, S, T, formula, layer_of
-
-
-@pytest.mark.parametrize("max_length", [None, 7, 9])
-@torch.no_grad()
-def test_decoding_is_the_full_pass(max_length: int | None) -> None:
-    """A prompt of three tokens, then one by one; the batch is padded at the left."""
-    layer, x = layer_of(num_key_heads=2, output_gate="head"), torch.randn(B, S, E).double()
-    padded = PADDED.flip(1)
-    full = layer(x, is_causal=True, key_padding_mask=padded)[0]
-    cache = hk.nn.KeyValueCache(max_length)
-    for _ in range(2):
-        steps, end = [], 0
-        for tokens in x.split([3, 1, 1, 2], dim=1):
-            end += tokens.shape[1]
-            hidden = padded[:, :end]
-            steps += [layer(tokens, is_causal=True, key_padding_mask=hidden, cache=cache)[0]]
-            assert cache.length == end
-        assert_alike(torch.cat(steps, 1), full)
-        cache.reset()
-        assert cache.length == 0
+from tests.support.nn_layers import PADDED, B, E, H, S, T, layer_of
 
 
 @torch.no_grad()
@@ -57,25 +37,6 @@ def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
     assert_alike(torch.cat(steps, 1), full)
     assert len(calls) == 1
     assert cache.length == S
-
-
-@pytest.mark.parametrize("source", [True, False])
-@torch.no_grad()
-def test_beams_are_reordered(source: bool) -> None:
-    layer, cache = layer_of(), hk.nn.KeyValueCache()
-    first, last = torch.randn(3, 4, E).double(), torch.randn(2, 1, E).double()
-    beams = torch.tensor([2, 0])
-    if source:
-        layer(first[:, :1], first, cache=cache)
-        cache.reorder(beams)
-        out = layer(last, first[beams], cache=cache)[0]
-        expected = formula(layer, last, first[beams])
-    else:
-        layer(first, is_causal=True, cache=cache)
-        cache.reorder(beams)
-        out = layer(last, is_causal=True, cache=cache)[0]
-        expected = formula(layer, last, torch.cat([first[beams], last], 1))
-    assert_alike(out, expected)
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:

@@ -1,9 +1,8 @@
-"""`hk.nn.GatedMultiheadAttention` in the layers of `torch.nn`, compiled, exported, in mixed precision."""
+"""Modules of the package in models of `torch.nn`, put in by `hk.nn.replace_attention_` or by hand."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,76 +10,180 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from heads_kernels.convert import collaborate
+from heads_kernels.nn.state_dict import split_projections
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import (
-    CAUSAL,
-    PADDED,
-    B,
-    E,
-    Gates,
-    H,
-    S,
-    T,
-    assert_as_accurate_as,
-    formula,
-    layer_of,
-)
+from tests.support.nn_layers import CAUSAL, PADDED, B, E, H, S, T, layer_of, spread
+
+LAYER: dict[str, Any] = {"d_model": E, "nhead": H, "dim_feedforward": 16, "dropout": 0.0}
+DECODER_PADDED = PADDED[:, :T] & False
+DECODER_PADDED[1, -2:] = True
 
 
-# ---------------------------------------------------------------------- layers of torch.nn
-def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
-    made = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True, **options)
-    nn.init.normal_(made.self_attn.in_proj_weight, std=0.4)
-    return made
+class Residual(nn.Module):
+    """Attention of the rows to another sequence, of other widths and with no biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, H, bias=False, kdim=10, vdim=12, batch_first=True)
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor, **masks: Tensor) -> Tensor:
+        return x + self.attention(x, key, value, need_weights=False, **masks)[0]
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("built", ["before", "after"])
-def test_inside_a_transformer_encoder(training: bool, grad: bool, built: str) -> None:
-    """PyTorch's fused path, which would not call the module, is not taken, whenever the module came in."""
-    layer = encoder_layer()
-    theirs = nn.TransformerEncoder(layer, 2)
-    if built == "after":
-        ours = nn.TransformerEncoder(copy.deepcopy(layer), 2)
-        for part in ours.layers:
-            part.self_attn = hk.nn.GatedMultiheadAttention.from_torch(part.self_attn)
-    else:
-        layer.self_attn = hk.nn.GatedMultiheadAttention.from_torch(layer.self_attn)
-        ours = nn.TransformerEncoder(layer, 2)
-    theirs.train(training)
-    ours.train(training)
-    x = torch.randn(B, S, E)
-    with torch.set_grad_enabled(grad):
-        expected = theirs(x, src_key_padding_mask=PADDED)
-        out = ours(x, src_key_padding_mask=PADDED)
-    assert_alike(out[~PADDED], expected[~PADDED], dtype=torch.float32)
-    calls = []
-    ours.layers[1].self_attn.register_forward_hook(lambda *call: calls.append(call))
-    with torch.set_grad_enabled(grad):
-        ours(x, src_key_padding_mask=PADDED)
-        ours(x, mask=torch.zeros(S, S).masked_fill(CAUSAL, -torch.inf))
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_inside_a_transformer_decoder_layer(norm_first: bool) -> None:
-    theirs = nn.TransformerDecoderLayer(
-        E, H, 32, dropout=0.0, batch_first=True, norm_first=norm_first
-    ).eval()
-    ours = copy.deepcopy(theirs)
-    ours.self_attn = hk.nn.GatedMultiheadAttention.from_torch(ours.self_attn)
-    ours.multihead_attn = hk.nn.GatedMultiheadAttention.from_torch(ours.multihead_attn)
-    x, memory = torch.randn(B, T, E), torch.randn(B, S, E)
-    masks = {
-        "tgt_mask": CAUSAL[:T, :T],
-        "tgt_is_causal": True,
-        "memory_key_padding_mask": PADDED,
+def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """Models and what they are called with; the whole transformer has the batch second."""
+    x, y = torch.randn(B, S, E), torch.randn(B, T, E)
+    wide = {"key": torch.randn(B, S, 10), "value": torch.randn(B, S, 12)}
+    encoder = nn.TransformerEncoderLayer(**LAYER, batch_first=True)
+    whole = nn.Transformer(
+        E, H, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16, dropout=0.0
+    )
+    return {
+        "causal encoder": (
+            nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False),
+            {
+                "src": x,
+                "mask": torch.zeros(S, S).masked_fill(CAUSAL, -torch.inf),
+                "is_causal": True,
+            },
+        ),
+        # No memory mask: the decoder reads what the encoder made of padded rows.
+        "transformer": (
+            whole,
+            {
+                "src": x.transpose(0, 1),
+                "tgt": y.transpose(0, 1),
+                "tgt_mask": CAUSAL[:T, :T],
+                "src_key_padding_mask": PADDED,
+                "tgt_key_padding_mask": DECODER_PADDED,
+            },
+        ),
+        "attention": (Residual(), {"x": y, **wide, "key_padding_mask": PADDED}),
     }
-    assert_alike(ours(x, memory, **masks), theirs(x, memory, **masks), dtype=torch.float32)
 
 
-# ---------------------------------------------------------------------- compiled and traced
+NAMES = list(models())
+
+
+def results(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Outputs and gradients, those of packed projections part by part under the names of separate ones."""
+    model.zero_grad(set_to_none=True)
+    out = model(**arguments)
+    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).view(out.shape)
+    (out * weights).sum().backward()
+    found = {"output": out.detach()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = parameter.grad
+        split_projections(found, name.rpartition(".")[0] + "." if "." in name else "")
+    return found
+
+
+# ---------------------------------------------------------------------- replaced in a model
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients_stay(name: str, training: bool) -> None:
+    """By the accuracy rule: float32 against the stock model in float64, an error of at most twice stock float32's.
+
+    What is 0 in truth, such as gradients of key biases, has the rounding of sums of E numbers of the pass as its floor.
+    Stock state dicts load afterwards, too.
+    """
+    model, arguments = models()[name]
+    stock = copy.deepcopy(spread(model).train(training))
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in tensors(arguments).items()}
+    exact = results(copy.deepcopy(stock).double(), arguments | wide)
+    plain = results(stock, arguments)
+    assert hk.nn.replace_attention_(model) is model
+    assert model.training == training
+    assert not any(isinstance(part, nn.MultiheadAttention) for part in model.modules())
+    spread(model).train(training).load_state_dict(stock.state_dict())
+    found = results(model, arguments)
+    assert found.keys() == exact.keys()
+    largest = max(each.abs().max().item() for each in exact.values())
+    floor = torch.finfo(torch.float32).eps * E**0.5 * largest
+    for each, truth in exact.items():
+        error, bound = ((x[each].double() - truth).abs().max().item() for x in (found, plain))
+        assert error <= 2 * bound + floor, each
+
+
+def tensors(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: each for name, each in arguments.items() if isinstance(each, Tensor)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_and_conversion_take_it_then(name: str) -> None:
+    model, arguments = models()[name]
+    spread(model)
+    for call in (
+        lambda: hk.heads.attention_layers(model),
+        lambda: hk.heads.gate(model, hk.nn.HardConcrete),
+        lambda: hk.heads.prune(model, {0: [1]}),
+        lambda: collaborate(model, 8),
+    ):
+        with pytest.raises(ValueError, match=r"call hk\.nn\.replace_attention_\(model\) first"):
+            call()
+    before = model(**arguments)
+    hk.nn.replace_attention_(model)
+    hk.heads.gate(model, hk.nn.HardConcrete)
+    model.train()(**arguments).sum().backward()
+    layers = hk.heads.attention_layers(model)
+    assert all(layer.gate.log_alpha.grad is not None for layer in layers)
+    hk.heads.ungate(model)
+    model.eval()
+    collaborate(model, E, progress=False)
+    assert_alike(model(**arguments), before)
+    hk.heads.close(model, {0: [1, 2]})
+    closed = model(**arguments)
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(model(**arguments), closed)
+
+
+def test_what_the_modules_were() -> None:
+    model, _ = models()["attention"]
+    model.double().attention.q_proj_weight.requires_grad_(False)
+    shared = nn.ModuleDict({"one": model, "other": model})
+    hk.nn.replace_attention_(shared)
+    attention = shared["one"].attention
+    assert attention is shared["other"].attention
+    assert attention.q_proj.weight.dtype == torch.float64
+    asked = {name: each.requires_grad for name, each in attention.named_parameters()}
+    assert asked == {f"{name}_proj.weight": name != "q" for name in ("q", "k", "v", "out")}
+
+
+# ---------------------------------------------------------------------- put in by hand
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_fused_path_of_an_encoder_is_not_taken(grad: bool, shared: bool) -> None:
+    """It would not call the module, whenever that came in."""
+    layer = spread(nn.TransformerEncoderLayer(**LAYER, batch_first=True))
+    theirs = nn.TransformerEncoder(layer, 2).eval()
+    after = nn.TransformerEncoder(copy.deepcopy(layer), 2)
+    own = hk.nn.GatedMultiheadAttention.from_torch(layer.self_attn)
+    if shared:
+        own = hk.nn.CollaborativeMultiheadAttention(E, H, E)
+    for part in (*after.layers, layer):
+        part.self_attn = copy.deepcopy(own)
+    x = torch.randn(B, S, E)
+    for ours in (after, nn.TransformerEncoder(layer, 2)):
+        ours.eval().load_state_dict(theirs.state_dict())
+        with torch.set_grad_enabled(grad):
+            expected = theirs(x, src_key_padding_mask=PADDED)
+            out = ours(x, src_key_padding_mask=PADDED)
+        assert_alike(out[~PADDED], expected[~PADDED])
+        calls: list[Any] = []
+        ours.layers[1].self_attn.register_forward_hook(
+            lambda *call, calls=calls: calls.append(call)
+        )
+        with torch.set_grad_enabled(grad):
+            ours(x, mask=torch.zeros(S, S).masked_fill(CAUSAL, -torch.inf))
+        assert len(calls) == 1
+    if not grad and not shared:
+        with torch.no_grad():
+            compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+            assert_alike(compiled(x, src_key_padding_mask=PADDED), out)
+
+
 def test_nothing_is_copied_around_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are views of the projections, and the output projection reads the heads in place."""
     layer, x = layer_of(num_key_heads=2), torch.randn(B, S, E).double()
@@ -88,7 +191,7 @@ def test_nothing_is_copied_around_the_operator(monkeypatch: pytest.MonkeyPatch) 
     for name in ("q", "k", "v"):
         part = getattr(layer, f"{name}_proj")
         part.register_forward_hook(lambda _, args, out, name=name: seen.update({name: out}))
-    operator: Callable[..., Tensor] = type(layer).operator
+    operator: Any = type(layer).operator
 
     def watched(**arguments: Any) -> Tensor:
         for name in ("query", "key", "value"):
@@ -102,78 +205,47 @@ def test_nothing_is_copied_around_the_operator(monkeypatch: pytest.MonkeyPatch) 
     assert seen["read"].data_ptr() == seen["heads"].data_ptr()
 
 
-@pytest.mark.parametrize("output_gate", [None, "head"])
-def test_compile(output_gate: str | None) -> None:
-    layer = layer_of(output_gate=output_gate, dtype=torch.float32)
-    layer.head_gate = hk.nn.FixedGate(torch.tensor([1.0, 0.0, 0.5, 1.0]))
-    x = torch.randn(B, S, E)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for options in ({"is_causal": True}, {"key_padding_mask": PADDED, "need_statistics": True}):
-        out, rows = compiled(x, **options)
-        expected, expected_rows = layer(x, **options)
-        assert_alike(out, expected)
-        assert_alike(rows, expected_rows)
-        grads = [
-            torch.autograd.grad(o.square().sum(), layer.k_proj.weight)[0] for o in (out, expected)
-        ]
-        assert_alike(*grads)
+# ---------------------------------------------------------------------- what is refused
+class Own(nn.MultiheadAttention):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return super().forward(*arguments, **options)
 
 
-def test_compiled_transformer_encoder() -> None:
-    layer = encoder_layer()
-    layer.self_attn = hk.nn.GatedMultiheadAttention.from_torch(layer.self_attn)
-    model = nn.TransformerEncoder(layer, 2).eval()
-    x = torch.randn(B, S, E)
-    with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        out = compiled(x, src_key_padding_mask=PADDED)
-        assert_alike(out, model(x, src_key_padding_mask=PADDED))
+def second(change: Any = None, **options: Any) -> nn.Module:
+    """The second of two modules has something of its own."""
+    pair = nn.ModuleList([nn.MultiheadAttention(E, H), nn.MultiheadAttention(E, H, **options)])
+    if change is not None:
+        change(pair[1])
+    return pair
 
 
-def test_export() -> None:
-    layer, x = layer_of(dtype=torch.float32), torch.randn(B, S, E)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,), {"key_padding_mask": PADDED, "is_causal": True})
-        out = program.module()(x, key_padding_mask=PADDED, is_causal=True)[0]
-        expected = layer(x, key_padding_mask=PADDED, is_causal=True)[0]
-    assert_alike(out, expected)
+def tied() -> nn.Module:
+    model = nn.ModuleList([*second(), nn.MultiheadAttention(E, H)])
+    model[2].out_proj.weight = model[1].out_proj.weight
+    return model
 
 
-def test_autocast() -> None:
-    layer, x = layer_of(dtype=torch.float32, output_gate="head"), torch.randn(B, S, E)
-    layer.head_gate = Gates([0.5, 1.0, 0.0, 2.0])
-
-    def plain(x: Tensor) -> Tensor:
-        logits = layer.gate_proj(x).transpose(1, 2)[..., None]  # [B, H, T, 1]
-        return formula(layer, x, x, gates=layer.head_gate.gates[:, None, None] * logits.sigmoid())
-
-    with torch.autocast("cpu", torch.bfloat16):
-        out, in_bfloat16 = layer(x)[0], plain(x)
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
-    assert layer.head_gate.gates.grad is not None
-    assert layer.head_gate.gates.grad.dtype == torch.float32
-    layer.double()
-    assert_as_accurate_as(out, in_bfloat16, plain(x.double()))
-
-
-def test_gradcheck() -> None:
-    layer = layer_of(embed_dim=4, num_heads=2, output_gate="element")
-    gate = layer.head_gate = Gates([0.5, 2.0])
-    gate.double()
-    x, y = (torch.randn(1, n, 4).double().requires_grad_() for n in (2, 3))
-    hidden = torch.tensor([[True, False, False]])
-
-    def run(x: Tensor, y: Tensor, *parameters: Tensor) -> Tensor:
-        named = dict(zip(dict(layer.named_parameters()), parameters, strict=True))
-        options = {"key_padding_mask": hidden}
-        out: Tensor = torch.func.functional_call(layer, named, (x, y), options)[0]
-        return out
-
-    assert torch.autograd.gradcheck(run, (x, y, *layer.parameters()), fast_mode=True)
-
-
-def test_a_layer_on_the_meta_device() -> None:
-    layer = hk.nn.GatedMultiheadAttention(E, H, output_gate="head", device="meta")
-    assert all(parameter.is_meta for parameter in layer.parameters())
-    assert layer.to_empty(device="cpu").q_proj.weight.shape == (E, E)
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (second(add_bias_kv=True), "module '1' has add_bias_kv"),
+        (second(add_zero_attn=True), "module '1' has add_zero_attn"),
+        (nn.Sequential(Own(E, H)), "module '0' is a Own with an overridden forward"),
+        (tied(), "module '1' shares its out_proj.weight with another module"),
+        (
+            second(lambda part: part.register_forward_hook(print)),
+            r"module '1' has forward hooks, .*handle\.remove",
+        ),
+        (
+            second(lambda part: nn.utils.parametrizations.weight_norm(part, "in_proj_weight")),
+            "module '1' has parametrised weights",
+        ),
+        (nn.ModuleDict({"base_layer": nn.MultiheadAttention(E, H)}), "has an adapter; merge it"),
+        (nn.MultiheadAttention(E, H), r"from_torch\(model\)"),
+        (nn.Linear(2, 2), r"without torch\.nn\.MultiheadAttention"),
+        ([], "model is a list"),
+    ],
+)
+def test_what_can_not_be_replaced(model: Any, match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        hk.nn.replace_attention_(model)

@@ -79,13 +79,6 @@ def test_rows_that_a_mask_hides(mask: hk.Mask) -> None:
     assert_alike(out, expected(layer, x, y, real))
 
 
-def test_padding_is_not_read() -> None:
-    layer, (x, y) = merged(), inputs()
-    dirty = x.detach().masked_fill(ROWS[..., None], torch.nan)
-    clean, out = (layer(each, y, query_padding_mask=ROWS)[0] for each in (x, dirty))
-    assert_alike(out[~ROWS], clean[~ROWS])
-
-
 @pytest.mark.parametrize("output_gate", [None, "head", "element"])
 def test_gates_multiply_both_parts(output_gate: str | None) -> None:
     layer, (x, y) = merged(output_gate=output_gate), inputs()
@@ -97,44 +90,6 @@ def test_gates_multiply_both_parts(output_gate: str | None) -> None:
         gates = layer.gate_proj(x).unflatten(2, (H, -1)).transpose(1, 2).sigmoid()
     out = layer(x, y, key_padding_mask=PADDED)[0]
     assert_alike(out, expected(layer, x, y, gates=gates))
-
-
-def test_a_closed_head_is_a_pruned_one() -> None:
-    layer, (x, y) = merged(num_key_heads=2), inputs()
-    model = nn.ModuleDict({"cross": layer})
-    hk.heads.gate(model, lambda heads: hk.nn.FixedGate(torch.tensor([1.0, 0.0, 0.5, 1.0]).double()))
-    closed = layer(x, y)[0]
-    hk.heads.prune(model, hk.heads.closed(model))
-    assert model["cross"].num_heads == 3
-    assert_alike(model["cross"](x, y)[0], closed)
-
-
-@torch.no_grad()
-def test_decoding_is_the_full_pass() -> None:
-    """Prompt and steps, of beams that change places in between."""
-    layer, (x, y) = merged(), inputs()
-    full = layer(x, y, key_padding_mask=PADDED, query_padding_mask=ROWS)[0]
-    cache, beams, steps, end = hk.nn.KeyValueCache(), torch.tensor([1, 0]), [], 0
-    order = torch.arange(B)
-    for tokens in x.split([2, 0, 1, 2], dim=1):
-        start, end = end, end + tokens.shape[1]
-        hidden = {"key_padding_mask": PADDED[order], "query_padding_mask": ROWS[order, start:end]}
-        out = layer(tokens[order], y[order], **hidden, cache=cache)[0]
-        steps.append(out[order.argsort()])
-        cache.reorder(beams)
-        order = order[beams]
-    assert_alike(torch.cat(steps, 1), full)
-    cache.reset()
-    assert cache.running is None
-
-
-def test_other_layouts_of_the_batch() -> None:
-    layer, (x, y) = merged(), inputs()
-    out = layer(x, y)[0]
-    several = layer(x.unflatten(0, (1, B)), y.unflatten(0, (1, B)))[0]
-    assert_alike(several.flatten(0, 1), out)
-    layer.batch_first = False
-    assert_alike(layer(x.transpose(0, 1), y.transpose(0, 1))[0].transpose(0, 1), out)
 
 
 def test_from_torch() -> None:

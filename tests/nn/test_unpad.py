@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import heads_kernels as hk
-from tests.support.alike import assert_alike
 
 B, T, E, H = 4, 9, 32, 4
 
@@ -49,129 +47,16 @@ def test_all_tokens_or_none(real: Tensor) -> None:
     assert torch.equal(pad_back(packed), x * real[..., None])
 
 
-def both(
-    module: Callable[..., Tensor], packed_module: Callable[..., Tensor], real: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs on real tokens and the gradient of the input: padded, and packed."""
-    found = []
-    for is_packed in (False, True):
-        x = torch.randn(B, T, E, generator=torch.Generator().manual_seed(0), requires_grad=True)
-        if is_packed:
-            packed, mask, pad_back = hk.nn.unpad(x, real)
-            out = pad_back(packed_module(packed, mask))
-        else:
-            out = module(x)
-        weight = torch.randn(E, generator=torch.Generator().manual_seed(1))
-        (grad,) = torch.autograd.grad((out[real] * weight).sum(), x)
-        found.append({"out": out[real], "dx": grad})
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_modules(shared: bool, causal: bool, kind: str) -> None:
-    torch.manual_seed(0)
-    attention: Any = hk.nn.GatedMultiheadAttention(E, H)
-    if shared:
-        attention = hk.nn.CollaborativeMultiheadAttention(E, H, shared_dim=16)
-    hk.heads.gate(nn.ModuleList([attention]), lambda H: hk.nn.FixedGate(torch.rand(H)))
-    real = batch(kind)
-    order = hk.Mask(causal=causal)
-    padded, packed = both(
-        lambda x: attention(x, key_padding_mask=~real, is_causal=causal)[0],
-        lambda x, mask: attention(x, mask=mask & order)[0],
-        real,
-    )
-    assert_alike(packed, padded)
-
-
-class masked:
-    """Hand a native mask to the attention of layers of `torch.nn`, whose forward has no argument for it."""
-
-    def __init__(self, layers: nn.Module, **masks: hk.Mask) -> None:
-        self.handles = [
-            getattr(layer, name).register_forward_pre_hook(
-                lambda module, args, kwargs, mask=mask: (args, {**kwargs, "mask": mask}),
-                with_kwargs=True,
-            )
-            for layer in layers.children()
-            for name, mask in masks.items()
-        ]
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def layer_of(kind: type[nn.Module]) -> Any:
-    torch.manual_seed(0)
-    return kind(E, H, 24, dropout=0.0, batch_first=True)
-
-
-@pytest.mark.parametrize("kind", ["left", "right"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_transformer_encoder(causal: bool, kind: str) -> None:
-    real = batch(kind)
-    layer = layer_of(nn.TransformerEncoderLayer)
-    encoder = hk.nn.replace_attention_(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-    order = torch.ones(T, T, dtype=torch.bool).triu(1) if causal else None
-
-    def packed_encoder(x: Tensor, mask: hk.Mask) -> Tensor:
-        with masked(encoder.layers, self_attn=mask & hk.Mask(causal=causal)):
-            return encoder(x)
-
-    padded, packed = both(
-        lambda x: encoder(x, mask=order, src_key_padding_mask=~real), packed_encoder, real
-    )
-    assert_alike(packed, padded)
-
-
-def test_transformer_decoder() -> None:
-    """Both sides packed; the mask of cross-attention is that of both sides' documents."""
-    real, of_memory = batch("right"), batch("left")
-    of_memory[3, :2] = True  # the rows of tokens that see nothing have a bias otherwise
-    decoder = hk.nn.replace_attention_(
-        nn.TransformerDecoder(layer_of(nn.TransformerDecoderLayer), 2)
-    )
-    memory = torch.randn(B, T, E)
-    order = torch.ones(T, T, dtype=torch.bool).triu(1)
-
-    def packed_decoder(x: Tensor, mask: hk.Mask) -> Tensor:
-        rows = torch.arange(B).repeat_interleave(real.sum(1))
-        keys = torch.arange(B).repeat_interleave(of_memory.sum(1))
-        masks = {
-            "self_attn": mask & hk.Mask(causal=True),
-            "multihead_attn": hk.Mask(document_ids=(rows, keys)),
-        }
-        with masked(decoder.layers, **masks):
-            return decoder(x, hk.nn.unpad(memory, of_memory)[0])
-
-    padded, packed = both(
-        lambda x: decoder(
-            x,
-            memory,
-            tgt_mask=order,
-            tgt_key_padding_mask=~real,
-            memory_key_padding_mask=~of_memory,
-        ),
-        packed_decoder,
-        real,
-    )
-    assert_alike(packed, padded)
-
-
-def test_refusals() -> None:
-    x, real = torch.randn(B, T, E), torch.ones(B, T, dtype=torch.bool)
-    with pytest.raises(TypeError, match=r"x is a list; pass a tensor \[B, T, ...\]"):
-        hk.nn.unpad([1], real)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"x has shape \[4\]"):
-        hk.nn.unpad(x[:, 0, 0], real)
-    with pytest.raises(TypeError, match=r"real has dtype torch.int64; pass a bool tensor \[4, 9\]"):
-        hk.nn.unpad(x, real.long())
-    with pytest.raises(ValueError, match=r"real has shape \[9, 4\], but x has \[4, 9, 32\]"):
-        hk.nn.unpad(x, real.T)
-    with pytest.raises(TypeError, match="real is a NoneType"):
-        hk.nn.unpad(x, None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("x", "real", "words"),
+    [
+        ([1], torch.ones(B, T).bool(), r"x is a list; pass a tensor \[B, T, ...\]"),
+        (torch.ones(B), torch.ones(B, T).bool(), r"x has shape \[4\]"),
+        (torch.ones(B, T, E), torch.ones(B, T).long(), "real has dtype torch.int64; pass a bool"),
+        (torch.ones(B, T, E), torch.ones(T, B).bool(), r"real has shape \[9, 4\], but x has"),
+        (torch.ones(B, T, E), None, "real is a NoneType"),
+    ],
+)
+def test_refusals(x: Any, real: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        hk.nn.unpad(x, real)

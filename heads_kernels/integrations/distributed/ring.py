@@ -132,7 +132,8 @@ class RingCall(NamedTuple):
     def columns(self, step: int) -> tuple[int, int]:
         """The first column and the number of columns of the table of offsets that the keys at `step` use."""
         positions = self.ring.positions[self.ring.source(step)]
-        first = int(positions[0]) if len(positions) else 0
+        # Without rows nothing reads the table, which may end before these keys.
+        first = int(positions[0]) if len(positions) and self.problem.T else 0
         return first, max(self.problem.T + len(positions) - 1, 1)
 
     def add(self, sums: Tensors, name: str, found: Tensor, step: int) -> None:

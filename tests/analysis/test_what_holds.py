@@ -1,0 +1,322 @@
+"""What holds of every function that reads the heads of a model, whatever it computes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import heads_kernels as hk
+from tests.support import tiny_models
+from tests.support.alike import assert_alike
+
+Heads = tuple[tuple[str, int], ...]  # a layer's name and a head each
+Found = dict[tuple[str, Heads], Tensor]
+
+
+# ---------------------------------------------------------------------- the functions, each as {(what, heads): value}
+def real_rows(batch: dict[str, Tensor]) -> Tensor:
+    return batch.get("decoder_attention_mask", batch["attention_mask"]).bool()
+
+
+def losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """`[B]`, of real tokens."""
+    values = model(**batch)[0].double()
+    return values.square().where(real_rows(batch)[..., None], 0.0).sum((1, 2)) / 10
+
+
+def relevant(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The first two real positions, each with its largest score."""
+    values, real = model(**batch)[0], real_rows(batch)
+    real = real & (real.cumsum(1) <= 2)
+    largest = nn.functional.one_hot(values.argmax(-1), values.shape[-1])
+    return values, (largest * real[..., None]).to(values.dtype)
+
+
+def by_head(scores: hk.analysis.HeadScores, what: str) -> Found:
+    each = zip(scores.layers, scores.scores, strict=True)
+    return {(what, ((n, h),)): value for n, of in each for h, value in enumerate(of)}
+
+
+def statistics(model: Any, data: Any, **options: Any) -> Found:
+    sets = {"some": list(range(5, 15))}
+    read = hk.analysis.statistics(model, data, token_sets=sets, exclude_keys=[7], **options)
+    found = {}
+    for what, scores in read.measures.items():
+        found |= by_head(scores, what)
+    for name, counts in zip(read.confidence.layers, read.offsets, strict=True):
+        for h, of_head in enumerate(nn.functional.pad(counts, (5, 5))):
+            middle = len(of_head) // 2  # as many as the longest row has, on either side
+            found["offsets", ((name, h),)] = of_head[middle - 5 : middle + 6]
+    return found
+
+
+def importance(model: Any, data: Any, **options: Any) -> Found:
+    loss = None if options["method"] == "confidence" else losses
+    return by_head(hk.analysis.importance(model, data, loss, **options), "importance")
+
+
+def relevance(model: Any, data: Any, **options: Any) -> Found:
+    return by_head(hk.analysis.relevance(model, data, relevant, **options), "relevance")
+
+
+def roles(model: Any, data: Any, **options: Any) -> Found:
+    pairs = [{"x": [(0, 3)]}, {"x": [(2, 1)], "y": [(1, 2)]}]
+    counts = {token: token % 7 for token in range(40)}
+    read = hk.analysis.roles(
+        model, data, relations=pairs, counts=counts, common=9, special=[8], **options
+    )
+    found = by_head(read.offset_share, "share")
+    for of in read.relations:
+        found |= by_head(of.accuracy, f"{of.name} {of.direction} {of.offset} {of.baseline}")
+    assert read.rare_words is not None
+    found |= by_head(read.rare_words.rarest, f"rarest {read.rare_words.chance}")
+    return found | by_head(read.rare_words.two_rarest, "two rarest")
+
+
+def distance(model: Any, data: Any, **options: Any) -> Found:
+    found: Found = {}
+    for kind in dict.fromkeys(layer.kind for layer in hk.heads.attention_layers(model)):
+        read = hk.analysis.distance(model, data, kind=kind, **options)
+        heads = [(read.layers[layer], head) for layer, head in read.heads]
+        for a, row in zip(heads, read.matrix, strict=True):
+            found |= {("distance", (a, b)): value for b, value in zip(heads, row, strict=True)}
+    return found
+
+
+def maps(model: Any, data: Any) -> Found:
+    found: Found = {}
+    examples = 0
+    for batch in data:
+        for example in range(len(batch["input_ids"])):
+            for read in hk.analysis.maps(model, batch, example=example):
+                for head, of_head in zip(read.heads, read.maps, strict=True):
+                    found[f"map {examples}", ((read.layer, head),)] = of_head.double()
+            examples += 1
+    return found
+
+
+READ: dict[str, Callable[..., Found]] = {
+    "statistics": statistics,
+    "gradient": partial(importance, method="gradient"),
+    "gradient by token": partial(importance, method="gradient", reduce="token"),
+    "fisher": partial(importance, method="fisher"),
+    "leave one out": partial(importance, method="leave_one_out"),
+    "confidence": partial(importance, method="confidence"),
+    "relevance": relevance,
+    "full relevance": partial(relevance, attention="full"),
+    "roles": roles,
+    "distance": distance,
+    "maps": maps,
+}
+#: Those whose scores of closed heads are 0.
+OF_GATES = ("gradient", "gradient by token", "fisher", "leave one out", "relevance")
+VARIANTS = ("gradient by token", "full relevance")
+each_function = pytest.mark.parametrize("name", [name for name in READ if name not in VARIANTS])
+
+
+# ---------------------------------------------------------------------- models and sentences
+def model_of(family: str = "bert", **changes: Any) -> Any:
+    made = tiny_models.unpooled(tiny_models.build(family, **changes)).double()
+    return hk.integrations.transformers.use(made)
+
+
+SENTENCES = torch.tensor([9, 21, 5, 14]), torch.tensor([7, 30, 12])
+
+
+def batch_of(*sentences: Tensor, family: str = "bert", left: int = 0, right: int = 0) -> Any:
+    """Padded to one length by `left` and `right` tokens, the target of a translation the other way round."""
+    longest = max(len(each) for each in sentences)
+
+    def padded(rows: list[Tensor], left: int, right: int, value: int) -> Tensor:
+        missing = [longest - len(each) for each in rows]
+        sides = [(left + n, right) if left else (0, right + n) for n in missing]
+        pad = nn.functional.pad
+        return torch.stack([pad(e, side, value=value) for e, side in zip(rows, sides, strict=True)])
+
+    rows, ones = list(sentences), [torch.ones_like(each) for each in sentences]
+    batch = {
+        "input_ids": padded(rows, left, right, 33),
+        "attention_mask": padded(ones, left, right, 0),
+    }
+    if family == "t5":  # whose positions are relative
+        target = {
+            "input_ids": padded(rows, right, left, 30),
+            "attention_mask": padded(ones, right, left, 0),
+        }
+        return batch | {f"decoder_{key}": value for key, value in target.items()}
+    places = [torch.arange(len(each)) for each in sentences]
+    return batch | {"position_ids": padded(places, left, right, 7)}
+
+
+# ---------------------------------------------------------------------- what must not matter
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [*((name, "bert") for name in READ), *((name, "t5") for name in READ if "relev" not in name)],
+)
+def test_padding_and_the_cut_into_batches(name: str, family: str) -> None:
+    """Sentences one by one and unpadded, or in one batch, padded on any side."""
+    model = model_of(family)
+    alone = READ[name](model, [batch_of(each, family=family) for each in SENTENCES])
+    assert alone
+    for left, right in ((0, 2), (2, 0), (1, 2)):
+        together = READ[name](model, [batch_of(*SENTENCES, family=family, left=left, right=right)])
+        assert_alike(together, alone, dtype=torch.float32)
+
+
+class Stream(IterableDataset[Any]):
+    """Batches that come out of no list: a loader of it has a `len` that raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(batch_of, SENTENCES)
+
+
+@pytest.mark.parametrize("name", ["statistics", "gradient", "leave one out"])
+def test_data_that_do_not_know_their_length(name: str) -> None:
+    model = model_of()
+    expected = READ[name](model, [batch_of(each) for each in SENTENCES])
+    found = READ[name](model, DataLoader(Stream(), batch_size=None))
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_closed_heads_are_pruned_heads(name: str) -> None:
+    """Also all heads of a layer; biases of the output projection would go to its inputs, whose number changes."""
+    model, data = model_of(), [batch_of(*SENTENCES)]
+    for layer in hk.heads.attention_layers(model):
+        nn.init.zeros_(layer.output.linear.bias)
+    hk.heads.close(model, {0: [0, 2], 1: range(4)})
+    first, second = (layer.name for layer in hk.heads.attention_layers(model))
+    before = READ[name](model, data)
+    if name in OF_GATES:
+        zero = {heads[0] for (_, heads), value in before.items() if value == 0}
+        assert zero == {(first, 0), (first, 2), *((second, head) for head in range(4))}
+    now = {(first, 1): (first, 0), (first, 3): (first, 1)}
+    expected = {
+        (what, tuple(now[head] for head in heads)): value
+        for (what, heads), value in before.items()
+        if all(head in now for head in heads)
+    }
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(READ[name](model, data), expected, dtype=torch.float32)
+
+
+@each_function
+def test_dropout_and_what_the_caller_records(name: str) -> None:
+    """Evaluation mode, and gradients where they are needed."""
+    dropout = {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.5}
+    model, data = model_of(**dropout), [batch_of(*SENTENCES)]
+    expected = READ[name](model, data)
+    with torch.inference_mode():
+        assert_alike(READ[name](model.train(), data), expected)
+
+
+@each_function
+def test_half_precision(name: str) -> None:
+    """What chooses the largest of two nearly equal probabilities may choose another key."""
+    model, data = model_of(), [batch_of(*SENTENCES)]
+    model.bfloat16()
+    expected = READ[name](copy.deepcopy(model).double(), data)
+    found = READ[name](model, data)
+    if name == "roles":
+        assert all(0 <= value <= 1 for value in found.values())
+        return
+    keys = [key for key in expected if key[0] != "offsets"]
+    assert_alike([found[k] for k in keys], [expected[k] for k in keys], dtype=torch.bfloat16)
+
+
+# ---------------------------------------------------------------------- put back
+@each_function
+def test_the_model_is_put_back(name: str) -> None:
+    """Modes, what asks for gradients, gates, observers and hooks; also after Ctrl-C in the last pass."""
+    model, data = model_of(), [batch_of(*SENTENCES)]
+    model.train().encoder.layer[1].eval()
+    model.embeddings.requires_grad_(False)
+    hk.heads.close(model, {0: [1]})
+
+    def state() -> list[Any]:
+        gates = [layer.gate for layer in hk.heads.attention_layers(model)]
+        modules = [
+            (part.training, list(part._forward_hooks), list(part._forward_pre_hooks))
+            for part in model.modules()
+        ]
+        asking = [(p.requires_grad, p.grad) for p in model.parameters()]
+        return [gates, modules, asking, [vars(part).get("observer") for part in model.modules()]]
+
+    passes: list[int] = []
+
+    def look(*_: object) -> None:
+        assert not model.training
+        assert not any(part.training for part in model.modules() if isinstance(part, nn.Dropout))
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        passes.append(1)
+        if len(passes) == last:
+            raise KeyboardInterrupt
+
+    last = 0
+    model.encoder.layer[1].register_forward_hook(look)
+    before = state()
+    READ[name](model, data)
+    assert passes
+    assert state() == before
+    last, passes[:] = len(passes), []
+    with pytest.raises(KeyboardInterrupt):
+        READ[name](model, data)
+    assert state() == before
+
+
+# ---------------------------------------------------------------------- what is refused
+BAD: dict[str, tuple[Any, str]] = {
+    "no batches": ([], "data has no batches"),
+    "used up": (iter(()), "data has no batches"),
+    "a batch": (batch_of(*SENTENCES), r"data is a dict; .*\[batch\] for a single one"),
+    "a tensor": (torch.ones(2, 3), "data is a Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name not in ("maps", *VARIANTS)])
+@pytest.mark.parametrize("what", BAD)
+def test_bad_data(name: str, what: str) -> None:
+    """`maps` takes a batch."""
+    data, words = BAD[what]
+    with pytest.raises((TypeError, ValueError), match=words):
+        READ[name](model_of(), data)
+
+
+@pytest.mark.parametrize("name", ["statistics", "confidence", "relevance", "distance", "maps"])
+def test_padding_alone(name: str) -> None:
+    batch = batch_of(*SENTENCES)
+    batch["attention_mask"].zero_()
+    words = "data has no (token that reaches|example that counts|real token)|is padding alone"
+    with pytest.raises(ValueError, match=words):
+        READ[name](model_of(), [batch])
+
+
+@pytest.mark.parametrize("name", ["gradient", "leave one out", "confidence", "distance"])
+def test_a_model_without_heads(name: str) -> None:
+    model = model_of()
+    hk.heads.prune(model, {0: range(4), 1: range(4)})
+    with pytest.raises(ValueError, match=r"model has no heads? left in its"):
+        READ[name](model, [batch_of(*SENTENCES)])
+
+
+def test_text() -> None:
+    model = nn.Sequential(hk.nn.GatedMultiheadAttention(8, 2))
+    read = hk.analysis
+    for function in (read.statistics, read.relevance, read.roles, read.distance, read.maps):
+        with pytest.raises(TypeError, match="batch is text; pass the output of the tokenizer"):
+            function(model, ["a sentence"])  # type: ignore[operator]
+
+
+@each_function
+def test_a_model_that_is_not_in_use(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"call hk\.integrations\.transformers\.use\(model\) first"
+    ):
+        READ[name](tiny_models.build("bert"), [batch_of(*SENTENCES)])
