@@ -126,30 +126,25 @@ class Padded(nn.Module):
         return self.model(x, src_key_padding_mask=PADDED)[~PADDED]
 
 
+@pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", [Own, Padded, Decoder])
-def test_modules_of_the_package(kind: type[nn.Module], training: bool) -> None:
-    """Modes and gates stay, and layers without heads; fewer features are close."""
-    x = torch.randn(B, S, E)
-    for pruned, dim in ((False, 1000), (True, 1000), (False, 17)):
-        model = kind()
-        layers = attention_layers(model)
-        gate = layers[1].module.head_gate = hk.nn.HardConcrete(H)
-        if pruned:
-            hk.heads.prune(model, {0: range(H), 1: [1]})
-            gate = None
-        expected = model.eval()(x)
-        model.train(training)
-        found = collaborate(model, dim, calibration=[x, x + 1.0], length=4, progress=False)
-        assert found.layers == tuple(layer.name for layer in layers[pruned:])
-        assert all(module.training == training for module in model.modules())
-        assert attention_layers(model)[1].module.head_gate is gate
-        out = model.eval()(x)
-        if dim == 1000:
-            assert all(found.exact)
-            assert_alike(out, expected, dtype=torch.float32)
-        else:
-            assert 1e-4 < (out - expected).norm() / expected.norm() < 0.3
+def test_modules_of_the_package(kind: type[nn.Module], training: bool, pruned: bool) -> None:
+    """Modes and gates stay, and layers without heads."""
+    model, x = kind(), torch.randn(B, S, E)
+    layers = attention_layers(model)
+    layers[1].module.head_gate = hk.nn.HardConcrete(H)
+    if pruned:
+        hk.heads.prune(model, {0: range(H), 1: [1]})
+    gate = layers[1].module.head_gate
+    expected = model.eval()(x)
+    model.train(training)
+    found = collaborate(model, 1000, calibration=[x, x + 1.0], length=4, progress=False)
+    assert found.layers == tuple(layer.name for layer in layers[pruned:])
+    assert all(found.exact)
+    assert all(module.training == training for module in model.modules())
+    assert attention_layers(model)[1].module.head_gate is gate
+    assert_alike(model.eval()(x), expected, dtype=torch.float32)
 
 
 def test_a_model_that_holds_models_of_transformers() -> None:
@@ -198,15 +193,6 @@ def test_layers_by_index_and_name() -> None:
     found = collaborate(torch_encoder(3), [10, 8], layers=[2, 0])
     assert found.layers == ("layers.2.self_attn", "layers.0.self_attn")
     assert found.dims == (10, 8)
-
-
-def test_one_layer_after_the_other() -> None:
-    model = torch_encoder()
-    collaborate(model, {"layers.1.self_attn": 8})
-    with pytest.raises(ValueError, match="is collaborative already"):
-        collaborate(model, 8)
-    collaborate(model, 8, layers=["layers.0.self_attn"])
-    assert [layer.head_dim for layer in attention_layers(model)] == [8, 8]
 
 
 # ---------------------------------------------------------------------- how many features
@@ -301,11 +287,6 @@ def test_ragged_heads_get_groups() -> None:
         assert report.executed_features < 4 * report.dim
 
 
-def test_iterations() -> None:
-    few, many = (collaborate(torch_encoder(), 10, iterations=n).error for n in (1, 60))
-    assert many < few
-
-
 # ---------------------------------------------------------------------- what is reported
 def test_the_report() -> None:
     model = build("bert")
@@ -376,14 +357,14 @@ def test_bars(
 # ---------------------------------------------------------------------- what is warned of
 def test_more_flops_at_the_length() -> None:
     """From about the break-even length on; a warning that is an error changes nothing."""
-    border = round(break_even(E, E, 20, H))
-    quiet(torch_encoder(), [20, 20], length=border // 2)
+    border = round(break_even(E, E, 12, H))
+    quiet(torch_encoder(), [12, 12], length=border // 2)
     message = (
         rf"At T = {2 * border} 2 of 2 converted layers have more FLOPs than before .* "
-        r"fewer below about T = \d+, \d+\. For longer inputs use .*method='ragged'"
+        rf"fewer below about T = {border}, {border}\. For longer inputs use .*method='ragged'"
     )
     with pytest.warns(UserWarning, match=message) as reported:
-        collaborate(torch_encoder(), [20, 20], length=2 * border, progress=False)
+        collaborate(torch_encoder(), [12, 12], length=2 * border, progress=False)
     assert reported[0].filename == __file__
     with pytest.warns(UserWarning, match="more FLOPs") as reported:
         collaborate(torch_encoder(), [22, 22], method="ragged", length=10000, progress=False)

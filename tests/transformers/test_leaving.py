@@ -109,6 +109,8 @@ SETTINGS = ("close", "gate", "HardConcrete", "attribute", "head_mask", "statisti
 def test_what_was_set_on_heads_holds_or_is_refused(name: str, setting: str) -> None:
     if name == "bloom" and setting in ("close", "gate", "HardConcrete", "observe"):
         pytest.skip("its heads have no layout")
+    if name == "by name" and setting not in ("close", "head_mask"):
+        pytest.skip("as of a model in use, or eager attention's own")
     for leave in WAYS.values():
         model = made(name)
         with of(model, setting) as found:

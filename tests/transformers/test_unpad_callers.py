@@ -1,4 +1,4 @@
-"""`use(model, unpad=True)` under what runs models: adapters, pipelines, sentence embeddings, the Trainer."""
+"""`use(model, unpad=True)` under what runs models: adapters and the Trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.support.alike import assert_alike
 
@@ -91,76 +90,6 @@ def test_merged_and_disabled_adapters() -> None:
     assert_alike(outputs(whole), outputs(stock))
     assert len(packed_layers(whole)) == 2
     assert all(packed_layers(whole))
-
-
-# ---------------------------------------------------------------------- pipelines
-#: Tasks, families and classes; the side of the padding, arguments, and what a row of the result is read as.
-PIPELINES: list[tuple[str, str, str, str, dict[str, Any]]] = [
-    ("feature-extraction", "bert", "BertModel", "right", {}),
-    ("text-classification", "bert", "BertForSequenceClassification", "right", {"top_k": None}),
-    ("text-classification", "llama", "LlamaForSequenceClassification", "right", {"top_k": None}),
-    ("fill-mask", "bert", "BertForMaskedLM", "right", {"top_k": 40}),
-    ("text-generation", "gpt2", "GPT2LMHeadModel", "left", {"max_new_tokens": 6, "do_sample": False}),
-]  # fmt: skip
-
-
-def read(task: str, rows: Any, sentence: str) -> Any:
-    if task == "feature-extraction":
-        return torch.tensor(rows)[0, : len(sentence.split())]
-    if task == "text-generation":
-        return torch.tensor([int(word[1:]) for word in rows[0]["generated_text"].split()])
-    scores = {str(row.get("label", row.get("token"))): torch.tensor(row["score"]) for row in rows}
-    return dict(sorted(scores.items()))
-
-
-@pytest.mark.parametrize(("task", "name", "kind", "side", "options"), PIPELINES)
-def test_pipelines(task: str, name: str, kind: str, side: str, options: dict[str, Any]) -> None:
-    """They read the first token, the last one that is no padding, one in the middle, or all real ones."""
-    found = []
-    asked = [each.replace(each.split()[1], "[M]") for each in SENTENCES]
-    for unpad in (False, True):
-        model = build(name, model=kind)
-        pipeline = transformers.pipeline(task, model=model, tokenizer=tokenizer(side), device="cpu")
-        if unpad:
-            use(pipeline.model, unpad=True)
-        sentences = asked if task == "fill-mask" else SENTENCES
-        results = pipeline(sentences, batch_size=4, **options)
-        found.append([read(task, *each) for each in zip(results, SENTENCES, strict=True)])
-    assert_alike(found[1], found[0])
-    assert all(packed_layers(pipeline.model))
-
-
-# ---------------------------------------------------------------------- sentence embeddings
-class Embedder(nn.Module):
-    """A model, the mean over real tokens and a norm, as sentence-transformers has them."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
-        weights = attention_mask[..., None].to(states.dtype)
-        mean = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        return nn.functional.normalize(mean, dim=-1)
-
-
-@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert"])
-def test_mean_pooling(name: str) -> None:
-    """Embeddings of a padded batch, and gradients of a contrastive loss on them."""
-    found = []
-    for unpad in (False, True):
-        embedder = Embedder(build(name))
-        if unpad:
-            use(embedder.model, unpad=True)
-        tokens = tokenizer()(SENTENCES, padding=True, return_tensors="pt")
-        embeddings = embedder(tokens["input_ids"], tokens["attention_mask"])
-        scores = embeddings @ embeddings.T.roll(1, 0) * 5
-        nn.functional.cross_entropy(scores, torch.arange(len(scores))).backward()
-        gradients = {n: p.grad for n, p in embedder.named_parameters() if p.grad is not None}
-        found.append({"embeddings": embeddings.detach(), **gradients})
-    assert_alike(found[1], found[0])
-    assert all(packed_layers(embedder))
 
 
 # ---------------------------------------------------------------------- the Trainer
