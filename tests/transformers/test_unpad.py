@@ -386,17 +386,3 @@ def test_layer_that_looks_beside_a_token_is_refused(kind: str) -> None:
     assert not layer.training
     use(model, unpad=False)
     outputs(model)
-
-
-def test_refusals() -> None:
-    with pytest.raises(TypeError, match="unpad is a str; pass True or False"):
-        use(build("bert"), unpad="yes")  # type: ignore[arg-type]
-    model = build("swin")
-    refusal = r"unpad is True for a SwinModel .* none of whose layers takes a mask of padded tokens"
-    with pytest.raises(ValueError, match=refusal):
-        use(model, unpad=True)
-    assert model.config._attn_implementation == "eager"
-    model = use(model)
-    with pytest.raises(ValueError, match=refusal):
-        use(model, unpad=True)
-    assert model.config._attn_implementation == "heads_kernels"
