@@ -99,12 +99,15 @@ def test_part_that_computes_attention_itself() -> None:
         model(IDS, attention_mask=REAL, decoder_input_ids=IDS)
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+    "mlp_dim": 24, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1],
+}  # fmt: skip
+
+
 def test_models_that_never_ask_for_a_mask() -> None:
     """A file in which other models call attention functions."""
-    config = transformers.PPFormulaNetVisionConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
-        mlp_dim=24, output_channels=8, window_size=2, global_attn_indexes=[1],
-    )  # fmt: skip
+    config = transformers.PPFormulaNetVisionConfig(**VISION)
     model_class = modeling_pp_formulanet.PPFormulaNetVisionModel
     model = model_class._from_config(config, attn_implementation=NAME)
     with pytest.raises(ValueError, match=r"for a PPFormulaNetVision.*computes its attention itsel"):
@@ -113,20 +116,18 @@ def test_models_that_never_ask_for_a_mask() -> None:
         use(model_class._from_config(config, attn_implementation="eager"))
 
 
-def test_models_that_look_their_layers_up() -> None:
-    config = transformers.SamVisionConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
-        mlp_dim=24, output_channels=8, window_size=2, global_attn_indexes=[1],
-    )  # fmt: skip
-    with pytest.raises(
-        ValueError, match=r"looks up its layers .*SAM_VISION.*; create it with 'eager'"
-    ):
-        transformers.SamVisionModel._from_config(config, attn_implementation=NAME)
-
-
-def test_masks_of_flex_attention_taken_apart() -> None:
-    with pytest.raises(ValueError, match=r"for a DogeModel .*handles masks of flex attention"):
-        make("DogeModel", TINY["llama"].arguments, NAME)
+@pytest.mark.parametrize(
+    ("model", "arguments", "refusal"),
+    [
+        ("SamVisionModel", VISION, r"looks up its layers .*SAM_VISION.*; create it with 'eager'"),
+        ("DogeModel", TINY["llama"].arguments, "for a DogeModel .*handles masks of flex attention"),
+    ],
+)
+def test_models_of_other_kinds(model: str, arguments: dict[str, Any], refusal: str) -> None:
+    """Layers that are looked up by the name of the function, masks of flex attention that are taken apart."""
+    model_class = getattr(transformers, model)
+    with pytest.raises(ValueError, match=refusal):
+        model_class._from_config(model_class.config_class(**arguments), attn_implementation=NAME)
 
 
 @pytest.mark.parametrize("how", ["made", "set", "used"])
