@@ -186,13 +186,15 @@ def test_cp_is_better_than_ragged_and_says_its_error(calibrated: bool) -> None:
 
 
 def test_the_error_never_grows() -> None:
-    heads = random_heads(H=6, D=8, D_in=30, D_in_k=30)
-    steps: list[tuple[int, float]] = []
-    cp(heads, 20, iterations=80, tolerance=0, callback=lambda *step: steps.append(step))
-    assert [number for number, _ in steps] == list(range(1, 81))
-    errors = [error for _, error in steps]
-    assert all(later <= earlier for earlier, later in itertools.pairwise(errors))
-    assert errors[-1] < errors[0]
+    """Momentum overshoots in some sweeps of some draws, which are undone."""
+    for _ in range(10):
+        heads = random_heads(H=6, D=8, D_in=30, D_in_k=30)
+        steps: list[tuple[int, float]] = []
+        cp(heads, 20, iterations=80, tolerance=0, callback=lambda *step: steps.append(step))  # noqa: B023
+        assert [number for number, _ in steps] == list(range(1, 81))
+        errors = [error for _, error in steps]
+        assert all(later <= earlier for earlier, later in itertools.pairwise(errors))
+        assert errors[-1] < errors[0]
 
 
 def test_planted_features_are_found() -> None:
