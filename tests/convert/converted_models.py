@@ -8,9 +8,19 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import Factors, install, ragged, read_heads
+from heads_kernels.convert import (
+    Factors,
+    RotaryHeads,
+    cp,
+    install,
+    ragged,
+    read_heads,
+    rotary_cp,
+    rotary_ragged,
+)
 from heads_kernels.heads import AttentionLayer, Projection, attention_layers
 from heads_kernels.heads.layouts import LAYOUTS
+from tests.support.nn_layers import E, H, spread
 from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build, with_gradients
 
 _CONVERTED = {
@@ -24,17 +34,30 @@ CONVERTIBLE = [name for name, layout in _CONVERTED.items() if not layout.rotary]
 ROTARY = [name for name, layout in _CONVERTED.items() if layout.rotary]
 #: BEiT has no rotary positions; it is of a form that conversion is not tested with.
 TURNED = [name for name in WITH_HEADS if name not in (*_CONVERTED, "beit")]
+#: By name, and whether heads are rotated.
+METHODS: dict[tuple[str, bool], Any] = {
+    ("ragged", False): ragged, ("ragged", True): rotary_ragged,
+    ("cp", False): cp, ("cp", True): rotary_cp,
+}  # fmt: skip
+
+
+def torch_encoder(layers: int = 2, **options: Any) -> Any:
+    made = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, **options)
+    model = spread(nn.TransformerEncoder(made, layers, enable_nested_tensor=False))
+    return hk.nn.replace_attention_(model)
 
 
 def in_use(name: str, **changes: Any) -> Any:
     return hk.integrations.transformers.use(build(name, **changes))
 
 
-def convert(model: nn.Module, dim: int | None = None) -> Any:
+def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") -> Any:
     """All layers with `dim` features of their heads, or with all."""
     for layer in attention_layers(model):
         heads = read_heads(layer)
-        install(model, layer, ragged(heads, dim or heads.D_k), ragged=True)
+        turned = isinstance(heads, RotaryHeads)
+        factors: Any = METHODS[method, turned](heads, dim or heads.D_k)
+        install(model, layer, factors, ragged=method == "ragged")
     return model
 
 
@@ -46,13 +69,13 @@ def random_factors(layer: AttentionLayer, dim: int) -> Factors:
         drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
         return 0.4 * drawn
 
-    H, widths = layer.num_heads, (layer.query.inputs, layer.key.inputs)
+    widths = layer.query.inputs, layer.key.inputs
     assert layer.scale is not None
     return Factors(
         normal(dim, widths[0]),
         normal(dim, widths[1]),
-        normal(H, dim),
-        normal(H, widths[1]),
+        normal(layer.num_heads, dim),
+        normal(layer.num_heads, widths[1]),
         layer.scale,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import numpy as np
@@ -65,11 +64,8 @@ def test_energy_of_rotated_heads() -> None:
 
     copies = Heads(rotation @ heads.query[0], rotation @ heads.key[0], heads.scale)
     assert captured_energy(copies).stacked_product[D - 1] == pytest.approx(1)
-
-
-def test_energy_of_no_weights() -> None:
-    found = captured_energy(Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0))
-    assert (found.product == 1).all()
+    nothing = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
+    assert (captured_energy(nothing).product == 1).all()
 
 
 @pytest.mark.check
@@ -151,7 +147,7 @@ def test_budgets_of_parameters(with_moments: bool) -> None:
 
 
 @pytest.mark.parametrize("with_moments", [False, True])
-@pytest.mark.parametrize("error", [0.0, 0.05, 0.3, 0.7, 2.0])
+@pytest.mark.parametrize("error", [0.0, 0.05, 0.3, 2.0])
 def test_budgets_of_error(error: float, with_moments: bool) -> None:
     layers = [random_heads(), random_heads(strength=3)]
     moments = [calibrated() for _ in layers] if with_moments else None
@@ -195,35 +191,19 @@ def test_a_layer_without_weights_keeps_one_feature() -> None:
     assert solve_budget([nothing, random_heads()], error=0.0) == [1, H * D]
 
 
-BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "neither": (([random_heads()],), {}, "params is None and error is None; pass one of the two."),
-    "both": (
-        ([random_heads()],),
-        {"params": 100, "error": 0.1},
-        "params is 100 and error is 0.1; pass one of the two.",
-    ),
-    "no layers": (([],), {"error": 0.1}, "layers is empty; pass the projections"),
-    "negative": (([random_heads()],), {"error": -0.1}, "error is -0.1; pass 0 or a larger number."),
-    "NaN": (
-        ([random_heads()],),
-        {"error": float("nan")},
-        "error is nan; pass 0 or a larger number.",
-    ),
-    "too few": (
-        ([random_heads()] * 2,),
-        {"params": 113},
-        "params is 113; pass at least 114: one feature for each layer.",
-    ),
-    "moments of another number": (
-        ([random_heads()] * 2, [calibrated()]),
-        {"error": 0.1},
-        "moments are of 1 layers; pass one for each of 2.",
-    ),
-}
+ONE, TWO = [random_heads()], [random_heads()] * 2
+BAD: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    ((ONE,), {}, "params is None and error is None; pass one of the two"),
+    ((ONE,), {"params": 100, "error": 0.1}, "params is 100 and error is 0.1; pass one"),
+    (([],), {"error": 0.1}, "layers is empty; pass the projections"),
+    ((ONE,), {"error": -0.1}, "error is -0.1; pass 0 or a larger number"),
+    ((ONE,), {"error": float("nan")}, "error is nan; pass 0 or a larger number"),
+    ((TWO,), {"params": 113}, "params is 113; pass at least 114: one feature for each layer"),
+    ((TWO, [calibrated()]), {"error": 0.1}, "moments are of 1 layers; pass one for each of 2"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_budgets(name: str) -> None:
-    arguments, options, message = BAD[name]
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
+@pytest.mark.parametrize(("arguments", "options", "message"), BAD)
+def test_bad_budgets(arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
         solve_budget(*arguments, **options)

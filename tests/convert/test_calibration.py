@@ -13,50 +13,67 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import calibrate, collaborate, curves, error_curve, read_heads
 from heads_kernels.heads import attention_layers
-from tests.convert.model_state import assert_moments, by_hand, calls, state
+from tests.convert.converted_models import torch_encoder
+from tests.convert.random_heads import Call, assert_moments, moments_by_hand
 from tests.support.alike import assert_alike
+from tests.support.model_state import state
 from tests.support.nn_layers import PADDED, B, E, H, S, T, spread
+from tests.support.tiny_models import batch, build
 
 FAMILIES = ("bert", "albert", "distilbert", "vit", "gpt2", "t5", "bart")
 
 
-def tiny(name: str, **changes: Any) -> Any:
-    pytest.importorskip("transformers", reason="a model of transformers")
-    from tests.support.tiny_models import build
+def calls(model: Any, arguments: dict[str, Tensor]) -> dict[str, list[Call]]:
+    """For each run of each layer of a stock model: inputs of queries and keys, which are real, whether causal."""
+    found: dict[str, list[Call]] = {}
+    real = arguments.get("attention_mask")
+    target = arguments.get("decoder_attention_mask", real)
 
-    return build(name, **changes)
+    def keep(layer: Any) -> Any:
+        def hook(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = named["hidden_states"] if "hidden_states" in named else positional[0]
+            y = named.get("key_value_states")
+            y = named.get("encoder_hidden_states") if y is None else y
+            y = x if y is None or layer.kind != "cross" else y
+            rows, keys = real, real
+            if layer.kind != "encoder":
+                rows = target
+                keys = real if layer.kind == "cross" else target
+            rows = torch.ones(x.shape[:2]) if rows is None else rows
+            keys = torch.ones(y.shape[:2]) if keys is None else keys
+            call = x.detach(), y.detach(), rows.bool(), keys.bool(), layer.kind == "decoder"
+            found.setdefault(layer.name, []).append(call)
 
+        return hook
 
-def batch(model: Any) -> dict[str, Tensor]:
-    from tests.support.tiny_models import batch
-
-    return batch(model)
-
-
-def encoder(layers: int = 2) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
-    model = spread(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False))
-    return hk.nn.replace_attention_(model)
+    for layer in attention_layers(model):
+        layer.module.register_forward_pre_hook(keep(layer), with_kwargs=True)
+    with torch.no_grad():
+        model(**arguments)
+    return found
 
 
 # ---------------------------------------------------------------------- against brute force
 @pytest.mark.parametrize("name", FAMILIES)
 def test_moments_of_transformers_models(name: str) -> None:
-    """A batch with a whole row, one padded on the right and one on the left."""
-    model = tiny(name)
+    """A batch with a whole row, one padded on the right and one on the left; batches add up."""
+    model = build(name)
     arguments = batch(model)
     found = calibrate(model, [arguments])
-    expected = calls(tiny(name), arguments)
+    expected = calls(build(name), arguments)
     assert found.keys() == expected.keys()
     for layer, runs in expected.items():
-        assert_moments(found[layer], by_hand(runs))
-    if name == "albert":
-        assert [len(runs) for runs in expected.values()] == [2]
+        assert_moments(found[layer], moments_by_hand(runs))
+    assert all(len(runs) == (2 if name == "albert" else 1) for runs in expected.values())
+    size = next(iter(arguments.values())).shape[0]
+    rows = [{key: each[n : n + 1] for key, each in arguments.items()} for n in range(size)]
+    for layer, moments in calibrate(model, iter(rows)).items():
+        assert_moments(moments, found[layer])
 
 
 def test_rows_of_cross_attention_alone() -> None:
     """Padded rows of the decoder do not count, though its self-attention is not asked for."""
-    model = tiny("bart")
+    model = build("bart")
     arguments = batch(model)
     names = [layer.name for layer in attention_layers(model) if layer.kind == "cross"]
     found = calibrate(model, [arguments], names)
@@ -64,21 +81,17 @@ def test_rows_of_cross_attention_alone() -> None:
     assert int(found[names[0]].count) == int(arguments["decoder_attention_mask"].sum())
 
 
-def test_moments_of_torch_encoder() -> None:
-    model = encoder(1)
-    x = torch.randn(B, S, E)
-    found = calibrate(model, [{"src": x, "src_key_padding_mask": PADDED}])
-    (moments,) = found.values()
-    assert_moments(moments, by_hand([(x, x, ~PADDED, ~PADDED, False)]))
-
-
-def test_moments_of_causal_torch_encoder() -> None:
-    model = encoder(1)
-    x = torch.randn(B, S, E)
-    mask = nn.Transformer.generate_square_subsequent_mask(S)
-    (moments,) = calibrate(model, [{"src": x, "mask": mask, "is_causal": True}]).values()
-    real = torch.ones(B, S, dtype=torch.bool)
-    assert_moments(moments, by_hand([(x, x, real, real, True)]))
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_moments_of_torch_encoders(is_causal: bool) -> None:
+    model, x = torch_encoder(1), torch.randn(B, S, E)
+    arguments = {"src": x, "src_key_padding_mask": PADDED}
+    real = ~PADDED
+    if is_causal:
+        mask = nn.Transformer.generate_square_subsequent_mask(S)
+        arguments = {"src": x, "mask": mask, "is_causal": True}
+        real = torch.ones(B, S, dtype=torch.bool)
+    (moments,) = calibrate(model, [arguments]).values()
+    assert_moments(moments, moments_by_hand([(x, x, real, real, is_causal)]))
 
 
 class Cross(nn.Module):
@@ -97,30 +110,25 @@ def test_moments_of_cross_attention() -> None:
     rows = torch.tensor([[False] * T, [True] * 2 + [False] * (T - 2)])
     arguments = {"x": x, "y": y, "query_padding_mask": rows, "key_padding_mask": PADDED}
     (moments,) = calibrate(Cross(), [arguments]).values()
-    assert_moments(moments, by_hand([(x, y, ~rows, ~PADDED, False)]))
-
-
-def test_batches_add_up() -> None:
-    model = tiny("bert")
-    arguments = batch(model)
-    whole = calibrate(model, [arguments])
-    rows = [{name: each[n : n + 1] for name, each in arguments.items()} for n in range(3)]
-    for name, moments in calibrate(model, iter(rows)).items():
-        assert_moments(moments, whole[name])
+    assert_moments(moments, moments_by_hand([(x, y, ~rows, ~PADDED, False)]))
 
 
 def test_forms_of_batches() -> None:
-    model, x = encoder(), torch.randn(B, S, E)
+    """And dropout is off."""
+    model, x = torch_encoder().train(), torch.randn(B, S, E)
     found = [calibrate(model, [form]) for form in (x, (x,), [x], {"src": x})]
     for other in found[1:]:
         for name, moments in found[0].items():
             assert_moments(other[name], moments)
 
 
+# ---------------------------------------------------------------------- memory, and a state of the model's own
 def test_one_batch_at_a_time() -> None:
-    """When the third batch is made, nothing of the first is left."""
-    model = encoder()
+    """When the third batch is made, nothing of the first is left; nor of a layer's inputs when a later one has run."""
+    model = torch_encoder(3)
     alive: list[weakref.ref[Tensor]] = []
+    inputs: list[weakref.ref[Tensor]] = []
+    left: list[bool] = []
 
     def batches() -> Iterator[Tensor]:
         for _ in range(4):
@@ -129,24 +137,42 @@ def test_one_batch_at_a_time() -> None:
             alive.append(weakref.ref(made))
             yield made
 
+    model.layers[1].register_forward_pre_hook(lambda _, x: inputs.append(weakref.ref(x[0])))
+    model.layers[2].register_forward_hook(lambda *_: left.append(inputs[-1]() is not None))
     calibrate(model, batches())
+    assert not any(left)
 
 
-def test_dropout_is_off() -> None:
-    model = encoder().train()
-    x = torch.randn(B, S, E)
-    one, other = calibrate(model, [x]), calibrate(model, [x])
-    for name, moments in one.items():
-        assert_moments(other[name], moments)
+class Counting(nn.Module):
+    """It counts its calls, as models with running statistics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.seen = torch_encoder(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        if not hasattr(self, "first"):
+            self.register_buffer("first", x.mean())
+        return self.encoder(x)
+
+
+def test_what_the_forward_keeps_stays() -> None:
+    model = Counting()
+    calibrate(model, [torch.randn(B, S, E)] * 3)
+    assert (model.seen, hasattr(model, "first")) == (3, True)
+    curves(model, [torch.randn(B, S, E)])
+    assert model.seen == 4
+    assert not any(each.layout.shared for each in attention_layers(model))
+    collaborate(model, 8, calibration=[torch.randn(B, S, E)] * 2)
+    assert model.seen == 6
 
 
 # ---------------------------------------------------------------------- what it is for
 def test_curves_are_those_of_the_moments() -> None:
-    model = tiny("bert")
+    model = build("bert")
     moments = calibrate(model, [batch(model)])
-    before = state(model)
     found = curves(model, moments)
-    assert state(model) == before
     for place, layer in enumerate(attention_layers(model)):
         heads = read_heads(layer)
         assert found.layers[place] == layer.name
@@ -157,96 +183,76 @@ def test_curves_are_those_of_the_moments() -> None:
 
 
 def test_moments_serve_several_conversions() -> None:
-    moments = calibrate(tiny("bert"), [batch(tiny("bert"))])
-    one = collaborate(tiny("bert"), 16, calibration=moments, layers=[1])
-    other = collaborate(tiny("bert"), 16, calibration=[batch(tiny("bert"))], layers=[1])
+    moments = calibrate(build("bert"), [batch(build("bert"))])
+    one = collaborate(build("bert"), 16, calibration=moments, layers=[1])
+    other = collaborate(build("bert"), 16, calibration=[batch(build("bert"))], layers=[1])
     assert one.layers == other.layers == (list(moments)[1],)
     assert one.errors == pytest.approx(other.errors, rel=1e-6)
 
 
-# ---------------------------------------------------------------------- nothing stays
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ["albert", "bert", "bart", "torch"])
-def test_the_model_is_what_it_was(name: str, training: bool) -> None:
-    model = encoder() if name == "torch" else tiny(name)
-    model.train(training)
-    next(model.children()).eval()
-    before = state(model)
-    data = [torch.randn(B, S, E)] if name == "torch" else [batch(model)]
-    calibrate(model, data)
-    assert state(model) == before
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_the_model_is_what_it_was_after_an_error(error: type[BaseException]) -> None:
-    model = tiny("bert").train()
-    before = state(model)
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        yield batch(model)
-        raise error
-
-    with pytest.raises(error):
-        calibrate(model, batches())
-    assert state(model) == before
-
-
 # ---------------------------------------------------------------------- what is refused
-def padded(model: Any) -> dict[str, Tensor]:
+def padded(model: Any) -> list[dict[str, Tensor]]:
     arguments = batch(model)
-    return arguments | {"attention_mask": torch.zeros_like(arguments["attention_mask"])}
+    return [arguments | {"attention_mask": torch.zeros_like(arguments["attention_mask"])}]
 
 
-def test_no_tokens() -> None:
-    model = tiny("bert")
-    with pytest.raises(ValueError, match=r"calibration brings no token to layer 0 \('encoder"):
-        calibrate(model, [padded(model)])
-    with pytest.raises(ValueError, match="calibration has no batches"):
-        calibrate(model, [])
-
-
-def test_a_layer_that_does_not_run() -> None:
-    model = nn.ModuleList([encoder(1), encoder(1)])
-    model.forward = lambda x: model[0](x)
-    with pytest.raises(ValueError, match=r"brings no token to layer 1 \('1\.layers\.0\.self_attn'"):
-        calibrate(model, [torch.randn(B, S, E)])
-
-
-@pytest.mark.parametrize("data", ["text", torch.zeros(2, 3), {"src": 1}, 3, None])
-def test_no_batches(data: Any) -> None:
-    with pytest.raises(TypeError, match="calibration is a"):
-        calibrate(encoder(), data)
-
-
-def test_nan() -> None:
-    model, x = encoder(), torch.randn(B, S, E)
-    broken = x.clone()
-    broken[1, 2, 3] = torch.nan
-    message = r"gives layer 'layers\.0\.self_attn' NaN or infinity in batch 1"
-    with pytest.raises(ValueError, match=message):
-        calibrate(model, [x, broken])
-    broken[1, 2] = 0.0  # padding may hold what it likes
-    broken[1, 5] = torch.nan
-    one = encoder(1)
-    calibrate(one, [{"src": broken, "src_key_padding_mask": PADDED}])
-
-
-def test_keys_of_a_cache() -> None:
-    model = tiny("gpt2")
+def cached(model: Any) -> list[dict[str, Any]]:
     ids = torch.randint(3, 40, (2, 6))
-    cache = model(ids[:, :4]).past_key_values
-    with pytest.raises(ValueError, match="without a cache"):
-        calibrate(model, [{"input_ids": ids[:, 4:], "past_key_values": cache}])
+    return [{"input_ids": ids[:, 4:], "past_key_values": model(ids[:, :4]).past_key_values}]
+
+
+def broken(where: int) -> Tensor:
+    x = torch.randn(B, S, E)
+    x[1, where, 3] = torch.nan
+    return x
+
+
+def half_run() -> nn.Module:
+    model = nn.ModuleList([torch_encoder(1), torch_encoder(1)])
+    model.forward = lambda x: model[0](x)
+    return model
+
+
+X = torch.randn(B, S, E)
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "all is padding": (lambda: build("bert"), padded, r"brings no token to layer 0 \('encoder"),
+    "nothing": (lambda: build("bert"), lambda _: [], "calibration has no batches"),
+    "a cache": (lambda: build("gpt2"), cached, "without a cache"),
+    "a layer that does not run": (half_run, lambda _: [X], r"no token to layer 1 \('1\.layers\.0\."),
+    "NaN": (
+        torch_encoder, lambda _: [X, broken(2)], r"'layers\.0\.self_attn' NaN or infinity in batch 1",
+    ),
+    "keys that never vary": (torch_encoder, lambda _: [X[:, :1]], "keys of layer 0 .* never vary"),
+    **{
+        repr(data): (torch_encoder, lambda _, data=data: data, "calibration is a")
+        for data in ("text", 3, None, {"src": 1})
+    },
+    "a tensor": (torch_encoder, lambda _: torch.zeros(2, 3), "calibration is a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, data, message = REFUSED[name]
+    model = make()
+    arguments = data(model)
+    before = state(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        calibrate(model, arguments)
+    assert state(model) == before
+
+
+def test_padding_may_hold_nan() -> None:
+    calibrate(torch_encoder(1), [{"src": broken(5), "src_key_padding_mask": PADDED}])
 
 
 def test_moments_of_another_model() -> None:
-    x = torch.randn(B, S, 12)
     layer = nn.TransformerEncoderLayer(12, H, 16, batch_first=True)
     other = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    moments = calibrate(hk.nn.replace_attention_(other), [x])
+    moments = calibrate(hk.nn.replace_attention_(other), [torch.randn(B, S, 12)])
     with pytest.raises(ValueError, match=r"widths \(12, 12\) for layer 0 .*\(24, 24\)"):
-        collaborate(encoder(), 8, calibration=moments)
-    moments = calibrate(encoder(2), [torch.randn(B, S, E)])
+        collaborate(torch_encoder(), 8, calibration=moments)
+    moments = calibrate(torch_encoder(2), [X])
     message = r"has moments of 'layers\.0\.self_attn', .*also has 'layers\.2\.self_attn': calibrate"
     with pytest.raises(ValueError, match=message):
-        collaborate(encoder(3), 8, calibration=moments)
+        collaborate(torch_encoder(3), 8, calibration=moments)

@@ -11,37 +11,34 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from heads_kernels.convert import Heads, Report, break_even, count_flops, count_parameters, ragged
 
+#: Of Cordonnier et al. 2020, table 2 and the sizes between them, and table 1: millions of parameters of the model,
+#: layers, sizes of a layer before, after, and millions after.
+BERT_BASE, DISTILBERT, TRANSLATION_BASE = (108.3, 12), (66.4, 6), (60.9, 18)
+PUBLISHED: list[tuple[tuple[float, int], dict[str, Any], dict[str, Any], float]] = [
+    *(
+        (BERT_BASE, {"D_k": 768}, {"D_k": 768, "Ds": Ds}, after)
+        for Ds, after in ((768, 108.50), (512, 103.75), (384, 101.37), (256, 98.99), (128, 96.61))
+    ),
+    (DISTILBERT, {"D_k": 768}, {"D_k": 768, "Ds": 384}, 62.93),
+    *(
+        (TRANSLATION_BASE, {"D_k": 512}, {"D_k": D_k}, after)
+        for D_k, after in ((512, 60.9), (256, 56.17), (128, 53.81), (64, 52.63))
+    ),
+    *(
+        (TRANSLATION_BASE, {"D_k": 512}, {"D_k": D_k, "Ds": D_k, "trained": True}, after)
+        for D_k, after in ((512, 60.97), (256, 56.21), (128, 53.83), (64, 52.64))
+    ),
+]
 
-def millions(whole: float, layers: int, after: int, before: int) -> float:
-    return whole + layers * (after - before) / 1e6
 
-
-# Cordonnier et al. 2020, table 2, and the sizes between them.
-@pytest.mark.parametrize(
-    ("Ds", "expected"),
-    [(768, 108.50), (512, 103.75), (384, 101.37), (256, 98.99), (128, 96.61)],
-)
-def test_bert_base(Ds: int, expected: float) -> None:
-    before, after = (count_parameters(768, 768, 12, size) for size in (None, Ds))
-    assert round(millions(108.3, 12, after, before), 2) == expected
-
-
-def test_distilbert() -> None:
-    before, after = (count_parameters(768, 768, 12, size) for size in (None, 384))
-    assert round(millions(66.4, 6, after, before), 2) == 62.93
-
-
-@pytest.mark.parametrize(
-    ("D_k", "concatenated", "collaborative"),
-    [(512, 60.9, 60.97), (256, 56.17, 56.21), (128, 53.81, 53.83), (64, 52.63, 52.64)],
-)
-def test_translation_base(D_k: int, concatenated: float, collaborative: float) -> None:
-    """18 attention layers of width 512, 8 heads: table 1 of the same paper."""
-    whole = count_parameters(512, 512, 8)
-    ordinary = count_parameters(512, D_k, 8)
-    shared = count_parameters(512, D_k, 8, D_k, trained=True)
-    assert round(millions(60.9, 18, ordinary, whole), 2) == concatenated
-    assert round(millions(60.9, 18, shared, whole), 2) == collaborative
+@pytest.mark.parametrize(("model", "before", "after", "expected"), PUBLISHED)
+def test_published_tables(
+    model: tuple[float, int], before: dict[str, Any], after: dict[str, Any], expected: float
+) -> None:
+    millions, layers = model
+    D_in, H = (512, 8) if model is TRANSLATION_BASE else (768, 12)
+    change = count_parameters(D_in, H=H, **after) - count_parameters(D_in, H=H, **before)
+    assert round(millions + layers * change / 1e6, 2) == expected
 
 
 def test_parameters_are_those_of_the_tensors() -> None:
@@ -98,14 +95,6 @@ def test_break_even_without_either_side() -> None:
     )  # the same layer: never dearer
     assert break_even(64, 64, 80, 4, executed_features=60) == 0
     assert break_even(64, 64, 32, 4, executed_features=96) == round(2 * 64 * 32 / 32)
-
-
-def test_score_ratio() -> None:
-    def scores(Ds: int | None) -> int:
-        return count_flops(100, 100, *BERT, Ds).scores
-
-    assert scores(384) == 6 * scores(None)
-    assert scores(256) == 4 * scores(None)
 
 
 # ---------------------------------------------------------------------- FLOPs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,55 +10,38 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.convert import install, read_heads, rotary_ragged
+from heads_kernels.convert import collaborate
 from heads_kernels.heads import attention_layers
-from tests.convert.converted_models import ROTARY, in_use
+from heads_kernels.integrations.transformers import from_pretrained
+from heads_kernels.nn import GatedMultiheadAttention
+from tests.convert.converted_models import convert, in_use
 from tests.support.alike import assert_alike
 from tests.support.tiny_models import assert_same, batch, outputs, with_gradients
 
-#: Families with 8 query heads, 2 key heads and 2 value heads of width 4.
-GROUPED = [name for name in ROTARY if name != "modernbert"]
+#: Query heads, value heads and their width in the grouped families.
 H, Hk, D = 8, 2, 4
 
 
-def convert(model: Any, dim: int = H * D) -> Any:
-    for layer in attention_layers(model):
-        install(model, layer, rotary_ragged(read_heads(layer), dim), ragged=True)
-    return model
+def bytes_of(cache: Any) -> int:
+    """Of keys and values of all layers, a token."""
+    kept = [each for layer in cache.layers for each in (layer.keys, layer.values)]
+    return sum(each.nbytes // (each.shape[0] * each.shape[2]) for each in kept)
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_values_are_the_same_parameters(name: str) -> None:
-    model = in_use(name)
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_values_and_the_bytes_of_a_cache(implementation: str) -> None:
+    """Values are the same parameters; `Ds + Hk D` numbers a token and layer, instead of `2 Hk D`."""
+    stock, model = in_use("llama"), in_use("llama")
     before = [layer.value.linear.weight for layer in attention_layers(model)]
-    convert(model)
+    convert(model, 6)
     for layer, weight in zip(attention_layers(model), before, strict=True):
         assert layer.value.linear.weight is weight
         assert (layer.num_heads, layer.value.heads, layer.value_dim) == (H, Hk, D)
         assert layer.module.num_key_value_groups == H // Hk
-
-
-# ---------------------------------------------------------------------- caches
-def bytes_of(cache: Any) -> int:
-    """Of keys and values of all layers, a token."""
-    rooms = [each for layer in cache.layers for each in (layer.keys, layer.values)]
-    return sum(each.nbytes // (each.shape[0] * each.shape[2]) for each in rooms)
-
-
-@pytest.mark.parametrize("implementation", ["dynamic", "static"])
-@pytest.mark.parametrize("name", GROUPED)
-def test_bytes_of_a_cache(name: str, implementation: str) -> None:
-    """`Ds + Hk D` numbers a token and layer, instead of `2 Hk D`; the tokens are those of a pass without a cache."""
-    stock, model = in_use(name), convert(in_use(name), 6)
     prompt = batch(model)["input_ids"][:1, :5]
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    found = []
-    for each in (stock, model):
-        made = each.generate(
-            prompt, **options, cache_implementation=implementation, return_dict_in_generate=True
-        )
-        assert torch.equal(made.sequences, each.generate(prompt, **options, use_cache=False))
-        found.append(bytes_of(made.past_key_values))
+    options |= {"cache_implementation": implementation, "return_dict_in_generate": True}
+    found = [bytes_of(each.generate(prompt, **options).past_key_values) for each in (stock, model)]
     layers, number = len(attention_layers(model)), torch.float32.itemsize
     assert found == [layers * 2 * Hk * D * number, layers * (6 + Hk * D) * number]
 
@@ -76,49 +58,40 @@ def test_bytes_of_a_cache_of_a_module() -> None:
 
 
 # ---------------------------------------------------------------------- fewer heads
-#: Heads that are pruned, and the value heads that are left: those of groups of one size, or of its divisors.
-PRUNED = {
-    "of one group all": ([0, 1, 2, 3], 1),
-    "of each as many": ([1, 2, 4, 7], 2),
-    "four and two": ([5, 7], 3),
-    "three and two": ([0, 5, 7], 5),
-    "all": (range(H), 0),
-}
+#: Heads that are pruned, one step after the other, and the value heads that are left: those of groups of one size, or
+#: of its divisors. At once, the last would be two of 2.
+PRUNED: list[tuple[list[list[int]], int]] = [
+    ([[0, 1, 2, 3]], 1),
+    ([[1, 2, 4, 7]], 2),
+    ([[5, 7]], 3),
+    ([[0, 5, 7]], 5),
+    ([list(range(H))], 0),
+    ([[5, 7], [0, 2]], 4),
+]
 
 
-@pytest.mark.parametrize(("gone", "left"), PRUNED.values(), ids=PRUNED)
-def test_pruning(gone: list[int], left: int, tmp_path: Path) -> None:
-    closed, pruned = (convert(in_use("llama"), 14) for _ in range(2))
-    hk.heads.close(closed, {0: gone, 1: [0]})
-    hk.heads.prune(pruned, {0: gone, 1: [0]})
+@pytest.mark.parametrize(("steps", "left"), PRUNED)
+def test_pruning(steps: list[list[int]], left: int, tmp_path: Path) -> None:
+    pruned = convert(in_use("llama"), 14)
+    for gone in steps:
+        hk.heads.close(pruned, {0: gone, 1: [0]})
+        expected = outputs(pruned)
+        hk.heads.prune(pruned, hk.heads.closed(pruned))
     assert attention_layers(pruned)[0].value.heads == left
-    assert_alike(outputs(pruned), outputs(closed))
+    assert_alike(outputs(pruned), expected)
     hk.heads.save(pruned, tmp_path / "model.safetensors")
     loaded = in_use("llama")
     hk.heads.load(loaded, tmp_path / "model.safetensors")
     assert_same(loaded, pruned)
     pruned.save_pretrained(tmp_path)
-    assert_same(hk.integrations.transformers.from_pretrained(tmp_path, type(pruned)), pruned)
+    assert_same(from_pretrained(tmp_path, type(pruned)), pruned)
 
 
-def test_pruning_in_steps_is_recorded(tmp_path: Path) -> None:
-    """Groups of 4 and 2 heads become three of 2, and those four of 1: at once they would be two of 2."""
-    model = convert(in_use("qwen2"), 14)
-    hk.heads.prune(model, {0: [5, 7]})
-    hk.heads.prune(model, {0: [0, 2]})
-    assert attention_layers(model)[0].value.heads == 4
-    model.save_pretrained(tmp_path)
-    loaded = hk.integrations.transformers.from_pretrained(tmp_path, type(model))
-    assert attention_layers(loaded)[0].value.heads == 4
-    assert_same(loaded, model)
-
-
-def test_files_of_ordinary_heads_without_their_number_of_values(tmp_path: Path) -> None:
+def test_files_without_a_number_of_value_heads() -> None:
     """Records that say nothing of value heads mean one for each head, as they were before."""
-    model = in_use("modernbert")
-    convert(model, 14)
+    model = convert(in_use("modernbert"), 14)
     hk.heads.prune(model, {0: [1]})
-    shapes = copy.deepcopy(hk.heads.shapes(model))
+    shapes = hk.heads.shapes(model)
     for shape in shapes["pruned"].values():
         shape.pop("value_heads", None)
     other = in_use("modernbert")
@@ -127,7 +100,7 @@ def test_files_of_ordinary_heads_without_their_number_of_values(tmp_path: Path) 
     assert_same(other, model)
 
 
-# ---------------------------------------------------------------------- analysis, batches, compilation
+# ---------------------------------------------------------------------- analysis, batches, counts, compilation
 def analysed(model: Any) -> dict[str, Tensor]:
     """What the heads do, and how much they matter."""
     ids = batch(model)["input_ids"]
@@ -144,15 +117,29 @@ def analysed(model: Any) -> dict[str, Tensor]:
 
 
 def test_statistics_and_importance_stay() -> None:
-    model = in_use("mistral")
+    model = in_use("llama")
     expected = analysed(model)
     assert_alike(analysed(convert(model)), expected)
 
 
-def test_unpadded_batches() -> None:
-    model = convert(in_use("llama"), 14)
-    expected = outputs(model)
-    assert_alike(outputs(hk.integrations.transformers.use(model, unpad=True)), expected)
+def test_what_grouped_keys_had_is_counted() -> None:
+    model = torch.nn.Sequential(GatedMultiheadAttention(32, H, num_key_heads=Hk))
+    parts = [model[0].q_proj, model[0].k_proj]
+    before = sum(each.numel() for part in parts for each in part.parameters())
+    found = collaborate(model, 32)
+    [report] = found.reports
+    assert report.parameters_before == before == 32 * 32 + 32 * 8 + 32 + 8
+    assert found.parameters > found.parameters_before
+    T, F = report.length, report.executed_features
+    # projections of queries, keys and values, scores, weighted values, output
+    rows = 2 * T * 32 * (H * D + 2 * Hk * D + 32)
+    assert report.flops_before == rows + 2 * 2 * T * T * H * D
+    # One key of 32 features and content biases in the place of 2 keys of 4; values are grouped as before.
+    rows += 2 * T * 32 * (32 - Hk * D + H)
+    assert report.flops == rows + T * F + T * T * H + 2 * T * T * (F + H * D)
+    assert report.break_even == 0
+    found = collaborate(torch.nn.Sequential(GatedMultiheadAttention(32, H, num_key_heads=Hk)), 5)
+    assert found.reports[0].break_even == round(32 * (32 + 8 - 2 * 5) / (8 * 5 - 32))
 
 
 @pytest.mark.check

@@ -1,8 +1,14 @@
-"""Factors put into transformers models: what those compute then, in use and back from disk, and what is refused."""
+"""Factors put into transformers models: what those compute, keep in caches and files, and what is refused.
+
+tests/transformers has full-rank factors of every family (test_families.py) and decoding (test_generation.py).
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
-from heads_kernels.convert import count_parameters, install, ragged, read_heads
+from heads_kernels.convert import collaborate, count_parameters, install, ragged, read_heads
 from heads_kernels.heads import attention_layers
+from heads_kernels.integrations.transformers import from_pretrained, release
 from heads_kernels.nn.shared import SharedProjection
 from tests.convert.converted_models import (
-    CONVERTIBLE,
-    ROTARY,
     convert,
     gradients,
     in_use,
@@ -29,6 +34,8 @@ from tests.convert.converted_models import (
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Gates
 from tests.support.tiny_models import (
+    assert_same,
+    assert_same_states,
     batch,
     build,
     outputs,
@@ -36,20 +43,12 @@ from tests.support.tiny_models import (
     with_gradients,
 )
 
-#: Stock eager attention has a softmax in float32; stock SDPA makes NaN of rows that see nothing.
-STOCK = {torch.float32: "eager", torch.float64: "sdpa"}
+#: One of every way in which layers keep their projections and call attention.
+WAYS = ["albert", "bert", "gpt2", "t5", "bart", "vit"]
 
 
 # ---------------------------------------------------------------------- what is computed
-@pytest.mark.parametrize("dtype", STOCK)
-@pytest.mark.parametrize("name", CONVERTIBLE)
-def test_with_all_features_nothing_changes(name: str, dtype: torch.dtype) -> None:
-    expected = gradients(build(name, STOCK[dtype]).to(dtype))
-    found = gradients(convert(in_use(name).to(dtype)))
-    assert_alike(found, expected)
-
-
-@pytest.mark.parametrize("name", CONVERTIBLE)
+@pytest.mark.parametrize("name", WAYS)
 def test_any_factors(name: str) -> None:
     """Against a stock model whose heads have other weights and the same scores: outputs and all gradients."""
     stock, model = build(name, "sdpa").double(), in_use(name).double()
@@ -96,50 +95,34 @@ def encoder_decoder() -> Any:
     return model.double().eval()
 
 
-@pytest.mark.parametrize("all_features", [True, False])
-def test_cross_attention_of_gpt2(all_features: bool) -> None:
+def test_cross_attention_of_gpt2(tmp_path: Path) -> None:
+    """Of a model made of two, which is saved and loaded."""
     stock, model = encoder_decoder(), hk.integrations.transformers.use(encoder_decoder())
-    if all_features:
-        convert(model)
-    else:
-        for layer, own in zip(attention_layers(stock), attention_layers(model), strict=True):
-            factors = random_factors(layer, 7)
-            write(layer, factors)
-            install(model, own, factors, ragged=False)
-    kinds = [layer.kind for layer in attention_layers(model)]
-    assert kinds == ["encoder"] * 2 + ["decoder", "cross"] * 2
+    for layer, own in zip(attention_layers(stock), attention_layers(model), strict=True):
+        factors = random_factors(layer, 7)
+        write(layer, factors)
+        install(model, own, factors, ragged=False)
     arguments = batch(stock)
     arguments |= {"decoder_input_ids": arguments["input_ids"][:, :5]}
     found, expected = (each(**arguments).logits for each in (model, stock))
     assert_alike(found, expected)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, transformers.EncoderDecoderModel, dtype=torch.float64)
+    assert_same_states(loaded, model)
+    assert loaded.decoder.config._attn_implementation == "heads_kernels"
+    assert_alike(loaded(**arguments).logits, found)
 
 
-#: One of every way in which layers keep their projections and call attention.
-WAYS = ["albert", "bert", "gpt2", "t5", "bart", "vit"]
-
-
-# ---------------------------------------------------------------------- what a layer consists of
-@pytest.mark.parametrize("name", [*CONVERTIBLE, *ROTARY])
-def test_weights_are_not_drawn_anew(name: str) -> None:
-    """`init_weights` draws those that the model was not made with: fused values and content biases are such too."""
+@pytest.mark.parametrize("name", WAYS)
+def test_parts_and_their_training(name: str) -> None:
+    """Parameters are those that are counted, in the dtype and with the gradients asked for; zeros of ragged stay."""
     model = in_use(name)
-    first, *layers = attention_layers(model)
-    for layer in layers or [first]:
-        heads = read_heads(layer)
-        if isinstance(heads, hk.convert.RotaryHeads):
-            install(model, layer, hk.convert.rotary_ragged(heads, heads.D_k), ragged=False)
-        else:
-            install(model, layer, ragged(heads, heads.D_k), ragged=False)
-    if layers:
-        hk.heads.prune(model, {0: range(first.num_heads)})
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    model.init_weights()
-    assert not [n for n, weight in model.state_dict().items() if not torch.equal(weight, before[n])]
-
-
-@pytest.mark.parametrize("name", CONVERTIBLE)
-def test_parameters_are_those_that_are_counted(name: str) -> None:
-    model = convert(in_use(name), 12)
+    frozen = attention_layers(model)[0]
+    frozen.key.linear.requires_grad_(name == "gpt2")  # whose projections are fused
+    value = frozen.value.linear.weight
+    convert(model, 12)
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    before = {}
     for layer in attention_layers(model):
         assert layer.layout.shared
         assert (layer.num_heads, layer.head_dim, layer.value_dim) == (4, 12, 8)
@@ -149,42 +132,28 @@ def test_parameters_are_those_that_are_counted(name: str) -> None:
             own += projection.linear.parameters()
         counted = count_parameters(layer.query.inputs, 32, 4, 12, D_in_k=layer.key.inputs)
         assert sum(parameter.numel() for parameter in own) == counted
+        before |= {part: part.detach().clone() for part in own if part.requires_grad}
+    first = attention_layers(model)[0]
+    assert first.key.linear.content.weight.requires_grad == (name == "gpt2")
+    assert name == "gpt2" or first.value.linear.weight is value
+    for _ in range(2):
+        optimiser.zero_grad()
+        outputs(model.train()).square().mean().backward()
+        optimiser.step()
+    assert all(not torch.equal(old, new) for new, old in before.items())
+    assert all(layer.module.mixing.count_nonzero() == 12 for layer in attention_layers(model))
 
 
-def test_state_dicts_read_well() -> None:
-    model = convert(in_use("bert"), 12)
-    prefix = "encoder.layer.0.attention.self."
-    shapes = {
-        name.removeprefix(prefix): list(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if name.startswith(prefix) and "value" not in name
-    }
-    assert shapes == {
-        "mixing": [4, 12],
-        "query.weight": [12, 32],
-        "key.weight": [12, 32],
-        "key.content.weight": [4, 32],
-    }
-
-
-def test_dtype_and_gradients_asked_for_are_those_of_the_old_weights() -> None:
+def test_mixing_that_is_not_ragged_fills() -> None:
     model = in_use("bert").bfloat16()
-    layer = attention_layers(model)[0]
-    layer.key.linear.requires_grad_(False)
-    value = layer.value.linear
-    install(model, layer, random_factors(layer, 12), ragged=False)
-    new = attention_layers(model)[0]
-    assert new.value.linear is value
-    asked = {n: p.requires_grad for n, p in new.module.named_parameters()}
-    assert asked == {
-        "mixing": True,
-        "query.weight": True,
-        "key.weight": False,
-        "key.content.weight": False,
-        "value.weight": True,
-        "value.bias": True,
-    }
-    assert {parameter.dtype for parameter in new.module.parameters()} == {torch.bfloat16}
+    for layer in attention_layers(model):
+        install(model, layer, ragged(read_heads(layer), 20), ragged=False)
+    new = attention_layers(model)[0].module
+    assert {parameter.dtype for parameter in new.parameters()} == {torch.bfloat16}
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    outputs(model).square().mean().backward()
+    optimiser.step()
+    assert new.mixing.all()
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -199,117 +168,7 @@ def test_bfloat16(name: str) -> None:
     assert errors[0] < 4 * errors[1]
 
 
-# ---------------------------------------------------------------------- caches
-@pytest.mark.parametrize("dim", [5, 12, 32])
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("gpt2", ""),
-        ("bert", "BertLMHeadModel"),
-        ("bart", "BartForConditionalGeneration"),
-        ("t5", "T5ForConditionalGeneration"),
-    ],
-)
-def test_generation_with_a_cache(name: str, model: str, dim: int) -> None:
-    changes = {"is_decoder": True} if name == "bert" else {}
-    made = mixed(name, dim, model=model, **changes).double()
-    ids = torch.randint(3, 40, (2, 6), generator=torch.Generator().manual_seed(3))
-    real = torch.ones_like(ids)
-    real[1, :2] = 0
-    arguments = {
-        "attention_mask": real, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False,
-        "output_logits": True, "return_dict_in_generate": True,
-    }  # fmt: skip
-    cached, whole = (
-        made.generate(ids, use_cache=use_cache, **arguments) for use_cache in (True, False)
-    )
-    assert torch.equal(cached.sequences, whole.sequences)
-    assert_alike(cached.logits, whole.logits)
-
-
-def test_a_cache_keeps_one_key_for_all_heads() -> None:
-    model = mixed("gpt2", 12)
-    with torch.no_grad():
-        cache = model(batch(model)["input_ids"], use_cache=True).past_key_values
-    for layer in cache.layers:
-        assert layer.keys.shape == (3, 1, 9, 16)  # 12 features, 4 content biases
-        assert layer.values.shape == (3, 4, 9, 8)
-
-
-class Concatenated(TorchDispatchMode):
-    """The sizes of what is concatenated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[int] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
-        if op is torch.ops.aten.cat.default:
-            self.numbers.append(out.numel())
-        return out
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_a_step_copies_no_weights(name: str) -> None:
-    model = mixed(name, 12)
-    with torch.no_grad(), Concatenated() as seen:
-        model(input_ids=torch.tensor([[7]]))
-    assert (
-        max(seen.numbers) <= 3 * 32
-    )  # outputs for one token; the least of the weights has 12 * 32
-
-
-def test_left_padding_changes_nothing() -> None:
-    model = mixed("gpt2").double()
-    ids = torch.randint(3, 40, (1, 6))
-    padded = torch.nn.functional.pad(ids, (3, 0))
-    places = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5]])
-    with torch.no_grad():
-        expected = model(ids)[0]
-        found = model(padded, attention_mask=(padded > 0).long(), position_ids=places)[0]
-    assert_alike(found[:, 3:], expected)
-
-
-# ---------------------------------------------------------------------- gates, heads
-@pytest.mark.parametrize("name", WAYS)
-def test_a_pruned_head_is_a_closed_one(name: str) -> None:
-    closed, pruned = (mixed(name, ragged=True).double() for _ in range(2))
-    heads = {layer.name: [layer.index % 4, 3] for layer in attention_layers(closed)}
-    hk.heads.close(closed, heads)
-    taken = hk.heads.prune(pruned, heads)
-    assert {name: len(each) for name, each in taken.items()} == {
-        name: len(set(each)) for name, each in heads.items()
-    }
-    assert_alike(outputs(pruned), outputs(closed))
-    assert [layer.num_heads for layer in attention_layers(pruned)] == [
-        4 - len(set(each)) for each in heads.values()
-    ]
-    hk.heads.reopen(closed)
-    assert_alike(outputs(closed), outputs(mixed(name).double()))
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_without_heads(name: str) -> None:
-    closed, pruned = (mixed(name).double() for _ in range(2))
-    heads = {1 if name != "albert" else 0: range(4)}
-    hk.heads.close(closed, heads)
-    hk.heads.prune(pruned, heads)
-    assert_alike(outputs(pruned), outputs(closed))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_pruned_models_generate(name: str) -> None:
-    model = mixed(name, model="" if name == "gpt2" else "T5ForConditionalGeneration").double()
-    hk.heads.prune(model, {0: [1], 1: range(4)})
-    ids = torch.randint(3, 40, (2, 6))
-    found = [
-        model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, use_cache=use)
-        for use in (True, False)
-    ]
-    assert torch.equal(*found)
-
-
+# ---------------------------------------------------------------------- gates, heads, statistics
 @pytest.mark.parametrize("name", WAYS)
 def test_gates_and_head_masks(name: str) -> None:
     """A gate and a head mask multiply, and learn what they learn in a model with other weights of the same scores."""
@@ -329,10 +188,10 @@ def test_gates_and_head_masks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
-def test_observers_see_the_scores(name: str) -> None:
-    """Maps of attention before and after, to all features."""
+def test_observers_and_statistics(name: str) -> None:
+    """Maps of attention before and after, to all features, and what stands for them."""
 
-    def maps(model: Any) -> list[Tensor]:
+    def read(model: Any) -> list[Tensor]:
         seen: list[Tensor] = []
 
         def look(_: Any, call: AttentionCall) -> None:
@@ -340,81 +199,138 @@ def test_observers_see_the_scores(name: str) -> None:
 
         with torch.no_grad(), hk.analysis.observe(model, look):
             outputs(model)
-        return seen
+        found = model(**batch(model), output_attentions=True)
+        rows = found.encoder_attentions if name == "t5" else found.attentions
+        real = batch(model)["attention_mask"].bool()[:, None].expand(-1, 4, -1)
+        return [*seen, *(each.entropy[real] for each in rows), *(each.max_prob[real] for each in rows)]  # fmt: skip
 
     model = in_use(name).double()
-    expected = maps(model)
-    found = maps(convert(model))
-    assert len(found) == len(expected) > 1
-    for before, after in zip(expected, found, strict=True):
-        assert_alike(after, before)
+    expected = read(model)
+    assert len(expected) > 4
+    assert_alike(read(convert(model)), expected)
 
 
-def test_statistics_in_the_place_of_maps() -> None:
-    model = in_use("bert").double()
-    arguments = batch(model)
-    with torch.no_grad():
-        expected = model(**arguments, output_attentions=True).attentions
-        found = convert(model)(**arguments, output_attentions=True).attentions
-    real = arguments["attention_mask"].bool()[:, None].expand(-1, 4, -1)
-    for before, after in zip(expected, found, strict=True):
-        assert isinstance(after, hk.AttentionStatistics)
-        assert_alike(after.entropy[real], before.entropy[real])
-        assert_alike(after.max_prob[real], before.max_prob[real])
-
-
-def test_a_float_mask_is_added() -> None:
+def test_a_float_mask_and_dropout() -> None:
     mask = torch.randn(3, 1, 9, 9, dtype=torch.float64)
     expected = outputs(in_use("bert").double(), attention_mask=mask)
-    found = outputs(convert(in_use("bert").double()), attention_mask=mask)
-    assert_alike(found, expected)
-
-
-def test_dropout() -> None:
+    assert_alike(outputs(convert(in_use("bert").double()), attention_mask=mask), expected)
     model = mixed("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
     whole = outputs(model)
     assert not torch.equal(outputs(model.train()), whole)
 
 
-# ---------------------------------------------------------------------- training
-@pytest.mark.parametrize("name", WAYS)
-def test_training(name: str) -> None:
-    model = convert(in_use(name), 20)
-    model.train()
-    parts = [
-        part
-        for layer in attention_layers(model)
-        for part in (
-            layer.module.mixing,
-            *layer.query.linear.parameters(),
-            *layer.key.linear.parameters(),
-            layer.value.linear.weight,
-        )
-    ]
-    before = [part.detach().clone() for part in parts]
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        optimiser.zero_grad()
-        outputs(model).square().mean().backward()
-        assert all(bool(part.grad.isfinite().all()) for part in parts)
-        optimiser.step()
-    for layer in attention_layers(model):
-        mixing = layer.module.mixing
-        assert mixing.count_nonzero() == 20  # ragged: zeros stay zeros
-    assert all(not torch.equal(old, new) for old, new in zip(before, parts, strict=True))
+# ---------------------------------------------------------------------- caches
+class Copies(TorchDispatchMode):
+    """Shapes that operations write as a copy, by their names."""
+
+    NAMES = ("clone", "copy_", "cat", "_to_copy", "repeat", "index_select", "constant_pad_nd")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if name in self.NAMES:
+            self.found.append((name, tuple(out.shape)))
+        return out
 
 
-def test_mixing_that_is_not_ragged_fills() -> None:
-    model = in_use("bert")
-    for layer in attention_layers(model):
-        install(model, layer, ragged(read_heads(layer), 20), ragged=False)
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
-    outputs(model).square().mean().backward()
-    optimiser.step()
-    assert attention_layers(model)[0].module.mixing.all()
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_cache_of_shared_keys(cache: str) -> None:
+    """One key of all heads and the content biases; a step copies neither it nor weights, but for what stock does."""
+    model = mixed("gpt2", 12)
+    past = transformers.DynamicCache()
+    if cache == "static":
+        past = transformers.StaticCache(config=model.config, max_cache_len=60)
+    model(torch.randint(3, 40, (2, 40)), past_key_values=past)
+    for layer in past.layers:
+        assert layer.keys.shape[1::2] == (1, 16)  # 12 features, 4 content biases
+        assert layer.values.shape[1::2] == (4, 8)
+    copied, pickled = copy.deepcopy(past), pickle.loads(pickle.dumps(past))
+    token = torch.randint(3, 40, (2, 1))
+    with Copies() as copies:
+        expected = model(token, past_key_values=past).logits
+    large = [name for name, shape in copies.found if len(shape) > 2 and {41, 60} & set(shape)]
+    assert large == (["cat"] * 2 * len(past.layers) if cache == "dynamic" else [])
+    weights = {(12, 32), (32, 12), (16, 32), (32, 16), (32, 32), (96, 32), (32, 96)}
+    assert not weights & {shape for _, shape in copies.found}
+    for each in (copied, pickled):
+        assert_alike(model(token, past_key_values=each).logits, expected)
 
 
-# ---------------------------------------------------------------------- compilation
+# ---------------------------------------------------------------------- files
+def test_the_record_is_in_the_config(tmp_path: Path) -> None:
+    """Names read well; another model of the config is left alone; a file fits with and without a task head."""
+    model = in_use("bert", model="BertForSequenceClassification")
+    other = transformers.BertModel(model.config)
+    convert(model, 13)
+    names = [f"bert.encoder.layer.{n}.attention.self" for n in range(2)]
+    shapes = {name.removeprefix("bert."): {"dim": 13, "ragged": True} for name in names}
+    assert model.config.heads_kernels == {"converted": shapes}
+    assert not hasattr(other.config, "heads_kernels")
+    found = {
+        name.removeprefix(f"{names[0]}."): list(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name.startswith(names[0]) and "value" not in name
+    }
+    assert found == {
+        "mixing": [4, 13], "query.weight": [13, 32], "key.weight": [13, 32], "key.content.weight": [4, 32],
+    }  # fmt: skip
+    hk.heads.prune(model, {1: [0]})
+    left = {"heads": [1, 2, 3], "key_heads": 1, "head_dim": 13, "value_dim": 8}
+    pruned = {names[1].removeprefix("bert."): left}
+    assert model.config.heads_kernels == {"pruned": pruned, "converted": shapes}
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert written["heads_kernels"] == model.config.heads_kernels
+    classify = from_pretrained(tmp_path, transformers.AutoModelForSequenceClassification)
+    assert_same(classify, model)
+    base = from_pretrained(tmp_path)
+    assert type(base) is transformers.BertModel
+    assert_same_states(base, model.base_model, ignoring="pooler")
+
+
+def test_pruned_first_in_shards_of_another_dtype(tmp_path: Path) -> None:
+    model = in_use("gpt2")
+    hk.heads.prune(model, {0: [0, 2]})
+    hk.heads.prune(model, {0: [1], 1: [3]})
+    convert(model, 11)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = from_pretrained(tmp_path, type(model), dtype=torch.bfloat16)
+    kept = [layer.module.kept_heads.tolist() for layer in attention_layers(loaded)]
+    assert kept == [[1], [0, 1, 2]]
+    assert_same_states(loaded, model.bfloat16())
+
+
+def test_files_beside_gates_and_whole_models(tmp_path: Path) -> None:
+    """What a file needs is said, and nothing is changed."""
+    model, path = convert(in_use("bert"), 13), tmp_path / "model.safetensors"
+    hk.heads.gate(model, hk.nn.HardConcrete, layers=[1])
+    hk.heads.save(model, path)
+    loaded, stock = in_use("bert"), build("bert", "sdpa")
+    with pytest.raises(ValueError, match=r"which has .*head_gate"):
+        hk.heads.load(loaded, path)
+    assert not attention_layers(loaded)[0].layout.shared
+    hk.heads.gate(loaded, hk.nn.HardConcrete, layers=[1])
+    hk.heads.load(loaded, path)
+    assert_same(loaded, model)
+    hk.heads.load(loaded, path)  # converted already
+    hk.heads.ungate(loaded)
+    hk.heads.save(loaded, path)
+    before = outputs(stock)
+    with pytest.raises(ValueError, match="attn_implementation is 'sdpa'"):
+        hk.heads.load(stock, path)
+    assert_alike(outputs(stock), before)
+    hk.heads.save(stock, path)
+    with pytest.raises(ValueError, match="before pruning and conversion"):
+        hk.heads.load(loaded, path)
+
+
+# ---------------------------------------------------------------------- compilation, copies
 @pytest.mark.check
 def test_compile() -> None:
     """The whole model is one graph, with its gradients; the fused projections of GPT-2 too."""
@@ -440,31 +356,116 @@ def test_export() -> None:
         assert_alike(program.module()(**arguments)[0], model(**arguments)[0])
 
 
-# ---------------------------------------------------------------------- copies, and what would be nonsense
-def test_copies() -> None:
-    model = mixed("bert")
-    copied = copy.deepcopy(model)
-    assert_alike(outputs(copied), outputs(model))
-    assert copied.encoder.layer[0].attention.self.mixing is not (
-        model.encoder.layer[0].attention.self.mixing
-    )
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_other_attention_is_refused(implementation: str) -> None:
+def test_other_attention_is_refused(implementation: str, tmp_path: Path) -> None:
+    """In the model, a copy, and one that is loaded so."""
     model = mixed("bert", 28)  # padded to 4 and to 4 heads of 8: stock attention would not notice
-    model.set_attn_implementation(implementation)
-    with pytest.raises(
-        ValueError, match=f"attn_implementation is '{implementation}' in a BertSelf"
-    ):
-        outputs(model)
-    with pytest.raises(ValueError, match=f"'{implementation}'"):
-        outputs(copy.deepcopy(model))
-    model.set_attn_implementation("heads_kernels")
-    outputs(model)
-
-
-def test_release_is_refused() -> None:
-    model = mixed("bert")
+    expected = outputs(model)
+    model.save_pretrained(tmp_path)
+    copied = copy.deepcopy(model)
+    assert_alike(outputs(copied), expected)
     with pytest.raises(ValueError, match="share queries and keys in 'encoder"):
-        hk.integrations.transformers.release(model)
+        release(copied)
+    refusal = f"attn_implementation is '{implementation}' in a BertSelf"
+    with pytest.raises(ValueError, match=refusal):
+        from_pretrained(tmp_path, attn_implementation=implementation)
+    for each in (model, copied):
+        each.set_attn_implementation(implementation)
+        with pytest.raises(ValueError, match=refusal):
+            outputs(each)
+        each.set_attn_implementation("heads_kernels")
+        assert_alike(outputs(each), expected)
+
+
+# ---------------------------------------------------------------------- layers that cannot be converted
+def without_heads() -> Any:
+    hk.heads.prune(model := build("bert"), {0: range(4)})
+    return model
+
+
+def with_nan() -> Any:
+    model = build("gpt2")
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight[3, 40] = torch.nan
+    return model
+
+
+def packed() -> Any:
+    model = build("bert")
+    query = model.encoder.layer[0].attention.self.query
+    query.weight = nn.Parameter(torch.zeros(512, dtype=torch.uint8), False)
+    return model
+
+
+def subclassed() -> Any:
+    class Attention(transformers.models.llama.modeling_llama.LlamaAttention):
+        """Perhaps with norms."""
+
+    model = in_use("llama")
+    model.model.layers[0].self_attn.__class__ = Attention
+    return model
+
+
+UNREAD = [
+    (without_heads, "has no heads left"),
+    (with_nan, r"layer 0 \('transformer.h.0.attn'\): key holds NaN"),
+    (packed, "its query projection has a Parameter of dtype torch.uint8"),
+    (subclassed, "layer 0 .* is a Attention, which may do more than"),
+    (lambda: mixed("bert"), "is collaborative already"),
+]
+
+
+@pytest.mark.parametrize(("make", "refusal"), UNREAD)
+def test_layers_that_cannot_be_read(make: Any, refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        read_heads(attention_layers(make())[0])
+
+
+def test_models_that_run_another_attention_are_refused() -> None:
+    model = build("bert", "sdpa")
+    layer = attention_layers(model)[0]
+    factors = ragged(read_heads(layer), 12)
+    with pytest.raises(ValueError, match=r"attn_implementation is 'sdpa' .*: call .*use\(model\)"):
+        install(model, layer, factors, ragged=True)
+    assert not attention_layers(model)[0].layout.shared
+
+
+class _Attention(nn.Module):
+    """Attention of someone else: fused, split in equal parts."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.head_dim = self.width = 4
+        if config is not None:
+            self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        gate = getattr(self, "head_gate", None)
+        gates = None if gate is None else gate(len(x), x.shape[1])
+        out = hk.gated_attention(query, key, value, gate=gates)
+        projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        return projected
+
+
+@pytest.mark.parametrize("in_transformers", [False, True])
+def test_modules_of_others_are_read_and_not_converted(
+    in_transformers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = hk.heads.HeadLayout("other", "qkv", "qkv", "qkv", "out", scale="width")
+    monkeypatch.setitem(hk.heads.layouts.LAYOUTS, "_Attention", layout)
+    model = nn.Sequential(_Attention(in_use("bert").config if in_transformers else None))
+    [layer] = attention_layers(model)
+    heads = read_heads(layer)
+    assert torch.equal(heads.key.flatten(0, 1), model[0].qkv.weight[12:24].double())
+    assert heads.scale == 4
+    said = "one projection for several roles" if in_transformers else "is a _Attention; layers of"
+    with pytest.raises((TypeError, ValueError), match=said):
+        collaborate(model, 8, progress=False)
+    del model[0].width
+    with pytest.raises(ValueError, match="is a _Attention without 'width'"):
+        read_heads(attention_layers(model)[0])

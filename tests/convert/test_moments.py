@@ -10,82 +10,50 @@ import torch
 from torch import Tensor
 
 from heads_kernels.convert import Heads, Moments, ragged
+from tests.convert.random_heads import assert_moments, moments_by_hand
 from tests.support.alike import assert_alike
 
 B, T, S, D_in, D_in_k = 3, 7, 5, 6, 4
 
 
-def real(*lengths: int, size: int) -> Tensor:
-    return torch.arange(size) < torch.tensor(lengths)[:, None]
+def real(*lengths: int, size: int, left: bool = False) -> Tensor:
+    mask = torch.arange(size) < torch.tensor(lengths)[:, None]
+    return mask.flip(1) if left else mask
 
 
-def by_loops(
-    query: Tensor, key: Tensor, query_mask: Tensor, key_mask: Tensor, is_causal: bool
-) -> tuple[int, Tensor, Tensor, Tensor]:
-    rows = query[query_mask].double()
-    covariances = torch.zeros(key.shape[-1], key.shape[-1], dtype=torch.double)
-    for b in range(len(query)):
-        for t in range(query.shape[1]):
-            seen = [s for s in range(key.shape[1]) if key_mask[b, s] and not (is_causal and s > t)]
-            if query_mask[b, t] and seen:
-                covariances += torch.cov(key[b, seen].double().T, correction=0).reshape_as(
-                    covariances
-                )
-    return len(rows), rows.sum(0), rows.T @ rows, covariances
-
-
-def agree(found: Moments, expected: tuple[int, Tensor, Tensor, Tensor]) -> None:
-    count, query_sum, query_outer, key_outer = expected
-    assert int(found.count) == count
-    assert_alike(found.query_sum, query_sum)
-    assert_alike(found.query_outer, query_outer)
-    assert_alike(found.key_outer, key_outer)
+WHOLE = real(T, T, T, size=T)
+#: Real rows, and real keys: whole, padded, empty, of their own and on the left.
+MASKS = [
+    (WHOLE, WHOLE),
+    *((rows := real(*lengths, size=T), rows) for lengths in ((7, 1, 4), (0, 3, 5))),
+    (real(7, 3, 5, size=T), real(4, 7, 6, size=T, left=True)),
+]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("lengths", [(7, 7, 7), (7, 1, 4), (0, 3, 5)])
-def test_self_attention(lengths: tuple[int, ...], is_causal: bool) -> None:
-    x, mask = torch.randn(B, T, D_in), real(*lengths, size=T)
-    found = Moments.of(x, query_mask=mask, is_causal=is_causal)
-    agree(found, by_loops(x, x, mask, mask, is_causal))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_on_the_left_and_keys_of_their_own(is_causal: bool) -> None:
-    x, rows, keys = torch.randn(B, T, D_in), real(7, 3, 5, size=T), real(4, 7, 6, size=T).flip(1)
-    found = Moments.of(x, query_mask=rows, key_mask=keys, is_causal=is_causal)
-    agree(found, by_loops(x, x, rows, keys, is_causal))
+@pytest.mark.parametrize(("rows", "keys"), MASKS)
+def test_self_attention(rows: Tensor, keys: Tensor, is_causal: bool) -> None:
+    """What is not real is not read."""
+    x = torch.randn(B, T, D_in)
+    expected = moments_by_hand([(x, x, rows, keys, is_causal)])
+    read = x.masked_fill(~(rows | keys)[..., None], torch.nan)
+    found = Moments.of(read, query_mask=rows, key_mask=keys, is_causal=is_causal)
+    assert_moments(found, expected)
 
 
 def test_cross_attention() -> None:
     x, y = torch.randn(B, T, D_in), torch.randn(B, S, D_in_k)
     rows, keys = real(7, 2, 4, size=T), real(5, 1, 3, size=S)
     found = Moments.of(x, y, query_mask=rows, key_mask=keys)
-    agree(found, by_loops(x, y, rows, keys, False))
-    all_real = Moments.of(x, y)
-    agree(all_real, by_loops(x, y, real(T, T, T, size=T), real(S, S, S, size=S), False))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_is_not_real_is_not_read(is_causal: bool) -> None:
-    x, mask = torch.randn(B, T, D_in), real(7, 3, 5, size=T)
-    expected = by_loops(x, x, mask, mask, is_causal)
-    agree(
-        Moments.of(
-            x.masked_fill(~mask[..., None], torch.nan), query_mask=mask, is_causal=is_causal
-        ),
-        expected,
-    )
+    assert_moments(found, moments_by_hand([(x, y, rows, keys, False)]))
+    expected = moments_by_hand([(x, y, WHOLE, real(S, S, S, size=S), False)])
+    assert_moments(Moments.of(x, y), expected)
 
 
 def test_batches_add_up() -> None:
     x, mask = torch.randn(B, T, D_in, dtype=torch.bfloat16), real(7, 3, 5, size=T)
-    whole = Moments.of(x, query_mask=mask)
     one, *others = (Moments.of(x[b], query_mask=mask[b]) for b in range(B))
-    agree(
-        sum(others, start=one),
-        (int(whole.count), whole.query_sum, whole.query_outer, whole.key_outer),
-    )
+    assert_moments(sum(others, start=one), Moments.of(x, query_mask=mask))
 
 
 def test_a_row_of_sentences_added_to_each_sees_its_own_mean() -> None:
@@ -96,37 +64,21 @@ def test_a_row_of_sentences_added_to_each_sees_its_own_mean() -> None:
 
 
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "integer inputs": (
-        (torch.zeros(2, 3, dtype=torch.int64),),
-        {},
-        "query_inputs has dtype torch.int64 and shape [2, 3]; pass a floating tensor",
-    ),
-    "no tokens' dimension": (
-        (torch.zeros(3),),
-        {},
-        "query_inputs has dtype torch.float32 and shape [3]; pass a floating tensor",
-    ),
-    "float mask": (
-        (torch.zeros(2, 3),),
-        {"query_mask": torch.ones(2)},
-        "query_mask has dtype torch.float32 and shape [2]; pass bool [2], True for real tokens.",
-    ),
+    "integers": ((torch.zeros(2, 3, dtype=torch.int64),), {}, "query_inputs has dtype torch.int64"),
+    "no tokens' dimension": ((torch.zeros(3),), {}, "query_inputs has dtype torch.float32 and shape"),
+    "float mask": ((torch.zeros(2, 3),), {"query_mask": torch.ones(2)}, "query_mask has dtype"),
     "mask of another shape": (
         (torch.zeros(2, 3), torch.zeros(4, 5)),
         {"key_mask": torch.ones(2, dtype=torch.bool)},
-        "key_mask has dtype torch.bool and shape [2]; pass bool [4], True for real tokens.",
+        "key_mask has dtype torch.bool and shape [2]; pass bool [4]",
     ),
     "batches that differ": (
-        (torch.zeros(2, 2, 3), torch.zeros(3, 4, 5)),
-        {},
-        "key_inputs has shape [3, 4, 5]; make its batch [2], as queries'.",
+        (torch.zeros(2, 2, 3), torch.zeros(3, 4, 5)), {}, "key_inputs has shape [3, 4, 5]",
     ),
     "causal cross-attention": (
-        (torch.zeros(2, 3), torch.zeros(2, 3)),
-        {"is_causal": True},
-        "is_causal is True with key_inputs; leave key_inputs out: self-attention.",
+        (torch.zeros(2, 3), torch.zeros(2, 3)), {"is_causal": True}, "is_causal is True with key_in",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -139,11 +91,12 @@ def test_bad_batches(name: str) -> None:
 def test_moments_that_do_not_fit() -> None:
     heads = Heads(torch.randn(2, 3, D_in), torch.randn(2, 3, D_in_k), scale=1.0)
     x, y = torch.randn(T, D_in), torch.randn(S, D_in_k)
-    with pytest.raises(ValueError, match=re.escape("widths (6, 6); those of the layer are (6, 4)")):
-        ragged(heads, 2, Moments.of(x))
-    with pytest.raises(ValueError, match=r"^moments are of no tokens; add a batch"):
-        ragged(heads, 2, Moments.of(x, y, query_mask=torch.zeros(T, dtype=torch.bool)))
-    with pytest.raises(ValueError, match=r"^moments hold NaN or infinity; look for them"):
-        ragged(heads, 2, Moments.of(x * torch.nan, y))
+    for moments, message in (
+        (Moments.of(x), re.escape("widths (6, 6); those of the layer are (6, 4)")),
+        (Moments.of(x, y, query_mask=torch.zeros(T, dtype=torch.bool)), "moments are of no tokens"),
+        (Moments.of(x * torch.nan, y), "moments hold NaN or infinity; look for them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ragged(heads, 2, moments)
     with pytest.raises(ValueError, match=re.escape("widths (6, 6); those that they are added to")):
         Moments.of(x, y) + Moments.of(x)

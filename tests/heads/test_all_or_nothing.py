@@ -1,116 +1,241 @@
-"""Surgery that an error or Ctrl-C stops half-way leaves the model that it found."""
+"""An operation that fails leaves its model as it was: any operation, wherever an error or Ctrl-C stops it."""
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import install, ragged, read_heads
+from heads_kernels.convert import calibrate, collaborate, curves, install, ragged, read_heads
 from heads_kernels.heads import attention_layers
-from tests.convert.model_state import state
-from tests.support.tiny_models import build, outputs
+from heads_kernels.integrations.transformers import release, use
+from tests.support.model_state import state
+from tests.support.nn_layers import B, E, H, S, spread
+from tests.support.tiny_models import batch, build, outputs, unpooled
+
+HEADS = {0: [1], 1: [2, 3]}
+
+
+# ---------------------------------------------------------------------- models
+def stock() -> Any:
+    return unpooled(build("bert"))
+
+
+def biased() -> Any:
+    """Its classes are replaced."""
+    return unpooled(build("mpnet"))
 
 
 def in_use() -> Any:
-    return hk.integrations.transformers.use(build("bert"))
+    return use(stock())
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_pruning_is_all_or_nothing(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever it stops: at any of the parameters that are replaced."""
-    stock, left = hk.heads.reshape.replace, iter(())
-
-    def failing(*arguments: Any) -> None:
-        if next(left, None) is None:
-            raise error
-        stock(*arguments)
-
-    model = in_use()
-    hk.heads.close(model, {0: [1], 1: [2]})
-    attention_layers(model)  # its layout is proven on a copy, once
-    before, expected = state(model), outputs(model)
-    for module in (hk.heads.reshape, hk.heads.pruning):
-        monkeypatch.setattr(module, "replace", failing)
-    for count in (0, 1, 2, 7, 15):
-        left = iter(range(count))
-        with pytest.raises(error):
-            hk.heads.prune(model, hk.heads.closed(model))
-        assert next(left, None) is None
-        assert state(model) == before
-        assert torch.equal(outputs(model), expected)
-    left = iter(range(1000))
-    hk.heads.prune(model, hk.heads.closed(model))
-    assert next(left) > 15
+def closed() -> Any:
+    hk.heads.close(model := in_use(), HEADS)
+    return model
 
 
-@pytest.mark.parametrize("operation", ["gate", "ungate", "close", "reopen"])
-def test_gating_is_all_or_nothing(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = in_use()
-    if operation in ("ungate", "reopen"):
-        hk.heads.close(model, {0: [1], 1: [2]})
+def gated() -> Any:
+    hk.heads.gate(model := in_use(), hk.nn.HardConcrete)
+    return model
+
+
+def unpadded() -> Any:
+    return use(biased(), unpad=True)
+
+
+def pruned() -> Any:
+    hk.heads.prune(model := in_use(), HEADS)
+    return model
+
+
+def torch_encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
+    return spread(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+def encoder() -> Any:
+    return hk.nn.replace_attention_(torch_encoder())
+
+
+def data_of(model: Any) -> Any:
+    if isinstance(model, nn.TransformerEncoder):
+        return torch.randn(B, S, E, generator=torch.Generator().manual_seed(0))
+    return batch(model)
+
+
+def run(model: Any) -> Tensor:
+    return model(data_of(model)) if isinstance(model, nn.TransformerEncoder) else outputs(model)
+
+
+# ---------------------------------------------------------------------- operations that change a model
+def install_one(model: Any) -> None:
+    layer = attention_layers(model)[1]
+    install(model, layer, ragged(read_heads(layer), 12), ragged=True)
+
+
+def convert(model: Any) -> None:
+    collaborate(model, 8, calibration=[data_of(model)], progress=False)
+
+
+def load(model: Any, folder: Path) -> None:
+    hk.heads.save(pruned(), folder / "model.safetensors")
+    hk.heads.load(model, folder / "model.safetensors")
+
+
+#: The model before, and the operation.
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "close": (in_use, lambda model: hk.heads.close(model, HEADS)),
+    "reopen": (closed, hk.heads.reopen),
+    "gate": (in_use, lambda model: hk.heads.gate(model, hk.nn.HardConcrete)),
+    "ungate": (gated, hk.heads.ungate),
+    "prune": (closed, lambda model: hk.heads.prune(model, hk.heads.closed(model))),
+    "apply_shapes": (in_use, lambda model: hk.heads.apply_shapes(model, hk.heads.shapes(pruned()))),
+    "load": (in_use, load),
+    "install": (in_use, install_one),
+    "collaborate": (stock, convert),
+    "collaborate modules": (encoder, lambda model: collaborate(model, 8, method="ragged")),
+    "replace_attention_": (torch_encoder, hk.nn.replace_attention_),
+    "use": (biased, use),
+    "use unpadded": (biased, lambda model: use(model, unpad=True)),
+    "use padded again": (unpadded, use),
+    "release": (unpadded, release),
+}
+
+
+@contextmanager
+def stopped_at(model: nn.Module, number: int) -> Iterator[list[str]]:
+    """The write to a module of the model with this number is interrupted: of an attribute, a parameter or a hook."""
+    modules, writes = set(model.modules()), list[str]()
+    names = ("__setattr__", "register_parameter", "register_buffer", "register_forward_hook")
+
+    def counted(write: Callable[..., Any]) -> Callable[..., Any]:
+        def interrupted(self: nn.Module, name: Any, *rest: Any, **options: Any) -> Any:
+            if self in modules:
+                writes.append(str(name))
+                if len(writes) == number + 1:
+                    raise KeyboardInterrupt
+            return write(self, name, *rest, **options)
+
+        return interrupted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*names, "register_forward_pre_hook"):
+            patch.setattr(nn.Module, name, counted(getattr(nn.Module, name)))
+        yield writes
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_whole_or_undone(name: str, tmp_path: Path) -> None:
+    """Interrupted at the first write, the second, the fourth and so on, until it ends before."""
+    make, operation = CHANGES[name]
+    model = make()
+    arguments = (tmp_path,) if name == "load" else ()
+    expected = run(model)
     before = state(model)
-    setattr_, calls = nn.Module.__setattr__, []
+    for doubling in itertools.count():
+        with stopped_at(model, 2**doubling - 1) as writes:
+            try:
+                operation(model, *arguments)
+            except KeyboardInterrupt:
+                assert state(model) == before, writes
+            else:
+                break
+        assert torch.equal(run(model), expected)
+    assert doubling > 1
+    assert state(model) != before
 
-    def interrupted(self: nn.Module, name: str, value: Any) -> None:
-        if name == "head_gate":
-            if calls:
-                raise KeyboardInterrupt
-            calls.append(name)
-        setattr_(self, name, value)
 
-    arguments = {"gate": (hk.nn.HardConcrete,), "close": ({0: [1], 1: [2]},)}
-    monkeypatch.setattr(nn.Module, "__setattr__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        getattr(hk.heads, operation)(model, *arguments.get(operation, ()))
-    assert calls
+#: Steps that come late, or write to something else than modules.
+LATE = {
+    "load": ("heads.saving.record_in_config", "heads.saving.restore_shape"),
+    "install": ("convert.install.record_in_config",),
+    "collaborate": ("convert.collaborate.record_in_config", "convert.collaborate.Conversion"),
+    "use unpadded": tuple(
+        f"integrations.transformers.models.{step}"
+        for step in ("own_configs", "replace_classes", "watch", "unpad_layers")
+    ),
+    "use padded again": ("integrations.transformers.models.pad_layers",),
+    "release": ("integrations.transformers.models.pad_layers",),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [(name, step) for name, steps in LATE.items() for step in steps]
+)
+def test_late_errors(name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the step."""
+    make, operation = CHANGES[name]
+    model = make()
+    before = state(model)
+    arguments = (tmp_path,) if name == "load" else ()
+    place, _, function = f"heads_kernels.{step}".rpartition(".")
+    module = sys.modules[place]
+    stock_step = getattr(module, function)
+
+    def failing(*given: Any, **options: Any) -> None:
+        made = stock_step(*given, **options)
+        if model in given or function == "Conversion":
+            raise RuntimeError("too late")
+        return made
+
+    monkeypatch.setattr(module, function, failing)
+    with pytest.raises(RuntimeError, match="too late"):
+        operation(model, *arguments)
     assert state(model) == before
 
 
-@pytest.mark.parametrize("fails", ["restore_shape", "load_model", "record_in_config"])
-def test_loading_gives_the_shape_back(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, path = in_use(), tmp_path / "model.safetensors"
-    hk.heads.prune(model, {0: [1], 1: [2]})
-    hk.heads.save(model, path)
-    other = in_use()
-    before = state(other)
-    name = "safetensors.torch" if fails == "load_model" else "heads_kernels.heads.saving"
-
-    def interrupted(model: nn.Module, *arguments: Any) -> None:
-        if model is other:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(f"{name}.{fails}", interrupted)
-    if fails == "restore_shape":
-        monkeypatch.setattr("heads_kernels.heads.saving._check_weights", lambda *of: None)
-    with pytest.raises(KeyboardInterrupt):
-        hk.heads.load(other, path)
-    assert state(other) == before
+# ---------------------------------------------------------------------- operations that read a model
+def loss(model: Any, each: Any) -> Tensor:
+    found: Tensor = model(**each)[0].square().mean()
+    return found
 
 
-@pytest.mark.parametrize("fails", ["put_in", "record_in_config"])
-def test_installing_is_all_or_nothing(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = in_use()
+READINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "calibrate": calibrate,
+    "curves": curves,
+    "collaborate": lambda model, data: collaborate(model, 8, calibration=data, progress=False),
+    "statistics": hk.analysis.statistics,
+    "importance": lambda model, data: hk.analysis.importance(model, data, loss),
+    "relevance": lambda model, data: hk.analysis.relevance(
+        model, data, lambda model, each: model(**each)[0].mean(1)
+    ),
+    "roles": hk.analysis.roles,
+    "distance": hk.analysis.distance,
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", READINGS)
+def test_readings_leave_nothing(name: str, training: bool) -> None:
+    """An error of the data after a batch, one of the model in a pass, and none."""
+    model = in_use().train(training)
+    next(model.children()).eval()
     before = state(model)
-    layer = attention_layers(model)[1]
-    factors = ragged(read_heads(layer), 12)
-    module = sys.modules["heads_kernels.convert.install"]
-    stock = getattr(module, fails)
 
-    def failing(*arguments: Any, **options: Any) -> None:
-        stock(*arguments, **options)
+    def batches() -> Iterator[Any]:
+        yield batch(model)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, fails, failing)
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        install(model, layer, factors, ragged=True)
+        READINGS[name](model, batches())
     assert state(model) == before
+    handle = model.encoder.layer[1].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        READINGS[name](model, [batch(model)])
+    handle.remove()
+    assert state(model) == before
+    if name != "collaborate":
+        READINGS[name](model, [batch(model)])
+        assert state(model) == before

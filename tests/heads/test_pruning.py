@@ -1,8 +1,10 @@
-"""Pruned models compute what they computed with those heads closed, in every family of the table."""
+"""Pruned models compute what they computed with those heads closed: gradients, key heads, sizes, the package's modules.
+
+tests/transformers/test_families.py has the outputs of every family.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,45 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.heads.layers import AttentionLayer, Projection
-from heads_kernels.heads.layouts import LAYOUTS
+from heads_kernels.heads.layers import Projection
 from tests.support.alike import assert_alike
-from tests.support.tiny_models import (
-    TINY,
-    WITH_HEADS,
-    as_linear,
-    batch,
-    build,
-    outputs,
-    with_gradients,
-)
-
-#: Their position bias is for all heads; transformers' own functions don't take out those that are left.
-BIASED = ("beit", "mt5", "switch_transformers", "t5")
-#: The gate of Laguna, and what the sinks of Granite leave, are rounded to float32 whatever the dtype of the model is.
-LEAST = dict.fromkeys(("granite_swa", "granitemoe_swa", "laguna"), torch.float32)
-#: The others share their entry of the table, and every line of the forward of their attention, with one of these.
-DISTINCT = (
-    "afmoe", "albert", "bart", "beam", "bert", "distilbert", "gemma3_text", "gpt2", "hrm_text",
-    "laguna", "lfm3", "llama", "mistral", "modernbert", "muse_glimmer_text", "qwen2", "qwen3",
-    "qwen3_next", "smollm3", "starcoder2", "step3p7_text", "t5", "vit",
-)  # fmt: skip
+from tests.support.model_state import state
+from tests.support.tiny_models import as_linear, build, outputs, with_gradients
 
 ROLES = ("query", "key", "value")
-
-
-def function_of(name: str) -> str:
-    """The attention function that serves the family after pruning."""
-    return "heads_kernels" if name in BIASED else "eager"
-
-
-def chosen(pattern: str, layer: AttentionLayer) -> list[int]:
-    H = layer.num_heads
-    return {
-        "some": [0] if layer.index % 2 else [head for head in range(H) if head != 1],
-        "none left": list(range(H)),
-        "uneven groups": [1, 2, H - 1] if H == 8 else [2],
-    }[pattern]
 
 
 @contextmanager
@@ -76,47 +45,20 @@ def closed_by_hand(model: Any, heads: dict[int, list[int]]) -> AbstractContextMa
     return gated_by_hand(model, gates)
 
 
-def parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-# ---------------------------------------------------------------------- outputs and gradients
-def test_every_entry_of_the_table_is_among_the_distinct() -> None:
-    families = [
-        {LAYOUTS.get(TINY[name].attention) for name in names} for names in (DISTINCT, WITH_HEADS)
-    ]
-    assert families[0] == families[1]
-
-
-@pytest.mark.parametrize("pattern", ["some", "none left"])
-@pytest.mark.parametrize("name", WITH_HEADS)
-def test_pruned_is_closed(name: str, pattern: str) -> None:
-    both = pattern == "some" and name in DISTINCT
-    for dtype in (torch.float64, torch.float32) if both else (torch.float64,):
-        model = build(name, function_of(name)).to(dtype)
-        layers = hk.heads.attention_layers(model)
-        heads = {layer.index: chosen(pattern, layer) for layer in layers}
-        with closed_by_hand(model, heads):
-            expected = outputs(model)
-        assert (expected - outputs(model)).abs().max() > 1e-4  # closing shows at all
-        hk.heads.prune(model, heads)
-        for old, new in zip(layers, hk.heads.attention_layers(model), strict=True):
-            assert new.num_heads == old.num_heads - len(heads[old.index])
-        assert_alike(outputs(model), expected, dtype=LEAST.get(name))
-
-
-@pytest.mark.parametrize("name", DISTINCT)
+# ---------------------------------------------------------------------- gradients
+@pytest.mark.parametrize(
+    "name", ["afmoe", "bart", "bert", "gpt2", "llama", "mistral", "qwen3_next", "t5", "vit"]
+)
 def test_gradients_are_those_with_the_heads_closed(name: str) -> None:
-    model = build(name, function_of(name)).double()
+    model = build(name, "heads_kernels" if name == "t5" else "eager").double()
     layers = hk.heads.attention_layers(model)
-    heads = {layer.index: chosen("uneven groups", layer) for layer in layers}
+    heads = {layer.index: [1, 2, 7] if layer.num_heads == 8 else [2] for layer in layers}
     with closed_by_hand(model, heads):
         expected = with_gradients(model)
     by_head = [{role: gradient(getattr(layer, role)) for role in ROLES} for layer in layers]
     hk.heads.prune(model, heads)
     found = with_gradients(model)
-    norms_in_float32 = {"q_norm", "qk_norm"} & set(dict(layers[0].module.named_children()))
-    least = torch.float32 if norms_in_float32 else LEAST.get(name)
+    least = torch.float32 if hasattr(layers[0].module, "q_norm") else None  # norms are in float32
     assert found.keys() == expected.keys()
     whole = {path for path in expected if found[path].shape == expected[path].shape}
     assert len(whole) > 4
@@ -141,63 +83,31 @@ def gradient(projection: Projection) -> Tensor:
     return rows.view(projection.heads, projection.width, -1)
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="SDPA of PyTorch 2.11 divides by the 0 heads"
-)
-@pytest.mark.parametrize("name", [name for name in WITH_HEADS if name not in BIASED])
-def test_stock_sdpa_runs_pruned_models(name: str) -> None:
-    model = build(name, "sdpa").double()
-    first, *others = hk.heads.attention_layers(model)
-    heads = {0: chosen("none left", first)}
-    heads |= {layer.index: chosen("some", layer) for layer in others}
-    with closed_by_hand(model, heads):
-        expected = outputs(model)
-    hk.heads.prune(model, heads)
-    assert_alike(outputs(model), expected, dtype=LEAST.get(name))
-
-
-@pytest.mark.parametrize("name", WITH_HEADS)
-def test_prune_takes_closed_heads_and_folds_gates_that_run(name: str) -> None:
-    """The gates that the attention function applies, learned and folded: the same output without them."""
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_gates_are_folded(name: str) -> None:
+    """Those of closed heads with the heads, the others into the weights."""
     model = hk.integrations.transformers.use(build(name).double())
-    torch.manual_seed(3)
     hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.rand(H).double() * (torch.arange(H) != 1)))
     expected = outputs(model)
     pruned = hk.heads.prune(model, hk.heads.closed(model))
     assert all(heads == [1] for heads in pruned.values())
-    for layer in hk.heads.attention_layers(model):
-        assert layer.module.head_gate is None
-        assert layer.num_heads in (3, 7)
+    assert all(layer.module.head_gate is None for layer in hk.heads.attention_layers(model))
     assert_alike(outputs(model), expected, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("name", "changes"), [("bert", {"is_decoder": True}), ("gpt2", {})])
-@pytest.mark.parametrize("gone", [[1], [0, 1, 2, 3]])
-def test_cross_attention_beside_a_cache(
-    name: str, changes: dict[str, bool], gone: list[int]
-) -> None:
-    model = build(name, add_cross_attention=True, **changes).double()
-    memory = torch.randn(3, 4, 32, dtype=torch.float64)
-    heads = {layer.index: gone for layer in hk.heads.attention_layers(model)}
-    with closed_by_hand(model, heads):
-        expected = outputs(model, encoder_hidden_states=memory)
-    hk.heads.prune(model, heads)
-    assert_alike(outputs(model, encoder_hidden_states=memory), expected)
+def test_cross_attention_beside_a_cache(name: str, changes: dict[str, bool]) -> None:
+    for gone in ([1], [0, 1, 2, 3]):
+        model = build(name, add_cross_attention=True, **changes).double()
+        memory = torch.randn(3, 4, 32, dtype=torch.float64)
+        heads = {layer.index: gone for layer in hk.heads.attention_layers(model)}
+        with closed_by_hand(model, heads):
+            expected = outputs(model, encoder_hidden_states=memory)
+        hk.heads.prune(model, heads)
+        assert_alike(outputs(model, encoder_hidden_states=memory), expected)
 
 
 # ---------------------------------------------------------------------- sizes
-def test_parameter_counts_of_bert() -> None:
-    model = build("bert")
-    before = parameters(model)
-    assert hk.heads.prune(model, {0: [1, 3]}) == {"encoder.layer.0.attention.self": [1, 3]}
-    width, D = 32, 8
-    assert before - parameters(model) == 2 * (3 * (width * D + D) + width * D)
-    before = parameters(model)
-    hk.heads.prune(model, {"encoder.layer.0.attention.self": [0, 1]})
-    assert before - parameters(model) == 2 * (3 * (width * D + D) + width * D)
-    layer = hk.heads.attention_layers(model)[0]
-    assert layer.output.linear.weight.shape == (width, 0)
-    assert layer.output.linear.bias.shape == (width,)  # b_O stays
 
 
 @pytest.mark.parametrize(
@@ -271,72 +181,6 @@ def test_closed_heads_that_are_spared_are_the_most_wanted_and_open() -> None:
     assert torch.equal(layer.output.linear.weight, columns)
 
 
-def test_heads_before_is_what_the_layer_once_had() -> None:
-    model = build("bert")
-    hk.heads.prune(model, {0: [1]})
-    hk.heads.prune(model, {0: [1]})
-    first, second = (layer.module for layer in hk.heads.attention_layers(copy.deepcopy(model)))
-    assert (first.heads_before, first.kept_heads.tolist()) == (4, [0, 3])
-    assert not hasattr(second, "heads_before")
-
-
-# ---------------------------------------------------------------------- layers without heads
-@pytest.mark.parametrize("name", WITH_HEADS)
-def test_every_parameter_of_an_empty_layer_has_a_gradient(name: str) -> None:
-    """`DistributedDataParallel` waits for all of them."""
-    model = hk.integrations.transformers.use(build(name))
-    layer = hk.heads.attention_layers(model)[-1]
-    before = with_gradients(model)
-    hk.heads.prune(model, {layer.index: range(layer.num_heads)})
-    assert with_gradients(model).keys() == before.keys()
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_a_layer_without_heads_is_the_bias_of_its_output(name: str) -> None:
-    model = build(name)
-    layer = hk.heads.attention_layers(model)[0]
-    hk.heads.prune(model, {0: range(layer.num_heads)})
-    layer = hk.heads.attention_layers(model)[0]
-    assert layer.num_heads == 0
-    seen = []
-    layer.output.linear.register_forward_hook(lambda _, inputs, output: seen.append(output))
-    before = layer.output.linear.bias.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        outputs(model).square().mean().backward()
-        optimizer.step()
-    assert (seen[0] == before).all()
-    assert (seen[1] != before).any()  # the bias learns
-
-
-@pytest.mark.parametrize(
-    ("name", "generator"),
-    [
-        ("bart", "BartForConditionalGeneration"),
-        ("gpt2", "GPT2LMHeadModel"),
-        ("llama", "LlamaForCausalLM"),
-        ("t5", "T5ForConditionalGeneration"),
-    ],
-)
-@pytest.mark.parametrize("pattern", ["uneven groups", "none left"])
-def test_generate_with_a_cache(name: str, generator: str, pattern: str) -> None:
-    model = build(name, function_of(name), model=generator)
-    layers = hk.heads.attention_layers(model)
-    heads = {
-        layer.index: chosen(pattern, layer)
-        for layer in layers
-        if layer.index == 0 or layer.kind != "encoder"
-    }
-    inputs = {n: batch(model)[n][:1, :5] for n in ("input_ids", "attention_mask")}
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **inputs}
-    with closed_by_hand(model, heads):
-        tokens = model.generate(**options)
-    hk.heads.prune(model, heads)
-    assert torch.equal(model.generate(**options), tokens)
-    assert torch.equal(model.generate(**options, use_cache=False), tokens)
-
-
 # ---------------------------------------------------------------------- the package's own modules
 def own_layers() -> dict[str, nn.Module]:
     torch.manual_seed(0)
@@ -376,37 +220,26 @@ def test_own_modules(kind: str, gone: list[int]) -> None:
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
-def test_rows_of_collaborative_attention() -> None:
-    layer = own_layers()["collaborative"]
-    mixing, content = layer.mixing.detach().clone(), layer.content_proj.weight.detach().clone()
-    hk.heads.prune(layer, {0: [0, 2]})
-    assert torch.equal(layer.mixing, mixing[[1, 3]])
-    assert torch.equal(layer.content_proj.weight, content[[1, 3]])
-    assert layer.q_proj.weight.shape == layer.k_proj.weight.shape == (10, 24)
-    assert layer.v_proj.weight.shape == (12, 24)
-
-
 # ---------------------------------------------------------------------- bad input
-def test_bad_input_changes_nothing() -> None:
+NAME = "encoder.layer.0.attention.self"
+BAD: list[tuple[Any, Any, str]] = [
+    ({0: [1], 5: [0]}, 0, "names layer 5; this model has layers 0 to 1: 'encoder"),
+    ({0: [1], "attention": [0]}, 0, "names layer 'attention'"),
+    ({0: [1], 1: [4]}, 0, r"layer 1 \('encoder.* has head 4; it has heads 0 to 3, 4 in all"),
+    ({NAME: [-1]}, 0, "has head -1"),
+    ({True: [1]}, 0, "names layer True"),
+    *((heads, 0, "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
+    *(({0: [1]}, keep, "keep_at_least") for keep in (-1, True, 0.5)),
+]
+
+
+@pytest.mark.parametrize(("heads", "keep", "refusal"), BAD)
+def test_bad_input(heads: Any, keep: Any, refusal: str) -> None:
     model = build("bert")
-    before = parameters(model)
-    name = "encoder.layer.0.attention.self"
-    for heads, match in (
-        ({0: [1], 5: [0]}, "names layer 5; this model has layers 0 to 1: 'encoder"),
-        ({0: [1], "attention": [0]}, "names layer 'attention'"),
-        ({0: [1], 1: [4]}, r"layer 1 \('encoder.* has head 4; it has heads 0 to 3, 4 in all"),
-        ({name: [-1]}, "has head -1"),
-        ({True: [1]}, "names layer True"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            hk.heads.prune(model, heads)
-    for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0]):
-        with pytest.raises(TypeError):
-            hk.heads.prune(model, heads)
-    for keep, error in ((-1, ValueError), (True, TypeError), (0.5, TypeError)):
-        with pytest.raises(error, match="keep_at_least"):
-            hk.heads.prune(model, {0: [1]}, keep_at_least=keep)
-    assert parameters(model) == before
+    before = state(model)
+    with pytest.raises((TypeError, ValueError), match=refusal):
+        hk.heads.prune(model, heads, keep_at_least=keep)
+    assert state(model) == before
 
 
 def shared_key(model: Any) -> None:
@@ -433,9 +266,9 @@ def test_tied_projections_are_refused(tie: Callable[[Any], None]) -> None:
     tie(model)
     layers = hk.heads.attention_layers(model)
     assert [(layer.num_heads, layer.num_key_heads) for layer in layers] == [(4, 4)] * 2
-    before = parameters(model)
+    before = state(model)
     with pytest.raises(
         ValueError, match=r"layer 1 .*shares projections with other roles or layers"
     ):
         hk.heads.prune(model, {1: [0]})
-    assert parameters(model) == before
+    assert state(model) == before

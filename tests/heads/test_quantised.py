@@ -110,40 +110,37 @@ def test_a_model_of_transformers(kind: str) -> None:
 
 
 # ---------------------------------------------------------------------- refusals
+def relevance(model: nn.Module) -> object:
+    return hk.analysis.relevance(
+        model, [torch.randn(B, S, E)], lambda model, x: run(model, x).mean(1)
+    )
+
+
+FIRST = r"query projection has .*Int8Tensor.* as its weight; {} the model before it is quan"
+REFUSED: list[tuple[Callable[[nn.Module], object], str]] = [
+    (lambda model: hk.heads.prune(model, {0: [1]}), FIRST.format("prune")),
+    (lambda model: hk.convert.collaborate(model, 8), FIRST.format("convert")),
+    (relevance, r"computes linear, whose weight is quantised \(Int8Tens"),
+]
+
+
 @BOTH
-@pytest.mark.parametrize(
-    ("change", "verb"),
-    [
-        (lambda model: hk.heads.prune(model, {0: [1]}), "prune"),
-        (lambda model: hk.convert.collaborate(model, 8), "convert"),
-    ],
-)
-def test_surgery_comes_first(kind: str, change: Callable[[nn.Module], object], verb: str) -> None:
+def test_what_needs_the_weights_is_refused(kind: str) -> None:
     made = quantised(modules(), kind)
-    text = rf"query projection has .*Int8Tensor.* as its weight; {verb} the model before it is quan"
-    with pytest.raises(ValueError, match=text):
-        change(made)
+    for change, refusal in REFUSED:
+        with pytest.raises(ValueError, match=refusal):
+            change(made)
 
 
-def test_gates_learn_through_quantised_weights() -> None:
+def test_gates_learn_through_quantised_weights_where_there_is_a_gradient() -> None:
     made = quantised(modules(), WEIGHTS)
     hk.heads.gate(made, lambda heads: Gates([1.0] * heads))
     run(made, torch.randn(B, S, E)).square().mean().backward()
     for layer in made.children():
         assert layer.head_gate.gates.grad.all()
-
-
-def test_gates_that_would_get_no_gradient() -> None:
     made = quantised(modules(), DYNAMIC)
     text = r"output projection passes no gradient .*Int8Tensor\); train gates before the model is"
     with pytest.raises(ValueError, match=text):
         hk.heads.gate(made, hk.nn.HardConcrete)
     assert all(layer.head_gate is None for layer in made.children())
     hk.heads.gate(made, lambda heads: hk.nn.FixedGate(torch.ones(heads)))
-
-
-@BOTH
-def test_relevance_has_no_rule(kind: str) -> None:
-    made = quantised(modules(), kind)
-    with pytest.raises(ValueError, match=r"computes linear, whose weight is quantised \(Int8Tens"):
-        hk.analysis.relevance(made, [torch.randn(B, S, E)], lambda model, x: run(model, x).mean(1))

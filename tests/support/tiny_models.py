@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from heads_kernels.integrations.transformers.unpadding import UNPADDED
 from tests.support.alike import assert_alike
 
 transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
@@ -340,6 +341,24 @@ def assert_same_states(loaded: nn.Module, saved: nn.Module, ignoring: str = "not
 def assert_same(loaded: nn.Module, saved: nn.Module) -> None:
     assert_same_states(loaded, saved)
     assert_alike(outputs(loaded), outputs(saved))
+
+
+def padding(kind: str) -> Tensor:
+    """Of 3 rows of 9 tokens: a row whole, the others padded on the left, on the right, or between real tokens."""
+    real = torch.ones(3, 9, dtype=torch.long)
+    if kind == "left":
+        real[1, :5] = real[2, :2] = 0
+    elif kind == "right":
+        real[1, 2:] = real[2, 7:] = 0
+    elif kind == "holes":
+        real[1, 3:5] = real[2, 0] = real[2, 6] = 0
+    return real
+
+
+def packed_layers(model: nn.Module) -> list[bool]:
+    """Of each layer of a model under `unpad` whether it has run packed."""
+    found = (vars(module).get(UNPADDED) for module in model.modules())
+    return [bool(own.probed) for own in found if own is not None]
 
 
 def as_linear(projection: nn.Module, tensor: Tensor) -> Tensor:

@@ -42,11 +42,7 @@ ITSELF: dict[str, dict[str, Any]] = {
     "XGLMModel": {"vocab_size": 40, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 24},
     "RoFormerModel": PLAIN,
     "LongformerModel": PLAIN | {"attention_window": 4},
-    "LEDModel": SEQ2SEQ | {"attention_window": 4, "max_encoder_position_embeddings": 64},
     "BigBirdModel": PLAIN | {"attention_type": "original_full"},
-    "IBertModel": PLAIN,
-    "RemBertModel": PLAIN | {"input_embedding_size": 16, "output_embedding_size": 16},
-    "MegatronBertModel": PLAIN,
 }  # fmt: skip
 #: Those that look their attention classes up by the name of the attention function.
 BY_TABLE: dict[str, dict[str, Any]] = {
@@ -77,14 +73,12 @@ def test_models_that_compute_attention_themselves_are_not_made(name: str) -> Non
         make(name, arguments, NAME)
 
 
-def test_models_that_compute_attention_themselves_are_not_loaded(tmp_path: Path) -> None:
-    make("MPNetModel", BY_USE["MPNetModel"], "eager").save_pretrained(tmp_path)
+def test_other_ways_to_a_name(tmp_path: Path) -> None:
+    """From a checkpoint it is refused; `set_attn_implementation` of transformers leaves the model as it is."""
+    model = make("MPNetModel", BY_USE["MPNetModel"], "eager")
+    model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"'heads_kernels' for a MPNetModel \(family 'mpnet'\)"):
         transformers.AutoModel.from_pretrained(tmp_path, attn_implementation=NAME)
-
-
-def test_set_attn_implementation_leaves_them_as_they_are() -> None:
-    model = make("MPNetModel", BY_USE["MPNetModel"], "eager")
     model.set_attn_implementation(NAME)  # transformers logs a warning
     assert model.config._attn_implementation == "eager"
 
@@ -105,12 +99,15 @@ def test_part_that_computes_attention_itself() -> None:
         model(IDS, attention_mask=REAL, decoder_input_ids=IDS)
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+    "mlp_dim": 24, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1],
+}  # fmt: skip
+
+
 def test_models_that_never_ask_for_a_mask() -> None:
     """A file in which other models call attention functions."""
-    config = transformers.PPFormulaNetVisionConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
-        mlp_dim=24, output_channels=8, window_size=2, global_attn_indexes=[1],
-    )  # fmt: skip
+    config = transformers.PPFormulaNetVisionConfig(**VISION)
     model_class = modeling_pp_formulanet.PPFormulaNetVisionModel
     model = model_class._from_config(config, attn_implementation=NAME)
     with pytest.raises(ValueError, match=r"for a PPFormulaNetVision.*computes its attention itsel"):
@@ -119,20 +116,18 @@ def test_models_that_never_ask_for_a_mask() -> None:
         use(model_class._from_config(config, attn_implementation="eager"))
 
 
-def test_models_that_look_their_layers_up() -> None:
-    config = transformers.SamVisionConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
-        mlp_dim=24, output_channels=8, window_size=2, global_attn_indexes=[1],
-    )  # fmt: skip
-    with pytest.raises(
-        ValueError, match=r"looks up its layers .*SAM_VISION.*; create it with 'eager'"
-    ):
-        transformers.SamVisionModel._from_config(config, attn_implementation=NAME)
-
-
-def test_masks_of_flex_attention_taken_apart() -> None:
-    with pytest.raises(ValueError, match=r"for a DogeModel .*handles masks of flex attention"):
-        make("DogeModel", TINY["llama"].arguments, NAME)
+@pytest.mark.parametrize(
+    ("model", "arguments", "refusal"),
+    [
+        ("SamVisionModel", VISION, r"looks up its layers .*SAM_VISION.*; create it with 'eager'"),
+        ("DogeModel", TINY["llama"].arguments, "for a DogeModel .*handles masks of flex attention"),
+    ],
+)
+def test_models_of_other_kinds(model: str, arguments: dict[str, Any], refusal: str) -> None:
+    """Layers that are looked up by the name of the function, masks of flex attention that are taken apart."""
+    model_class = getattr(transformers, model)
+    with pytest.raises(ValueError, match=refusal):
+        model_class._from_config(model_class.config_class(**arguments), attn_implementation=NAME)
 
 
 @pytest.mark.parametrize("how", ["made", "set", "used"])
@@ -166,7 +161,6 @@ def test_arguments_that_are_not_known(how: str) -> None:
         put_to_use()
 
 
-@pytest.mark.check
 def arguments_of_calls(source: str, function: str) -> Iterator[str | None]:
     """The keywords of every call of a function; only the calls are parsed, the sources are 20 MB."""
     for call in re.finditer(rf"(?<!def )\b{function}\(", source):
@@ -180,6 +174,7 @@ def arguments_of_calls(source: str, function: str) -> Iterator[str | None]:
             break
 
 
+@pytest.mark.check
 def test_arguments_of_all_attention_classes_are_known() -> None:
     """Read off the sources of transformers."""
     names: set[str | None] = set()
@@ -222,17 +217,6 @@ def test_head_masks_and_statistics_without_use() -> None:
         outputs(model, head_mask=mask)
 
 
-def test_other_names_are_as_they_were() -> None:
-    for attention in ("eager", "sdpa"):
-        model = build("bert", attention)
-        assert model.config._attn_implementation == attention
-        assert not model._forward_hooks
-        assert not model._forward_pre_hooks
-    with pytest.raises(ValueError, match='attn_implementation="nonsense"` is not supported'):
-        build("bert", "nonsense")
-    assert make("MPNetModel", BY_USE["MPNetModel"], "eager")(IDS, attention_mask=REAL)
-
-
 SAME = {
     "SplinterModel": PLAIN,
     "NllbMoeModel": SEQ2SEQ,  # routers of sparse layers compute with the mask, which they take for one to be added
@@ -252,27 +236,6 @@ def test_models_that_say_that_sdpa_does_not_serve_them(name: str) -> None:
     found = use(model)(**arguments)[0]
     real = slice(None) if model.config.is_encoder_decoder else REAL.bool()
     assert_alike(found[real], expected[real])
-
-
-def test_speech_and_time_series() -> None:
-    """As above, of models that read no tokens."""
-    speech = SEQ2SEQ | {"input_feat_per_channel": 8, "conv_channels": 16}
-    speech |= {"max_source_positions": 64, "max_target_positions": 64}
-    model = make("Speech2TextModel", speech, "eager")
-    arguments = {"input_features": torch.randn(2, 16, 8), "decoder_input_ids": IDS}
-    expected = model(**arguments)[0]
-    assert_alike(use(model)(**arguments)[0], expected)
-
-    series = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "d_model": 32}
-    series |= {"encoder_layers": 2, "decoder_layers": 2}
-    model = make("TimeSeriesTransformerModel", series, "eager")
-    arguments = {
-        "past_values": torch.randn(2, 10), "past_time_features": torch.randn(2, 10, 0),
-        "past_observed_mask": torch.ones(2, 10), "future_values": torch.randn(2, 4),
-        "future_time_features": torch.randn(2, 4, 0),
-    }  # fmt: skip
-    expected = model(**arguments)[0]
-    assert_alike(use(model)(**arguments)[0], expected)
 
 
 # ---------------------------------------------------------------------- registered by either import

@@ -16,18 +16,14 @@ pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 from transformers.monkey_patching import get_patch_mapping
 
-import heads_kernels as hk
 from heads_kernels.integrations.transformers import (
     TESTED,
     attention,
-    classes,
-    head_masks,
     register_patches,
     release,
     unregister_patches,
     use,
 )
-from heads_kernels.integrations.transformers.output_gated import OutputGated
 from tests.support.tiny_models import batch, build, outputs, with_gradients
 
 FUSED = [name for name, family in TESTED.items() if family.fused]
@@ -88,37 +84,18 @@ def test_other_gates_run_beside_the_op(name: str, calls: list[tuple[str, Tensor 
     assert all(call == ("identity", None) for call in calls)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_gates_of_heads_close_heads_beside_the_output_gate(name: str) -> None:
-    """Against a stock model whose output projection reads nothing of the closed head."""
-    reference, model = build(name), use(build(name))
-    layer = gated_layers(model)[0]
-    gates = torch.ones(model.config.num_attention_heads)
-    gates[1], gates[3] = 0.0, 0.5
-    path = next(n for n, m in model.named_modules() if m is layer)
-    weight = reference.get_submodule(path).o_proj.weight
-    weight.data *= gates.repeat_interleave(weight.shape[1] // len(gates))
-    expected = outputs(reference)
-    layer.head_gate = hk.nn.FixedGate(gates)
-    assert_alike(outputs(model), expected)
-    del layer.head_gate
-    if name != "hrm_text":  # both of its stacks read a row
-        mask = torch.ones(model.config.num_hidden_layers, len(gates))
-        mask[getattr(layer, head_masks.PLACE).layer] = gates
-        assert_alike(outputs(model, head_mask=mask), expected)
-
-
-@pytest.mark.parametrize("gating", ["per-head", "per-element"])
-def test_laguna_gates_by_head_or_by_element(gating: str) -> None:
-    model = build("laguna", gating=gating)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("laguna", {"gating": "per-head"}),
+        ("laguna", {"gating": "per-element"}),
+        ("lfm3", {"use_attention_gate": False}),
+    ],
+)
+def test_forms_of_gates_by_config(name: str, changes: dict[str, Any]) -> None:
+    model = build(name, **changes)
     expected = with_gradients(model)
     assert_alike(with_gradients(use(model)), expected)
-
-
-def test_lfm3_without_a_gate() -> None:
-    model = build("lfm3", use_attention_gate=False)
-    expected = outputs(model)
-    assert_alike(outputs(use(model)), expected)
 
 
 @pytest.mark.check
@@ -187,12 +164,3 @@ def test_use_serves_models_made_under_patches(patches: None) -> None:
     outputs(model, head_mask=torch.ones(8))
     assert not gated_layers(release(model))
     assert_alike(outputs(model), expected)
-
-
-def test_only_classes_of_transformers_are_fused() -> None:
-    class AfmoeAttention(torch.nn.Module):
-        pass
-
-    assert not isinstance(torch.nn.Linear(1, 1), OutputGated)
-
-    assert classes.replacement(AfmoeAttention) is None

@@ -1,4 +1,4 @@
-"""`use(model, unpad=True)` under what runs models: adapters, pipelines, sentence embeddings, the Trainer."""
+"""`use(model, unpad=True)` under what runs models: adapters and the Trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.support.alike import assert_alike
 
@@ -18,22 +17,16 @@ import tokenizers
 import transformers
 
 from heads_kernels.integrations.transformers import use
-from tests.support.tiny_models import outputs, with_gradients
-from tests.transformers.test_unpad import build, packed_layers
+from tests.support.tiny_models import outputs, packed_layers, with_gradients
+from tests.transformers.test_unpad import NO_DROPOUT, build
 
 SENTENCES = ["w5 w9 w11 w8 w30", "w7 w6", "w12 w13 w14 w15 w16 w17 w18 w19", "w21 w5 w20"]
-#: Losses have gradients to compare, so nothing is dropped.
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def tokenizer(side: str = "right") -> Any:
     """Words w4 to w39 are the tokens of these numbers."""
-    special = {
-        "pad_token": "[PAD]",
-        "bos_token": "[BOS]",
-        "eos_token": "[EOS]",
-        "mask_token": "[M]",
-    }
+    names = {"pad": "[PAD]", "bos": "[BOS]", "eos": "[EOS]", "mask": "[M]"}
+    special = {f"{name}_token": token for name, token in names.items()}
     vocabulary = {token: number for number, token in enumerate(special.values())}
     vocabulary |= {f"w{number}": number for number in range(4, 40)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[PAD]"))
@@ -97,125 +90,6 @@ def test_merged_and_disabled_adapters() -> None:
     assert_alike(outputs(whole), outputs(stock))
     assert len(packed_layers(whole)) == 2
     assert all(packed_layers(whole))
-
-
-# ---------------------------------------------------------------------- pipelines
-def pipelines(task: str, name: str, kind: str, side: str = "right") -> list[Any]:
-    """Of a stock model and of an unpadded one."""
-    made = []
-    for unpad in (False, True):
-        model = build(name, model=kind)
-        pipeline = transformers.pipeline(task, model=model, tokenizer=tokenizer(side), device="cpu")
-        if unpad:
-            use(pipeline.model, unpad=True)
-        made.append(pipeline)
-    return made
-
-
-def test_feature_extraction() -> None:
-    stock, pipeline = pipelines("feature-extraction", "bert", "BertModel")
-    found, expected = (
-        [
-            torch.tensor(rows)[0, : len(sentence.split())]
-            for rows, sentence in zip(each(SENTENCES, batch_size=4), SENTENCES, strict=True)
-        ]
-        for each in (pipeline, stock)
-    )
-    assert_alike(found, expected)
-    assert all(packed_layers(pipeline.model))
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_text_classification(name: str) -> None:
-    """Of the first token, and of the last one that is no padding."""
-    kind = {"bert": "BertForSequenceClassification", "llama": "LlamaForSequenceClassification"}
-    stock, pipeline = pipelines("text-classification", name, kind[name])
-    found, expected = (
-        {
-            f"{number} {row['label']}": torch.tensor(row["score"])
-            for number, rows in enumerate(each(SENTENCES, batch_size=4, top_k=None))
-            for row in rows
-        }
-        for each in (pipeline, stock)
-    )
-    assert_alike(found, expected)
-    assert all(packed_layers(pipeline.model))
-
-
-def test_fill_mask() -> None:
-    stock, pipeline = pipelines("fill-mask", "bert", "BertForMaskedLM")
-    masked = [sentence.replace(sentence.split()[1], "[M]") for sentence in SENTENCES]
-    found, expected = (
-        {
-            f"{number} {row['token']}": torch.tensor(row["score"])
-            for number, rows in enumerate(each(masked, batch_size=4, top_k=40))
-            for row in rows
-        }
-        for each in (pipeline, stock)
-    )
-    assert_alike(found, expected)
-    assert all(packed_layers(pipeline.model))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_text_generation(name: str) -> None:
-    kind = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
-    stock, pipeline = pipelines("text-generation", name, kind[name], "left")
-    found, expected = (
-        [
-            rows[0]["generated_text"]
-            for rows in each(SENTENCES, batch_size=4, max_new_tokens=6, do_sample=False)
-        ]
-        for each in (pipeline, stock)
-    )
-    assert found == expected
-    assert all(packed_layers(pipeline.model))
-
-
-# ---------------------------------------------------------------------- sentence embeddings
-class Embedder(nn.Module):
-    """A model, the mean over real tokens and a norm, as sentence-transformers has them."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
-        weights = attention_mask[..., None].to(states.dtype)
-        mean = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        return nn.functional.normalize(mean, dim=-1)
-
-
-@pytest.mark.parametrize("name", ["bert", "mpnet", "modernbert", "distilbert"])
-def test_mean_pooling(name: str) -> None:
-    """Embeddings of a padded batch, and gradients of a contrastive loss on them."""
-    found = []
-    for unpad in (False, True):
-        embedder = Embedder(build(name))
-        if unpad:
-            use(embedder.model, unpad=True)
-        tokens = tokenizer()(SENTENCES, padding=True, return_tensors="pt")
-        embeddings = embedder(tokens["input_ids"], tokens["attention_mask"])
-        scores = embeddings @ embeddings.T.roll(1, 0) * 5
-        nn.functional.cross_entropy(scores, torch.arange(len(scores))).backward()
-        gradients = {n: p.grad for n, p in embedder.named_parameters() if p.grad is not None}
-        found.append({"embeddings": embeddings.detach(), **gradients})
-    assert_alike(found[1], found[0])
-    assert all(packed_layers(embedder))
-
-
-@pytest.mark.check
-def test_sentence_transformers(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentence_transformers", reason="embeds sentences")
-    build("bert").save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    model = library.SentenceTransformer(str(tmp_path), device="cpu")  # adds mean pooling
-    expected = model.encode(SENTENCES, convert_to_tensor=True)
-    (inner,) = (m for m in model.modules() if isinstance(m, transformers.BertModel))
-    use(inner, unpad=True)
-    assert_alike(model.encode(SENTENCES, convert_to_tensor=True), expected)
-    assert all(packed_layers(model))
 
 
 # ---------------------------------------------------------------------- the Trainer

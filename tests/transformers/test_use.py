@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.alike import assert_alike
+from tests.support.model_state import state
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
@@ -21,33 +22,8 @@ import transformers
 from transformers.models.laguna import modeling_laguna
 from transformers.models.mpt import modeling_mpt
 
-import heads_kernels as hk
-from heads_kernels.integrations.transformers import models, release, use
-from tests.support.tiny_models import TINY, batch, build, outputs, small, unpooled
-
-
-def test_release_takes_everything_back() -> None:
-    model = build("qwen3_next")
-    model.config._attn_implementation = "sdpa"
-    modules = {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
-    use(model)
-    assert any(type(m) is not modules[name][0] for name, m in model.named_modules())
-    release(model)
-    assert {name: (type(m), set(vars(m))) for name, m in model.named_modules()} == modules
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_every_part_of_a_composite_model_is_in_use() -> None:
-    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
-        *(build(name).config for name in ("vit", "bert"))
-    )
-    model = transformers.VisionTextDualEncoderModel(config)
-    parts = (model, model.text_model, model.vision_model)
-    names = [part.config._attn_implementation for part in parts]
-    use(model)
-    assert [part.config._attn_implementation for part in parts] == ["heads_kernels"] * 3
-    release(model)
-    assert [part.config._attn_implementation for part in parts] == names
+from heads_kernels.integrations.transformers import release, use
+from tests.support.tiny_models import TINY, batch, build, outputs, small
 
 
 def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
@@ -61,7 +37,7 @@ def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
     assert release(second).config._attn_implementation == "eager"
 
 
-def state(model: Any) -> dict[str, Any]:
+def structure(model: Any) -> dict[str, Any]:
     """What `use` changes of the modules of a model."""
     return {
         name: (type(m), set(vars(m)), m.config._attn_implementation if "config" in vars(m) else "")
@@ -82,10 +58,10 @@ def test_parts_and_wholes_are_released(name: str, task: str) -> None:
     """A part and then the whole, the part of a whole, and copies of either."""
     model = build(name, "sdpa", model=task)
     closed = torch.zeros(model.config.num_attention_heads)
-    stock, expected = state(model), outputs(model)
+    stock, expected = structure(model), outputs(model)
 
     def assert_stock(released: Any) -> None:
-        assert state(released) == stock
+        assert structure(released) == stock
         assert_alike(outputs(released), expected)
 
     use(model.base_model)
@@ -115,27 +91,6 @@ def test_encoder_is_released_from_a_model_in_use() -> None:
     assert not torch.equal(outputs(model), outputs(model, decoder_head_mask=mask))
 
 
-def test_release_keeps_no_gates_that_stock_attention_ignores() -> None:
-    model = build("bert")
-    expected = outputs(model)
-    use(model)
-    hk.heads.close(model, {0: [0]})
-    refusal = (
-        r"model has gates on the heads of 'encoder\.layer\.0\..*; call hk\.heads\.reopen, ungate"
-    )
-    with pytest.raises(ValueError, match=refusal):
-        release(model)
-    hk.heads.reopen(model)
-    assert_alike(outputs(release(model)), expected)
-
-
-def test_release_keeps_pruned_layers_with_position_biases() -> None:
-    model = use(build("t5"))
-    hk.heads.prune(model, {0: [0]})
-    with pytest.raises(ValueError, match=r"fewer heads in 'encoder.* than the position bias"):
-        release(model)
-
-
 def test_albert_in_use_is_pickled() -> None:
     model = use(build("albert"))
     mask = torch.rand(2, 4)
@@ -161,53 +116,6 @@ def test_a_model_in_use_is_put_to_use_again() -> None:
     assert release(model).config._attn_implementation == before
 
 
-STEPS = ("own_configs", "replace_classes", "watch", "pad_layers", "unpad_layers")
-
-
-def structure(model: Any) -> list[Any]:
-    """Everything of a model except the values of its weights: hooks, configs, classes and attributes, as they are."""
-    found: list[Any] = []
-    for module in model.modules():
-        inside = {k: list(v.items()) for k, v in vars(module).items() if isinstance(v, dict)}
-        configs = [v for v in vars(module).values() if hasattr(v, "_attn_implementation")]
-        names = [each._attn_implementation for each in configs]
-        found.append((type(module), dict(vars(module)), inside, names))
-    return found
-
-
-@pytest.mark.parametrize("when", ["before", "in the middle of"])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("was_in_use", [False, True])
-def test_an_error_leaves_the_model_as_it_was(
-    step: str, when: str, was_in_use: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = unpooled(build("mpnet"))
-    if was_in_use:
-        use(model, unpad=True)
-    before = structure(model)
-    run = getattr(models, step)
-
-    def failing(argument: Any, *layers: Any) -> None:
-        if when == "in the middle of" and layers:
-            run(argument, dict(list(layers[0].items())[:1]))
-        elif when == "in the middle of":
-            run(model.encoder)
-        raise KeyboardInterrupt
-
-    for name in STEPS:  # other steps are as they were for the next call
-        monkeypatch.setattr(models, name, failing if name == step else getattr(models, name))
-    with pytest.raises(KeyboardInterrupt):
-        use(model, unpad=True)
-    assert structure(model) == before
-    if was_in_use and step in ("own_configs", "pad_layers"):
-        with pytest.raises(KeyboardInterrupt):
-            release(model)
-        assert structure(model) == before
-    monkeypatch.undo()
-    found = outputs(use(model, unpad=True))
-    assert_alike(found, outputs(unpooled(build("mpnet"))))
-
-
 def test_models_that_compute_with_masks_are_refused_before_their_first_pass() -> None:
     small_git = {"vision_config": TINY["vit"].arguments}
     kinds = {
@@ -225,82 +133,58 @@ def test_models_that_compute_with_masks_are_refused_before_their_first_pass() ->
     for name, arguments in kinds.items():
         model_class = getattr(transformers, name)
         model = model_class(model_class.config_class(**arguments))
-        before = structure(model)
+        before = state(model)
         with pytest.raises(ValueError, match=rf"model is a {name} .*masks.* it cannot be used"):
             use(model)
-        assert structure(model) == before
+        assert state(model) == before
     sparse = small("deepseek_v32")
     with pytest.raises(ValueError, match="DeepseekV32Attention, chooses keys by index"):
         use(sparse)
 
 
-def test_refusals() -> None:
-    with pytest.raises(TypeError, match=r"model is a Linear; .*tested families: albert, bart"):
-        use(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"model is a str; load it first: .*from_pretrained"):
-        use("bert")
-    with pytest.raises(
-        TypeError, match=r"model is a TransformerEncoderLayer; .*replace_attention_"
-    ):
-        use(nn.TransformerEncoderLayer(8, 2))
+def stock(name: str, arguments: dict[str, Any]) -> Any:
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**arguments))
+
+
+def wrapped(**models: nn.Module) -> nn.Module:
+    """As PEFT and sentence-transformers hold a model."""
+    holder = nn.Module()
+    holder.parts = nn.ModuleDict(models)
+    return holder
+
+
+#: What is no model, or holds one.
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: nn.Linear(2, 2), r"model is a Linear; .*tested families: albert, bart"),
+    (lambda: "bert", r"model is a str; load it first: .*from_pretrained"),
+    (lambda: nn.TransformerEncoderLayer(8, 2), "is a TransformerEncoderLayer; .*replace_attention_"),
+    (lambda: torch.compile(build("bert")), r"use\(model.get_submodule\('_orig_mod'\)\), a BertModel"),
+    (lambda: nn.DataParallel(build("bert")), r"use\(model.get_submodule\('module'\)\), a BertModel"),
+    (
+        lambda: wrapped(query=build("bert"), image=build("vit")),
+        r"'parts.query'\)\), a BertModel and .*, a ViTModel: it is",
+    ),
+    (lambda: types.SimpleNamespace(model=build("bert")), "pass its model, a BertModel, which is chan"),
+    (lambda: stock("RoFormerModel", TINY["bert"].arguments), "'roformer'.* computes its attention"),
+    (lambda: stock("DogeModel", TINY["llama"].arguments), "family 'doge'.*, which handles masks"),
+    (lambda: small("inkling2_text"), r"Inkling2TextModel .*plain attention \(attention sinks by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "refusal"), REFUSED)
+def test_refused(make: Callable[[], Any], refusal: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=refusal):
+        use(make())
+
+
+def test_arguments_that_are_refused() -> None:
     model = build("bert")
     with pytest.raises(ValueError, match=r"model \(BertModel\) is not in use; call use"):
         release(model)
     with pytest.raises(TypeError, match="unpad is a int"):
         use(use(model), unpad=1)  # type: ignore[arg-type]
-
-
-class Wrapper(nn.Module):
-    """As PEFT and sentence-transformers hold a model."""
-
-    def __init__(self, **models: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict(models)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "path"),
-    [
-        (torch.compile, "_orig_mod"),
-        (nn.DataParallel, "module"),
-        (lambda model: Wrapper(auto_model=model), "parts.auto_model"),
-    ],
-)
-def test_models_in_something_else_are_named(wrap: Any, path: str) -> None:
-    holder = wrap(build("bert", model="BertForMaskedLM"))
-    call = f"use(model.get_submodule({path!r})), a BertForMaskedLM"
-    with pytest.raises(TypeError, match=rf"pass the model that it holds, {re.escape(call)}: it is"):
-        use(holder)
-    use(holder.get_submodule(path))
-
-
-def test_every_model_in_something_else_is_named() -> None:
-    holder = Wrapper(query=build("bert"), image=build("vit"))
-    with pytest.raises(
-        TypeError, match=r"'parts.query'\)\), a BertModel and .*, a ViTModel: it is"
-    ):
-        use(holder)
-
-
-def test_model_of_a_pipeline_is_named() -> None:
-    pipeline = types.SimpleNamespace(model=build("bert"))
-    with pytest.raises(TypeError, match="pass its model, a BertModel, which is changed in place"):
-        use(pipeline)
-
-
-def test_unsupported_families_are_named() -> None:
-    plain = TINY["bert"].arguments
-    roformer = transformers.RoFormerModel(transformers.RoFormerConfig(**plain))
-    with pytest.raises(ValueError, match=r"'roformer'\), which computes its attention itself"):
-        use(roformer)
-    doge = transformers.DogeModel(transformers.DogeConfig(**TINY["llama"].arguments))
-    with pytest.raises(ValueError, match=r"family 'doge'\), which handles masks"):
-        use(doge)
     inkling = small("inkling2_text")
-    with pytest.raises(
-        ValueError, match=r"Inkling2TextModel .*plain attention \(attention sinks by"
-    ):
-        use(inkling)
     inkling.set_attn_implementation("heads_kernels")
     with pytest.raises(
         ValueError, match=r"sinks is given by Inkling2\w+Attention .* use attn_impl"

@@ -1,0 +1,359 @@
+"""The rules that every family of transformers models is held to; the details are tested with a few families.
+
+A family is built once. Its tests change copies of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from heads_kernels.convert import read_heads
+from heads_kernels.heads.layers import AttentionLayer, find_layers
+from heads_kernels.integrations.transformers import TESTED, from_pretrained, release, tested, use
+from heads_kernels.integrations.transformers.tested import OF_A_FORM
+from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert
+from tests.support.alike import assert_alike
+from tests.support.tiny_models import (
+    FEW,
+    TINY,
+    assert_same_states,
+    batch,
+    build,
+    outputs,
+    packed_layers,
+    padding,
+    small,
+    unpooled,
+    with_gradients,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers.md"
+
+#: Models whose layers take no padding mask: images all of whose patches are real, and sounds of one length.
+NO_PADDING = {
+    "data2vec-vision", "swin", "swinv2", "aimv2_vision_model", "chinese_clip_vision_model", "clip_vision_model",
+    "dinov3_vit", "dpt", "glmasr_encoder", "owlv2_vision_model", "pixtral", "sapiens2", "siglip_vision_model",
+}  # fmt: skip
+#: Those of images whose layers take one that they are never given.
+IMAGES = {
+    "beit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "pixio", "tipsv2_vision_model", "vit",
+    "vit_mae", "vit_msn",
+}  # fmt: skip
+#: Those that take, or make, a mask of all pairs of tokens.
+PAIRS = {"layoutlm", "qwen2_audio_encoder", "voxtral_encoder"}
+#: Families of which no layer runs packed, and what the warning says of them.
+PADDED = {
+    "bloom": "alibi has shape",
+    "gemma3n_text": "hidden_states has shape",
+    "layoutlmv3": "has shape [3, 4, 9, 9]",  # rel_pos, since transformers 5.24 position_bias
+    "mpt": "position_bias has shape",
+    **dict.fromkeys(PAIRS, "attention_mask is a tensor for pairs"),
+    **dict.fromkeys(IMAGES, "no warning"),
+}
+#: Families whose pooled output is of a padded token unless the padding is on this side.
+POOLED = {
+    "altclip_text_model": "right", "aimv2_text_model": "right", "clip_text_model": "left",
+    "owlv2_text_model": "left", "siglip_text_model": "left", "siglip2_text_model": "left",
+}  # fmt: skip
+#: Position biases of all heads, which transformers' own attention adds to those that are left.
+BIASED = {"beit", "mt5", "switch_transformers", "t5"}
+
+
+class Family(NamedTuple):
+    """A stock model, changes of its batch that pad it, its outputs and the gradients of its weights."""
+
+    name: str
+    stock: Any
+    changes: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+    def copy(self) -> Any:
+        return copy.deepcopy(self.stock)
+
+    def outputs(self, model: Any, **changes: Any) -> Tensor:
+        return outputs(model, **self.changes | changes)
+
+    def with_gradients(self, model: Any, **changes: Any) -> dict[str, Tensor]:
+        return with_gradients(model, **self.changes | changes)
+
+
+def padding_of(name: str, model: Any) -> dict[str, Tensor]:
+    """A padding mask for the batch of a model, if that has none: half of the second row."""
+    arguments = batch(model)
+    if name in POOLED:
+        return {"attention_mask": padding(POOLED[name])}
+    if name in NO_PADDING | IMAGES or "attention_mask" in arguments:
+        return {}
+    if "decoder_input_ids" in arguments:
+        return {"decoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
+    if "input_values" in arguments:
+        length = arguments["input_values"].shape[1]
+    elif name in PAIRS:
+        length = arguments["input_features"].shape[2] // 2
+    else:
+        length = model(**arguments)[0].shape[1]
+    real = torch.arange(length) < torch.tensor([[length], [length // 2]])
+    if name in PAIRS:
+        hidden = ~real[:, None, None].expand(2, 1, length, length)
+        return {"attention_mask": torch.zeros(hidden.shape).masked_fill(hidden, -1e9)}
+    return {"attention_mask": real.long()}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in FEW else pytest.mark.check)
+        for name in (*TINY, *OF_A_FORM)
+    ],
+)
+def family(request: pytest.FixtureRequest) -> Family:
+    name = request.param
+    stock = unpooled(build(name) if name in TINY else small(name))
+    changes = padding_of(name, stock)
+    return Family(name, stock, changes, with_gradients(stock, **changes))
+
+
+def structure(model: nn.Module) -> dict[str, Any]:
+    return {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
+
+
+def test_equals_stock(family: Family) -> None:
+    """Outputs of real tokens and gradients of all weights; after `release`, the model of before."""
+    model = family.copy()
+    assert use(model) is model
+    assert_alike(family.with_gradients(model), family.expected)
+    release(model)
+    assert structure(model) == structure(family.stock)
+    assert_alike(family.outputs(model), family.expected["outputs"])
+    if family.name in TESTED:
+        use(model)
+        found = model(**batch(model), output_attentions=True)
+        rows = found.decoder_attentions if model.config.is_encoder_decoder else found.attentions
+        assert bool(rows) == TESTED[family.name].statistics
+        heads = model.config.get_text_config().num_attention_heads  # of Swin, a list by stage
+        for layer in filter(None, rows):
+            assert isinstance(layer, hk.AttentionStatistics)
+            assert layer.entropy.shape[1] in (heads if isinstance(heads, list) else [heads])
+
+
+# ---------------------------------------------------------------------- heads
+@contextmanager
+def gated(family: Family, gates: dict[str, Tensor]) -> Iterator[Any]:
+    """A stock model whose output projections read heads times gates, by the names of these projections."""
+    model = family.copy()
+    for path, gate in gates.items():
+        linear = model.get_submodule(path)
+
+        def multiply(_: Any, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Tensor:
+            heads = inputs[0].unflatten(-1, (len(gate), -1))
+            return (heads * gate[:, None]).flatten(-2)
+
+        linear.register_forward_pre_hook(multiply)
+    yield model
+
+
+def layers_of(model: Any) -> dict[str, AttentionLayer]:
+    """By the name of their output projection."""
+    names = {module: name for name, module in model.named_modules()}
+    return {names[layer.output.linear]: layer for layer in find_layers(model)}
+
+
+def argument_of(model: Any, layer: AttentionLayer) -> str:
+    """The head mask that a layer reads."""
+    names = {"decoder": "decoder_head_mask", "cross": "cross_attn_head_mask"}
+    return names.get(layer.kind, "head_mask") if model.config.is_encoder_decoder else "head_mask"
+
+
+def with_heads(family: Family) -> tuple[Any, dict[str, AttentionLayer]]:
+    model = use(family.copy())
+    if family.name in TESTED and not TESTED[family.name].heads:
+        pytest.skip("its heads have no layout")
+    layers = layers_of(model)
+    assert layers
+    return model, layers
+
+
+def test_head_masks(family: Family) -> None:
+    """A mask multiplies heads: outputs, and gradients of weights and of the mask itself."""
+    model, layers = with_heads(family)
+    arguments = {path: argument_of(model, layer) for path, layer in layers.items()}
+    if family.name in TESTED:
+        assert set(arguments.values()) <= set(TESTED[family.name].head_masks)
+    masks = {}
+    for path, name in arguments.items():
+        masks[name] = torch.linspace(0.3, 1.2, layers[path].num_heads)
+        masks[name][1] = 0.0
+        masks[name].requires_grad_()
+    with gated(family, {path: masks[name] for path, name in arguments.items()}) as reference:
+        expected = family.with_gradients(reference)
+    expected |= {name: mask.grad for name, mask in masks.items()}
+    for mask in masks.values():
+        mask.grad = None
+    found = family.with_gradients(model, **masks)
+    assert_alike(found | {name: mask.grad for name, mask in masks.items()}, expected)
+    assert (found["outputs"] - family.expected["outputs"]).abs().max() > 1e-4
+
+
+def test_closed_and_pruned_heads(family: Family) -> None:
+    """They give what stock does without them; stock attention runs what is left, and never with closed heads."""
+    model, layers = with_heads(family)
+    assert [layer.index for layer in layers.values()] == list(range(len(layers)))
+    hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.ones(H)))
+    assert_alike(family.outputs(model), family.expected["outputs"])
+    hk.heads.ungate(model)
+
+    gates = {}
+    for path, layer in layers.items():
+        assert model.get_submodule(layer.name) is layer.module
+        H = torch.arange(layer.num_heads)
+        gates[path] = (H != 0 if layer.index % 2 else H == 1).float()
+    closed = {
+        layer.name: (gates[path] == 0).nonzero().flatten().tolist()
+        for path, layer in layers.items()
+    }
+    with gated(family, gates) as reference:
+        expected = family.with_gradients(reference)
+    hk.heads.close(model, closed)
+    assert_alike(family.with_gradients(model), expected)
+
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"'eager' in a .* its gates"):
+        family.outputs(model)
+    with pytest.raises(ValueError, match="model has gates on the heads of"):
+        release(model)
+    use(model)
+
+    assert hk.heads.prune(model, hk.heads.closed(model)) == closed
+    assert_alike(family.outputs(model), expected["outputs"])
+    for path, layer in layers_of(model).items():
+        assert layer.num_heads == int(gates[path].sum())
+    if family.name in BIASED:
+        refusal = r"fewer heads in .* than the position bias|'eager' in a .* with \d of \d heads"
+        with pytest.raises(ValueError, match=refusal):
+            family.outputs(release(model))
+        return
+    assert_alike(family.outputs(release(model)), expected["outputs"])
+
+
+def test_layers_without_heads(family: Family) -> None:
+    """They give the bias of their projection, and all of their parameters have gradients (of 0), as DDP expects."""
+    if family.name not in TINY:
+        pytest.skip("stock code of some forms reshapes with -1")
+    model, layers = with_heads(family)
+    path, layer = list(layers.items())[-1]
+    with gated(family, {path: torch.zeros(layer.num_heads)}) as reference:
+        expected = family.outputs(reference)
+    hk.heads.prune(model, {layer.index: range(layer.num_heads)})
+    found = family.with_gradients(model)
+    assert_alike(found["outputs"], expected)
+    assert found.keys() == family.expected.keys()
+
+
+def assert_loaded(family: Family, loaded: Any, model: Any) -> None:
+    assert_same_states(loaded, model)
+    assert_alike(family.outputs(loaded), family.outputs(model))
+    for old, new in zip(*map(hk.heads.attention_layers, (model, loaded)), strict=True):
+        assert (old.name, old.num_heads, old.head_dim) == (new.name, new.num_heads, new.head_dim)
+        assert (old.num_key_heads, old.value.heads) == (new.num_key_heads, new.value.heads)
+        assert old.layout == new.layout
+        assert torch.equal(old.module.kept_heads, new.module.kept_heads)
+        assert old.module.heads_before == new.module.heads_before
+
+
+def assert_saved(family: Family, model: Any, folder: Path) -> None:
+    """Both ways: `save_pretrained`, and a file of weights for a model of other weights."""
+    model.save_pretrained(folder)
+    named = {"attn_implementation": "heads_kernels", "experts_implementation": "eager"}
+    assert_loaded(family, unpooled(from_pretrained(folder, type(model), **named)), model)
+    hk.heads.save(model, folder / "heads.safetensors")
+    whole = use(family.copy())
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(1.0)
+    hk.heads.load(whole, folder / "heads.safetensors")
+    assert_loaded(family, whole, model)
+
+
+def test_saved_and_loaded(family: Family, tmp_path: Path) -> None:
+    model, layers = with_heads(family)
+    for layer in layers.values():
+        H = layer.num_heads
+        hk.heads.prune(model, {layer.index: {layer.index % H, (layer.index + 2) % H}})
+    assert_saved(family, model, tmp_path)
+
+
+# ---------------------------------------------------------------------- padding
+def test_unpadded(family: Family) -> None:
+    """Layers on real tokens alone; where none can, a warning says why, or `use` refuses."""
+    if family.name in NO_PADDING:
+        with pytest.raises(ValueError, match="none of whose layers takes a mask of padded tokens"):
+            use(family.copy(), unpad=True)
+        return
+    model = use(family.copy(), unpad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_alike(family.with_gradients(model), family.expected)
+    assert any(packed_layers(model)) == (family.name not in PADDED)
+    assert all(PADDED.get(family.name, "") in str(each.message) for each in said)
+
+
+# ---------------------------------------------------------------------- conversion
+def test_converted(family: Family, tmp_path: Path) -> None:
+    """With all features nothing changes; a pruned head is a closed one; saved, loaded, and not drawn anew."""
+    if family.name not in (*CONVERTIBLE, *ROTARY):
+        if family.name in TURNED:
+            model, layers = with_heads(family)
+            refusal = r"layer 0 \(.*\) has (norms .* and )?rotary positions"
+            with pytest.raises(ValueError, match=refusal):
+                read_heads(next(iter(layers.values())))
+        return
+    model = convert(use(family.copy()))
+    found = family.with_gradients(model)
+    scores = {
+        id(parameter)
+        for layer in hk.heads.attention_layers(family.stock)
+        for projection in (layer.query, layer.key)
+        for parameter in projection.linear.parameters()
+    }
+    same = ["outputs"] + [
+        name
+        for name, parameter in family.stock.named_parameters()
+        if id(parameter) not in scores and name in family.expected
+    ]
+    assert len(same) > len(family.expected) / 2
+    assert_alike({n: found[n] for n in same}, {n: family.expected[n] for n in same})
+
+    closed = convert(use(family.copy()), 12)
+    pruned = copy.deepcopy(closed)
+    heads = {layer.index: [1, 3] for layer in hk.heads.attention_layers(closed)}
+    hk.heads.close(closed, heads)
+    hk.heads.prune(pruned, heads)
+    assert_alike(family.outputs(pruned), family.outputs(closed))
+    assert_saved(family, pruned, tmp_path)
+    before = {name: weight.clone() for name, weight in pruned.state_dict().items()}
+    pruned.init_weights()
+    assert_alike(pruned.state_dict(), before)
+
+
+# ---------------------------------------------------------------------- the table
+def test_every_family_has_a_tiny_model() -> None:
+    for name, family in TESTED.items():
+        assert TINY[name].model == family.model
+        assert bool(TINY[name].attention) == family.heads
+
+
+def test_table_of_the_documentation_is_generated() -> None:
+    """`python -c "from heads_kernels.integrations.transformers import tested; print(tested.table())"` makes it."""
+    document = DOCUMENT.read_text(encoding="utf-8")
+    assert tested.table() in document
+    assert tested.of_a_form() in document

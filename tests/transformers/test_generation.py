@@ -1,0 +1,196 @@
+"""Decoding with every kind of cache gives the logits of stock, or of the same model without a cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+import transformers
+
+import heads_kernels as hk
+from heads_kernels.integrations.transformers import use
+from tests.convert.converted_models import convert
+from tests.support.alike import assert_alike
+from tests.support.tiny_models import batch, build, packed_layers, padding
+
+#: Families that generate: what makes them, and the side of the padding of their prompts.
+TASKS: dict[str, tuple[dict[str, Any], str]] = {
+    "bart": ({"model": "BartForConditionalGeneration"}, "right"),
+    "bert": ({"model": "BertLMHeadModel", "is_decoder": True}, "left"),
+    "gpt2": ({}, "left"),
+    "llama": ({}, "left"),
+    "t5": ({"model": "T5ForConditionalGeneration"}, "right"),
+    "afmoe": ({}, "left"),  # a gated output
+    "gemma2": ({}, "left"),  # a cap and windows
+    "gpt_oss": ({}, "left"),  # sinks
+    "bloom": ({}, "left"),
+    "mpt": ({}, "left"),
+    "umt5": ({"model": "UMT5ForConditionalGeneration"}, "right"),
+    "longt5": ({"model": "LongT5ForConditionalGeneration"}, "right"),
+}
+#: `make test` runs two of them.
+CHANGED = [
+    pytest.param(name, change, marks=() if change == quick.get(name) else pytest.mark.check)
+    for quick in [{"gpt2": "both", "t5": "pruned"}]
+    for name in ("bart", "bert", "gpt2", "llama", "t5")
+    for change in ("pruned", "converted", "both")
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "dynamic": {"cache_implementation": "dynamic"},
+    "static": {"cache_implementation": "static"},
+    "beams": {"num_beams": 2},
+}
+
+
+def made(name: str) -> Any:
+    return build(name, **TASKS[name][0])
+
+
+def generated(model: Any, side: str, **options: Any) -> dict[str, Any]:
+    """Tokens beyond the windows of 4, and their logits."""
+    found = model.generate(
+        torch.randint(3, 40, (3, 9), generator=torch.Generator().manual_seed(4)),
+        attention_mask=padding(side),
+        max_new_tokens=5,
+        min_new_tokens=5,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return {"sequences": found.sequences, "logits": found.logits}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", TASKS)
+def test_generation_equals_stock(name: str, way: str) -> None:
+    side = TASKS[name][1]
+    model = made(name)
+    expected = generated(model, side, **WAYS[way])
+    for unpad in (False, True):
+        found = generated(use(model, unpad=unpad), side, **WAYS[way])
+        assert_alike(found, expected)
+    assert any(packed_layers(model)) == (name not in ("bloom", "longt5", "mpt"))
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGED)
+def test_generation_of_changed_models(name: str, change: str) -> None:
+    """Unevenly pruned groups, a layer without heads, shared keys."""
+    side = TASKS[name][1]
+    model = use(made(name))
+    if change != "pruned":
+        convert(model, 12, "cp")
+    if change != "converted":
+        layers = hk.heads.attention_layers(model)
+        gone = {layer.index: [1, 2, layer.num_heads - 1] for layer in layers}
+        hk.heads.prune(model, gone | {0: range(layers[0].num_heads)})
+    for way in WAYS.values():
+        options = {"num_beams": way.get("num_beams", 1), "use_cache": False}
+        expected = generated(use(model), side, **options)
+        for unpad in (False, True):
+            assert_alike(generated(use(model, unpad=unpad), side, **way), expected)
+
+
+def test_stock_attention_generates_with_pruned_models() -> None:
+    model = made("llama")
+    hk.heads.prune(model, {0: [0], 1: [1, 2, 3, 7]})
+    expected = generated(model, "left", use_cache=False)
+    assert_alike(generated(model, "left"), expected)
+
+
+# ---------------------------------------------------------------------- caches
+@pytest.mark.parametrize("in_use", [False, True])
+@pytest.mark.parametrize("cache", ["static", "sliding_window"])
+def test_cache_made_for_all_heads_is_refused_by_a_pruned_model(cache: str, in_use: bool) -> None:
+    """`prefill_chunk_size` makes a static cache by the config, before there are keys."""
+    model = use(build("llama")) if in_use else build("llama")
+    arguments = {
+        "input_ids": torch.randint(3, 40, (2, 9)), "do_sample": False, "max_new_tokens": 3,
+        "cache_implementation": cache, "pad_token_id": 0,
+    }  # fmt: skip
+    chunks = model.generate(**arguments, prefill_chunk_size=4)
+    assert torch.equal(chunks, model.generate(**arguments))
+    filled = transformers.DynamicCache(config=model.config)
+    model(input_ids=arguments["input_ids"], past_key_values=filled)
+    hk.heads.prune(model, {0: [0, 1, 2, 3]})
+    refusal = r"has keys of 2 heads for layer 0, of which pruning left 1; .*prefill_chunk_size"
+    with pytest.raises(ValueError, match=refusal):
+        model.generate(**arguments, prefill_chunk_size=4)
+    with pytest.raises(ValueError, match=refusal):
+        model(input_ids=arguments["input_ids"], past_key_values=filled)
+    expected = model.generate(**arguments | {"cache_implementation": "dynamic"})
+    assert torch.equal(model.generate(**arguments), expected)
+
+
+def test_cache_of_separate_keys_is_refused_by_a_converted_model() -> None:
+    model = use(build("gpt2"))
+    ids = torch.randint(3, 40, (2, 6))
+    past = model(ids).past_key_values
+    convert(model, 12)
+    with pytest.raises(ValueError, match=r"cache has keys of 4 heads in layer 0; .*an empty"):
+        model(ids[:, :1], past_key_values=past)
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+def test_cache_is_continued(unpad: bool) -> None:
+    model = build("llama")
+    ids, real = batch(model)["input_ids"], padding("left")
+    rows = []
+    for each in (model, use(copy.deepcopy(model), unpad=unpad)):
+        past = each(ids[:, :6], attention_mask=real[:, :6]).past_key_values
+        assert type(past) is transformers.DynamicCache
+        rows.append(each(ids[:, 6:], attention_mask=real, past_key_values=past).logits)
+    assert_alike(rows[1], rows[0])
+
+
+# ---------------------------------------------------------------------- compiled decoding
+@pytest.mark.check
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize(
+    ("name", "change"), [("gpt2", ""), ("gpt2", "both"), ("bart", "converted"), ("t5", "pruned")]
+)
+def test_compiled_decoding(name: str, change: str, unpad: bool) -> None:
+    """With a static cache a step is one graph, compiled once for all tokens and calls; the prompt runs packed."""
+    side = TASKS[name][1]
+    model = use(made(name))
+    if change in ("both", "converted"):
+        convert(model, 12)
+    if change in ("both", "pruned"):
+        hk.heads.prune(model, {0: [1, 3]})
+    expected = generated(model, side)
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compile_config = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compile_config._compile_all_devices = True  # not on GPUs alone
+    use(model, unpad=unpad)
+    for _ in range(2):
+        found = generated(model, side, cache_implementation="static", compile_config=compile_config)
+        assert_alike(found, expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert any(packed_layers(model)) == unpad
+
+
+@pytest.mark.check
+def test_inductor_decodes() -> None:
+    """A step that is compiled to code, with a static cache of a shared key; its cache is a stock one from outside."""
+    model = convert(use(build("gpt2", n_layer=1)), 12, "cp")
+    ids = torch.randint(3, 40, (2, 8), generator=torch.Generator().manual_seed(4))
+
+    @torch.no_grad()
+    def decoded(step: Any) -> list[torch.Tensor]:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+        model(ids[:, :4], past_key_values=cache)
+        return [step(ids[:, t : t + 1], past_key_values=cache).logits.clone() for t in range(4, 8)]
+
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    expected = decoded(model)
+    assert_alike(decoded(torch.compile(model, fullgraph=True)), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
