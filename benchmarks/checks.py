@@ -99,23 +99,25 @@ def check(workload: Workload, settings: Settings) -> Check:
     )  # fmt: skip
 
 
-def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, slice] | None]:
+def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, ...] | None]:
     """The call itself; or, with more pairs than `_MOST_PAIRS`, some heads and batches of it, and where these are.
 
     Heads are the first and the last: where some are closed, an open and a closed one. Grouped ones are kept, all of
-    them: another number would be another kernel's work. Batches are evenly spread, and all of them under a mask.
+    them: another number would be another kernel's work. Of those a causal call has its first rows and keys, where it
+    has more than twice as many pairs. Batches are evenly spread, and all of them under a mask.
     """
-    problem = inputs.problem()
-    B, H, most = problem.B, problem.H, _MOST_PAIRS[inputs.dout.device.type]
-    pairs = problem.B * problem.H * problem.T * problem.S
-    step = H - 1 if H > 2 and inputs.tensors["value"].shape[1] == H else 1
-    if pairs <= most or (step == 1 and "attn_mask" in inputs.options):
+    p, most = inputs.problem(), _MOST_PAIRS[inputs.dout.device.type]
+    matrix = p.T * p.S
+    if p.B * p.H * matrix <= most:
         return inputs, None
-    batches = 1
+    grouped = inputs.tensors["value"].shape[1] != p.H
+    step = p.H - 1 if p.H > 2 and not grouped else 1
+    batches, rows = 1, p.T
     if "attn_mask" not in inputs.options:
-        kept = pairs // H * len(range(0, H, step))
-        batches = min(B, -(-kept // most))
-    if step == batches == 1:
+        batches = min(p.B, -(-p.B * len(range(0, p.H, step)) * matrix // most))
+        while grouped and inputs.options["is_causal"] and p.H * rows**2 > 2 * most:
+            rows //= 2
+    if step == batches == 1 and rows == p.T:
         return inputs, None
     tensors = dict(inputs.tensors)
     for name, tensor in tensors.items():
@@ -124,12 +126,12 @@ def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, slice] | None]:
         ):
             tensors[name] = tensor[::step]  # [H, ...]
             continue
-        if tensor.shape[0] == B:
+        if tensor.shape[0] == p.B:
             tensor = tensor[::batches]
         if name in ("gate", "content_bias") or tensor.dim() == 4:  # [B, H, ...]
             tensor = tensor[:, ::step]
-        tensors[name] = tensor
-    where = slice(None, None, batches), slice(None, None, step)
+        tensors[name] = tensor if rows == p.T else tensor[:, :, :rows]
+    where = slice(None, None, batches), slice(None, None, step), slice(rows)
     return replace(inputs, tensors=tensors, dout=inputs.dout[where]), where
 
 

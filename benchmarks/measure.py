@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 import heads_kernels as hk
-from benchmarks.candidates import candidate, prepare
+from benchmarks.candidates import NotRun, candidate, prepare
 from benchmarks.floor import Yardstick
 from benchmarks.settings import Settings
 from benchmarks.workloads import Direction, Workload
@@ -57,12 +57,16 @@ def speed(
     yardstick = Yardstick(workload, direction, inputs) if settings.floor else None
     if yardstick:  # right after ours, whose turn then finds the caches as in a run without
         calls = {"ours": calls["ours"], **yardstick.calls, **calls}
+    others: dict[str, tuple[Workload, tuple[Inputs, ...]]] = {}
     if dense is not None:
-        made = dense.make(settings.dtype, settings.place)
-        calls["dense"] = candidate("ours", dense, made, direction)
+        others["dense"] = dense, dense.make(settings.dtype, settings.place)
     if settings.device == "cpu" and inputs[0].dout.dtype in (torch.bfloat16, torch.float16):
-        widened = tuple(one.to(torch.float32) for one in inputs)
-        calls["float32"] = candidate("ours", workload, widened, direction)
+        others["float32"] = workload, tuple(one.to(torch.float32) for one in inputs)
+    for name, (other, made) in others.items():
+        try:
+            calls[name] = candidate("ours", other, made, direction)
+        except NotRun as reason:  # noqa: PERF203 (each by itself)
+            prepared.failed[name] = str(reason)
     effort = settings.effort(has_goal)
 
     def measured() -> Row:
@@ -79,7 +83,7 @@ def speed(
             "refused": prepared.refused,
             "spread": max(times[name].median / times[name].minimum for name in shown),
         }  # fmt: skip
-        if dense is not None:
+        if dense is not None and "dense" in times:
             row["dense_flops"] = dense.flops(direction)
         if yardstick:
             row["floor"] = asdict(yardstick.floor(times))

@@ -78,7 +78,12 @@ def _check(chosen: list[Workload], known: dict[str, Workload], results: Results)
         if name in done or name not in known or step in results.ended:
             continue
         _step(results, step)
-        found = checks.check(known[name], results.settings)
+        try:
+            found = checks.check(known[name], results.settings)
+        except RuntimeError as error:
+            results.failures.append(f"{step}: {type(error).__name__}: {error}")
+            _must_work(results.settings)
+            continue
         results.checks.append(asdict(found))
         results.failures += [f"{name}: {failure}" for failure in found.failures]
         results.failures += [
@@ -126,8 +131,9 @@ def _parts(names: Sequence[str], report: Report) -> None:
                 if found.rows:
                     report.part(found)
                 _step(report.results, name)
-        except minilm.Unavailable as error:
-            report.results.failures.append(f"{name}: {error}")
+        except (minilm.Unavailable, RuntimeError) as error:
+            report.results.failures.append(f"{name}: {type(error).__name__}: {error}")
+            _must_work(report.results.settings)
 
 
 def _step(results: Results, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, Literal
 
@@ -42,11 +42,12 @@ class Settings:
     dtype: torch.dtype = torch.float32
     only: str | None = None
     floor: bool = False
-    place: torch.device = field(init=False)  # of the tensors
 
-    def __post_init__(self) -> None:
+    @property
+    def place(self) -> torch.device:
+        """Of the tensors."""
         on_gpu = self.device == "cuda" and torch.cuda.is_available()
-        object.__setattr__(self, "place", torch.device("cuda" if on_gpu else "cpu"))
+        return torch.device("cuda" if on_gpu else "cpu")
 
     def wants(self, name: str) -> bool:
         return self.only is None or fnmatchcase(name, f"*{self.only}*")

@@ -424,7 +424,9 @@ def test_names_are_found_by_parts_and_patterns(device: Any) -> None:
     assert not settings.wants("memory")
 
 
-@pytest.mark.parametrize("name", ["collaborative_closed_50", "pair_bias_H4"])
+@pytest.mark.parametrize(
+    "name", ["collaborative_dense", "collaborative_closed_50", "pair_bias_H4", "language_model"]
+)
 def test_many_pairs_are_held_to_the_rule_in_part(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,9 +435,8 @@ def test_many_pairs_are_held_to_the_rule_in_part(
     monkeypatch.setitem(checks._MOST_PAIRS, "cpu", 1 << 13)
     some, where = checks._part(inputs)
     assert where is not None
-    assert some.dout.shape[1] == 2
-    assert some.dout.shape[0] < inputs.dout.shape[0]
-    if name.startswith("collaborative"):
+    assert some.dout.numel() <= inputs.dout.numel() / 2
+    if name == "collaborative_closed_50":
         assert sorted(some.tensors["gate"].ne(0).tolist()) == [False, True]
     with torch.no_grad():
         out = some.call()
