@@ -301,6 +301,14 @@ def test_a_process_that_dies() -> None:
     processes.close()
 
 
+def test_positions(fake_mesh: Callable[..., Any]) -> None:
+    """Of the first of four processes; balanced it has the first and the last of eight blocks."""
+    mesh = fake_mesh(4)
+    assert distributed.ContextParallel(mesh).positions(16).tolist() == [0, 1, 2, 3]
+    balanced = distributed.ContextParallel(mesh, balanced=True)
+    assert balanced.positions(16).tolist() == [0, 1, 14, 15]
+
+
 # ---------------------------------------------------------------------- refusals
 def call(mesh: Any, how: dict[str, Any], H: int = H, T: int = 6, **options: Any) -> None:
     q = torch.randn(B, H, T, D)
