@@ -34,14 +34,15 @@ help: ## this list
 
 test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
 	$(PYTEST) -m "not check and not cuda and not triton"
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and tiny"
 
 # What `make test` leaves out. The kernels of CUDA run in the emulator, the cases of bfloat16 in another order of threads
 # than the rest; those of Triton in its interpreter; with other releases of Triton they are compiled and launched only.
 check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) .venv/stamp-transformers-$(OLDEST_TRANSFORMERS) ## the tests of CI: the CUDA kernels in an emulator and Triton's in its interpreter too
 	$(PYTEST) -m "check and not release and not cuda and not triton"
 	PYTHONPATH=.venv/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(OF_TRANSFORMERS) -m "not check"
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow" -k "not bfloat16"
-	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow and not release" -k "not bfloat16"
+	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow and not release" -k bfloat16
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"
 	PYTHONPATH=.venv/triton-$(OLDEST_TRITON) $(PYTEST) tests/ops/test_launch_path.py
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PYTEST) tests/ops/test_ahead_of_time.py -k within_their_bounds
@@ -51,7 +52,7 @@ check: test .venv/stamp-dev .venv/stamp-cuda .venv/stamp-emulator .venv/stamp-tr
 release-check: check lint selftest selftest-cuda test-aarch64 ## all that a release needs: hours
 	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_CUDA_ARCHITECTURES= $(PY) setup.py -q build_ext --inplace
 	$(PYTEST) -m "release and not cuda and not triton"
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/tools -m "cuda and not slow"
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/tools tests/ops -m "cuda and not slow and release"
 	TRITON_INTERPRET=1 $(PYTEST) tests/tools tests/ops -m "triton and not slow and release"
 	$(PYTEST) tests/ops/test_cuda_resources.py tests/tools/test_static_model.py
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --dtype bf16 --into build/emulator-sanitized
@@ -117,7 +118,7 @@ test-wheel: ## the wheel of dist/ in a fresh environment whose PATH has no compi
 newest: .venv/stamp-built ## the tests of `make test` with the newest PyTorch, Triton and transformers
 	rm -rf build/newest
 	$(PYTHON) -m venv build/newest
-	build/newest/bin/pip --disable-pip-version-check install -q torch triton transformers safetensors pytest pytest-xdist hypothesis expecttest
+	build/newest/bin/pip --disable-pip-version-check install -q torch triton transformers safetensors pytest pytest-xdist pytest-timeout hypothesis expecttest
 	build/newest/bin/pip --disable-pip-version-check freeze | grep -E "^(torch|triton|transformers)="
 	build/newest/bin/python -m pytest -n 2 --dist worksteal -m "not check and not cuda and not triton"
 

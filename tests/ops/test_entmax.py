@@ -175,6 +175,7 @@ def test_dtypes(attend, dtype):
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_opcheck(attend):
     query, key, value = operands()
     arguments = (

@@ -160,6 +160,7 @@ def test_no_features_are_equal_weights(backend: str) -> None:
     assert_alike(rows.lse, torch.full((1, 2, 3), 5.0).log())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [
     hk.Mask(), hk.Mask(causal="lower_right"), hk.Mask(causal="lower_right", window=(20, 0)),
     hk.Mask(key_lengths=torch.tensor([70, 3])), hk.Mask(key_mask=torch.arange(140).view(2, 70) % 3 > 0),

@@ -29,7 +29,7 @@ from tests.support.alike import assert_alike, rounding
 
 QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
 MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]
-BAD = [torch.nan, torch.inf, -torch.inf]
+BAD = [torch.nan, *(pytest.param(bad, marks=pytest.mark.slow) for bad in (torch.inf, -torch.inf))]
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -50,6 +50,7 @@ def make(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs
     return inputs
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("case", "backend"), rows(QUICK))
 def test_the_same_bits_from_dirty_memory(case: Case, backend: str) -> None:
     """Every element of every result is written, and by the same numbers in the same order."""
@@ -62,6 +63,7 @@ def test_the_same_bits_from_dirty_memory(case: Case, backend: str) -> None:
     assert_same_bits(backend, inputs.backward(backend), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "backend"), rows(QUICK))
 def test_nothing_beside_an_input_is_read(case: Case, backend: str) -> None:
     inputs = make(case, backend)

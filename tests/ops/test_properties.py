@@ -141,6 +141,7 @@ def test_any_call_is_accurate(
     assert report.ok, str(report)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 @given(data=st.data(), needs=st.integers(1, 511))
 def test_any_gradients_that_are_asked_for(
@@ -174,6 +175,7 @@ STRIDES = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize(
     "argument", ["query", "key", "value", "gate", "mixing", "content_bias", "bias", "sinks", "dout"]

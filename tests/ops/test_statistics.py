@@ -128,6 +128,7 @@ def test_even_attention(backend: str) -> None:
     assert not got.argmax.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_rows_are_streamed(backend: str) -> None:
     """T = S = 4096: the matrix of one head would take 64 MiB."""

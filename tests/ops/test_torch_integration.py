@@ -39,6 +39,7 @@ OF_A_BACKEND = ("test_schema", "test_autograd_registration", "test_faketensor")
 TRACED = (*OF_A_BACKEND, "test_aot_dispatch_dynamic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("case", OPCHECKS)
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
@@ -67,6 +68,7 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
         torch.library.opcheck(op.backward_op, arguments_of_backward, test_utils=utils)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", OPERATORS)
 @pytest.mark.parametrize(
     "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
