@@ -64,10 +64,11 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	$(PY) -m benchmarks.importance --sentences 8
 	$(MAKE) newest wheel test-wheel
 
-lint: .venv/stamp-dev docs ## ruff, mypy and clang-format; the documentation site must build
+lint: .venv/stamp-dev docs ## ruff, mypy, import-linter and clang-format; the documentation site must build
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	.venv/bin/lint-imports --no-cache
 	.venv/bin/clang-format --dry-run -Werror $(CPP) examples/*/*.cpp
 
 bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
