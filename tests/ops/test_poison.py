@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.dispatch import choose
 from heads_kernels.testing import (
     CASES,
     ENTMAX,
     Case,
-    Inputs,
     dirty_allocator,
     find,
     hide,
     surrounded,
 )
-from tests.ops.calls import TABLES, assert_same_bits, call
+from tests.ops.calls import TABLES, assert_same_bits, call, inputs_of
 from tests.support.alike import assert_alike, rounding
 
 QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
@@ -42,19 +40,11 @@ def rows(cases: list[Case]) -> list[object]:
     ]
 
 
-def make(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs:
-    inputs = case.make(dtype)
-    choice = choose(TABLES[case.operator], inputs.problem(), backend)
-    if choice.backend is None:
-        pytest.skip(str(choice))
-    return inputs
-
-
 @pytest.mark.check
 @pytest.mark.parametrize(("case", "backend"), rows(QUICK))
 def test_the_same_bits_from_dirty_memory(case: Case, backend: str) -> None:
     """Every element of every result is written, and by the same numbers in the same order."""
-    inputs = make(case, backend)
+    inputs = inputs_of(case, backend)
     want = inputs.backward(backend)
     assert want[0].isfinite().all()
     for name, grad in want[1].items():
@@ -66,7 +56,7 @@ def test_the_same_bits_from_dirty_memory(case: Case, backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "backend"), rows(QUICK))
 def test_nothing_beside_an_input_is_read(case: Case, backend: str) -> None:
-    inputs = make(case, backend)
+    inputs = inputs_of(case, backend)
     tensors = {name: surrounded(t) for name, t in inputs.tensors.items()}
     guarded = replace(inputs, tensors=tensors, dout=surrounded(inputs.dout))
     out, grads = guarded.backward(backend)
@@ -79,7 +69,7 @@ def test_nothing_beside_an_input_is_read(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize(("case", "backend"), rows(MASKED))
 def test_hidden_values_reach_nothing(case: Case, backend: str, bad: float) -> None:
-    inputs = make(case, backend)
+    inputs = inputs_of(case, backend)
     poisoned, places = hide(inputs, bad)
     want, got = inputs.backward(backend), poisoned.backward(backend)
     assert_same_bits(backend, got, want)
@@ -103,7 +93,7 @@ def test_hidden_values_reach_nothing_in_other_dtypes(operator: str, dtype: torch
 @pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
 def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     """NaN in the query, key and value of a closed head; with closed_grad=False in gradients too."""
-    inputs = make(find("gated_attention", "closed_heads"), backend)
+    inputs = inputs_of(find("gated_attention", "closed_heads"), backend)
     closed = inputs.tensors["gate"] == 0
     tensors = {
         name: t if name == "gate" else t.masked_fill(closed[:, None, None], bad)
@@ -149,7 +139,7 @@ def test_zeros_of_closed_heads_are_written(
 @pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
 def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
     """The tile on the diagonal holds visible and hidden keys at once."""
-    inputs = make(find("gated_attention", "length_65_causal"), backend)
+    inputs = inputs_of(find("gated_attention", "length_65_causal"), backend)
     clean = inputs.call(backend)
     for j in (0, 1, 31, 32, 33, 63, 64):
         tensors = {**inputs.tensors}
@@ -228,7 +218,7 @@ def test_an_infinite_key_meets_no_row_that_is_not_there(backend: str, T: int) ->
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("backend", [row.name for row in TABLES["collaborative_attention"]])
 def test_the_mixing_vector_of_a_closed_head_is_not_read(backend: str, bad: float) -> None:
-    inputs = make(find("collaborative_attention", "closed_all"), backend)
+    inputs = inputs_of(find("collaborative_attention", "closed_all"), backend)
     poisoned = {**inputs.tensors, "mixing": torch.full_like(inputs.tensors["mixing"], bad)}
     out, grads = replace(inputs, tensors=poisoned).backward(backend)
     assert not out.any()
