@@ -75,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if device := config.getoption("device"):
         if on_a_gpu(config) and not torch.cuda.is_available():
             raise pytest.UsageError("--device: torch.cuda.is_available() is False")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
         torch.set_default_device(device)
     # Under xdist the workers share the cores: one thread each, or they wait for one another.
     alone = "PYTEST_XDIST_WORKER" not in os.environ

@@ -215,24 +215,7 @@ def test_autocast_statistics(backend: str) -> None:
     assert_same_bits(backend, got, want)
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_autocast_leaves_float64_alone(operator: str, backend: str) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert call(operator, backend, **tensors(operator)).dtype == torch.float64
-
-
 # ---------------------------------------------------------------------- FLOP counts
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_flop_counter(operator: str, backend: str) -> None:
-    """The dense count, whatever the mask hides: scores and values, and five products backward."""
-    arguments = tensors(operator, grad=True)
-    serve(operator, backend, **arguments, is_causal=True)
-    with FlopCounterMode(display=False) as forward:
-        out = call(operator, backend, **arguments, is_causal=True)
-    with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
-    assert forward.get_total_flops() == 2 * B * H * T * S * (D + Dv)
-    assert backward.get_total_flops() == 2 * B * H * T * S * (3 * D + 2 * Dv)
 
 
 @pytest.mark.parametrize("form", OPERATORS)
@@ -278,22 +261,3 @@ def test_derivatives_that_are_not_there_are_refused(operator: str, backend: str)
         dual = torch.autograd.forward_ad.make_dual(query, query)
         with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
             run(dual)
-
-
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
-def test_the_op_itself_refuses_what_does_not_fit(operator: str) -> None:
-    """The extension never walks out of its tensors, whoever calls the op."""
-    arguments = tensors(operator, dtype=torch.float32)
-    op = OPERATORS[operator]
-
-    parse = Problem.gated if operator == "gated_attention" else Problem.collaborative
-    packed = dict(zip(op.types, op.pack(parse(**arguments), None), strict=True))
-
-    def run(**changed: Tensor) -> None:
-        op.forward_op(*{**packed, **changed}.values(), True, "cpu")
-
-    run()
-    with pytest.raises(ValueError, match=r"^key .*does not fit"):
-        run(key=arguments["key"][..., :4])
-    with pytest.raises(ValueError, match=r"^value .*does not fit"):
-        run(value=arguments["value"][..., :3, :])
