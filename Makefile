@@ -34,6 +34,7 @@ help: ## this list
 
 test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
 	$(PYTEST) -m "not check and not cuda and not triton"
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and tiny"
 
 check: test check-suite check-cuda check-triton check-releases ## the tests of CI
 
@@ -42,8 +43,8 @@ check-suite: .venv/stamp-dev .venv/stamp-cuda ## what `make test` leaves out: wh
 
 # The cases of bfloat16 in another order of threads than the rest.
 check-cuda: .venv/stamp-test .venv/stamp-emulator ## the CUDA kernels in an emulator
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow" -k "not bfloat16"
-	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k bfloat16
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow and not release" -k "not bfloat16"
+	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow and not release" -k bfloat16
 
 check-triton: .venv/stamp-dev .venv/stamp-built ## Triton's kernels in its interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"
@@ -59,7 +60,7 @@ check-releases: .venv/stamp-dev .venv/stamp-built .venv/stamp-triton-$(OLDEST_TR
 release-check: check lint selftest selftest-cuda test-aarch64 ## all that a release needs: hours
 	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_CUDA_ARCHITECTURES= $(PY) setup.py -q build_ext --inplace
 	$(PYTEST) -m "release and not cuda and not triton"
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/tools -m "cuda and not slow"
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/tools tests/ops -m "cuda and not slow and release"
 	TRITON_INTERPRET=1 $(PYTEST) tests/tools tests/ops -m "triton and not slow and release"
 	$(PYTEST) tests/ops/test_cuda_resources.py tests/tools/test_static_model.py
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --dtype bf16 --into build/emulator-sanitized
@@ -68,10 +69,11 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
 	$(MAKE) newest wheel test-wheel
 
-lint: .venv/stamp-dev docs ## ruff, mypy and clang-format; the documentation site must build
+lint: .venv/stamp-dev docs ## ruff, mypy, import-linter and clang-format; the documentation site must build
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	.venv/bin/lint-imports --no-cache
 	.venv/bin/clang-format --dry-run -Werror $(CPP) examples/*/*.cpp
 
 bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
@@ -122,7 +124,7 @@ test-wheel: ## the wheel of dist/ in a fresh environment whose PATH has no compi
 newest: .venv/stamp-built ## the tests of `make test` with the newest PyTorch, Triton and transformers
 	rm -rf build/newest
 	$(PYTHON) -m venv build/newest
-	build/newest/bin/pip --disable-pip-version-check install -q torch triton transformers safetensors pytest pytest-xdist hypothesis expecttest
+	build/newest/bin/pip --disable-pip-version-check install -q torch triton transformers safetensors pytest pytest-xdist pytest-timeout hypothesis expecttest
 	build/newest/bin/pip --disable-pip-version-check freeze | grep -E "^(torch|triton|transformers)="
 	build/newest/bin/python -m pytest -n 2 --dist worksteal -m "not check and not cuda and not triton"
 

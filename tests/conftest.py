@@ -1,16 +1,22 @@
-"""What every test starts from: threads, level, seeds, order, hypothesis; what `make test` leaves out; where `gpu` runs.
+"""What every test starts from: device, threads, level, seeds, order, hypothesis; what `make test` leaves out.
 
-What a test asks of a GPU backend runs on CPU tensors, where the process was started for it: with
-TRITON_INTERPRET=1 Triton's interpreter, corrected, runs the kernels of `triton`, with
-HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in the order HK_SCHEDULE (the module in the
-folder HK_EMULATED, where that is set). Such tests bear the backend's name as a mark.
+`pytest tests/ops --device cuda -n 4` runs the operators' tests on a GPU: those with a `backend` that serves CUDA
+tensors, and those with the mark `gpu`. Tests make tensors on PyTorch's default device, which is this one; `Case.make`
+draws the same numbers for every device. A worker that crashes loses one test: pytest-xdist starts another one.
+pytest-timeout ends a worker whose kernel hangs.
+
+Without a GPU these tests run on CPU tensors, where the process was started for it: with TRITON_INTERPRET=1 Triton's
+interpreter, corrected, runs the kernels of `triton`, with HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in
+the order HK_SCHEDULE (the module in the folder HK_EMULATED, where that is set). They have the backend's name as a mark.
+Of the cases, and of tests that `make test` leaves out, the interpreter runs one of three, and the emulator one of
+three in bfloat16 and float16; the others have the mark `release`. `make test` runs the mark `tiny`: tiny cases in
+float32.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib.util
-import math
 import os
 import random
 import sys
@@ -45,16 +51,19 @@ if CUDA_EMULATED:
 
     _cuda_emulated.use_schedule(os.environ.get("HK_SCHEDULE", "round_robin"))
 
-# No deadline: the first example of a shape may compile. 25 examples a property: heuristic.
-hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
+# No deadline: the first example of a shape may compile. 25 examples a property, and 5 in Triton's interpreter, which
+# takes 10 ms a tile: heuristic.
+EXAMPLES = 5 if TRITON_INTERPRETED else 25
+hypothesis.settings.register_profile("local", deadline=None, max_examples=EXAMPLES)
 # `pytest tests/ops/test_properties.py -k "any_call_is_accurate and cpu" --hypothesis-profile=long` holds 20,000 calls
 # of each dtype to the accuracy rule, in about twenty minutes an operator.
 hypothesis.settings.register_profile("long", deadline=None, max_examples=40_000)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="where tests of operators run: cuda, or cpu")
     parser.addoption("--threads", type=int, help="of PyTorch and the CPU kernels")
     parser.addoption("--level", help="instruction-set level of the CPU kernels: avx2, ...")
     parser.addoption(
@@ -63,6 +72,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if device := config.getoption("device"):
+        if on_a_gpu(config) and not torch.cuda.is_available():
+            raise pytest.UsageError("--device: torch.cuda.is_available() is False")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
+        torch.set_default_device(device)
     # Under xdist the workers share the cores: one thread each, or they wait for one another.
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     if threads := config.getoption("threads") or (None if alone else 1):
@@ -108,99 +122,76 @@ STARTED_FOR = {
     "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1"),
 }
 
-#: Single tests of this module take minutes; if one began last, the other processes would wait for it.
-LONGEST = "test_ahead_of_time"
-#: Tests that launch too much for both: long sequences, and checks of the op that every backend shares, which
-#: run it many times over.
-LONG = {
-    "test_compile_dynamic",
-    "test_decoding_with_grouped_heads",
-    "test_long_rows_are_streamed",
-    "test_memory_is_linear_in_length",
-    "test_opcheck",
-    "test_opcheck_statistics",
-}
-#: Every case or argument once more.
-AGAIN = {
-    "test_any_gradients_that_are_asked_for",
-    "test_any_strides",
-    "test_nothing_beside_an_input_is_read",
-    "test_the_same_bits_from_dirty_memory",
-}
-#: For the emulator: `make selftest-cuda` holds every read to the bounds of its memory.
-LONG_EMULATED = LONG | {"test_nothing_beside_an_input_is_read"}
-#: For Triton's interpreter, which takes about 10 ms a tile, five times what the emulator takes.
-LONG_INTERPRETED = LONG | AGAIN | {"test_any_call_is_accurate"}
-#: Cases that hide keys as another one does: the interpreter runs them, but hides NaN in the other alone.
-HIDES_AS_ANOTHER = {
-    "small_causal", "multi_query", "sliced_causal", "causal_more_keys",  # length_65_causal
-    "small_bias",  # ragged_bias
-    "padded", "padded_causal", "padded_tensor",  # padded_left, transposed_grouped, dropout_everything
-    "lower_right", "decode",  # lower_right_blind_rows, offsets_decode
-    "window_causal", "packed", "dense_rows",  # window, packed_causal, dense_heads
-    "bias_keys", "sinks",  # softcap_bias, sinks_all
-}  # fmt: skip
+#: More pairs of a query row and a key than a few hundred tiles have, forward and backward.
+LARGE = 1 << 18
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if seed := config.getoption("seed"):
         random.Random(seed).shuffle(items)  # the same in every worker of xdist
-    items.sort(key=lambda item: item.path.stem != LONGEST)
+    # Single tests of this module take minutes: if one began last, the other processes would wait for it.
+    items.sort(key=lambda item: item.path.stem != "test_ahead_of_time")
+    on_gpu = on_a_gpu(config)
+    if on_gpu:
+        config.hook.pytest_deselected(items=[item for item in items if not asks_a_gpu(item)])
+        items[:] = [item for item in items if asks_a_gpu(item)]
     no_gpu = pytest.mark.skip(reason="no CUDA device: torch.cuda.is_available() is False")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        arguments: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
-        backend = arguments.get("backend")
-        if backend not in STARTED_FOR:
-            if is_left_out(item, arguments):
-                item.add_marker("check")
-            continue
-        if item.path.parent.name not in ("ops", "tools"):
-            raise pytest.UsageError(
-                f"{item.nodeid}: `make check` looks in GPU_TESTS of the Makefile"
-            )
-        item.add_marker(backend)
-        started, how = STARTED_FOR[backend]
-        if not started:
-            reason = f"the {backend} backend serves CPU tensors in processes with {how}"
-            item.add_marker(pytest.mark.skip(reason=reason))
-        else:
-            long = LONG_INTERPRETED if backend == "triton" else LONG_EMULATED
-            name = getattr(item, "originalname", "")
-            alike = backend == "triton" and str(arguments.get("case")) in HIDES_AS_ANOTHER
-            alike &= name == "test_hidden_values_reach_nothing"
-            if name in long or alike or is_long(**arguments):
-                item.add_marker("slow")
-            if backend == "triton" and is_one_of_many(item, arguments):
-                item.add_marker("release")
+        backend = parameters(item).get("backend")
+        if is_slow(item):
+            item.add_marker("slow")
+        if item.get_closest_marker("slow") or is_left_out(item):
+            item.add_marker("check")
+        if backend in STARTED_FOR:
+            simulate(item, str(backend), skip=not on_gpu)
 
 
-def is_one_of_many(item: pytest.Item, arguments: dict[str, object]) -> bool:
-    """Whether only a release runs it in Triton's interpreter: two of three cases of bfloat16."""
-    many = arguments.get("dtype") == torch.bfloat16 and "case" in arguments
-    return many and zlib.crc32(item.name.encode()) % 3 != 0
+def simulate(item: pytest.Item, backend: str, skip: bool) -> None:
+    """Mark a test of a backend of GPUs: what of it runs on CPU tensors, and when."""
+    if item.path.parent.name not in ("ops", "tools"):
+        raise pytest.UsageError(f"{item.nodeid}: `make check` looks in tests/ops and tests/tools")
+    item.add_marker(backend)
+    case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
+    many = case is not None or item.get_closest_marker("check") is not None
+    many &= backend == "triton" or dtype in (torch.bfloat16, torch.float16)
+    if dtype == torch.float32 and "tiny" in getattr(case, "tags", ()):
+        item.add_marker("tiny")
+    elif many and zlib.crc32(item.name.encode()) % 3:
+        item.add_marker("release")
+    started, how = STARTED_FOR[backend]
+    if skip and not started:
+        reason = f"the {backend} backend serves CPU tensors in processes with {how}"
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def is_left_out(item: pytest.Item, arguments: dict[str, object]) -> bool:
-    """By `make test`: tests of tools; of operators what takes long; families of models that are like another one."""
+def parameters(item: pytest.Item) -> dict[str, object]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def on_a_gpu(config: pytest.Config) -> bool:
+    return torch.device(config.getoption("device") or "cpu").type != "cpu"
+
+
+def asks_a_gpu(item: pytest.Item) -> bool:
+    """Of an operator on a backend that serves CUDA tensors, or marked so."""
+    backend = parameters(item).get("backend")
+    return backend in ("eager", *STARTED_FOR) or item.get_closest_marker("gpu") is not None
+
+
+def is_slow(item: pytest.Item) -> bool:
+    case = parameters(item).get("case")
+    return isinstance(case, Case) and case.B * case.H * case.T * case.S > LARGE
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """By `make test`: tests of tools; float16, which goes the way of bfloat16; models that are like another one."""
     if item.path.parent.name == "tools":
-        return True
-    if getattr(item, "originalname", "") in LONG | AGAIN or is_long(**arguments):
+        return parameters(item).get("backend") not in STARTED_FOR
+    case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
+    if isinstance(case, Case) and dtype == torch.float16 and "tiny" not in case.tags:
         return True
     models = sys.modules.get("tests.support.tiny_models")  # imported by tests of models
-    return models is not None and arguments.get("name") in models.TINY.keys() - models.FEW
-
-
-def is_long(
-    case: object = None, dtype: object = None, bad: float = math.nan, **rest: object
-) -> bool:
-    """More pairs than a few hundred tiles; the same once more, in float16 or with an infinity for NaN.
-
-    float16 goes the way of bfloat16: its tiny cases are enough.
-    """
-    if not isinstance(case, Case):
-        return math.isinf(bad)
-    again = math.isinf(bad) or (dtype == torch.float16 and "tiny" not in case.tags)
-    return again or case.B * case.H * case.T * case.S > 1 << 18
+    return models is not None and parameters(item).get("name") in models.TINY.keys() - models.FEW

@@ -153,11 +153,15 @@ def check(
     dtype: torch.dtype = torch.float32,
     backend: str | None = None,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     seed: int = 0,
     backward: bool = True,
 ) -> Report:
-    """Check `backend` on a named case: forward, and backward unless `backward` is False."""
+    """Check `backend` on a named case: forward, and backward unless `backward` is False.
+
+    On PyTorch's default device if `device` is None.
+    """
+    device = device or torch.get_default_device()
     return compare(_case_reference(case, dtype, str(device), seed, backward), backend, case.name)
 
 

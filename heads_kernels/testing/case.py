@@ -81,23 +81,24 @@ class Case(ABC):
     def make(
         self,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         seed: int = 0,
         requires_grad: bool = False,
         drawn_on: torch.device | str = "cpu",
     ) -> Inputs:
-        """Draw the tensors of the call.
+        """Draw the tensors of the call, on PyTorch's default device if `device` is None.
 
         The same seed gives the same numbers on every device, and in every dtype up to its rounding.
         `drawn_on` a GPU, the large tensors are drawn there: other numbers, in a hundredth of the time.
         """
-        device = torch.device(device)
+        device = torch.get_default_device() if device is None else torch.device(device)
         draw = _Draw(self, dtype, device, seed, torch.device(drawn_on))
-        tensors = self._operands(draw)
-        tensors["query"][..., ::7, :] *= self.outlier
-        if self.gate is not None:
-            tensors["gate"] = self._draw_gate(draw)
-        tensors |= self._draw_terms(draw)
+        with torch.device("cpu"):
+            tensors = self._operands(draw)
+            tensors["query"][..., ::7, :] *= self.outlier
+            if self.gate is not None:
+                tensors["gate"] = self._draw_gate(draw)
+            tensors |= self._draw_terms(draw)
         options: dict[str, Any] = {"is_causal": self.is_causal, "dropout_p": self.dropout_p}
         if self.mask is not None:
             options["attn_mask"] = self.mask(Sizes(self.B, self.H, self.T, self.S), device)
@@ -236,11 +237,11 @@ class _Draw:
     ) -> None:
         self.case, self.dtype, self.device = case, dtype, device
         seed += zlib.crc32(case.name.encode())
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self._large = torch.Generator(large).manual_seed(seed) if large.type != "cpu" else None
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64, device="cpu")
 
     def large(self, *shape: int) -> Tensor:
         if self._large is None:

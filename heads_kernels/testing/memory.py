@@ -35,13 +35,13 @@ class Peak:
     how: str
 
 
-def peak_memory(function: Callable[[], object], device: torch.device | str = "cpu") -> Peak:
-    """Call `function` once and measure its peak memory, without its result.
+def peak_memory(function: Callable[[], object], device: torch.device | str | None = None) -> Peak:
+    """Call `function` once and measure its peak memory on `device` (None: the default one), without its result.
 
     Call it once before, so that code, thread pools and caches exist already. Memory that the
     C library keeps from earlier calls is returned first, since its reuse would not be seen.
     """
-    device = torch.device(device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

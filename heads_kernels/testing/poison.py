@@ -49,7 +49,7 @@ def dirty_allocator(like: Tensor, largest: int = 1 << 20) -> None:
 
 
 def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
-    """Write `bad` into every key and value that no row sees and every row that sees no key, including dout.
+    """Write `bad` into every key and value that no row sees and every row that sees no key, its gate and dout too.
 
     Also returns which elements those are, by argument.
     """
@@ -72,6 +72,11 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
         shape = tensors["bias"].shape
         seen = masked.int().sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
         tensors["bias"] = tensors["bias"].masked_fill(seen.reshape(shape) == 0, bad)
+    if p.gate is not None and p.gate.dim() > 2:  # where all rows that share an element see nothing
+        shape = tensors["gate"].shape
+        read = (~fully_masked).int().sum_to_size(shape[:3])
+        unread = (read == 0).reshape(*shape[:3], *(1,) * (len(shape) - 3))
+        tensors["gate"] = tensors["gate"].masked_fill(unread, bad)
     poisoned = replace(
         inputs, tensors=tensors, dout=inputs.dout.masked_fill(fully_masked[..., None], bad)
     )

@@ -1,4 +1,7 @@
-"""How tests call an operator on each backend of its table, skipping those that cannot serve it."""
+"""How tests call an operator on each backend of its table, skipping those that cannot serve it.
+
+Tensors are made on PyTorch's default device, which `pytest --device` sets.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.dispatch import Backend
+from heads_kernels.dispatch import Backend, choose
 from heads_kernels.ops import (
     attention_statistics,
     collaborative_attention,
@@ -18,6 +21,7 @@ from heads_kernels.ops import (
 )
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.testing import Case, Inputs
 from tests.support.alike import assert_alike
 
 TABLES: dict[str, tuple[Backend, ...]] = {
@@ -38,6 +42,15 @@ EVERY = [
     *DIFFERENTIABLE,
     *(("attention_statistics", row.name) for row in attention_statistics.BACKENDS),
 ]
+
+
+def inputs_of(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs:
+    """The tensors of a case; skips the test where `backend` cannot serve it."""
+    inputs = case.make(dtype)
+    choice = choose(TABLES[case.operator], inputs.problem(), backend)
+    if choice.backend is None:
+        pytest.skip(str(choice))
+    return inputs
 
 
 def serve(operator: str, backend: str, /, **arguments: Any) -> None:

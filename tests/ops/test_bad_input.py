@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -12,342 +14,138 @@ from heads_kernels.ops import gate as gates
 from heads_kernels.ops.library import load
 from heads_kernels.ops.operator import Results
 from heads_kernels.problem import Problem
-from tests.ops.bad_calls import (
-    BOTH,
-    COLLABORATIVE,
-    GATED,
-    B,
-    Bad,
-    D,
-    Dv,
-    H,
-    Hk,
-    S,
-    T,
-    f32,
-    good,
-    refused,
-)
+from tests.ops.bad_calls import B, Bad, D, Dv, H, Hk, S, T, f32, good
 from tests.ops.calls import OPERATORS, TABLES, serve
 
-# name -> (operator, what is wrong, exception, message)
-SHAPES: dict[str, tuple[str, Bad, str]] = {
-    "query rank": (
-        GATED,
-        {"query": f32(T, D)},
-        "query has 2 dimensions (shape [5, 8]); pass [..., H, T, D].",
-    ),
-    "shared query rank": (
-        COLLABORATIVE,
-        {"query": f32(D)},
-        "query has 1 dimensions (shape [8]); pass [..., T, Ds].",
-    ),
-    "key rank": (
-        GATED,
-        {"key": f32(S, D)},
-        "key has 2 dimensions (shape [7, 8]); pass [..., Hk, S, D].",
-    ),
-    "shared key rank": (
-        COLLABORATIVE,
-        {"key": f32(D)},
-        "key has 1 dimensions (shape [8]); pass [..., S, Ds].",
-    ),
-    "value rank": (
-        GATED,
-        {"value": f32(S, Dv)},
-        "value has 2 dimensions (shape [7, 6]); pass [..., Hk, S, Dv].",
-    ),
-    "key batch": (
-        GATED,
-        {"key": f32(3, Hk, S, D)},
-        "query, key, value have batch dimensions [2], [3], [2]; make every size equal, or 1.",
-    ),
-    "shared key batch": (
-        COLLABORATIVE,
-        {"key": f32(3, S, D)},
-        "query, key, value have batch dimensions [2], [3], [2]; make every size equal, or 1.",
-    ),
-    "key width": (
-        GATED,
-        {"key": f32(B, Hk, S, 9)},
-        "key has width 9, but query has width 8; make D equal.",
-    ),
-    "shared key width": (
-        COLLABORATIVE,
-        {"key": f32(B, S, 9)},
-        "key has width 9, but query has width 8; make Ds equal.",
-    ),
-    "heads": (
-        GATED,
-        {"key": f32(B, 3, S, D)},
-        "key has 3 heads, but query has 4; H must be a multiple of Hk (grouped-query heads).",
-    ),
-    "no key heads": (
-        GATED,
-        {"key": f32(B, 0, S, D)},
-        "key has 0 heads, but query has 4; H must be a multiple of Hk (grouped-query heads).",
-    ),
-    "value keys": (
-        GATED,
-        {"value": f32(B, Hk, 6, Dv)},
-        "value has shape [2, 2, 6, 6], but key is [2, 2, 7, 8]; make heads and S of value",
-    ),
-    "value heads": (
-        COLLABORATIVE,
-        {"value": f32(B, 3, S, Dv)},
-        (
-            "value has shape [2, 3, 7, 6], but mixing has 4 heads and key has S = 7;"
-            " pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)."
-        ),
-    ),
-    "mixing rank": (
-        COLLABORATIVE,
-        {"mixing": f32(D)},
-        "mixing has shape [8], but query has width 8; pass [H, Ds].",
-    ),
-    "mixing width": (
-        COLLABORATIVE,
-        {"mixing": f32(H, 9)},
-        "mixing has shape [4, 9], but query has width 8; pass [H, Ds].",
-    ),
-    "content_bias": (
-        COLLABORATIVE,
-        {"content_bias": f32(B, S)},
-        "content_bias has shape [2, 7]; pass [B, H, S] = [2, 4, 7].",
-    ),
-    "content_bias without mixing": (
-        "attention_statistics",
-        {"content_bias": f32(B, H, S)},
-        "content_bias is given without mixing; pass mixing [H, Ds] too, or leave it out.",
-    ),
-    "statistics width": (
-        "attention_statistics",
-        {"key": f32(B, Hk, S, 9)},
-        "key has width 9, but query has width 8; make D equal.",
-    ),
-}
+GATED, COLLABORATIVE, STATISTICS = (
+    ("gated_attention",),
+    ("collaborative_attention",),
+    ("attention_statistics",),
+)
+BOTH = GATED + COLLABORATIVE
+EVERY = BOTH + STATISTICS
+#: Operators, an argument that they refuse, and how the refusal starts: the name and what it was.
+BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
+    (GATED, ValueError, {"query": f32(T, D)}, "query has 2 dimensions (shape [5, 8])"),
+    (COLLABORATIVE, ValueError, {"query": f32(D)}, "query has 1 dimensions (shape [8])"),
+    (GATED, ValueError, {"key": f32(S, D)}, "key has 2 dimensions (shape [7, 8])"),
+    (COLLABORATIVE, ValueError, {"key": f32(D)}, "key has 1 dimensions (shape [8])"),
+    (GATED, ValueError, {"value": f32(S, Dv)}, "value has 2 dimensions (shape [7, 6])"),
+    (GATED, ValueError, {"key": f32(3, Hk, S, D)}, "query, key, value have batch dimensions [2], [3], [2]"),
+    (COLLABORATIVE, ValueError, {"key": f32(3, S, D)}, "query, key, value have batch dimensions [2], [3], [2]"),
+    (GATED, ValueError, {"key": f32(B, Hk, S, 9)}, "key has width 9"),
+    (COLLABORATIVE, ValueError, {"key": f32(B, S, 9)}, "key has width 9"),
+    (GATED, ValueError, {"key": f32(B, 3, S, D)}, "key has 3 heads"),
+    (GATED, ValueError, {"key": f32(B, 0, S, D)}, "key has 0 heads"),
+    (GATED, ValueError, {"value": f32(B, Hk, 6, Dv)}, "value has shape [2, 2, 6, 6]"),
+    (COLLABORATIVE, ValueError, {"value": f32(B, 3, S, Dv)}, "value has shape [2, 3, 7, 6]"),
+    (COLLABORATIVE, ValueError, {"mixing": f32(D)}, "mixing has shape [8]"),
+    (COLLABORATIVE, ValueError, {"mixing": f32(H, 9)}, "mixing has shape [4, 9]"),
+    (COLLABORATIVE, ValueError, {"content_bias": f32(B, S)}, "content_bias has shape [2, 7]"),
+    (STATISTICS, ValueError, {"content_bias": f32(B, H, S)}, "content_bias is given without mixing"),
+    (STATISTICS, ValueError, {"key": f32(B, Hk, S, 9)}, "key has width 9"),
+    (BOTH, ValueError, {"gate": f32(1, 1, 1, 1, 1)}, "gate has 5 dimensions"),
+    (BOTH, ValueError, {"gate": torch.tensor(1.0)}, "gate has 0 dimensions"),
+    (BOTH, ValueError, {"gate": f32(3)}, "gate has shape [3]"),
+    (BOTH, ValueError, {"gate": f32(B, H, S)}, "gate has shape [2, 4, 7]"),
+    (BOTH, TypeError, {"gate": f32(H).long()}, "gate has dtype torch.int64"),
+    (BOTH, ValueError, {"gate": f32(H).to("meta")}, "gate is on meta"),
+    (BOTH, TypeError, {"gate": [1.0] * H}, "gate is a list"),
+    (BOTH, ValueError, {"gate_activation": "relu"}, "gate_activation is 'relu'"),
+    (BOTH, ValueError, {"dropout_p": 1.0}, "dropout_p is 1.0"),
+    (BOTH, ValueError, {"dropout_p": -0.1}, "dropout_p is -0.1"),
+    (BOTH, ValueError, {"dropout_p": float("nan")}, "dropout_p is nan"),
+    (BOTH, TypeError, {"dropout_p": "0.1"}, "dropout_p is a str"),
+    (BOTH, ValueError, {"gate_activation": "sigmoid"}, "gate_activation is 'sigmoid'"),
+    (BOTH, TypeError, {"is_causal": "no"}, "is_causal is a str"),
+    (BOTH, TypeError, {"closed_grad": 1}, "closed_grad is a int"),
+    (BOTH, ValueError, {"query": f32(B, H, T, D).to_sparse()}, "query has layout sparse_coo"),
+    (BOTH, ValueError, {"gate": f32(H).to_sparse()}, "gate has layout sparse_coo"),
+    (BOTH, ValueError, {"gate": f32(B, H).to_sparse_csr()}, "gate has layout sparse_csr"),
+    (BOTH, ValueError, {"gate": f32(B, H).to_mkldnn()}, "gate has layout _mkldnn"),
+    (BOTH, ValueError, {"gate": torch.nested.nested_tensor([f32(H)] * B)}, "gate has layout nested"),
+    (BOTH, TypeError, {"scale": torch.tensor(1.0)}, "scale is a tensor"),
+    (BOTH, ValueError, {"scale": float("nan")}, "scale is nan"),
+    (BOTH, ValueError, {"scale": -math.inf}, "scale is -inf"),
+    (BOTH, ValueError, {"scale": 1e39}, "scale is 1e+39"),
+    (BOTH, ValueError, {"scale": 10**400}, "scale is about 2**1328"),
+    (BOTH, ValueError, {"scale": -(10**5000)}, "scale is about -2**16609"),
+    (BOTH, ValueError, {"backend": "flash"}, "backend is 'flash'"),
+    (BOTH, TypeError, {"query": [1.0]}, "query is a list"),
+    (BOTH, ValueError, {"value": f32(B, H, S, Dv).to("meta")}, "value is on meta"),
+    (BOTH, TypeError, {"value": f32(B, H, S, Dv).bfloat16()}, "value has dtype torch.bfloat16"),
+    (BOTH, TypeError, {"key": f32(B, H, S, D).int()}, "key has dtype torch.int32"),
+    (BOTH, TypeError, {"query": f32(B, H, T, D).to(torch.complex64)}, "query has dtype torch.complex64"),
+    (COLLABORATIVE, TypeError, {"mixing": f32(H, D).long()}, "mixing has dtype torch.int64"),
+    (COLLABORATIVE, ValueError, {"mixing": f32(H, D).to("meta")}, "mixing is on meta"),
+    (COLLABORATIVE, TypeError, {"mixing": [[1.0]]}, "mixing is a list"),
+    (COLLABORATIVE, ValueError, {"mixing": f32(H, D).to_sparse_csr()}, "mixing has layout sparse_csr"),
+    (COLLABORATIVE, ValueError, {"content_bias": f32(B, H, S).to_sparse()}, "content_bias has layout sparse_coo"),
+    (COLLABORATIVE, ValueError, {"content_bias": f32(B, H, S).to("meta")}, "content_bias is on meta"),
+    (COLLABORATIVE, TypeError, {"content_bias": f32(B, H, S).bool()}, "content_bias has dtype torch.bool"),
+    (EVERY, ValueError, {"bias": f32(T, S + 1)}, "bias has shape"),
+    (EVERY, TypeError, {"bias": f32(T, S).int()}, "bias has dtype torch.int32"),
+    (EVERY, TypeError, {"bias": [0.0]}, "bias is a list"),
+    (EVERY, ValueError, {"bias": f32(T, S).to("meta")}, "bias is on meta"),
+    (EVERY, ValueError, {"bias": f32(T, S).to_sparse()}, "bias has layout"),
+    (EVERY, ValueError, {"bias": f32(T, S), "attn_mask": f32(T, S)}, "attn_mask is a float tensor"),
+    (EVERY, ValueError, {"bias": hk.OffsetBias(torch.zeros(3, 5))}, "bias has 3 heads"),
+    (EVERY, ValueError, {"sinks": torch.zeros(3)}, "sinks has shape [3]"),
+    (EVERY, TypeError, {"sinks": 1.0}, "sinks is a float"),
+    (EVERY, ValueError, {"softcap": 0.0}, "softcap is 0.0"),
+    (EVERY, ValueError, {"softcap": -1.0}, "softcap is -1.0"),
+    (EVERY, ValueError, {"softcap": float("nan")}, "softcap is nan"),
+    (EVERY, TypeError, {"softcap": torch.ones(())}, "softcap is a tensor"),
+    (EVERY, TypeError, {"softcap": True}, "softcap is a bool"),
+    (EVERY, ValueError, {"attn_mask": hk.Mask(key_lengths=[3, 8])}, "key_lengths is [3, 8]"),
+    (EVERY, ValueError, {"attn_mask": hk.Mask(query_lengths=torch.tensor([-1, 5]))}, "query_lengths is [-1, 5]"),
+    (EVERY, ValueError, {"attn_mask": hk.Mask(causal=True, prefix_lengths=[9, 1])}, "prefix_lengths is [9, 1]"),
+    (EVERY, ValueError, {"attn_mask": hk.Mask(key_lengths=[1, 2, 3])}, "key_lengths holds 3 lengths"),
+    (EVERY, ValueError, {"attn_mask": hk.Mask(key_mask=f32(B, T).bool())}, "key_mask has shape [2, 5]"),
+    (EVERY, ValueError, {"attn_mask": f32(T, S + 1)}, "attn_mask has shape [5, 8]"),
+    (EVERY, TypeError, {"attn_mask": f32(T, S).long()}, "attn_mask has dtype torch.int64"),
+    (EVERY, ValueError, {"attn_mask": f32(B, S).bool()}, "attn_mask has shape [2, 7]"),
+    (EVERY, ValueError, {"attn_mask": f32(1, 1, 1, T, S).bool()}, "attn_mask has shape [1, 1, 1, 5, 7]"),
+    (EVERY, ValueError, {"attn_mask": f32(T, S).bool().to_sparse()}, "attn_mask has layout sparse_coo"),
+    (EVERY, ValueError, {"attn_mask": torch.nested.nested_tensor([f32(S).bool()] * T)}, "attn_mask has layout nested"),
+    (EVERY, TypeError, {"attn_mask": "causal"}, "attn_mask is a str"),
+    (EVERY, ValueError, {"attn_mask": f32(T, S).bool().to("meta")}, "attn_mask is on meta"),
+    (STATISTICS, TypeError, {"exclude_keys": [0]}, "exclude_keys is a list"),
+    (STATISTICS, TypeError, {"exclude_keys": f32(S)}, "exclude_keys has dtype torch.float32"),
+    (STATISTICS, ValueError, {"exclude_keys": f32(S).bool().to_sparse()}, "exclude_keys has layout sparse_coo"),
+    (STATISTICS, ValueError, {"exclude_keys": f32(T).bool()}, "exclude_keys has shape [5]"),
+    (STATISTICS, ValueError, {"exclude_keys": f32(S).bool().to("meta")}, "exclude_keys is on meta"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes(name: str) -> None:
-    operator, bad, message = SHAPES[name]
-    refused(operator, ValueError, message, **bad)
+@pytest.mark.parametrize(
+    ("operator", "kind", "bad", "start"),
+    [
+        pytest.param(operator, *row, id=f"{operator}-{row[-1]}")
+        for operators, *row in BAD
+        for operator in operators
+    ],
+)
+def test_refusals(operator: str, kind: type[Exception], bad: Bad, start: str) -> None:
+    """By the call and by `explain`; what follows says what would work."""
+    arguments = {**good(operator), **bad}
+    for run in (partial(getattr(hk, operator)), partial(hk.explain, operator)):
+        with pytest.raises(kind, match=f"^{re.escape(start)}.*[;,.] "):
+            run(**arguments)
 
 
-SHARED: dict[str, tuple[Bad, type[Exception], str]] = {
-    "gate rank 5": (
-        {"gate": f32(1, 1, 1, 1, 1)},
-        ValueError,
-        "gate has 5 dimensions; pass [H], [..., H], [..., H, T] or [..., H, T, Dv].",
-    ),
-    "gate rank 0": (
-        {"gate": torch.tensor(1.0)},
-        ValueError,
-        "gate has 0 dimensions; pass [H], [..., H], [..., H, T] or [..., H, T, Dv].",
-    ),
-    "gate heads": (
-        {"gate": f32(3)},
-        ValueError,
-        "gate has shape [3]; a gate of 1 dimensions is [H] = [4], or 1 where it broadcasts.",
-    ),
-    "gate rows": (
-        {"gate": f32(B, H, S)},
-        ValueError,
-        "gate has shape [2, 4, 7]; a gate of 3 dimensions is [B, H, T] = [2, 4, 5], or 1 where it",
-    ),
-    "gate integers": (
-        {"gate": torch.ones(H, dtype=torch.int64)},
-        TypeError,
-        "gate has dtype torch.int64; pass float32, bfloat16, float16 or float64.",
-    ),
-    "gate device": (
-        {"gate": torch.ones(H, device="meta")},
-        ValueError,
-        "gate is on meta, but query is on cpu; move it there.",
-    ),
-    "gate list": (
-        {"gate": [1.0] * H},
-        TypeError,
-        "gate is a list; pass a torch.Tensor.",
-    ),
-    "gate_activation": (
-        {"gate_activation": "relu"},
-        ValueError,
-        "gate_activation is 'relu'; use one of 'identity', 'sigmoid', 'softplus'.",
-    ),
-    "dropout_p of 1": (
-        {"dropout_p": 1.0},
-        ValueError,
-        "dropout_p is 1.0; pass a probability in [0, 1).",
-    ),
-    "dropout_p below 0": (
-        {"dropout_p": -0.1},
-        ValueError,
-        "dropout_p is -0.1; pass a probability in [0, 1).",
-    ),
-    "dropout_p nan": (
-        {"dropout_p": float("nan")},
-        ValueError,
-        "dropout_p is nan; pass a probability in [0, 1).",
-    ),
-    "dropout_p string": (
-        {"dropout_p": "0.1"},
-        TypeError,
-        "dropout_p is a str; pass a float: a probability in [0, 1).",
-    ),
-    "activation without a gate": (
-        {"gate_activation": "sigmoid"},
-        ValueError,
-        "gate_activation is 'sigmoid', but gate is None; pass the logits as gate.",
-    ),
-    "is_causal string": (
-        {"is_causal": "no"},
-        TypeError,
-        "is_causal is a str; pass True or False.",
-    ),
-    "closed_grad number": (
-        {"closed_grad": 1},
-        TypeError,
-        "closed_grad is a int; pass True or False.",
-    ),
-    "sparse": (
-        {"query": torch.zeros(B, H, T, D).to_sparse()},
-        ValueError,
-        "query has layout sparse_coo; pass a dense tensor; for packed sequences use hk.Mask.",
-    ),
-    "sparse gate": (
-        {"gate": torch.ones(H).to_sparse()},
-        ValueError,
-        "gate has layout sparse_coo; pass a dense tensor.",
-    ),
-    "csr gate": (
-        {"gate": torch.ones(B, H).to_sparse_csr()},
-        ValueError,
-        "gate has layout sparse_csr; pass a dense tensor.",
-    ),
-    "mkldnn gate": (
-        {"gate": torch.ones(B, H).to_mkldnn()},
-        ValueError,
-        "gate has layout _mkldnn; pass a dense tensor.",
-    ),
-    "nested gate": (
-        {"gate": torch.nested.nested_tensor([torch.ones(H)] * B)},
-        ValueError,
-        "gate has layout nested; pass a dense tensor.",
-    ),
-    "scale tensor": (
-        {"scale": torch.tensor(1.0)},
-        TypeError,
-        "scale is a tensor; pass a float (scale.item()), or None.",
-    ),
-    "scale nan": (
-        {"scale": float("nan")},
-        ValueError,
-        "scale is nan; pass a finite float of at most 1.7e+38: scores are torch.float32.",
-    ),
-    "scale infinite": (
-        {"scale": -math.inf},
-        ValueError,
-        "scale is -inf; pass a finite float of at most 1.7e+38",
-    ),
-    "scale beyond float32": (
-        {"scale": 1e39},
-        ValueError,
-        "scale is 1e+39; pass a finite float of at most 1.7e+38: scores are torch.float32.",
-    ),
-    "scale beyond every float": (
-        {"scale": 10**400},
-        ValueError,
-        "scale is about 2**1328; pass a finite float of at most 1.7e+38",
-    ),
-    "scale beyond what Python prints": (
-        {"scale": -(10**5000)},
-        ValueError,
-        "scale is about -2**16609; pass a finite float",
-    ),
-    "backend": (
-        {"backend": "flash"},
-        ValueError,
-        "backend is 'flash'; use one of ",
-    ),
-    "query list": (
-        {"query": [1.0]},
-        TypeError,
-        "query is a list; pass a torch.Tensor.",
-    ),
-    "value device": (
-        {"value": torch.zeros(B, H, S, Dv, device="meta")},
-        ValueError,
-        "value is on meta, but query is on cpu; move them to one device.",
-    ),
-    "value dtype": (
-        {"value": torch.zeros(B, H, S, Dv, dtype=torch.bfloat16)},
-        TypeError,
-        "value has dtype torch.bfloat16, but query has torch.float32; cast them to one dtype.",
-    ),
-    "integers": (
-        {"key": torch.zeros(B, H, S, D, dtype=torch.int32)},
-        TypeError,
-        "key has dtype torch.int32; pass float32, bfloat16, float16 or float64.",
-    ),
-    "complex": (
-        {"query": torch.zeros(B, H, T, D, dtype=torch.complex64)},
-        TypeError,
-        "query has dtype torch.complex64; pass float32, bfloat16, float16 or float64.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("operator", BOTH)
-def test_both_operators(operator: str, name: str) -> None:
-    bad, kind, message = SHARED[name]
-    refused(operator, kind, message, **bad)
-
-
-COMPANIONS: dict[str, tuple[Bad, type[Exception], str]] = {
-    "mixing integers": (
-        {"mixing": torch.ones(H, D, dtype=torch.int64)},
-        TypeError,
-        "mixing has dtype torch.int64; pass float32, bfloat16, float16 or float64.",
-    ),
-    "mixing device": (
-        {"mixing": torch.ones(H, D, device="meta")},
-        ValueError,
-        "mixing is on meta, but query is on cpu; move it there.",
-    ),
-    "mixing list": (
-        {"mixing": [[1.0]]},
-        TypeError,
-        "mixing is a list; pass a torch.Tensor.",
-    ),
-    "sparse mixing": (
-        {"mixing": torch.ones(H, D).to_sparse_csr()},
-        ValueError,
-        "mixing has layout sparse_csr; pass a dense tensor.",
-    ),
-    "sparse content_bias": (
-        {"content_bias": torch.ones(B, H, S).to_sparse()},
-        ValueError,
-        "content_bias has layout sparse_coo; pass a dense tensor.",
-    ),
-    "content_bias device": (
-        {"content_bias": torch.ones(B, H, S, device="meta")},
-        ValueError,
-        "content_bias is on meta, but query is on cpu; move it there.",
-    ),
-    "content_bias bool": (
-        {"content_bias": torch.ones(B, H, S, dtype=torch.bool)},
-        TypeError,
-        "content_bias has dtype torch.bool; pass float32, bfloat16, float16 or float64.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COMPANIONS)
-def test_mixing_and_content_bias(name: str) -> None:
-    bad, kind, message = COMPANIONS[name]
-    refused(COLLABORATIVE, kind, message, **bad)
+def test_mask_arguments() -> None:
+    """What a mask can tell before it meets a call."""
+    with pytest.raises(ValueError, match=r"causal is 'diagonal'; use False, True .*lower_right"):
+        hk.Mask(causal="diagonal")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"key_mask has dtype torch.int64; pass a bool tensor \[B, S\]"
+    ):
+        hk.Mask(key_mask=torch.ones(B, S, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"key_lengths has dtype torch.float32; pass an integer"):
+        hk.Mask(key_lengths=torch.ones(B))
+    with pytest.raises(ValueError, match=r"window is \(1, -2\); pass \(left, right\)"):
+        hk.Mask(window=(1, -2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -375,13 +173,13 @@ def test_an_unknown_activation_is_no_identity() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4])
-@pytest.mark.parametrize("backend", [row.name for row in TABLES[GATED]])
+@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
 def test_no_backend_takes_an_unknown_activation(backend: str, rank: int) -> None:
     """Its own code: behind what checks the call."""
     sizes = (H,) if rank == 1 else (B, H, T, Dv)[:rank]
-    problem = Problem.gated(**good(GATED), gate=torch.ones(sizes))
-    serve(GATED, backend, **good(GATED))
-    operator = OPERATORS[GATED]
+    problem = Problem.gated(**good("gated_attention"), gate=torch.ones(sizes))
+    serve("gated_attention", backend, **good("gated_attention"))
+    operator = OPERATORS["gated_attention"]
     packed = dict(zip(operator.types, operator.pack(problem, None), strict=True))
     made = operator.unpack([*{**packed, "gate_activation": "relu"}.values()])
     results = Results(torch.empty(B, H, T, Dv), torch.empty(0), torch.empty(0))

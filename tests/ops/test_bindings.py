@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -270,15 +271,6 @@ def made(run: Pass, shared: bool) -> Call:
     return of_cpu(shared) if run.__name__.startswith("cpu") else call(shared)
 
 
-def spoiled_calls() -> Iterator[tuple[Pass, str, bool, str]]:
-    for run, names in PASSES.items():
-        for shared in (False, True):
-            there = made(run, shared)
-            yield from (
-                (run, n, shared, how) for n in names if there[n] is not None for how in SPOILED
-            )
-
-
 def is_served(run: Pass, name: str, how: str) -> bool:
     if how == "None":
         return name in OPTIONAL and (run, name) not in NEEDED
@@ -300,21 +292,22 @@ def is_served(run: Pass, name: str, how: str) -> bool:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
-def test_a_valid_call_runs(run: Pass, shared: bool) -> None:
-    run(made(run, shared))
-
-
-@pytest.mark.parametrize(("run", "name", "shared", "how"), [*spoiled_calls()])
-def test_a_tensor_that_does_not_fit(run: Pass, name: str, shared: bool, how: str) -> None:
-    spoiled = made(run, shared)
-    spoiled[name] = SPOILED[how](spoiled[name])
-    if is_served(run, name, how):
-        run(spoiled)
-        return
-    own = "(dout|dattended)" if name == "dout" else name  # of the last passes of CUDA
-    blamed = own if how in NAMED and how != "None" else r"\w+"
-    with pytest.raises(ValueError, match=rf"^{blamed} .*does not fit"):
-        run(spoiled)
+def test_every_tensor_of_a_pass(run: Pass, shared: bool) -> None:
+    """A valid call runs; one tensor spoiled, it is served or refused by name."""
+    good = made(run, shared)
+    run(good)
+    for name, how in product(PASSES[run], SPOILED):
+        if good[name] is None:
+            continue
+        spoiled = made(run, shared)
+        spoiled[name] = SPOILED[how](spoiled[name])
+        if is_served(run, name, how):
+            run(spoiled)
+            continue
+        own = "(dout|dattended)" if name == "dout" else name  # of the last passes of CUDA
+        blamed = own if how in NAMED and how != "None" else r"\w+"
+        with pytest.raises(ValueError, match=rf"^{blamed} .*does not fit"):
+            run(spoiled)
 
 
 def cpu_attend(c: Call) -> None:

@@ -65,6 +65,7 @@ def compiled_arguments(
 FUSED = [(operator, backend) for operator, backend in DIFFERENTIABLE if backend != "eager"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize(("operator", "backend"), FUSED)
 def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
@@ -155,7 +156,6 @@ for run, shape in ((both, (2, 2, 5, 8)), (layers, (2, 5, 8))):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.check
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("operator", "backend"), FUSED)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -321,14 +320,6 @@ def test_a_part_of_a_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_autocast_casts() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(*operands()).dtype == torch.bfloat16
-
-
-def test_derivatives_that_are_not_there_are_refused() -> None:
-    query, key, value = operands()
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="reverse-mode"):
-        attend(forward_ad.make_dual(query, query), key, value)
-    with pytest.raises(RuntimeError, match="reverse-mode"):
-        torch.func.grad(lambda q: attend(q, key, value).sum())(query)
 
 
 def test_vmap_does_not_read_one_element_for_all(ways: list[str]) -> None:

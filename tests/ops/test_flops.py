@@ -88,17 +88,9 @@ print(counter.get_total_flops())
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
-def test_executed_is_at_most_dense(case: Case) -> None:
-    problem = case.make(requires_grad=True).problem()
-    assert 0 <= problem.flops() <= problem.flops(dense=True)
-    # A closed head is computed once more for the gradient of its gate, but not differentiated.
-    assert 0 <= problem.flops(backward=True) <= problem.flops(backward=True, dense=True)
-
-
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
 def test_executed_by_asking_every_pair(case: Case) -> None:
     """Visible pairs of open heads, one by one, over the features that are not in a zero chunk."""
-    p = case.make().problem()
+    p = case.make(requires_grad=True).problem()
     visible = p.intervals.to_dense(p.T, p.S).expand(p.B, p.H, p.T, p.S)
     total = 0
     for h in range(p.H):
@@ -113,7 +105,9 @@ def test_executed_by_asking_every_pair(case: Case) -> None:
             if closed and gate.expand(p.B, p.H, *gate.shape[2:])[b, h].item() == 0:
                 continue
             total += 2 * int(visible[b, h].sum()) * (width + p.Dv)
-    assert p.flops() == total
+    assert p.flops() == total <= p.flops(dense=True)
+    # A closed head is computed once more for the gradient of its gate, but not differentiated.
+    assert 0 <= p.flops(backward=True) <= p.flops(backward=True, dense=True)
 
 
 # ---------------------------------------------------------------------- closed formulas

@@ -13,6 +13,7 @@ T = 4096
 MATRIX = 4 * T * T  # bytes of one head's scores in float32: 64 MiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] != "eager"]
 )

@@ -209,43 +209,6 @@ def test_the_bits_of_a_gradient_do_not_depend_on_threads(
         torch.set_num_threads(before)
 
 
-# ---------------------------------------------------------------------- bad input
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "bias of another shape": ({"bias": torch.zeros(T, S + 1)}, ValueError, "bias has shape"),
-    "bias of ints": ({"bias": torch.zeros(T, S).int()}, TypeError, "bias has dtype torch.int32"),
-    "bias as a list": ({"bias": [0.0]}, TypeError, "bias is a list"),
-    "bias elsewhere": ({"bias": torch.zeros(T, S, device="meta")}, ValueError, "bias is on meta"),
-    "sparse bias": ({"bias": torch.zeros(T, S).to_sparse()}, ValueError, "bias has layout"),
-    "two biases": (
-        {"bias": torch.zeros(T, S), "attn_mask": torch.zeros(T, S)},
-        ValueError,
-        "attn_mask is a float tensor, and bias is given too",
-    ),
-    "offsets of other heads": (
-        {"bias": hk.OffsetBias(torch.zeros(3, 5))},
-        ValueError,
-        "bias has 3 heads; pass a table of H = 4 heads, or 1",
-    ),
-    "sinks of other heads": ({"sinks": torch.zeros(3)}, ValueError, "sinks has shape [3]"),
-    "sinks as a number": ({"sinks": 1.0}, TypeError, "sinks is a float"),
-    "cap of 0": ({"softcap": 0.0}, ValueError, "softcap is 0.0; pass a float > 0, or None"),
-    "negative cap": ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
-    "cap that is no number": ({"softcap": float("nan")}, ValueError, "softcap is nan"),
-    "cap as a tensor": ({"softcap": torch.ones(())}, TypeError, "softcap is a tensor"),
-    "cap as a flag": ({"softcap": True}, TypeError, "softcap is a bool"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-@pytest.mark.parametrize(
-    "operator", ["gated_attention", "collaborative_attention", "attention_statistics"]
-)
-def test_bad_terms(operator: str, what: str) -> None:
-    bad, kind, message = BAD[what]
-    with pytest.raises(kind, match="^" + message.replace("[", r"\[").replace("]", r"\]")):
-        getattr(hk, operator)(**{**arguments(operator), **bad})
-
-
 def test_bad_tables() -> None:
     for table, message in (
         (torch.zeros(3), "table has shape"),

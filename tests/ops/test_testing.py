@@ -16,12 +16,8 @@ from torch import Tensor
 
 from heads_kernels.ops import formula, scores
 from heads_kernels.testing import (
-    CASES,
     COLLABORATIVE,
-    GATED,
-    Case,
     GatedCase,
-    Timing,
     accuracy,
     check,
     compare,
@@ -41,60 +37,6 @@ SMALL = find("gated_attention", "closed_batch_heads")
 
 
 # ---------------------------------------------------------------------- cases
-def test_names_are_unique() -> None:
-    for table in (GATED, COLLABORATIVE):
-        names = [case.name for case in table]
-        assert len(names) == len(set(names))
-
-
-def test_tags_are_known() -> None:
-    assert {tag for case in CASES for tag in case.tags} == {"tiny", "nasty", "model", "long"}
-
-
-def test_find() -> None:
-    assert find("collaborative_attention", "bert_base_256") in COLLABORATIVE
-    with pytest.raises(KeyError, match="gated_attention has no case 'nope'; it has one, small"):
-        find("gated_attention", "nope")
-
-
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if "model" not in c.tags], ids=lambda c: f"{c.operator}-{c}"
-)
-def test_a_case_is_what_it_says(case: Case) -> None:
-    inputs = case.make(torch.bfloat16, seed=3)
-    again = case.make(torch.bfloat16, seed=3)
-    other = case.make(torch.bfloat16, seed=4)
-    p = inputs.problem()
-    assert (p.operator, p.B, p.H, p.T, p.S, p.Dv) == (
-        case.operator, case.B, case.H, case.T, case.S, case.Dv,
-    )  # fmt: skip
-    assert p.query.dtype == p.key.dtype == inputs.dout.dtype == torch.bfloat16
-    assert inputs.dout.shape == (p.B, p.H, p.T, p.Dv)
-    for name, tensor in inputs.tensors.items():
-        assert torch.equal(tensor, again.tensors[name])
-        if tensor.numel() > 8 and case.closed != 1.0:
-            assert not torch.equal(tensor, other.tensors[name])
-        assert not tensor.requires_grad
-    wide = case.make(torch.float64, seed=3)
-    assert all(t.dtype == torch.float64 for t in wide.tensors.values())
-    for name, tensor in inputs.tensors.items():  # the same numbers, rounded
-        torch.testing.assert_close(tensor.double(), wide.tensors[name], rtol=2e-2, atol=2e-2)
-    if case.layout == "transposed" and case.T > 1:
-        assert p.query.is_contiguous() == (p.mixing is not None)
-        assert p.value is not None
-        assert not p.value.is_contiguous()
-    if case.layout == "sliced":
-        assert p.query.storage_offset() % 2 == 1
-    if p.gate is not None and case.gate_activation == "identity" and case.closed:
-        assert bool((p.gate == 0).any())
-
-
-def test_closed_is_a_part_of_the_heads() -> None:
-    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
-        gate = replace(SMALL, gate="H", closed=part).make().tensors["gate"]
-        assert int((gate == 0).sum()) == round(part * gate.numel())
-    of_batch = SMALL.make().tensors["gate"]
-    assert not torch.equal(of_batch[0] == 0, of_batch[1] == 0)
 
 
 def test_ragged_supports_are_disjoint_and_cover() -> None:
@@ -105,25 +47,7 @@ def test_ragged_supports_are_disjoint_and_cover() -> None:
     assert ragged.score_widths().sum() == 256
 
 
-def test_gradients_are_asked_for() -> None:
-    inputs = SMALL.make(requires_grad=True)
-    assert all(t.requires_grad for t in inputs.tensors.values())
-    out, grads = SMALL.make().requires_grad("key", "gate").backward("eager")
-    assert list(grads) == ["key", "gate"]
-    assert out.shape == inputs.dout.shape
-
-
 # ---------------------------------------------------------------------- the accuracy rule
-def test_report_reads() -> None:
-    report = check(SMALL, torch.float32, "eager")
-    text = str(report)
-    assert report.ok
-    assert "gated_attention closed_batch_heads float32 on eager" in text
-    assert [q.name for q in report.quantities] == [
-        "out", "lse", "dquery", "dkey", "dvalue", "dgate",
-    ]  # fmt: skip
-    only = check(SMALL, torch.float32, "eager", backward=False)
-    assert [q.name for q in only.quantities] == ["out", "lse"]
 
 
 FAULTS = {
@@ -291,11 +215,6 @@ def test_fast_callables_are_repeated() -> None:
     assert timing.calls > 10
     assert len(timing.samples) <= 7
     assert timing.median < 1e-4
-
-
-def test_timing_reads() -> None:
-    assert str(Timing((2e-3, 1e-3, 4e-3), 1)) == "2 ms (fastest 1 ms of 3)"
-    assert str(Timing((5e-6,), 1)) == "5 us (fastest 5 us of 1)"
 
 
 @pytest.mark.parametrize("resettable", [True, False])
