@@ -294,10 +294,10 @@ class Multihead(nn.Module, ABC):
         elif self.gate_proj is not None:
             gate, activation = self._logits(query), "sigmoid"
         if beside is not None and gate is not None:
-            factor = _of_rows(as_4d(activate(gate, activation)))
+            factor = as_4d(activate(gate, activation))
             if is_sharded(beside) and not is_sharded(factor):
                 factor = replicated(factor, beside.device_mesh)  # type: ignore[attr-defined]
-            beside = beside * factor
+            beside = beside * _of_rows(factor, beside)
         if batch is not None and gate is not None and gate.dim() > 1:
             gate = unflatten(gate.expand(len(query), *gate.shape[1:]), batch)
         operator = self.operator
@@ -315,7 +315,7 @@ class Multihead(nn.Module, ABC):
         if beside is not None:
             heads = heads + beside
         if self.head_gate is not None and self.gate_proj is not None:
-            heads = heads * _of_rows(self._logits(query).sigmoid())
+            heads = heads * _of_rows(self._logits(query).sigmoid(), heads)
         return heads
 
     def _in_order(self, inputs: Tensor) -> Tensor:
@@ -388,9 +388,9 @@ class Multihead(nn.Module, ABC):
         return ", ".join(parts)
 
 
-def _of_rows(gates: Tensor) -> Tensor:
-    """Gates without NaN, which padded rows may hold: what they multiply is 0 there, and NaN in every other such row."""
-    return gates.where(~gates.isnan(), 0.0)
+def _of_rows(gates: Tensor, heads: Tensor) -> Tensor:
+    """Gates without the NaN of padded rows, whose `heads` are 0."""
+    return gates.where(~(gates.isnan() & (heads == 0)), 0.0)
 
 
 def _flat(argument: str, mask: Tensor | None, batch: Batch, layout: str) -> Tensor | None:

@@ -128,6 +128,16 @@ def test_closed_heads_are_pruned_heads(name: str) -> None:
         assert_alike(found[1], found[0])
 
 
+@pytest.mark.parametrize("name", ["grouped", "element gate", "merged"])
+@torch.no_grad()
+def test_gates_of_real_rows_are_not_spared_nan(name: str) -> None:
+    """A projection that has become NaN is seen in every real row."""
+    layer, x = with_gates(name), inputs()
+    layer.gate_proj.weight.fill_(torch.nan)
+    out = run(layer, x, is_causal=True, key_padding_mask=PADDED)
+    assert out.isnan().any(-1)[~PADDED].all()
+
+
 @each_module
 @torch.no_grad()
 def test_decoding_is_the_full_pass(name: str) -> None:
