@@ -1,4 +1,4 @@
-"""Matrix-product FLOPs of the two operators (2 per multiply-add).
+"""FLOPs of the matrix products of attention (2 per multiply-add).
 
 As in `torch.utils.flop_counter`, only matrix products count, not softmax, masks, mixing or gates. `pairs` is the number
 of (query row, key) pairs that are computed: `B * H * T * S` in the dense count. A backward pass counts the scores

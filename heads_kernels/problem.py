@@ -1,7 +1,7 @@
 """`Problem`: a validated call of an operator.
 
-`Problem.gated`, `Problem.collaborative` and `Problem.statistics` are the only places where arguments are checked.
-Dispatch, ops, kernels and FLOP counts rely on that.
+`Problem.gated`, `Problem.collaborative`, `Problem.entmax` and `Problem.statistics` check the arguments of a caller,
+with `checks`; ops that are called directly check theirs in `ops/validation.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Both operators in plain PyTorch: an executable specification; in float64 the oracle of the tests.
+"""Gated and collaborative attention in plain PyTorch: the specification as code; in float64 the oracle of the tests.
 
     out = act(gate) * attended
     attended = dropout(softmax(scores  under the mask)) value

@@ -1,8 +1,8 @@
-"""Parts of the formula that the eager backends share.
+"""What the eager backends share.
 
-Scores of either operator, visible pairs, a softmax with fully masked rows, products that hidden NaN
-cannot enter, dropout, gates. Tensors are in the compute dtype (float32, or float64 for
-float64 inputs) unless they are arguments of an op.
+Raw scores, visible pairs, the softmax, products that hidden NaN does not enter, dropout and gates.
+
+Tensors are in the compute dtype (float32, or float64 for float64 inputs) unless they are arguments of an op.
 """
 
 from __future__ import annotations
