@@ -49,11 +49,12 @@ check-cuda: .venv/stamp-test .venv/stamp-emulator ## the CUDA kernels in an emul
 check-triton: .venv/stamp-dev .venv/stamp-built ## Triton's kernels in its interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"
 
-# With other releases of Triton kernels are compiled and launched only.
+# With other releases of Triton kernels are compiled and launched only: two tests, at once.
 check-releases: .venv/stamp-dev .venv/stamp-built .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) .venv/stamp-transformers-$(OLDEST_TRANSFORMERS) ## other releases of transformers and Triton
 	PYTHONPATH=.venv/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(OF_TRANSFORMERS) -m "not check"
-	PYTHONPATH=.venv/triton-$(OLDEST_TRITON) $(PYTEST) tests/ops/test_launch_path.py
-	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PYTEST) tests/ops/test_ahead_of_time.py -k within_their_bounds
+	PYTHONPATH=.venv/triton-$(OLDEST_TRITON) $(PY) -m pytest tests/ops/test_launch_path.py & launched=$$!; \
+	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PY) -m pytest tests/ops/test_ahead_of_time.py -k within_their_bounds; \
+	compiled=$$?; wait $$launched && exit $$compiled
 
 # What CI leaves out, for its time: the commands and the examples, all architectures of the CUDA kernels, every case in
 # the interpreter, the CUDA kernels under sanitizers, the wheel.
