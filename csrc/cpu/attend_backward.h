@@ -341,8 +341,8 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
                    BLOCK_M, false);
         if (dropout.active) {
           std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
-          drop(dropout, head.b, head.h, keys, tile.visible.first, columns, scratch.dropped,
-               scratch.dprobs);
+          drop(dropout, head.b, head.h, keys, tile.visible.first, columns,
+               static_cast<Real>(dropout.keep_scale), scratch.dropped, scratch.dprobs);
         }
         if (with_dscores)
           score_gradients(tile, gradients.bias ? Real(1) : scale, keys, hiding, scratch);
@@ -401,9 +401,9 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
     Real* row = scratch.rows + m * stride;
     if (sees) {
       const Normalisation<Real> norm(tile.softmax.reference[m], tile.softmax.sum[m],
-                                     tile.head.terms, visible.first + m);
+                                     dropout.keep_scale, tile.head.terms, visible.first + m);
       for (int64_t w = 0; w < padded; w += kLanes<Real>)
-        store<Real>(row + w, load(row + w) * norm.inverse);
+        store<Real>(row + w, load(row + w) * norm.factor);
       for (int64_t w = Dv; w < padded; ++w) row[w] = 0;
     }
     store_gate_row<Real>(gradients.dgate, false, visible.first + m, Dv, dout_rows + m * stride,

@@ -94,7 +94,9 @@ inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dr
     multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
              scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
              BLOCK_M, false);
-    if (dropout.active) drop(dropout, head.b, head.h, keys, visible.first, columns, scratch.dprobs);
+    if (dropout.active)
+      drop(dropout, head.b, head.h, keys, visible.first, columns,
+           static_cast<Real>(dropout.keep_scale), scratch.dprobs);
     with_power(order, [&](auto power) {
       for (int n = 0; n < keys.count(); ++n) {
         for (int m = 0; m < columns; m += kLanes<Real>) {

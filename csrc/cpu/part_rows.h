@@ -133,15 +133,15 @@ struct PartSoftmax {
   }
 };
 
-// Dropout of a row's weights of keys [begin, begin + count); `begin` is a multiple of 4.
+// Dropout of a row's weights of keys [begin, begin + count), not scaled; `begin` is a multiple
+// of 4.
 template <typename Real>
 inline void drop_row(const DropoutParams& dropout, const Head<Real>& head, int64_t i, int64_t begin,
                      int64_t count, Real* weights) {
-  const Real scale = static_cast<Real>(dropout.keep_scale);
   Philox4 random{};
   for (int64_t n = 0; n < count; ++n) {
     if (n % 4 == 0) random = dropout_words(dropout, head.b, head.h, i, (begin + n) / 4);
-    weights[n] = random.word[n % 4] >= dropout.threshold ? weights[n] * scale : Real(0);
+    weights[n] = random.word[n % 4] >= dropout.threshold ? weights[n] : Real(0);
   }
 }
 

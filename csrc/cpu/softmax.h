@@ -104,12 +104,11 @@ inline Philox4 dropout_words(const DropoutParams& dropout, int64_t b, int64_t h,
                 word(first[0] + b), static_cast<uint64_t>(*dropout.seed));
 }
 
-// Dropout of a tile of probabilities [keys][query rows] of head (b, h): kept ones are scaled,
-// others become 0. Applies the same mask to `target` unless it is null.
+// Dropout of a tile of probabilities [keys][query rows] of head (b, h): kept ones are multiplied by
+// `scale`, others become 0. Applies the same to `target` unless it is null.
 template <typename Real>
 inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeyTile& keys,
-                 int64_t first_row, int columns, Real* tile, Real* target = nullptr) {
-  const Real scale = static_cast<Real>(dropout.keep_scale);
+                 int64_t first_row, int columns, Real scale, Real* tile, Real* target = nullptr) {
   for (int64_t group = keys.begin / 4; group * 4 < keys.end; ++group) {
     uint32_t words[4][BLOCK_M];
     for (int m = 0; m < columns; ++m) {

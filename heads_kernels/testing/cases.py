@@ -110,6 +110,7 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("dense_heads", 2, 2, 20, 30, D=16, Dv=16, mask=masks.dense_heads),
     GatedCase("dense_blocks", 2, 4, 150, 215, D=16, Dv=24, Hk=2, mask=masks.dense_blocks, gate="BHT"),
     GatedCase("dropout", 2, 2, 33, 41, D=16, Dv=16, dropout_p=0.3),
+    GatedCase("dropout_few_keys", 2, 2, 64, 2, D=16, Dv=16, dropout_p=0.25),  # sharp rows
     GatedCase("dropout_everything", 2, 4, 66, 66, D=24, Dv=40, Hk=2, dropout_p=0.1, gate="BHT",
         gate_activation="sigmoid", mask=masks.padded(66, 35, causal=True), layout="transposed"),
     GatedCase("empty_batch", 0, 2, 5, 6, D=8, Dv=8, gate="BHT"),

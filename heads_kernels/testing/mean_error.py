@@ -70,7 +70,8 @@ def equal(numbers: Tensor, heads: int = 1) -> Equal:
 
 def squares(head: Head, weights: Weights, heads: int) -> dict[str, Tensor]:
     """The square of the bound by name, for one of `heads` heads."""
-    same = equal(head.p.float(), heads)
+    # What rounds to 1 is a little below it in every such pair: to the rounding that dropout's factor adds, equal.
+    same = equal(torch.where(head.p > 1 - head.working, 1.0, head.p).float(), heads)
     u, result = head.working, {}
     for name, weight in weights.attended.items():
         of_p = weight @ head.value.T

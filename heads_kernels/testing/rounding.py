@@ -52,6 +52,9 @@ class _Units(NamedTuple):
     working: float
     compute: float
     tiny: float
+    flushed: (
+        float  # probabilities below it may be 0: the smallest normal number of the compute dtype
+    )
     mixed: float  # of a mixed query
 
 
@@ -133,7 +136,13 @@ def limits(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     info = torch.finfo(dtype)
     working = unit(dtype) if working is None else working
-    u = _Units(working, unit(compute), info.smallest_normal * info.eps / 2, mixed)
+    u = _Units(
+        working,
+        unit(compute),
+        info.smallest_normal * info.eps / 2,
+        torch.finfo(compute).smallest_normal,
+        mixed,
+    )
     p = inputs.to(torch.float64).problem()
     assert p.value is not None
     wide = inputs.dout.double()
@@ -342,6 +351,7 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
     score = score.masked_fill(~visible, -torch.inf)
     weights = (_softmax if order is None else _entmax)(head, score, error, u)
     lse, P, P_error, W, W_error = weights
+    P_error, W_error = P_error + u.flushed * visible, W_error + u.flushed * visible
     PZ, PZ_error, WZ = (each if kept is None else each * kept for each in (P, P_error, W))
     attended = PZ @ v
     total = W.sum(-1, keepdim=True).clamp(min=torch.finfo(W.dtype).tiny)  # [T, 1]
