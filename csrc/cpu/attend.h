@@ -315,11 +315,11 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
 
 // The outputs of one head.
 struct Outputs {
-  Rows out;         // [T][Dv]
-  Rows attended;    // [T][Dv], absent if not requested
-  void* lse;        // [T] in the compute type, null if not requested; entmax: the largest score
-  void* threshold;  // [T] of entmax, above the largest score; null for softmax
-  double keep_scale;
+  Rows out;           // [T][Dv]
+  Rows attended;      // [T][Dv], absent if not requested
+  void* lse;          // [T] in the compute type, null if not requested; entmax: the largest score
+  void* threshold;    // [T] of entmax, above the largest score; null for softmax
+  double keep_scale;  // of dropout
 };
 
 // The outputs of a head.

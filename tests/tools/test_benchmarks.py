@@ -586,8 +586,8 @@ def test_kept_runs_are_lines_of_one_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
         cpuinfo.write_text(
             f"processor : 0\ncpu family : 25\nmodel : {model}\nmodel name : AMD EPYC\n\n"
         )
-        told = replace(machine, processor=results.processor(cpuinfo), cores=2)
-        files.append(results.kept_file(told).name)
+        described = replace(machine, processor=results.processor(cpuinfo), cores=2)
+        files.append(results.kept_file(described).name)
     assert files == [f"amd-epyc-family-25-model-{model}-2-cores.jsonl" for model in (1, 17)]
     on_gpu = replace(machine, gpu={"name": "NVIDIA H100 80GB"})
     assert results.kept_file(on_gpu).name == "nvidia-h100-80gb.jsonl"

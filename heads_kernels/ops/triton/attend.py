@@ -131,7 +131,7 @@ def softmax_scale(scale, terms):
 
 @triton.jit
 def no_sums(ROWS: tl.constexpr, TILE: tl.constexpr):
-    """SoftmaxSums over no key."""
+    """The sums over no key."""
     return SoftmaxSums(
         tl.zeros((ROWS, TILE.block_dv), tl.float32),
         tl.full((ROWS,), float("-inf"), tl.float32),

@@ -106,16 +106,16 @@ def _opened(sizes, T):
 
 
 @triton.jit
-def _place(of, program, sizes, H, T, TILE: tl.constexpr):
-    """The place of a `program` among H heads of T rows."""
-    b, h, first_row = _own_rows(of, program, H, T, TILE.block_m)
+def _place(of, sizes, TILE: tl.constexpr):
+    """The place of a program that owns rows of one head."""
+    b, h, first_row = _own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
     return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
 
 
 @triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. A closed head writes its zeros and is done."""
-    place = _place(of, tl.program_id(0), sizes, sizes.H, sizes.T, TILE)
+    place = _place(of, sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
     attended = attend(of, tiles, place, _opened(sizes, taking_part), TILE)
@@ -265,7 +265,7 @@ def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
 def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, TILE: tl.constexpr):
     """A program computes `rowsum(dout * attended)` of BLOCK_M rows of a closed head, as the forward kernel would; for
     an open head it does nothing."""
-    place = _place(of, tl.program_id(0), sizes, sizes.H, sizes.T, TILE)
+    place = _place(of, sizes, TILE)
     b, h, rows = place.b, place.h, place.at
     closed = sizes.T - open_rows(gate, b, h, sizes.T, TILE)
     attended = attend(of, KeyTiles(key_tiles, value_tiles), place, _opened(sizes, closed), TILE)
