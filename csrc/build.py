@@ -60,6 +60,7 @@ NVCC = shlex.split(
 LINK_CUDA = shlex.split("-shared -s -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
 # The kernels of csrc/cuda/*attention*.cu are compiled once for each.
 DTYPES = ("bf16", "fp16", "float")
+CHECKS = ["-DHK_CHECKS"]  # the checks of the wrappers, which only tests call
 EMULATOR = Path("build/emulator")
 
 
@@ -184,9 +185,13 @@ def cpu_selftest(folder: Path) -> Path:
 
 
 # ---------------------------------------------------------------------- CUDA
-def cuda_kernels(compiler: list[str], dtypes: Sequence[str] = DTYPES) -> list[Unit]:
-    """csrc/cuda/, of which the attention kernels are compiled once per dtype."""
+def cuda_kernels(
+    compiler: list[str], dtypes: Sequence[str] = DTYPES, checks: bool = False
+) -> list[Unit]:
+    """csrc/cuda/, of which the attention kernels are compiled once per dtype; with `checks` those of its wrappers."""
     units = []
+    if checks:
+        units.append(Unit("wrapper_checks", "csrc/selftest/wrapper_checks.cu", compiler))
     for source in sorted(glob("csrc/cuda/*.cu")):
         stem = Path(source).stem
         variants = {"": []}
@@ -197,12 +202,13 @@ def cuda_kernels(compiler: list[str], dtypes: Sequence[str] = DTYPES) -> list[Un
 
 
 def cuda_module(folder: Path, nvcc: Path) -> Path:
-    """`heads_kernels._cuda`."""
+    """`heads_kernels._cuda`. HEADS_KERNELS_CUDA_CHECKS=1 adds the checks of the wrappers, for tests on a GPU."""
     target = ["-ccbin", cxx()[0], f"-gencode=arch={PTX},code=[{','.join(architectures())}]"]
     compiler = [*cxx(), *COMMON, "-O2", *cxx_flags(), *python_includes()]
+    checks = os.environ.get("HEADS_KERNELS_CUDA_CHECKS") == "1"
     units = [
-        Unit("bindings", "csrc/bindings/cuda.cpp", compiler),
-        *cuda_kernels([str(nvcc), *NVCC, *target]),
+        Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *CHECKS * checks]),
+        *cuda_kernels([str(nvcc), *NVCC, *target], checks=checks),
     ]
     return build(folder, "_cuda.so", units, [f"-L{runtime_of(nvcc)}", *LINK_CUDA])
 
@@ -220,9 +226,9 @@ def emulated_module(folder: Path, dtype: str = "") -> Path:
     With `dtype` those of this dtype; the others are taken from EMULATOR, where they were compiled before.
     """
     compiler, units = emulator()
-    bindings = Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *python_includes()])
-    kernels = cuda_kernels([*compiler, "-x", "c++"])
-    own = cuda_kernels([*compiler, "-x", "c++"], (dtype,)) if dtype else kernels
+    bindings = Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *CHECKS, *python_includes()])
+    kernels = cuda_kernels([*compiler, "-x", "c++"], checks=True)
+    own = cuda_kernels([*compiler, "-x", "c++"], (dtype,), checks=True) if dtype else kernels
     ready = [EMULATOR / f"{unit.name}.o" for unit in kernels if unit not in own]
     return build(folder, "_cuda_emulated.so", [*units, bindings, *own], ["-shared"], ready)
 

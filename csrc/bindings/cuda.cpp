@@ -6,16 +6,21 @@
 #include <vector>
 
 #include "bindings/tensors.h"
-#include "cuda/device.h"
 #include "cuda/kernels.h"
-#include "cuda/wrapper_checks.h"
 
 #ifdef HK_EMULATED
-#include "emulator/part.h"
-#include "emulator/schedule.h"
+#include "emulator/settings.h"
 #define HK_MODULE _cuda_emulated
 #else
 #define HK_MODULE _cuda
+#endif
+
+#ifdef HK_CHECKS
+namespace hk::cuda {  // selftest/wrapper_checks.cu
+void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors,
+                   const LaunchTarget& target);
+std::vector<std::string> wrapper_names();
+}  // namespace hk::cuda
 #endif
 
 namespace {
@@ -117,19 +122,17 @@ void check_written(const hk::Tensor& t, const char* name) {
   require(!t || has_rows(t), name, "has rows that are not contiguous");
 }
 
-// Gated where scores hold no mixing, else collaborative.
-template <typename Params>
-void launch_either(void (*gated)(const Params&, const cuda::LaunchTarget&),
-                   void (*collaborative)(const Params&, const cuda::LaunchTarget&),
-                   const Params& params, const py::tuple& target) {
-  launch(params.mixing ? collaborative : gated, params, target_of(target));
+// f(kernels, target) with the kernels of the dtype of a call.
+template <typename F>
+void launch(const hk::AttentionParams& params, const py::tuple& target, F&& f) {
+  const cuda::LaunchTarget to = target_of(target);
+  const py::gil_scoped_release release;
+  cuda::with_kernels(params.query.dtype, [&](auto kernels) { f(kernels, to); });
 }
 
-// (acc, row_max, row_sum) of the splits of the keys; None where one pass computes the
-// outputs.
-void set_splits(cuda::AttendParams& params, const Sizes& n, py::handle parts,
+// (acc, row_max, row_sum) of the splits of the keys.
+void set_splits(cuda::SplitParams& params, const Sizes& n, py::handle parts,
                 const py::object& device) {
-  if (parts.is_none()) return;
   const py::tuple given = py::cast<py::tuple>(parts);
   check_entries(given, 3, "parts");
   const hk::Tensor acc = needed(given[0], device, "acc");
@@ -146,27 +149,35 @@ void set_splits(cuda::AttendParams& params, const Sizes& n, py::handle parts,
                    static_cast<float*>(row_max.data), static_cast<float*>(row_sum.data)};
 }
 
+// `parts` is None where one pass computes the outputs.
 void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
                        const py::tuple& options, const py::sequence& outputs, py::handle parts,
                        const py::tuple& target) {
-  cuda::AttendParams params;
+  cuda::SplitParams params;
   const py::object device = device_of(target);
   const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   set_outputs(params, n, outputs, device);
   check_written(params.out, "out");
   check_written(params.attended, "attended");
-  set_splits(params, n, parts, device);
   const bool splits = !parts.is_none();
-  launch_either(splits ? cuda::gated_attention_decode : cuda::gated_attention_forward,
-                cuda::collaborative_attention_forward, params, target);
-  if (splits) launch(cuda::attention_combine, params, target_of(target));
+  if (splits) set_splits(params, n, parts, device);
+  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+    if (!splits) {
+      params.mixing ? kernels.collaborative_attention_forward(params, to)
+                    : kernels.gated_attention_forward(params, to);
+      return;
+    }
+    params.mixing ? kernels.collaborative_attention_split(params, to)
+                  : kernels.gated_attention_decode(params, to);
+    kernels.attention_combine(params, to);
+  });
 }
 
 // Rows of the gate's gradient of closed heads, into `dgate` [B, H, T].
 void attention_closed(const py::tuple& scores, py::handle value, const py::tuple& mask,
                       const py::tuple& options, py::handle dout, py::handle dgate,
                       const py::tuple& target) {
-  cuda::AttendParams params;
+  cuda::ClosedParams params;
   const py::object device = device_of(target);
   const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
   params.dout = needed(dout, device, "dout");
@@ -175,8 +186,10 @@ void attention_closed(const py::tuple& scores, py::handle value, const py::tuple
   require(static_cast<bool>(params.gate), "gate", "is None");
   for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
   check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
-  launch_either(cuda::gated_attention_forward, cuda::collaborative_attention_forward, params,
-                target);
+  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+    params.mixing ? kernels.collaborative_attention_closed(params, to)
+                  : kernels.gated_attention_closed(params, to);
+  });
 }
 
 // (dout, attended, lse, dlse), of which dlse may be None; (delta, dgate, dattended, dsinks), of
@@ -215,7 +228,8 @@ void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& 
   } else {
     check_rows(dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
   }
-  launch(cuda::attention_rows, params, target_of(target));
+  launch(params, target,
+         [&](auto kernels, const cuda::LaunchTarget& to) { kernels.attention_rows(params, to); });
 }
 
 // What the last passes of the backward read: a call, (dattended, lse, delta) and splits.
@@ -256,7 +270,10 @@ void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& 
   }
   require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
   check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
-  launch_either(cuda::gated_attention_keys, cuda::collaborative_attention_keys, params, target);
+  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+    params.mixing ? kernels.collaborative_attention_keys(params, to)
+                  : kernels.gated_attention_keys(params, to);
+  });
 }
 
 // `gradients` is (dquery, dmixing), None is not computed.
@@ -286,8 +303,10 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
     require(!params.dmixing, "dmixing", "comes without mixing");
     check_gradient(params, params.dquery, 1, {n.B, n.H, n.T, n.D}, "dquery");
   }
-  launch_either(cuda::gated_attention_queries, cuda::collaborative_attention_queries, params,
-                target);
+  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+    params.mixing ? kernels.collaborative_attention_queries(params, to)
+                  : kernels.gated_attention_queries(params, to);
+  });
 }
 
 // `gradients` is (dbias, doffset_bias), of which one is there: parts of a bias, float, `splits` one
@@ -313,7 +332,8 @@ void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& 
   check_rows(dtype, params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
   if (!params.dbias && !params.doffset_bias) return;
   require(splits == 1 || params.dbias, "splits", "is not 1");
-  launch(cuda::attention_bias, params, target_of(target));
+  launch(params, target,
+         [&](auto kernels, const cuda::LaunchTarget& to) { kernels.attention_bias(params, to); });
 }
 
 // `excluded` [B or 1, S] or None; `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H,
@@ -329,7 +349,9 @@ void attention_statistics(const py::tuple& scores, py::handle excluded, const py
   params.mask = mask_of(mask, device, n);
   check_singles(params);
   set_cells(params, n, mask, device);
-  launch(cuda::attention_statistics, params, target_of(target));
+  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+    kernels.attention_statistics(params, to);
+  });
 }
 
 // Fills the cells of a dense mask: a byte for each kCell x kCell pairs.
@@ -344,7 +366,7 @@ void dense_cells(py::handle mask, py::handle cells, const py::tuple& target) {
   require(is(params.cells, {size[0], size[1], cells_along(size[2]), cells_along(size[3])}) &&
               is_dense(params.cells),
           "dense_cells");
-  launch(cuda::dense_cells, params, target_of(target));
+  hk::bindings::launch(cuda::dense_cells, params, target_of(target));
 }
 
 // (query rows, keys, features of a slice) of one block of threads.
@@ -354,12 +376,14 @@ py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64
   return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
 }
 
+#ifdef HK_CHECKS
 void check_wrapper(const std::string& name, const py::sequence& tensors, const py::tuple& target) {
   std::vector<hk::Tensor> words;
   for (const py::handle tensor : tensors)
     words.push_back(needed(tensor, device_of(target), "a tensor"));
   cuda::check_wrapper(name, words, target_of(target));
 }
+#endif
 
 }  // namespace
 
@@ -377,8 +401,10 @@ PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
   m.def("tiles_of", &tiles_of);
   m.def("unsupported_device", &cuda::unsupported_device,
         "Why the kernels cannot run on a device; empty if they can.");
+#ifdef HK_CHECKS
   m.def("wrapper_names", &cuda::wrapper_names);
   m.def("check_wrapper", &check_wrapper, "Run the kernel of one wrapper (for tests).");
+#endif
 #ifdef HK_EMULATED
   m.def("schedule_names", &hk::emulator::schedule_names);
   m.def("use_schedule", &hk::emulator::use_schedule, "For all launches from now on (for tests).");

@@ -95,7 +95,7 @@ struct QueryTile {
 
 // A tile of scores that entmax keeps.
 struct KeptTile {
-  KeyTile window, keys;
+  KeySpan window, keys;
   bool in_reach;  // a score may exceed the threshold of its row
 };
 
@@ -209,7 +209,7 @@ struct Scored {
 // `with_slope`: also stores the derivative of the cap in scratch.slope.
 template <typename Real, typename Operand>
 inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
-                               const VisibleRows<Real>& visible, const KeyTile& tile,
+                               const VisibleRows<Real>& visible, const KeySpan& tile,
                                const Left<Operand, false>& key,
                                const TileScratch<Real, Operand>& scratch, bool with_slope = false) {
   const int columns = visible.columns;
@@ -255,8 +255,8 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
 // probabilities times values, or dS times keys. A key that a row may not see adds nothing to it,
 // NaN and infinity included.
 template <typename Real, typename Operand>
-inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeyTile& window,
-                              const KeyTile& keys, Range columns, const Head<Real>& head,
+inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeySpan& window,
+                              const KeySpan& keys, Range columns, const Head<Real>& head,
                               const VisibleRows<Real>& visible, const Real* weights,
                               const TileScratch<Real, Operand>& scratch, Real* sum,
                               bool accumulate) {
@@ -284,9 +284,9 @@ template <typename Real, typename Operand>
 inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout,
                    TileScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
-  const KeyTile all{0, std::numeric_limits<int64_t>::max()};
+  const KeySpan all{0, std::numeric_limits<int64_t>::max()};
   for_visible_pairs(
-      tiles, count, all, [&](QueryTile<Real, Operand>& tile, const KeyTile& window, KeyTile keys) {
+      tiles, count, all, [&](QueryTile<Real, Operand>& tile, const KeySpan& window, KeySpan keys) {
         const Head<Real>& head = tile.head;
         const VisibleRows<Real>& visible = tile.visible;
         Real* scores = scratch.scores;

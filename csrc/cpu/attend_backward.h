@@ -229,7 +229,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
 template <typename Real, typename Operand>
 inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left,
                                  const Operand* rows, const SetAside<Real>& aside, int64_t width,
-                                 Range columns, const KeyTile& keys, const Head<Real>& head,
+                                 Range columns, const KeySpan& keys, const Head<Real>& head,
                                  const VisibleRows<Real>& visible, Real* sum) {
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
@@ -263,7 +263,7 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
 // pairs and lanes without a row become 0, because the sums over query rows include all lanes.
 // `hiding` is the bias of the tile if it hides a pair, else null. False if all are 0.
 template <typename Real, typename Operand>
-inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeyTile& keys,
+inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan& keys,
                           const Real* hiding, BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
@@ -290,7 +290,7 @@ inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeyTile
 // dS times `scale` from dP, in place, after `probabilities`.
 template <typename Real, typename Operand>
 inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
-                            const KeyTile& keys, const Real* hiding,
+                            const KeySpan& keys, const Real* hiding,
                             BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const bool sparse = tile.head.order != Real(0);
@@ -316,7 +316,7 @@ inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
 // gradients of the keys, and to `dquery` of the tiles for `dquery_features` (empty: no dquery).
 template <typename Real, typename Operand>
 inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
-                            const DropoutParams& dropout, Real scale, const KeyTile& range,
+                            const DropoutParams& dropout, Real scale, const KeySpan& range,
                             Ranges dquery_features, const KeyGradients<Real>& gradients,
                             BackwardScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
@@ -324,7 +324,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
   const bool with_dscores = with_raw || gradients.bias;
   for_visible_pairs(
       tiles, count, range,
-      [&](BackwardTile<Real, Operand>& tile, const KeyTile& window, KeyTile keys) {
+      [&](BackwardTile<Real, Operand>& tile, const KeySpan& window, KeySpan keys) {
         const Head<Real>& head = tile.head;
         const int columns = tile.visible.columns;
         const int64_t offset = keys.begin - gradients.begin;

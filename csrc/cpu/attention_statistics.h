@@ -24,7 +24,7 @@ struct RowStatistics {
   }
 
   // `scores` is read; `probabilities` is scratch of the same shape.
-  void step(const Real* scores, Real* probabilities, const KeyTile& keys, const uint8_t* excluded,
+  void step(const Real* scores, Real* probabilities, const KeySpan& keys, const uint8_t* excluded,
             int columns) {
     for (int n = 0; n < keys.count(); ++n) {
       if (excluded && excluded[keys.begin + n]) continue;
@@ -117,10 +117,10 @@ void attention_statistics_of(const StatisticsParams& params) {
                    if (tile->visible.any)
                      op.pack(at.b, at.h, tile->visible, scratch.rows, tile->query);
                  }
-                 const KeyTile all{0, op.S};
+                 const KeySpan all{0, op.S};
                  for_visible_pairs(
                      tiles, count, all,
-                     [&](StatisticsTile<Real>& tile, const KeyTile& window, const KeyTile& keys) {
+                     [&](StatisticsTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
                        const int columns = tile.visible.columns;
                        if (!score_tile(tile.head, tile.query, tile.visible, keys,
                                        scratch.key.rows(tile.head.key, window, keys), scratch)

@@ -23,8 +23,8 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   alignas(64) Real top[BLOCK_M];
   std::fill_n(top, BLOCK_M, kHidden<Real>);
   for_visible_pairs(
-      &tile, 1, KeyTile{0, std::numeric_limits<int64_t>::max()},
-      [&](auto&, const KeyTile& window, KeyTile keys) {
+      &tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()},
+      [&](auto&, const KeySpan& window, KeySpan keys) {
         Real* const scores = scratch.scores = scores_of(count);
         const Scored<Real> scored = score_tile(head, tile.query, visible, keys,
                                                scratch.key.rows(head.key, window, keys), scratch);
@@ -55,7 +55,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   }
   std::memcpy(tile.threshold, search.threshold, sizeof tile.threshold);
   for (int64_t at = 0; at < count; ++at) {
-    KeyTile keys = kept[at].keys;
+    KeySpan keys = kept[at].keys;
     Real* const p = scores_of(at);
     if (!kept[at].in_reach) continue;
     const Support support =

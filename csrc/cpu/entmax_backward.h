@@ -83,8 +83,8 @@ inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dr
   const VisibleRows<Real>& visible = tile.visible;
   const Real order = head.order;
   const int columns = visible.columns;
-  const KeyTile all{0, std::numeric_limits<int64_t>::max()};
-  for_visible_pairs(&tile, 1, all, [&](auto&, const KeyTile& window, KeyTile keys) {
+  const KeySpan all{0, std::numeric_limits<int64_t>::max()};
+  for_visible_pairs(&tile, 1, all, [&](auto&, const KeySpan& window, KeySpan keys) {
     const auto [any, hiding] = score_tile(head, tile.query, visible, keys,
                                           scratch.key.rows(head.key, window, keys), scratch);
     if (!any) return;

@@ -94,7 +94,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
 
   // Query tiles against keys `range`. `with_rows`: also computes dQ, dgate and dsinks of the tiles;
   // `range` is then all keys.
-  void tiles_backward(const WorkItems::Tiles& places, const KeyTile& range, bool with_rows,
+  void tiles_backward(const WorkItems::Tiles& places, const KeySpan& range, bool with_rows,
                       const KeyGradients<Real>& keys, BackwardScratch<Real, Operand>& scratch,
                       Workspace& workspace) const {
     const BackwardParams& p = backward;
@@ -128,7 +128,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
 
   // dK and dV of keys `range` of a key head, summed over its query heads in order; adds the
   // gradient of their bias to `bias`.
-  void key_head(const WorkItems& items, int64_t index, const KeyTile& range, bool with_rows,
+  void key_head(const WorkItems& items, int64_t index, const KeySpan& range, bool with_rows,
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
     BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, items.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};

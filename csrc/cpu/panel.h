@@ -28,7 +28,7 @@ struct Summands {
 class Held {
  public:
   // Records these rows as held; returns whether they already were.
-  bool replace(const Rows& source, const KeyTile& window) {
+  bool replace(const Rows& source, const KeySpan& window) {
     const bool same = data_ == source.data && stride_ == source.stride && begin_ == window.begin &&
                       end_ == window.end;
     data_ = source.data;
@@ -62,7 +62,7 @@ class Panel {
         shared_(shared) {}
 
   // Rows [tile.begin, tile.end), which are in [window.begin, window.end).
-  Left<Real, false> rows(const Rows& source, const KeyTile& window, const KeyTile& tile) {
+  Left<Real, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
     const bool same = source.dtype == kDTypeOf<Real>;
     if (same && (!shared_ || source.stride == width_))
       return rows_of(reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride);
@@ -74,7 +74,7 @@ class Panel {
 
   // The same rows as summands, limited to `columns`. A full tile keeps its nonfinite rows, since
   // all of it is visible.
-  Summands<Real> summands(const Rows& source, const KeyTile& window, const KeyTile& tile,
+  Summands<Real> summands(const Rows& source, const KeySpan& window, const KeySpan& tile,
                           Range columns) {
     Left<Real, false> matrix = rows(source, window, tile);
     matrix.data += columns.begin;
@@ -119,7 +119,7 @@ class Panel<Pair> {
         scratch_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),
         width_(width) {}
 
-  Left<Pair, false> rows(const Rows& source, const KeyTile& window, const KeyTile& tile) {
+  Left<Pair, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
     if (!held_.replace(source, window)) {
       for (int64_t r = 0; r < window.count(); ++r) {
         char* row = reinterpret_cast<char*>(rows_ + r * stride(width_));
@@ -132,7 +132,7 @@ class Panel<Pair> {
     return rows_of<Pair>(rows_ + (tile.begin - window.begin) * stride(width_), stride(width_));
   }
 
-  Summands<Pair> summands(const Rows& source, const KeyTile& window, const KeyTile& tile,
+  Summands<Pair> summands(const Rows& source, const KeySpan& window, const KeySpan& tile,
                           Range columns) {
     rows(source, window, tile);
     if (!turned_) transpose_window(window);
@@ -153,7 +153,7 @@ class Panel<Pair> {
 
   static int64_t stride(int64_t width) { return row_stride<Pair>(ceil_div(width, 2)); }
 
-  void transpose_window(const KeyTile& window) {
+  void transpose_window(const KeySpan& window) {
     const int64_t count = round_up(window.count(), 2 * kLanes<Pair>);
     for (int64_t r = window.count(); r < count; ++r)
       std::memset(rows_ + r * stride(width_), 0, 4 * packed<Pair>(width_));

@@ -85,7 +85,7 @@ struct HeadTerms {
 // rows are 0. `rows` is scratch of [64][row_stride(64)].
 template <typename Real>
 inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& visible,
-                      const KeyTile& keys, Real* rows, Real* bias) {
+                      const KeySpan& keys, Real* rows, Real* bias) {
   const int count = keys.count(), columns = visible.columns;
   if (terms.offsets) {
     // Offsets descend along the lanes: lane m of key n reads reversed[count - 1 - n + m].
@@ -237,7 +237,7 @@ struct BiasGradient {
 
   // Adds dscores[n][m] of a tile; those of hidden pairs and of lanes without a row are 0. `rows` is
   // scratch [64][row_stride(64)]; dscores is allocated in whole vectors of keys.
-  void add(const Real* dscores, const VisibleRows<Real>& visible, const KeyTile& keys,
+  void add(const Real* dscores, const VisibleRows<Real>& visible, const KeySpan& keys,
            Real* rows) const {
     const int count = keys.count(), columns = visible.columns;
     if (offsets) {

@@ -10,7 +10,7 @@ namespace hk::HK_LEVEL {
 
 // Sets the scores of hidden pairs to -inf.
 template <typename Real>
-inline void hide(Real* scores, const KeyTile& keys, const VisibleRows<Real>& rows, int columns) {
+inline void hide(Real* scores, const KeySpan& keys, const VisibleRows<Real>& rows, int columns) {
   for (int n = 0; n < keys.count(); ++n) {
     Real* row = scores + n * BLOCK_M;
     for (int m = 0; m < columns; m += kLanes<Real>)
@@ -107,7 +107,7 @@ inline Philox4 dropout_words(const DropoutParams& dropout, int64_t b, int64_t h,
 // Dropout of a tile of probabilities [keys][query rows] of head (b, h): kept ones are multiplied by
 // `scale`, others become 0. Applies the same to `target` unless it is null.
 template <typename Real>
-inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeyTile& keys,
+inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeySpan& keys,
                  int64_t first_row, int columns, Real scale, Real* tile, Real* target = nullptr) {
   for (int64_t group = keys.begin / 4; group * 4 < keys.end; ++group) {
     uint32_t words[4][BLOCK_M];

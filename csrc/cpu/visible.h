@@ -15,7 +15,7 @@ constexpr int BLOCK_N =
     64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
 
 // Keys [begin, end), and whether every row (which sees any) sees all of them.
-struct KeyTile {
+struct KeySpan {
   int64_t begin = 0;
   int64_t end = 0;
   bool full = false;
@@ -128,12 +128,12 @@ struct VisibleRows {
 
   // The visible part of a window; empty if the rows see none of it. `lanes_that_see` is valid for
   // keys of the last part returned.
-  KeyTile part(const KeyTile& window) {
+  KeySpan part(const KeySpan& window) {
     const int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
     if (begin >= end) return {};
     if (dense) {
       const auto [some, all] = read_bits(begin, static_cast<int>(end - begin));
-      return some ? KeyTile{begin, end, all} : KeyTile{};
+      return some ? KeySpan{begin, end, all} : KeySpan{};
     }
     bool full = begin >= core_lo && end <= core_hi;
     if (key_visible) {
@@ -196,16 +196,16 @@ struct VisibleRows {
 // ascending order; `keys` is the nonempty part that the tile sees. Windows end at multiples of
 // BLOCK_N, so that padding changes no sum.
 template <typename QueryTile, typename Body>
-inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeyTile& range, Body body) {
+inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeySpan& range, Body body) {
   int64_t begin = range.end, end = range.begin;
   for (int64_t i = 0; i < count; ++i) {
     begin = std::min(begin, std::max(range.begin, tiles[i].visible.hull_lo));
     end = std::max(end, std::min(range.end, tiles[i].visible.hull_hi));
   }
   while (begin < end) {
-    const KeyTile window{begin, std::min(end, (begin / BLOCK_N + 1) * BLOCK_N)};
+    const KeySpan window{begin, std::min(end, (begin / BLOCK_N + 1) * BLOCK_N)};
     for (int64_t i = 0; i < count; ++i) {
-      const KeyTile keys = tiles[i].visible.part(window);
+      const KeySpan keys = tiles[i].visible.part(window);
       if (keys.begin < keys.end) body(tiles[i], window, keys);
     }
     begin = window.end;

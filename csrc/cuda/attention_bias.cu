@@ -6,9 +6,7 @@
 // The other formulas stand in tile_gradient.h.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
-#include "cuda/content_bias.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/tile_gradient.h"
 
 namespace hk::cuda {
@@ -35,7 +33,7 @@ struct BiasGradient {
     SharedMemory memory;
     Ring<Rows64> rows = memory.tiles<Rows64>(2), keys = memory.tiles<Rows64>(2);
     Terms terms = Terms(memory);
-    Buffer<RowTerms<kBiasTile>> row_terms = memory.take<RowTerms<kBiasTile>>();
+    Buffer<QueryRows<kBiasTile>> query_rows = memory.take<QueryRows<kBiasTile>>();
     Buffer<float> content_bias = memory.take<float>(kBiasTile);
     Features features;
 
@@ -152,12 +150,12 @@ struct BiasGradient {
                                  int first_row, int first_key, Scores& sums) {
     if (p.dense_cells.data && Terms::shown(p, at, first_row, first_key) == kHidden) return;
     const Visible visible(p.mask, at.b, n.T_rows, n.S);
-    RowTerms<kBiasTile>& rows = *on_chip.row_terms;
+    QueryRows<kBiasTile>& rows = *on_chip.query_rows;
     sync_block();  // no thread reads what the tile before has left
     bool sees = false, cut = false;
     if (thread_index() < kBiasTile) {
-      const RowTerm term(p, Gate(p.gate, p.activation), visible, at.b, at.h, n.H,
-                         first_row + thread_index());
+      const QueryRow term(p, Gate(p.gate, p.activation), visible, at.b, at.h, n.H,
+                          first_row + thread_index());
       rows.template set<true>(thread_index(), term);
       on_chip.content_bias[thread_index()] =
           ContentBias(p.content_bias, at.b, at.h).at(first_key + thread_index());
@@ -173,14 +171,14 @@ struct BiasGradient {
     multiply(p, on_chip, at, first_row, first_key, scores, dscores);
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const int warp_row = warp() * 16;
-    const TileTerms<kLayout, kBiasTile> row = {rows, warp_row};
+    const TileRows<kLayout, kBiasTile> row = {rows, warp_row};
     const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row,
                                                   partial || hides, on_chip.terms, hides, at.b,
                                                   at.h, first_row + warp_row, first_key);
     scores.each(
         [&](float& value, int, int n, int e) { value += on_chip.content_bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
-    on_chip.terms.finish(p, scores);
+    on_chip.terms.to_scores(p, scores);
     dscores.each([&](float& value, int m, int n, int e) {
       value *= rows.template probability<true>(scores.c[m][n][e], kLog2e, row(m, n, e));
     });
@@ -256,7 +254,7 @@ struct BiasGradient {
 };
 
 template <typename T>
-void bias_pass(const BiasParams& p, const LaunchTarget& target) {
+void Kernels<T>::attention_bias(const BiasParams& p, const LaunchTarget& target) {
   using Kernel = BiasGradient<T>;
   static_assert(Kernel::shared_bytes(kWidestShared) <= kLeastShared);
   const int64_t H = p.mixing ? p.mixing.size[0] : p.query.size[1];
@@ -271,6 +269,6 @@ void bias_pass(const BiasParams& p, const LaunchTarget& target) {
   launch<Kernel>(blocks, Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0), p, target);
 }
 
-template void bias_pass<HK_DTYPE>(const BiasParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

@@ -3,7 +3,6 @@
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/tiles.h"
 
 namespace hk::cuda {
@@ -13,7 +12,7 @@ namespace hk::cuda {
 // head, of which the splits leave nothing, gets its zeros.
 template <typename T, int kWidth, bool kTerms>
 struct AttentionCombine {
-  using Params = AttendParams;
+  using Params = SplitParams;
   static constexpr int kThreads = 256, kWarps = kThreads / kWarp;
   using Output = HeadOutput<T, 1, 1, kWidth, kTerms>;
   static constexpr int kMostRows = Output::kRows;
@@ -26,7 +25,9 @@ struct AttentionCombine {
     const Output output(0);
     for (int row = warp(); row < length; row += kWarps) add_up(p, at, row, splits, output);
     sync_block();
-    if (warp() == 0) output.store(p, gate, at.b, at.h, 0);
+    if (warp() != 0) return;
+    output.add_sink(p, at.h);
+    output.store_outputs(p, gate, {at.b, at.h, 0});
   }
 
  private:
@@ -50,7 +51,7 @@ struct AttentionCombine {
 };
 
 template <typename T>
-void combine_pass(const AttendParams& p, const LaunchTarget& target) {
+void Kernels<T>::attention_combine(const SplitParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_narrowest<64, 128, 256>(p.out.size[3], [&](auto width) {
       using Kernel = AttentionCombine<T, width, terms>;
@@ -63,6 +64,6 @@ void combine_pass(const AttendParams& p, const LaunchTarget& target) {
   });
 }
 
-template void combine_pass<HK_DTYPE>(const AttendParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

@@ -10,7 +10,6 @@
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/scores.h"
 #include "cuda/tiles.h"
 
@@ -126,7 +125,7 @@ struct AttentionRows {
 };
 
 template <typename T>
-void rows_pass(const RowsParams& p, const LaunchTarget& target) {
+void Kernels<T>::attention_rows(const RowsParams& p, const LaunchTarget& target) {
   const int64_t heads = p.dout.size[0] * p.dout.size[1];
   with_terms(static_cast<bool>(p.terms.sinks), [&](auto sinks) {
     with_terms(p.gate.rank == 4 && p.gate.size[3] != 1, [&](auto elementwise) {
@@ -136,6 +135,6 @@ void rows_pass(const RowsParams& p, const LaunchTarget& target) {
   });
 }
 
-template void rows_pass<HK_DTYPE>(const RowsParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

@@ -2,11 +2,9 @@
 // key, and the entropy, of scores that are never in memory.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
-#include "cuda/content_bias.h"
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/scores.h"
 #include "cuda/visible.h"
 
@@ -69,7 +67,7 @@ struct RowStatistics {
   }
 
   // Of the four lanes of a row, in each of them.
-  HK_DEVICE void finish() {
+  HK_DEVICE void sum_lanes() {
     HK_UNROLL
     for (int half = 0; half < 2; ++half) {
       row_sum[half] = sum_of_row(row_sum[half]);
@@ -144,7 +142,7 @@ struct Statistics {
       multiply(p, on_chip, head, first_row, first_key, scores);
       scores.each(
           [&](float& score, int, int n, int e) { score += on_chip.content_bias[column_of(n, e)]; });
-      on_chip.terms.finish(p, scores);
+      on_chip.terms.to_scores(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<1, kBlock> hidden;
         add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, on_chip.ranges + warp_row, first_key);
@@ -153,7 +151,7 @@ struct Statistics {
       }
       statistics.step(scores, first_key, on_chip.excluded);
     }
-    statistics.finish();
+    statistics.sum_lanes();
     HK_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + warp_row + row_of(0, 2 * half);
@@ -217,7 +215,7 @@ struct Statistics {
 };
 
 template <typename T>
-void statistics_pass(const StatisticsPass& p, const LaunchTarget& target) {
+void Kernels<T>::attention_statistics(const StatisticsPass& p, const LaunchTarget& target) {
   using Kernel = Statistics<T>;
   static_assert(Kernel::shared_bytes(kWidestShared) <= kLeastShared);
   const int64_t H = p.mixing ? p.mixing.size[0] : p.query.size[1];
@@ -226,6 +224,6 @@ void statistics_pass(const StatisticsPass& p, const LaunchTarget& target) {
                  p, target);
 }
 
-template void statistics_pass<HK_DTYPE>(const StatisticsPass&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

@@ -179,7 +179,7 @@ HK_DEVICE void mix_features(const AnyTile& tile, const float* factors, const Sou
         if constexpr (sizeof(T) == 4) {
           word = float_bits(bits_float(word) * factor[i]);
         } else {
-          const Pair pair = unpack<T>(word);
+          const LowHigh pair = unpack<T>(word);
           word = pack<T>(pair.low * factor[2 * i], pair.high * factor[2 * i + 1]);
         }
       }

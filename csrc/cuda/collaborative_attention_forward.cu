@@ -7,10 +7,8 @@
 
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
-#include "cuda/content_bias.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/scores.h"
 #include "cuda/visible.h"
 
@@ -18,12 +16,13 @@ namespace hk::cuda {
 
 // A block of threads computes kBlockM rows of one head. Heads of one tile of rows follow each
 // other, for they read the same query and key; the last rows (the longest of a causal mask) come
-// first. A closed head writes its zeros and is done. Splits are as in gated attention. On chip stay
-// the mixed query (where there is space: else it is copied anew with every tile of keys), scores
-// and the accumulator, two steps of keys and two tiles of values.
+// first. A closed head writes its zeros and is done. With splits a block goes through its share of
+// the tiles of keys and leaves sums for attention_combine.cu. On chip stay the mixed query (where
+// there is space: else it is copied anew with every tile of keys), scores and the accumulator, two
+// steps of keys and two tiles of values.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeForward {
-  struct Params : AttendParams {
+  struct Params : ForwardTask {
     bool keeps_query;
   };
   using Sizes = CollaborativeForwardSizes<T, kWidth, kTerms>;
@@ -98,7 +97,7 @@ struct CollaborativeForward {
     }
     sync_block();
     const bool closed = Gate(p.gate, p.activation).closes(at.b, at.h);
-    if (p.dgate.rank > 0 && !closed) return;
+    if (p.stores == Stores::kClosedGradient && !closed) return;
     const auto visible = [&] {
       const int T_rows = static_cast<int>(p.query.size[1]);
       return Visible(p.mask, at.b, rows_taking_part(p, closed, T_rows),
@@ -181,7 +180,7 @@ struct CollaborativeForward {
         }
         if (!kTerms && scale < 0.0f)
           scores.each([](float& score, int, int, int) { score = -score; });
-        terms.finish(p, scores);
+        terms.to_scores(p, scores);
         if (!list.is_full(step.tile) || hides) {
           Pairs<kGroups, kBlockN> hidden;
           add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
@@ -203,12 +202,12 @@ struct CollaborativeForward {
       if (sets_bias) bias[thread_index()] = next_bias;
       step = next;
     }
-    if (p.splits.count > 1) {
+    if (p.stores == Stores::kSplits) {
       store_split(p, at.split, at.b, at.h, at.first_row + warp_row, visible().T(), attended,
                   softmax);
       return;
     }
-    softmax.finish(attended, static_cast<float>(p.dropout.keep_scale));
+    softmax.normalize(attended, static_cast<float>(p.dropout.keep_scale));
     const BlockCoord block = at;  // what follows writes over it
     Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended,
                   softmax.row_max);
@@ -216,7 +215,7 @@ struct CollaborativeForward {
 };
 
 template <typename T>
-void collaborative_forward(const AttendParams& p, const LaunchTarget& target) {
+void run_collaborative_forward(const ForwardTask& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_value_width<T, terms>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeForward<T, width, terms>;
@@ -229,6 +228,20 @@ void collaborative_forward(const AttendParams& p, const LaunchTarget& target) {
   });
 }
 
-template void collaborative_forward<HK_DTYPE>(const AttendParams&, const LaunchTarget&);
+template <typename T>
+void Kernels<T>::collaborative_attention_forward(const AttendParams& p,
+                                                 const LaunchTarget& target) {
+  run_collaborative_forward<T>(p, target);
+}
+template <typename T>
+void Kernels<T>::collaborative_attention_closed(const ClosedParams& p, const LaunchTarget& target) {
+  run_collaborative_forward<T>(p, target);
+}
+template <typename T>
+void Kernels<T>::collaborative_attention_split(const SplitParams& p, const LaunchTarget& target) {
+  run_collaborative_forward<T>(p, target);
+}
+
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

@@ -6,10 +6,8 @@
 // The other formulas stand in tile_gradient.h.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
-#include "cuda/content_bias.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/tile_gradient.h"
 
 namespace hk::cuda {
@@ -72,12 +70,12 @@ struct CollaborativeKeys {
     Ring<SliceTile> slice = memory.tiles<SliceTile>(2);
     Ring<DoutTile> dout = memory.tiles<DoutTile>(2);
     Ring<ValueTile> value = memory.tiles<ValueTile>();
-    Buffer<RowTerms<kBlockM>> terms = memory.take<RowTerms<kBlockM>>();
+    Buffer<QueryRows<kBlockM>> query_rows = memory.take<QueryRows<kBlockM>>();
     Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
     Buffer<Sources> sources = memory.take<Sources>();
     Buffer<BlockCoord> at = memory.take<BlockCoord>();
     Buffer<TileList> list = memory.take<TileList>();
-    Terms score_terms = Terms(memory);
+    Terms terms = Terms(memory);
     Features features;
     Ring<KeyTile> key;  // of each step, or of a stage
 
@@ -155,7 +153,7 @@ struct CollaborativeKeys {
     };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
-    const Sources& rows = *on_chip.sources;
+    const Sources& sources = *on_chip.sources;
     if (thread_index() == 0) {
       *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
                           rows_of<T>(p.dattended, at.b, h), Gate(p.gate, p.activation)};
@@ -168,35 +166,36 @@ struct CollaborativeKeys {
     const auto copy = [&](const Step& step) {
       const int first_row = list[step.tile] * kBlockM;
       if (!p.keeps_key || step.tile == first_tile)
-        copy_features<kThreads>(key_at(step), rows.key, at.first_key, features.at(step));
-      copy_features<kThreads>(on_chip.query[step.stage], rows.query, first_row, features.at(step));
+        copy_features<kThreads>(key_at(step), sources.key, at.first_key, features.at(step));
+      copy_features<kThreads>(on_chip.query[step.stage], sources.query, first_row,
+                              features.at(step));
       if (!features.ends(step)) return;
       const int half = step.template half<kTerms>();
-      copy_features<kThreads>(on_chip.slice[half], rows.query, first_row, slice);
-      copy_rows<kThreads>(on_chip.dout[half], rows.dout, first_row);
+      copy_features<kThreads>(on_chip.slice[half], sources.query, first_row, slice);
+      copy_rows<kThreads>(on_chip.dout[half], sources.dout, first_row);
     };
-    const auto sets_term = [&](const Step& step) {
+    const auto sets_row = [&](const Step& step) {
       return step.tile < list.count() && features.ends(step) && thread_index() < kBlockM;
     };
-    const auto term_of = [&](const Step& step) {
+    const auto row_of_tile = [&](const Step& step) {
       const int row = list[step.tile] * kBlockM + thread_index();
-      return RowTerm(p, rows.gate, visible_of(p, at), at.b, h, H, row);
+      return QueryRow(p, sources.gate, visible_of(p, at), at.b, h, H, row);
     };
 
     copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)),
                         at.first_key);
     Step step = {first_tile};
     copy(step);
-    if (sets_term(step)) on_chip.terms->template set<kTerms>(thread_index(), term_of(step));
+    if (sets_row(step)) on_chip.query_rows->template set<kTerms>(thread_index(), row_of_tile(step));
     commit_copies();
     const float* const factors = features.factors();
     Scores scores;
     scores.clear();
     while (step.tile < list.count()) {
       const Step next = step.next(steps, from);
-      RowTerm term;  // on its way while this step is computed
+      QueryRow next_row;  // on its way while this step is computed
       if (next.tile < list.count()) copy(next);
-      if (sets_term(next)) term = term_of(next);
+      if (sets_row(next)) next_row = row_of_tile(next);
       commit_copies();
       wait_copies<1>();
       mix_features<kThreads>(on_chip.query[step.stage], factors, features.at(step));
@@ -206,8 +205,8 @@ struct CollaborativeKeys {
       bool hides = false;
       if constexpr (kTerms) {
         if (ends) {
-          hides = on_chip.score_terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM,
-                                                               at.first_key);
+          hides = on_chip.terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM,
+                                                         at.first_key);
         }
         hides = any_in_block(hides);
       } else {
@@ -219,8 +218,8 @@ struct CollaborativeKeys {
         add_tile(p, list, on_chip, slice, at, h, step.tile, half, hides, scores, sums);
         scores.clear();
       }
-      sync_block();  // no thread reads this step's tiles, nor the terms
-      if (sets_term(next)) on_chip.terms->template set<kTerms>(thread_index(), term);
+      sync_block();  // no thread reads this step's tiles, nor the rows
+      if (sets_row(next)) on_chip.query_rows->template set<kTerms>(thread_index(), next_row);
       step = next;
     }
   }
@@ -231,17 +230,17 @@ struct CollaborativeKeys {
                                  int half, bool hides, Scores& probabilities, Sums& sums) {
     const SliceTile query = on_chip.slice[half];
     const DoutTile dout = on_chip.dout[half];
-    const Terms& score_terms = on_chip.score_terms;
-    const RowTerms<kBlockM>& terms = *on_chip.terms;
+    const Terms& terms = on_chip.terms;
+    const QueryRows<kBlockM>& query_rows = *on_chip.query_rows;
     const int warp_row = warp() * kGroups * 16, first_key = at.first_key + warp_row;
     const int first_row = list[tile] * kBlockM;
     const bool partial = !list.is_full(tile) || hides;
     const bool wants_dscores = p.dkey.rank > 0 || p.dcontent_bias.rank > 0;
-    if (partial) leave_out_non_finite<kThreads>(terms, query, dout);
+    if (partial) leave_out_non_finite<kThreads>(query_rows, query, dout);
 
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
-    const TileTerms<kLayout, kBlockM> row = {terms, 0};
+    const TileRows<kLayout, kBlockM> row = {query_rows, 0};
     const ContentBias content_bias(p.content_bias, at.b, h);
     float bias[kGroups][2];
     for (int m = 0; m < kGroups; ++m)
@@ -250,20 +249,20 @@ struct CollaborativeKeys {
     probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
     dscores.clear();
-    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at), terms.range, partial,
-                                                      score_terms, hides, at.b, h, first_row,
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at), query_rows.range,
+                                                      partial, terms, hides, at.b, h, first_row,
                                                       first_key);
     const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value[0], warp_row, dout);
       centre(dscores, row, left_out, keep_scale);
     };
     if (kTerms && wants_dscores) to_dp();  // the slope of the scores goes into it
-    score_terms.finish(p, probabilities, &dscores);
+    terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
       Scores weights = probabilities;
-      weigh(weights, row, left_out, keep_scale);
+      gate_and_drop(weights, row, left_out, keep_scale);
       multiply_weights(sums.dvalue, weights, dout);
     }
     if (wants_dscores) {
@@ -290,7 +289,7 @@ struct CollaborativeKeys {
 };
 
 template <typename T>
-void collaborative_keys(const KeysParams& p, const LaunchTarget& target) {
+void Kernels<T>::collaborative_attention_keys(const KeysParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto terms) {
     with_value_width<T, terms>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeKeys<T, width, terms>;
@@ -304,6 +303,6 @@ void collaborative_keys(const KeysParams& p, const LaunchTarget& target) {
   });
 }
 
-template void collaborative_keys<HK_DTYPE>(const KeysParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

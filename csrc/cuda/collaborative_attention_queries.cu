@@ -6,9 +6,7 @@
 // The other formulas stand in tile_gradient.h.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
-#include "cuda/content_bias.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/tile_gradient.h"
 
 namespace hk::cuda {
@@ -67,13 +65,13 @@ struct CollaborativeQueries {
     Ring<SliceTile> slice = memory.tiles<SliceTile>(2);
     Ring<ValueTile> value = memory.tiles<ValueTile>(2);
     Ring<DoutTile> dout = memory.tiles<DoutTile>();
-    Buffer<RowTerms<kBlockM>> terms = memory.take<RowTerms<kBlockM>>();
+    Buffer<QueryRows<kBlockM>> query_rows = memory.take<QueryRows<kBlockM>>();
     Buffer<float> sums = memory.take<float>(Sizes::kWarps * kSlice);
     Buffer<float> bias = memory.take<float>(kBlockN);
     Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
     Buffer<Sources> sources = memory.take<Sources>();
     Buffer<BlockCoord> at = memory.take<BlockCoord>();
-    Terms score_terms = Terms(memory);
+    Terms terms = Terms(memory);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
 
@@ -126,7 +124,7 @@ struct CollaborativeQueries {
     };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
-    const Sources& rows = *on_chip.sources;
+    const Sources& sources = *on_chip.sources;
     if (thread_index() == 0) {
       *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
                           rows_of<T>(p.value, at.b, h / heads_per_value(p))};
@@ -143,12 +141,12 @@ struct CollaborativeQueries {
     const auto copy = [&](const Step& step) {
       const int first_key = list[step.tile] * kBlockN;
       if (copies_query(step))
-        copy_features<kThreads>(query_at(step), rows.query, at.first_row(), features.at(step));
-      copy_features<kThreads>(on_chip.key[step.stage], rows.key, first_key, features.at(step));
+        copy_features<kThreads>(query_at(step), sources.query, at.first_row(), features.at(step));
+      copy_features<kThreads>(on_chip.key[step.stage], sources.key, first_key, features.at(step));
       if (!features.ends(step)) return;
       const int half = step.template half<kTerms>();
-      copy_features<kThreads>(on_chip.slice[half], rows.key, first_key, slice);
-      copy_rows<kThreads>(on_chip.value[half], rows.value, first_key);
+      copy_features<kThreads>(on_chip.slice[half], sources.key, first_key, slice);
+      copy_rows<kThreads>(on_chip.value[half], sources.value, first_key);
     };
     const auto sets_bias = [&](const Step& step) {
       return step.tile < list.count() && features.ends(step) && thread_index() < kBlockN;
@@ -159,8 +157,8 @@ struct CollaborativeQueries {
 
     for (int i = thread_index(); i < kBlockM; i += kThreads) {
       const Gate gate(p.gate, p.activation);
-      on_chip.terms->template set<kTerms>(
-          i, RowTerm(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
+      on_chip.query_rows->template set<kTerms>(
+          i, QueryRow(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Step step = {first_tile};
@@ -181,8 +179,8 @@ struct CollaborativeQueries {
       bool hides = false;
       if constexpr (kTerms) {
         if (features.ends(step)) {
-          hides = on_chip.score_terms.template stage<kThreads>(p, head(), at.first_row(),
-                                                               list[step.tile] * kBlockN);
+          hides = on_chip.terms.template stage<kThreads>(p, head(), at.first_row(),
+                                                         list[step.tile] * kBlockN);
         }
         hides = any_in_block(hides);
       } else {
@@ -205,7 +203,7 @@ struct CollaborativeQueries {
   }
 
   HK_DEVICE static bool is_blind(const Memory& on_chip, int warp_row) {
-    return on_chip.terms->lse[warp() * kGroups * 16 + warp_row] == kInfinity;
+    return on_chip.query_rows->lse[warp() * kGroups * 16 + warp_row] == kInfinity;
   }
 
   // What one tile of keys gives, by its scores that still lack the content bias.
@@ -214,23 +212,23 @@ struct CollaborativeQueries {
                                  bool hides, Scores& scores, Sum& dmixed) {
     const int half = step.template half<kTerms>();
     const SliceTile key = on_chip.slice[half];
-    const Terms& score_terms = on_chip.score_terms;
-    const RowTerms<kBlockM>& terms = *on_chip.terms;
+    const Terms& terms = on_chip.terms;
+    const QueryRows<kBlockM>& query_rows = *on_chip.query_rows;
     const int warp_row = warp() * kGroups * 16, first_key = list[step.tile] * kBlockN;
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
-    const TileTerms<kLayout, kBlockM> row = {terms, warp_row};
+    const TileRows<kLayout, kBlockM> row = {query_rows, warp_row};
     const bool partial = !list.is_full(step.tile) || hides;
     // 0 * nan: what a row does not see must not reach its sum.
     if (partial) clean<kThreads>(key);
     Scores dscores;
     dscores.clear();
     multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
-    const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at), terms.range + warp_row,
-                                                      partial, score_terms, hides, at.b, h,
-                                                      at.first_row() + warp_row, first_key);
+    const LeftOut<kLayout, kGroups, kBlockN> left_out(
+        p, visible_of(p, at), query_rows.range + warp_row, partial, terms, hides, at.b, h,
+        at.first_row() + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
-    score_terms.finish(p, scores, &dscores);
+    terms.to_scores(p, scores, &dscores);
     to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
     to_dscores(dscores, scores, left_out);
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
@@ -302,7 +300,8 @@ struct CollaborativeQueries {
 };
 
 template <typename T>
-void collaborative_queries(const QueriesParams& p, const LaunchTarget& target) {
+void Kernels<T>::collaborative_attention_queries(const QueriesParams& p,
+                                                 const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto there) {
     with_value_width<T, there>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeQueries<T, width, there>;
@@ -315,6 +314,6 @@ void collaborative_queries(const QueriesParams& p, const LaunchTarget& target) {
   });
 }
 
-template void collaborative_queries<HK_DTYPE>(const QueriesParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

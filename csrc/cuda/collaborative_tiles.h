@@ -5,7 +5,7 @@
 #include <string>
 
 #include "cuda/chunks.h"
-#include "cuda/device.h"
+#include "cuda/launch.h"
 #include "cuda/tiles.h"
 
 namespace hk::cuda {

@@ -5,7 +5,6 @@
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/scores.h"
 #include "cuda/tiles.h"
 #include "cuda/visible.h"
@@ -19,7 +18,7 @@ namespace hk::cuda {
 // accumulators; copies are under way as in the forward kernel.
 template <typename T, int kWidth, bool kTerms>
 struct GatedDecode {
-  using Params = AttendParams;
+  using Params = SplitParams;
   using Sizes = DecodeSizes<T, kWidth>;
   static constexpr int kWarps = Sizes::kWarps, kThreads = kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kBlockM, kOwn = Sizes::kOwn, kBlockN = kWarps * kOwn;
@@ -237,7 +236,7 @@ struct GatedDecode {
 };
 
 template <typename T>
-void gated_decode(const AttendParams& p, const LaunchTarget& target) {
+void Kernels<T>::gated_attention_decode(const SplitParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_decode_width(p.query.size[3], p.value.size[3], [&](auto width) {
       using Kernel = GatedDecode<T, width, terms>;
@@ -250,6 +249,6 @@ void gated_decode(const AttendParams& p, const LaunchTarget& target) {
   });
 }
 
-template void gated_decode<HK_DTYPE>(const AttendParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

@@ -2,11 +2,9 @@
 // scores are made of scale * Q K^T.
 #include <algorithm>
 
-#include "cuda/device.h"
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/scores.h"
 #include "cuda/tiles.h"
 #include "cuda/visible.h"
@@ -19,7 +17,7 @@ namespace hk::cuda {
 // while scores are computed, the next keys during the softmax and the product with the values.
 template <typename T, int kWidth, bool kTerms, bool kSmall>
 struct GatedForward {
-  using Params = AttendParams;
+  using Params = ForwardTask;
   using Sizes = ForwardSizes<T, kWidth, kTerms, kSmall>;
   static constexpr int kGroups = Sizes::kGroups, kBlockN = Sizes::kBlockN;
   static constexpr int kThreads = Sizes::kWarps * kWarp;
@@ -58,7 +56,7 @@ struct GatedForward {
     const int b = at.b, h = at.h, hk = h / (at.H / static_cast<int>(p.key.size[1]));
     const int first_row = at.tile * kBlockM;
     const bool closed = Gate(p.gate, p.activation).closes(b, h);
-    if (p.dgate.rank > 0 && !closed) return;
+    if (p.stores == Stores::kClosedGradient && !closed) return;
     // Made where it is used, as the gate is: its pointers take no registers in between.
     const auto visible = [&](const Head& head) { return Visible(p.mask, head.b, head.T, head.S); };
     const Head own = {b, h, rows_taking_part(p, closed, T_rows), S};
@@ -119,7 +117,7 @@ struct GatedForward {
       next_key = next < count ? list[next] * kBlockN : 0;
       if (next < count) copy_rows<kThreads>(key, work.key, next_key);
       commit_copies();
-      terms.finish(p, scores);
+      terms.to_scores(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
         add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), ranges + warp_row,
@@ -137,14 +135,14 @@ struct GatedForward {
       }
       multiply_weights(attended, scores, value);
     }
-    softmax.finish(attended, static_cast<float>(p.dropout.keep_scale));
+    softmax.normalize(attended, static_cast<float>(p.dropout.keep_scale));
     Output::store(p, Gate(p.gate, p.activation), work.head.b, work.head.h, work.first_row, attended,
                   softmax.row_max);
   }
 };
 
 template <typename T>
-void gated_forward(const AttendParams& p, const LaunchTarget& target) {
+void run_gated_forward(const ForwardTask& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto small) {
     using Kernel = GatedForward<T, width, terms, small>;
     constexpr int kBytes = Kernel::shared_bytes();
@@ -164,6 +162,15 @@ void gated_forward(const AttendParams& p, const LaunchTarget& target) {
   });
 }
 
-template void gated_forward<HK_DTYPE>(const AttendParams&, const LaunchTarget&);
+template <typename T>
+void Kernels<T>::gated_attention_forward(const AttendParams& p, const LaunchTarget& target) {
+  run_gated_forward<T>(p, target);
+}
+template <typename T>
+void Kernels<T>::gated_attention_closed(const ClosedParams& p, const LaunchTarget& target) {
+  run_gated_forward<T>(p, target);
+}
+
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

@@ -8,7 +8,6 @@
 #include "cuda/grid.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/tile_gradient.h"
 #include "cuda/tiles.h"
 
@@ -42,7 +41,7 @@ struct GatedKeys {
     Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
     Ring<RowTile> query = memory.tiles<RowTile>(2), dout = memory.tiles<RowTile>(2);
     Ring<WeightTile> weights = memory.tiles<WeightTile>(kWide ? 1 : 0);
-    Buffer<RowTerms<kBlockM>> rows = memory.take<RowTerms<kBlockM>>();
+    Buffer<QueryRows<kBlockM>> rows = memory.take<QueryRows<kBlockM>>();
     Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
     Terms terms = Terms(memory);
   };
@@ -70,7 +69,7 @@ struct GatedKeys {
     const Memory memory;
     const KeyTile key = memory.key[0], value = memory.value[0];
     const Ring<RowTile> query = memory.query, dout = memory.dout;
-    RowTerms<kBlockM>& rows = *memory.rows;
+    QueryRows<kBlockM>& rows = *memory.rows;
     const Terms& terms = memory.terms;
 
     const TileList list =
@@ -95,9 +94,9 @@ struct GatedKeys {
       copy_rows<kThreads>(query[stage], rows_of<T>(p.query, b, step.h), first_row);
       copy_rows<kThreads>(dout[stage], rows_of<T>(p.dattended, b, step.h), first_row);
     };
-    const auto term_of = [&](const Step& step) {
+    const auto row_of_tile = [&](const Step& step) {
       const int row = list[step.index] * kBlockM + thread_index();
-      return RowTerm(p, gate(), visible(), b, step.h, H, row);
+      return QueryRow(p, gate(), visible(), b, step.h, H, row);
     };
 
     Sum dkey, dvalue;
@@ -109,16 +108,16 @@ struct GatedKeys {
     copy_rows<kThreads>(value, rows_of<T>(p.value, b, hk), first_key);
     if (step.h < last_head) {
       copy(step, 0);
-      if (thread_index() < kBlockM) rows.template set<kTerms>(thread_index(), term_of(step));
+      if (thread_index() < kBlockM) rows.template set<kTerms>(thread_index(), row_of_tile(step));
     }
     commit_copies();
     for (int stage = 0; step.h < last_head; stage ^= 1) {
       const Step next = shown_from({step.h, step.index + 1});
       const int first_row = list[step.index] * kBlockM;
-      RowTerm term;  // on its way while this tile is computed
+      QueryRow next_row;  // on its way while this tile is computed
       if (next.h < last_head) {
         copy(next, stage ^ 1);
-        if (thread_index() < kBlockM) term = term_of(next);
+        if (thread_index() < kBlockM) next_row = row_of_tile(next);
       }
       commit_copies();
       bool hides = false;
@@ -135,7 +134,7 @@ struct GatedKeys {
                first_key, first_row, dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
       if (next.h < last_head && thread_index() < kBlockM)
-        rows.template set<kTerms>(thread_index(), term);
+        rows.template set<kTerms>(thread_index(), next_row);
       step = next;
     }
     wait_copies<0>();
@@ -158,12 +157,12 @@ struct GatedKeys {
                                  Sum& dvalue) {
     using OwnRows = Tile<T, kOwnRows, kWidth>;
     const KeyTile key = memory.key[0], value = memory.value[0];
-    const RowTerms<kBlockM>& rows = *memory.rows;
+    const QueryRows<kBlockM>& rows = *memory.rows;
     const Terms& terms = memory.terms;
     const int warp_row = own_key(), own_row = warp() % kAcross * kOwnRows;
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
-    const TileTerms<kLayout, kBlockM> row = {rows, own_row};
+    const TileRows<kLayout, kBlockM> row = {rows, own_row};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
     Scores probabilities, dscores;
     probabilities.clear();
@@ -177,12 +176,12 @@ struct GatedKeys {
       centre(dscores, row, left_out, keep_scale);
     };
     if (kTerms && wants_dkey) to_dp();  // the slope of the scores goes into it
-    terms.finish(p, probabilities, &dscores);
+    terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
-      weigh(weights, row, left_out, keep_scale);
+      gate_and_drop(weights, row, left_out, keep_scale);
       add_product(dvalue, weights, dout, memory);
     }
     if (wants_dkey) {
@@ -208,7 +207,7 @@ struct GatedKeys {
 };
 
 template <typename T>
-bool runs_wide_keys(int device) {
+bool Kernels<T>::runs_wide_keys(int device) {
   if constexpr (kHasWideKeys<T, 128, false>) {
     constexpr int kBytes = GatedKeys<T, 128, false, Sums::kBoth, true>::shared_bytes();
     return kBytes <= shared_memory_limits(device).per_block;
@@ -217,7 +216,7 @@ bool runs_wide_keys(int device) {
 }
 
 template <typename T>
-void gated_keys(const KeysParams& p, const LaunchTarget& target) {
+void Kernels<T>::gated_attention_keys(const KeysParams& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto sums, auto wide) {
     using Kernel = GatedKeys<T, width, terms, sums, wide>;
     constexpr int kBytes = Kernel::shared_bytes();
@@ -229,7 +228,7 @@ void gated_keys(const KeysParams& p, const LaunchTarget& target) {
     with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
       constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
       if constexpr (kHasWideKeys<T, width, terms>) {
-        if (runs_wide_keys<T>(target.device)) return run(width, terms, both, std::true_type{});
+        if (runs_wide_keys(target.device)) return run(width, terms, both, std::true_type{});
       }
       constexpr auto wide = std::false_type{};
       if constexpr (width <= 128) {
@@ -242,7 +241,6 @@ void gated_keys(const KeysParams& p, const LaunchTarget& target) {
   });
 }
 
-template bool runs_wide_keys<HK_DTYPE>(int);
-template void gated_keys<HK_DTYPE>(const KeysParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

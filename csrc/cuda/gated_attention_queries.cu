@@ -5,7 +5,6 @@
 #include "cuda/grid.h"
 #include "cuda/head_gradient.h"
 #include "cuda/launch.h"
-#include "cuda/passes.h"
 #include "cuda/tile_gradient.h"
 #include "cuda/tiles.h"
 
@@ -29,9 +28,9 @@ struct GatedQueries {
     SharedMemory memory;
     Ring<RowTile> query = memory.tiles<RowTile>(), dout = memory.tiles<RowTile>();
     Ring<KeyTile> key = memory.tiles<KeyTile>(2), value = memory.tiles<KeyTile>(2);
-    Buffer<RowTerms<kBlockM>> terms = memory.take<RowTerms<kBlockM>>();
+    Buffer<QueryRows<kBlockM>> rows = memory.take<QueryRows<kBlockM>>();
     Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Terms score_terms = Terms(memory);
+    Terms terms = Terms(memory);
   };
   static constexpr int shared_bytes() {
     return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
@@ -49,12 +48,12 @@ struct GatedQueries {
     const Memory memory;
     const RowTile query = memory.query[0], dout = memory.dout[0];
     const Ring<KeyTile> key = memory.key, value = memory.value;
-    RowTerms<kBlockM>& terms = *memory.terms;
-    const Terms& score_terms = memory.score_terms;
+    QueryRows<kBlockM>& rows = *memory.rows;
+    const Terms& terms = memory.terms;
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
-      terms.template set<kTerms>(i, RowTerm(p, gate, visible, b, h, at.H, first_row + i));
+      rows.template set<kTerms>(i, QueryRow(p, gate, visible, b, h, at.H, first_row + i));
     const TileList list =
         tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, memory.scratch);
     const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
@@ -75,7 +74,7 @@ struct GatedQueries {
     const float scale = static_cast<float>(p.scale);
     const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
-    const TileTerms<kLayout, kBlockM> row = {terms, warp_row};
+    const TileRows<kLayout, kBlockM> row = {rows, warp_row};
     Accumulator<kGroups, kWidth> dquery;
     dquery.clear();
     for (int stage = 0, next; i < list.count(); stage ^= 1, i = next) {
@@ -84,8 +83,7 @@ struct GatedQueries {
       if (next < list.count()) copy(next, stage ^ 1);
       commit_copies();
       bool hides = false;
-      if constexpr (kTerms)
-        hides = score_terms.template stage<kThreads>(p, head, first_row, first_key);
+      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, head, first_row, first_key);
       wait_copies<1>();
       if constexpr (kTerms)
         hides = any_in_block(hides);
@@ -99,11 +97,11 @@ struct GatedQueries {
       multiply_rows(dscores, dout, warp_row, value[stage]);
       // 0 * nan: what a row does not see must not reach its sum.
       if (partial) clean<kThreads>(key[stage]);
-      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, terms.range + warp_row, partial,
-                                                        score_terms, hides, b, h,
-                                                        first_row + warp_row, first_key);
+      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial,
+                                                        terms, hides, b, h, first_row + warp_row,
+                                                        first_key);
       centre(dscores, row, left_out, keep_scale);
-      score_terms.finish(p, scores, &dscores);
+      terms.to_scores(p, scores, &dscores);
       to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
       to_dscores(dscores, scores, left_out);
       multiply_weights(dquery, dscores, key[stage]);
@@ -111,14 +109,14 @@ struct GatedQueries {
     }
     // Rows that see nothing are 0, whatever stands in the keys beside them.
     dquery.each([&](float& sum, int m, int, int e) {
-      if (terms.lse[warp_row + row_of(m, e)] == kInfinity) sum = 0.0f;
+      if (rows.lse[warp_row + row_of(m, e)] == kInfinity) sum = 0.0f;
     });
     store_gradient<T>(p.dquery, b, h, first_row + warp_row, 0, dquery, scale);
   }
 };
 
 template <typename T>
-void gated_queries(const QueriesParams& p, const LaunchTarget& target) {
+void Kernels<T>::gated_attention_queries(const QueriesParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto there) {
     with_width<T, there>(p.query.size[3], p.value.size[3], [&](auto width) {
       using Kernel = GatedQueries<T, width, there>;
@@ -130,6 +128,6 @@ void gated_queries(const QueriesParams& p, const LaunchTarget& target) {
   });
 }
 
-template void gated_queries<HK_DTYPE>(const QueriesParams&, const LaunchTarget&);
+template struct Kernels<HK_DTYPE>;
 
 }  // namespace hk::cuda

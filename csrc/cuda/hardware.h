@@ -38,7 +38,7 @@ struct fp16 {
 };
 struct tf32;  // names operands of multiply_add that are floats, less their last 13 bits
 
-struct Pair {
+struct LowHigh {
   float low, high;
 };
 
@@ -94,7 +94,7 @@ HK_DEVICE T from_float(float x);
 template <typename T>
 HK_DEVICE uint32_t pack(float low, float high);
 template <typename T>
-HK_DEVICE Pair unpack(uint32_t word);
+HK_DEVICE LowHigh unpack(uint32_t word);
 
 HK_DEVICE uint32_t float_bits(float x);
 HK_DEVICE float bits_float(uint32_t bits);
@@ -234,7 +234,7 @@ HK_DEVICE uint32_t pack(float low, float high) {
   return word;
 }
 template <typename T>
-HK_DEVICE Pair unpack(uint32_t word) {
+HK_DEVICE LowHigh unpack(uint32_t word) {
   return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
 }
 

@@ -8,10 +8,25 @@
 
 namespace hk::cuda {
 
-// Which rows of a head take part in a forward kernel's work: all of an open head, and of a closed
-// one all where its gate's gradient is asked for.
-HK_DEVICE int rows_taking_part(const AttendParams& p, bool closed, int T) {
-  return closed == static_cast<bool>(p.dgate) ? T : 0;
+// What a forward kernel does with its rows. One kernel does all of it: compiled for each, forward
+// kernels would take three times the space.
+enum class Stores { kOutputs, kSplits, kClosedGradient };
+struct ForwardTask : SplitParams {
+  Stores stores;
+  Tensor dout, dgate;  // of kClosedGradient
+
+  ForwardTask(const AttendParams& p) : SplitParams{p, {}}, stores(Stores::kOutputs) {}
+  ForwardTask(const SplitParams& p) : SplitParams(p), stores(Stores::kSplits) {}
+  ForwardTask(const ClosedParams& p)
+      : stores(Stores::kClosedGradient), dout(p.dout), dgate(p.dgate) {
+    static_cast<AttentionParams&>(*this) = p;
+    dense_cells = p.dense_cells;
+  }
+};
+
+// Which rows of a head take part: all of an open head, or all of a closed one.
+HK_DEVICE int rows_taking_part(const ForwardTask& p, bool closed, int T) {
+  return closed == (p.stores == Stores::kClosedGradient) ? T : 0;
 }
 
 // The sink of a head, -inf without one: the lse of rows that see nothing.
@@ -21,14 +36,14 @@ HK_DEVICE float sink_of(const AttentionParams& p, int h) {
 }
 
 // Where `splits` of a call keep row `row` of a head: its index among all.
-HK_DEVICE int64_t index_of_split(const AttendParams& p, int split, int b, int h, int row) {
+HK_DEVICE int64_t index_of_split(const SplitParams& p, int split, int b, int h, int row) {
   const int64_t B = p.out.size[0], H = p.out.size[1], T = p.out.size[2];
   return ((split * B + b) * H + h) * T + row;
 }
 
 // What one split leaves of the warp's rows, from `first_row` of head (b, h) up to row T.
 template <int kGroups, int kWidth, bool kTerms>
-HK_DEVICE void store_split(const AttendParams& p, int split, int b, int h, int first_row, int T,
+HK_DEVICE void store_split(const SplitParams& p, int split, int b, int h, int first_row, int T,
                            Accumulator<kGroups, kWidth>& acc,
                            const OnlineSoftmax<kGroups, kTerms>& softmax) {
   const int width = static_cast<int>(p.out.size[3]);
@@ -67,7 +82,7 @@ class HeadOutput {
   static constexpr int shared_bytes() { return Memory().memory.bytes(); }
 
   // `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is `first_row`.
-  HK_DEVICE static void store(const AttendParams& p, const Gate& gate, int b, int h, int first_row,
+  HK_DEVICE static void store(const ForwardTask& p, const Gate& gate, int b, int h, int first_row,
                               const Accumulator<kGroups, kWidth>& attended,
                               const float (&lse)[kGroups][2]) {
     const HeadOutput rows(warp());
@@ -85,7 +100,12 @@ class HeadOutput {
       }
     }
     sync_warp();
-    rows.store(p, gate, b, h, first_row + warp() * kWarpRows);
+    rows.add_sink(p, h);
+    const BlockCoord at = {b, h, first_row + warp() * kWarpRows};
+    if (p.stores == Stores::kClosedGradient)
+      rows.store_products(p, at);
+    else
+      rows.store_outputs(p, gate, at);
   }
 
   // Of a warp's rows in shared memory: attended and lse without the sink, and what stores them
@@ -100,17 +120,7 @@ class HeadOutput {
     factors = memory.factors + warp * kWarpRows;
   }
 
-  // By the warp that owns them; the first is `first_row` of head (b, h).
-  HK_DEVICE void store(const AttendParams& p, const Gate& gate, int b, int h, int first_row) const {
-    const BlockCoord at = {b, h, first_row};
-    if (kTerms && p.terms.sinks.rank > 0) add_sink(tile, lse, sink_of(p, h));
-    if (p.dgate)
-      store_products(p, at, tile, lse);
-    else
-      store_rows(p, gate, at, tile, lse, factors);
-  }
-
- private:
+  // The first of a warp's rows, of head (b, h).
   struct BlockCoord {
     int b, h, first_row;
 
@@ -122,31 +132,35 @@ class HeadOutput {
     }
   };
 
+  // What follows is done by the warp that owns the rows.
+
   // Counts one more score in every row that saw something, to which no value belongs.
-  HK_DEVICE static void add_sink(const AttendedTile& tile, float* row_lse, float sink) {
+  HK_DEVICE void add_sink(const AttentionParams& p, int h) const {
+    if (!kTerms || p.terms.sinks.rank == 0) return;
+    const float sink = sink_of(p, h);
     HK_ROLLED
     for (int row = 0; row < kWarpRows; ++row) {
-      const float lse = row_lse[row], most = fmaxf(lse, sink);
-      if (lse == -kInfinity) continue;
-      const float sum = expf(lse - most) + expf(sink - most), share = expf(lse - most) / sum;
+      const float own = lse[row], most = fmaxf(own, sink);
+      if (own == -kInfinity) continue;
+      const float sum = expf(own - most) + expf(sink - most), share = expf(own - most) / sum;
       sync_warp();
-      if (lane() == 0) row_lse[row] = most + logf(sum);
+      if (lane() == 0) lse[row] = most + logf(sum);
       HK_ROLLED
       for (int column = lane(); column < kWidth; column += kWarp) *tile.at(row, column) *= share;
     }
     sync_warp();
   }
 
-  HK_DEVICE static void store_rows(const AttendParams& p, const Gate& gate, const BlockCoord& at,
-                                   const AttendedTile& tile, const float* row_lse, float* factors) {
+  HK_DEVICE void store_outputs(const AttendParams& p, const Gate& gate,
+                               const BlockCoord& at) const {
     const Rows<T> out = rows_of<T>(p.out, at.b, at.h);
     const int count = at.count(out.length);
     HK_ROLLED
     for (int row = lane(); row < count; row += kWarp) {
-      const bool fully_masked = row_lse[row] == -kInfinity;
+      const bool fully_masked = lse[row] == -kInfinity;
       if (p.lse) {
         static_cast<float*>(p.lse.data)[at.index(p.out, row)] =
-            kTerms && fully_masked ? sink_of(p, at.h) : row_lse[row];
+            kTerms && fully_masked ? sink_of(p, at.h) : lse[row];
       }
       // Rows that see nothing are 0, whatever their gate.
       factors[row] =
@@ -162,7 +176,7 @@ class HeadOutput {
       HK_ROLLED
       for (int i = lane(); i < count * kWidth; i += kWarp) {
         const int row = i / kWidth, column = i % kWidth;
-        if (column < out.width && row_lse[row] != -kInfinity)
+        if (column < out.width && lse[row] != -kInfinity)
           *tile.at(row, column) *= gate.at(at.b, at.h, at.first_row + row, column);
       }
       sync_warp();
@@ -171,8 +185,7 @@ class HeadOutput {
   }
 
   // rowsum(dout * attended).
-  HK_DEVICE static void store_products(const AttendParams& p, const BlockCoord& at,
-                                       const AttendedTile& tile, const float* row_lse) {
+  HK_DEVICE void store_products(const ForwardTask& p, const BlockCoord& at) const {
     const Rows<T> dout = rows_of<T>(p.dout, at.b, at.h);
     HK_ROLLED
     for (int row = 0; row < at.count(dout.length); ++row) {
@@ -183,7 +196,7 @@ class HeadOutput {
       for (int step = kWarp / 2; step; step /= 2) total += shuffle_xor(total, step);
       if (lane() == 0) {
         static_cast<float*>(p.dgate.data)[at.index(p.dout, row)] =
-            row_lse[row] == -kInfinity ? 0.0f : total;
+            lse[row] == -kInfinity ? 0.0f : total;
       }
     }
   }

@@ -2,9 +2,15 @@
 // it, and none of them waits for the GPU.
 #pragma once
 
+#include <stdexcept>
+#include <string>
+
 #include "common/params.h"
 
 namespace hk::cuda {
+
+// Why this build's kernels cannot run on the device, in words; empty if they can.
+std::string unsupported_device(int device);
 
 // The device of all tensors of a call, and the stream on it (a cudaStream_t).
 struct LaunchTarget {
@@ -32,19 +38,27 @@ inline bool has_terms(const AttentionParams& p) {
   return p.terms.bias || p.terms.offset_bias || p.terms.softcap != 0.0 || p.mask.dense;
 }
 
+// The forward pass.
+struct AttendParams : ForwardParams {
+  DenseCells dense_cells;
+};
+
 // How many blocks of threads share the keys of a tile of query rows, and what each leaves of its
-// rows for attention_combine: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H,
-// T] as of OnlineSoftmax. All are contiguous. A closed head leaves nothing.
+// rows: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H, T] as of OnlineSoftmax.
+// All are contiguous. A closed head leaves nothing.
 struct KeySplits {
   int count = 1;
   float *acc = nullptr, *row_max = nullptr, *row_sum = nullptr;
 };
 
-// The forward pass; or, where `dgate` is there, the rows of the gate's gradient of closed heads,
-// rowsum(dout * attended), and nothing else.
-struct AttendParams : ForwardParams {
-  DenseCells dense_cells;
+// The forward pass by way of splits, of which attention_combine makes the outputs.
+struct SplitParams : AttendParams {
   KeySplits splits;
+};
+
+// The rows of the gate's gradient of closed heads: rowsum(dout * attended).
+struct ClosedParams : AttentionParams {
+  DenseCells dense_cells;
   Tensor dout;   // [B, H, T, Dv]
   Tensor dgate;  // [B, H, T] float
 };
@@ -96,28 +110,58 @@ struct StatisticsPass : StatisticsParams {
   DenseCells dense_cells;
 };
 
-void gated_attention_forward(const AttendParams&, const LaunchTarget&);
-// For up to 16 query rows; the results are its `splits`, also of one.
-void gated_attention_decode(const AttendParams&, const LaunchTarget&);
-void gated_attention_keys(const KeysParams&, const LaunchTarget&);
-void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
-// Of what `splits` of a forward pass left, its outputs.
-void attention_combine(const AttendParams&, const LaunchTarget&);
-void collaborative_attention_forward(const AttendParams&, const LaunchTarget&);
-void collaborative_attention_keys(const KeysParams&, const LaunchTarget&);
-void collaborative_attention_queries(const QueriesParams&, const LaunchTarget&);
-void attention_rows(const RowsParams&, const LaunchTarget&);
-void attention_bias(const BiasParams&, const LaunchTarget&);
-void attention_statistics(const StatisticsPass&, const LaunchTarget&);
+struct bf16;
+struct fp16;
+
+// The attention kernels for operands of T: bf16, fp16, float. Each is defined in the file of its
+// name, which is compiled once per T.
+template <typename T>
+struct Kernels {
+  static void gated_attention_forward(const AttendParams&, const LaunchTarget&);
+  static void gated_attention_closed(const ClosedParams&, const LaunchTarget&);
+  // For up to 16 query rows, of which it leaves `splits`, also of one.
+  static void gated_attention_decode(const SplitParams&, const LaunchTarget&);
+  static void gated_attention_keys(const KeysParams&, const LaunchTarget&);
+  static void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
+  static void collaborative_attention_forward(const AttendParams&, const LaunchTarget&);
+  static void collaborative_attention_closed(const ClosedParams&, const LaunchTarget&);
+  static void collaborative_attention_split(const SplitParams&, const LaunchTarget&);
+  static void collaborative_attention_keys(const KeysParams&, const LaunchTarget&);
+  static void collaborative_attention_queries(const QueriesParams&, const LaunchTarget&);
+  static void attention_combine(const SplitParams&, const LaunchTarget&);
+  static void attention_rows(const RowsParams&, const LaunchTarget&);
+  static void attention_bias(const BiasParams&, const LaunchTarget&);
+  static void attention_statistics(const StatisticsPass&, const LaunchTarget&);
+  // Whether blocks of gated_attention_keys have the wide sizes (kHasWideKeys) on a device.
+  static bool runs_wide_keys(int device);
+};
+
+// f of the kernels for a dtype.
+template <typename F>
+auto with_kernels(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return f(Kernels<bf16>{});
+    case DType::kFloat16:
+      return f(Kernels<fp16>{});
+    case DType::kFloat32:
+      return f(Kernels<float>{});
+    default:
+      throw std::invalid_argument("the CUDA kernels serve float32, bfloat16 and float16");
+  }
+}
+
 void dense_cells(const DenseCellsParams&, const LaunchTarget&);
 
-// What one block of threads of a kernel owns: query rows, keys, features of the shared width.
+// The sizes of a kernel's tiles: query rows, keys, and features of the shared width. A block of
+// threads owns one tile of rows or of keys, and goes through those of the other side.
 struct Tiles {
-  int block_m, block_n, slice;
+  int block_m = 0, block_n = 0, slice = 0;
 };
 
 // `kernel` is "gated_attention.keys" and the like; `D` is the width of scores, Ds where it is
 // shared; `terms` is has_terms of the call. Some depend on the shared memory of the device.
-Tiles tiles_of(const char* kernel, DType dtype, int64_t D, int64_t Dv, bool terms, int device);
+Tiles tiles_of(const std::string& kernel, DType dtype, int64_t D, int64_t Dv, bool terms,
+               int device);
 
 }  // namespace hk::cuda

@@ -1,5 +1,4 @@
 // What launches have in common: the current device, limits, errors in words.
-#include "cuda/device.h"
 #include "cuda/launch.h"
 
 #if defined(__CUDACC__)
@@ -136,7 +135,7 @@ SharedMemoryLimits shared_memory_limits(int device) {
 
 #else
 
-#include "emulator/part.h"
+#include "emulator/settings.h"
 
 namespace hk::cuda {
 

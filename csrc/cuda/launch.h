@@ -10,7 +10,6 @@
 #include <string>
 #include <type_traits>
 
-#include "cuda/device.h"
 #include "cuda/hardware.h"
 #include "cuda/kernels.h"
 
@@ -19,6 +18,21 @@ namespace hk::cuda {
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Bytes of shared memory that one block can have, and those that all blocks of a multiprocessor
+// have together.
+struct SharedMemoryLimits {
+  int per_block, per_multiprocessor;
+};
+SharedMemoryLimits shared_memory_limits(int device);
+
+// What CUDA takes of every block.
+constexpr int kSharedOfBlock = 1 << 10;
+
+// Whether two blocks of that many bytes fit into a multiprocessor.
+inline bool two_blocks_fit(int bytes, int device) {
+  return 2 * (bytes + kSharedOfBlock) <= shared_memory_limits(device).per_multiprocessor;
+}
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kMaxSharedBytes = 227 << 10;  // of a block, where a part has the most: sm_90, sm_100

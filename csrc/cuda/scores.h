@@ -8,9 +8,33 @@
 // a bias may do by itself.
 #pragma once
 
+#include "cuda/gate.h"
 #include "cuda/score_layout.h"
 
 namespace hk::cuda {
+
+// The content bias of a head of collaborative attention: a number a key, added to its products
+// inside the scale.
+class ContentBias {
+  // A larger one counts as this, so that its product with the scale is finite. A power of 2: the
+  // product is exact, so that equal ones are equal to their maximum in the softmax.
+  static constexpr float kMost = 1.329227995784916e36f;
+
+ public:
+  HK_DEVICE ContentBias(const Tensor& t, int64_t b, int64_t h)
+      : t_(t), offset_(b * t.stride[0] + h * t.stride[1]) {}
+
+  // 0 where there is none.
+  HK_DEVICE float at(int key) const {
+    if (t_.rank == 0 || key >= t_.size[2]) return 0.0f;
+    const float value = load_number(t_.data, t_.dtype, offset_ + key * t_.stride[2]);
+    return is_finite(value) ? fminf(fmaxf(value, -kMost), kMost) : value;
+  }
+
+ private:
+  const Tensor& t_;
+  int64_t offset_;
+};
 
 // The head whose scores are computed, and their number.
 struct Head {
@@ -164,8 +188,8 @@ class ScoreTile {
 
   // The same, and they become scores.
   template <int kGroups, int kColumns>
-  HK_DEVICE void finish(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
-                        Accumulator<kGroups, kColumns>* dp = nullptr) const {
+  HK_DEVICE void to_scores(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
+                           Accumulator<kGroups, kColumns>* dp = nullptr) const {
     if constexpr (kThere) {
       cap(p, scores, dp);
       if (adds(p)) {

@@ -97,7 +97,7 @@ struct OnlineSoftmax {
   // Divides what was accumulated by the sums and returns lse in `row_max`: -inf for a row that saw
   // nothing, whose accumulator is 0.
   template <int kWidth>
-  HK_DEVICE void finish(Accumulator<kGroups, kWidth>& acc, float keep_scale) {
+  HK_DEVICE void normalize(Accumulator<kGroups, kWidth>& acc, float keep_scale) {
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL

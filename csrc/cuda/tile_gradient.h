@@ -7,17 +7,77 @@
 // scores before the cap.
 #pragma once
 
-#include "cuda/row_terms.h"
+#include "cuda/gate.h"
+#include "cuda/kernels.h"
 #include "cuda/score_layout.h"
 #include "cuda/scores.h"
 
 namespace hk::cuda {
 
+// Of one row as it is in global memory: lse -inf where the row is not there or sees nothing.
+struct QueryRow {
+  float lse = -kInfinity, delta = 0.0f, gate = 1.0f;
+  Range range = {0, 0};
+
+  HK_DEVICE QueryRow() {}
+  HK_DEVICE QueryRow(const GradientParams& p, const Gate& row_gate, const Visible& visible, int b,
+                     int h, int64_t H, int row) {
+    if (row >= visible.T()) return;
+    const int64_t index = (int64_t{b} * H + h) * visible.T() + row;
+    lse = static_cast<const float*>(p.lse.data)[index];
+    delta = static_cast<const float*>(p.delta.data)[index];
+    gate = row_gate.at(b, h, row);
+    range = visible.range(row);
+  }
+};
+
+// A row counts as finite if it sees something and its numbers are finite. One that sees something
+// and is not finite has lse nan, and so has p wherever it sees a key: with its query and dout left
+// out, what it poisons are the keys that it sees and no others.
+template <int kRows>
+struct QueryRows {
+  float lse[kRows];  // without terms in base 2; +inf for rows that see nothing: p is 0 there
+  float delta[kRows], gate[kRows];
+  Range range[kRows];
+  bool finite_row[kRows];
+
+  template <bool kTerms>
+  HK_DEVICE void set(int i, const QueryRow& row) {
+    const bool finite = is_finite(row.lse) && is_finite(row.delta);
+    finite_row[i] = finite;
+    const float own = kTerms ? row.lse : row.lse * kLog2e;
+    lse[i] = row.lse == -kInfinity ? kInfinity : own + row.delta * 0.0f;
+    delta[i] = finite ? row.delta : 0.0f;
+    gate[i] = finite ? row.gate : 0.0f;
+    range[i] = row.range;
+  }
+
+  // p of a score of row i.
+  template <bool kTerms>
+  HK_DEVICE float probability(float score, float scale_log2, int i) const {
+    return weight_of<kTerms>(score, lse[i], scale_log2);
+  }
+};
+
+// Leaves out rows of `query` and `dout` that are not finite, where there are any. All threads of
+// the block come here, after both tiles have landed.
+template <int kThreads, int kRows, typename QueryTile, typename DoutTile>
+HK_DEVICE void leave_out_non_finite(const QueryRows<kRows>& rows, const QueryTile& query,
+                                    const DoutTile& dout) {
+  bool non_finite = false;
+  HK_ROLLED
+  for (int i = thread_index(); i < kRows; i += kThreads) non_finite |= !rows.finite_row[i];
+  if (!any_in_block(non_finite)) return;
+  keep_rows<kThreads>(query, rows.finite_row);
+  keep_rows<kThreads>(dout, rows.finite_row);
+  sync_block();
+}
+
 // The numbers of query rows that the elements of a tile have: by its rows from `first`, or by its
 // columns.
 template <ScoreLayout kLayout, int kRows>
-struct TileTerms {
-  const RowTerms<kRows>& terms;
+struct TileRows {
+  const QueryRows<kRows>& rows;
   int first;
 
   HK_DEVICE int operator()(int m, int n, int e) const {
@@ -29,28 +89,30 @@ struct TileTerms {
 // have to be hidden there.
 template <bool kTerms, ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
-                                const TileTerms<kLayout, kRows>& row, float scale_log2) {
+                                const TileRows<kLayout, kRows>& row, float scale_log2) {
   scores.each([&](float& value, int m, int n, int e) {
-    value = row.terms.template probability<kTerms>(value, scale_log2, row(m, n, e));
+    value = row.rows.template probability<kTerms>(value, scale_log2, row(m, n, e));
   });
 }
 
 // What dropout and the gate make of probabilities, or of dp.
 template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
-HK_DEVICE void weigh(Accumulator<kGroups, kColumns>& tile, const TileTerms<kLayout, kRows>& row,
-                     const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {
+HK_DEVICE void gate_and_drop(Accumulator<kGroups, kColumns>& tile,
+                             const TileRows<kLayout, kRows>& row,
+                             const LeftOut<kLayout, kGroups, kColumns>& left_out,
+                             float keep_scale) {
   tile.each([&](float& value, int m, int n, int e) {
-    value *= row.terms.gate[row(m, n, e)] * keep_scale;
+    value *= row.rows.gate[row(m, n, e)] * keep_scale;
   });
   left_out.drop(tile);
 }
 
 // dp becomes what probabilities multiply.
 template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
-HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileTerms<kLayout, kRows>& row,
+HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileRows<kLayout, kRows>& row,
                       const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {
-  weigh(dp, row, left_out, keep_scale);
-  dp.each([&](float& value, int m, int n, int e) { value -= row.terms.delta[row(m, n, e)]; });
+  gate_and_drop(dp, row, left_out, keep_scale);
+  dp.each([&](float& value, int m, int n, int e) { value -= row.rows.delta[row(m, n, e)]; });
 }
 
 // Centred dp becomes dscores, 0 where it is hidden.

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "emulator/fiber.h"
-#include "emulator/part.h"
-#include "emulator/schedule.h"
+#include "emulator/settings.h"
 
 namespace hk::emulator {
 namespace {

@@ -245,7 +245,7 @@ inline uint32_t pack(float low, float high) {
   return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
 }
 template <typename T>
-inline Pair unpack(uint32_t word) {
+inline LowHigh unpack(uint32_t word) {
   return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
 }
 

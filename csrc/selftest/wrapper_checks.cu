@@ -1,7 +1,11 @@
+// One tiny kernel for each wrapper of cuda/hardware.h, so that a test can compare what it does,
+// emulated or on a GPU, with what its documentation says. Built into the emulator and where
+// HEADS_KERNELS_CUDA_CHECKS=1 asks for it.
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "cuda/launch.h"
-#include "cuda/wrapper_checks.h"
 
 namespace hk::cuda {
 namespace {
@@ -184,7 +188,7 @@ struct Pack : Shape<1, 2> {
 template <typename T>
 struct Unpack : Shape<2, 1> {
   HK_DEVICE static void run(const Words& w) {
-    const Pair pair = unpack<T>(w.in[0][0]);
+    const LowHigh pair = unpack<T>(w.in[0][0]);
     w.out[0] = float_bits(pair.low);
     w.out[1] = float_bits(pair.high);
   }
@@ -254,6 +258,10 @@ constexpr struct {
 
 }  // namespace
 
+// Tensors are contiguous words of 32 bits, whatever they mean, declared as float; the last one is
+// the result. Each thread has some words of each, one thread's behind another's, in whole blocks:
+// the kernels say how many. Throws std::invalid_argument for unknown names and for tensors that do
+// not fit.
 void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors,
                    const LaunchTarget& target) {
   for (const auto& known : kChecks)
