@@ -11,10 +11,11 @@
 
 #include "cuda/gate.h"
 #include "cuda/tensor_core.h"
+#include "cuda/visible.h"
 
 namespace hk::cuda {
 
-constexpr int kChunk = 16;  // MIXING_CHUNK of problem.py
+constexpr int kChunk = 16;  // MIXING_CHUNK of call.py
 constexpr int kStepChunks = 4, kStepWidth = kStepChunks * kChunk;
 
 // One step over one tile of a list. The tiles of a list follow each other without a break; the
@@ -141,6 +142,52 @@ HK_DEVICE void each_step(int steps, Copy&& copy, Use&& use) {
     wait_copies<1>();
     use(step, step % 2);
     sync_block();
+  }
+}
+
+// Goes through the steps of the tiles of a list, from tile `first` on, of which there is one;
+// from(index) is the next one that counts. Copies of a step are under way while the one before it
+// is computed. A kernel says what a step does:
+//   copy(step)         starts its copies;
+//   mix(step)          multiplies what this thread has copied, once it has landed;
+//   stage(step)        with kTerms, where a tile ends: puts its terms on chip; whether they hide;
+//   use(step, hides)   computes it;
+//   load(step)         where a tile ends: reads a number while the step before is computed, and
+//   put(number)        puts it on chip, each of the first kLoaded threads.
+// The list is read where it is: in shared memory it takes no registers.
+template <bool kTerms, int kLoaded, typename From, typename Copy, typename Mix, typename Stage,
+          typename Use, typename Load, typename Put>
+HK_DEVICE void each_tile_step(const Features& features, int first, const TileList& list,
+                              From&& from, Copy&& copy, Mix&& mix, Stage&& stage, Use&& use,
+                              Load&& load, Put&& put) {
+  const int steps = features.steps();
+  const auto loads = [&](const Step& step) {
+    return step.tile < list.count() && features.ends(step) && thread_index() < kLoaded;
+  };
+  Step step = {first};
+  copy(step);
+  if (loads(step)) put(load(step));
+  commit_copies();
+  while (step.tile < list.count()) {
+    const Step next = step.next(steps, from);
+    const bool loads_next = loads(next);
+    decltype(load(next)) loaded{};
+    if (next.tile < list.count()) copy(next);
+    if (loads_next) loaded = load(next);
+    commit_copies();
+    wait_copies<1>();
+    mix(step);
+    bool hides = false;
+    if constexpr (kTerms) {
+      if (features.ends(step)) hides = stage(step);
+      hides = any_in_block(hides);
+    } else {
+      sync_block();
+    }
+    use(step, hides);
+    sync_block();  // no thread reads what belongs to this step
+    if (loads_next) put(loaded);
+    step = next;
   }
 }
 

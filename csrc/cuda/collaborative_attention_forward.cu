@@ -112,7 +112,6 @@ struct CollaborativeForward {
     const float scale = static_cast<float>(p.scale);
     const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
-    const int steps = features.steps();
 
     const auto head = [&] {
       return Head{at.b, at.h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
@@ -135,6 +134,13 @@ struct CollaborativeForward {
       if (features.ends(step))
         copy_rows<kThreads>(value[step.template half<kTerms>()], rows.value, first_key);
     };
+    const auto mix = [&](const Step& step) {
+      if (copies_query(step))
+        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
+    };
+    const auto stage = [&](const Step& step) {
+      return terms.template stage<kThreads>(p, head(), at.first_row, list[step.tile] * kBlockN);
+    };
     const auto bias_of = [&](const Step& step) {
       return ContentBias(p.content_bias, at.b, at.h).at(list[step.tile] * kBlockN + thread_index());
     };
@@ -144,63 +150,37 @@ struct CollaborativeForward {
     attended.clear();
     scores.clear();
     OnlineSoftmax<kGroups, kTerms> softmax;
-    Step step = {first_tile};
-    if (step.tile < list.count()) {
-      copy(step);
-      if (thread_index() < kBlockN) bias[thread_index()] = bias_of(step);
-    }
-    commit_copies();
-    while (step.tile < list.count()) {
-      const Step next = step.next(steps, from);
-      const bool sets_bias =
-          next.tile < list.count() && features.ends(next) && thread_index() < kBlockN;
-      float next_bias = 0.0f;  // on its way while this step is computed
-      if (next.tile < list.count()) copy(next);
-      if (sets_bias) next_bias = bias_of(next);
-      commit_copies();
-      wait_copies<1>();
-      if (copies_query(step))
-        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
-      bool hides = false;
-      if constexpr (kTerms) {
-        if (features.ends(step)) {
-          hides =
-              terms.template stage<kThreads>(p, head(), at.first_row, list[step.tile] * kBlockN);
-        }
-        hides = any_in_block(hides);
-      } else {
-        sync_block();
-      }
+    const auto use = [&](const Step& step, bool hides) {
       multiply_rows(scores, query_at(step), warp_row, key[step.stage], features.width(step));
-      if (features.ends(step)) {
-        const int first_key = list[step.tile] * kBlockN;
-        const ValueTile tile_value = value[step.template half<kTerms>()];
-        if (p.content_bias.rank > 0) {
-          scores.each([&](float& score, int, int n, int e) { score += bias[column_of(n, e)]; });
-        }
-        if (!kTerms && scale < 0.0f)
-          scores.each([](float& score, int, int, int) { score = -score; });
-        terms.to_scores(p, scores);
-        if (!list.is_full(step.tile) || hides) {
-          Pairs<kGroups, kBlockN> hidden;
-          add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
-          if (hides) terms.add_hidden(hidden);
-          fill(scores, hidden, -kInfinity);
-          if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
-        }
-        softmax.step(scores, attended, scale_log2);
-        if (p.dropout.active) {
-          Dropped<kGroups, kBlockN> dropped;
-          dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, at.b, at.h,
-                                                         at.first_row + warp_row, first_key);
-          fill(scores, dropped, 0.0f);
-        }
-        multiply_weights(attended, scores, tile_value);
-        scores.clear();
+      if (!features.ends(step)) return;
+      const int first_key = list[step.tile] * kBlockN;
+      const ValueTile tile_value = value[step.template half<kTerms>()];
+      if (p.content_bias.rank > 0) {
+        scores.each([&](float& score, int, int n, int e) { score += bias[column_of(n, e)]; });
       }
-      sync_block();  // no thread reads this step's tiles, nor the bias
-      if (sets_bias) bias[thread_index()] = next_bias;
-      step = next;
+      if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
+      terms.to_scores(p, scores);
+      if (!list.is_full(step.tile) || hides) {
+        Pairs<kGroups, kBlockN> hidden;
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
+        if (hides) terms.add_hidden(hidden);
+        fill(scores, hidden, -kInfinity);
+        if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
+      }
+      softmax.step(scores, attended, scale_log2);
+      if (p.dropout.active) {
+        Dropped<kGroups, kBlockN> dropped;
+        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, at.b, at.h,
+                                                       at.first_row + warp_row, first_key);
+        fill(scores, dropped, 0.0f);
+      }
+      multiply_weights(attended, scores, tile_value);
+      scores.clear();
+    };
+    if (first_tile < list.count()) {
+      each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use,
+                                      bias_of,
+                                      [&](float number) { bias[thread_index()] = number; });
     }
     if (p.stores == Stores::kSplits) {
       store_split(p, at.split, at.b, at.h, at.first_row + warp_row, visible().T(), attended,

@@ -144,7 +144,7 @@ struct CollaborativeKeys {
     Slice slice = features.slice<kSlice>(at.column, false);
     if (!at.is_first_slice() && !slice.used) return;
     if (!p.dkey) slice.used = 0;
-    const int H = static_cast<int>(p.mixing.size[0]), steps = features.steps();
+    const int H = static_cast<int>(p.mixing.size[0]);
     const auto head = [&] {
       return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
     };
@@ -174,8 +174,15 @@ struct CollaborativeKeys {
       copy_features<kThreads>(on_chip.slice[half], sources.query, first_row, slice);
       copy_rows<kThreads>(on_chip.dout[half], sources.dout, first_row);
     };
-    const auto sets_row = [&](const Step& step) {
-      return step.tile < list.count() && features.ends(step) && thread_index() < kBlockM;
+    const auto mix = [&](const Step& step) {
+      mix_features<kThreads>(on_chip.query[step.stage], features.factors(), features.at(step));
+      if (features.ends(step))
+        mix_features<kThreads>(on_chip.slice[step.template half<kTerms>()], features.factors(),
+                               slice);
+    };
+    const auto stage = [&](const Step& step) {
+      return on_chip.terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM,
+                                                    at.first_key);
     };
     const auto row_of_tile = [&](const Step& step) {
       const int row = list[step.tile] * kBlockM + thread_index();
@@ -184,44 +191,20 @@ struct CollaborativeKeys {
 
     copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)),
                         at.first_key);
-    Step step = {first_tile};
-    copy(step);
-    if (sets_row(step)) on_chip.query_rows->template set<kTerms>(thread_index(), row_of_tile(step));
-    commit_copies();
-    const float* const factors = features.factors();
     Scores scores;
     scores.clear();
-    while (step.tile < list.count()) {
-      const Step next = step.next(steps, from);
-      QueryRow next_row;  // on its way while this step is computed
-      if (next.tile < list.count()) copy(next);
-      if (sets_row(next)) next_row = row_of_tile(next);
-      commit_copies();
-      wait_copies<1>();
-      mix_features<kThreads>(on_chip.query[step.stage], factors, features.at(step));
-      const bool ends = features.ends(step);
-      const int half = step.template half<kTerms>();
-      if (ends) mix_features<kThreads>(on_chip.slice[half], factors, slice);
-      bool hides = false;
-      if constexpr (kTerms) {
-        if (ends) {
-          hides = on_chip.terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM,
-                                                         at.first_key);
-        }
-        hides = any_in_block(hides);
-      } else {
-        sync_block();
-      }
+    const auto use = [&](const Step& step, bool hides) {
       multiply_rows(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage],
                     features.width(step));
-      if (ends) {
-        add_tile(p, list, on_chip, slice, at, h, step.tile, half, hides, scores, sums);
-        scores.clear();
-      }
-      sync_block();  // no thread reads this step's tiles, nor the rows
-      if (sets_row(next)) on_chip.query_rows->template set<kTerms>(thread_index(), next_row);
-      step = next;
-    }
+      if (!features.ends(step)) return;
+      add_tile(p, list, on_chip, slice, at, h, step.tile, step.template half<kTerms>(), hides,
+               scores, sums);
+      scores.clear();
+    };
+    each_tile_step<kTerms, kBlockM>(features, first_tile, list, from, copy, mix, stage, use,
+                                    row_of_tile, [&](const QueryRow& row) {
+                                      on_chip.query_rows->template set<kTerms>(thread_index(), row);
+                                    });
   }
 
   // What one tile of query rows gives, by its scores that still lack the content bias.

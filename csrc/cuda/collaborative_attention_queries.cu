@@ -115,7 +115,7 @@ struct CollaborativeQueries {
   HK_DEVICE static void add_tiles(const Params& p, const TileList& list, const Memory& on_chip,
                                   const Slice& slice, const BlockCoord& at, int h, Sum& dmixed) {
     const Features& features = on_chip.features;
-    const int H = static_cast<int>(p.mixing.size[0]), steps = features.steps();
+    const int H = static_cast<int>(p.mixing.size[0]);
     const auto head = [&] {
       return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
     };
@@ -148,8 +148,13 @@ struct CollaborativeQueries {
       copy_features<kThreads>(on_chip.slice[half], sources.key, first_key, slice);
       copy_rows<kThreads>(on_chip.value[half], sources.value, first_key);
     };
-    const auto sets_bias = [&](const Step& step) {
-      return step.tile < list.count() && features.ends(step) && thread_index() < kBlockN;
+    const auto mix = [&](const Step& step) {
+      if (copies_query(step))
+        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
+    };
+    const auto stage = [&](const Step& step) {
+      return on_chip.terms.template stage<kThreads>(p, head(), at.first_row(),
+                                                    list[step.tile] * kBlockN);
     };
     const auto bias_of = [&](const Step& step) {
       return content_bias.at(list[step.tile] * kBlockN + thread_index());
@@ -161,41 +166,18 @@ struct CollaborativeQueries {
           i, QueryRow(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
-    Step step = {first_tile};
-    copy(step);
-    if (sets_bias(step)) on_chip.bias[thread_index()] = bias_of(step);
-    commit_copies();
     Scores scores;
     scores.clear();
-    while (step.tile < list.count()) {
-      const Step next = step.next(steps, from);
-      float next_bias = 0.0f;  // on its way while this step is computed
-      if (next.tile < list.count()) copy(next);
-      if (sets_bias(next)) next_bias = bias_of(next);
-      commit_copies();
-      wait_copies<1>();
-      if (copies_query(step))
-        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
-      bool hides = false;
-      if constexpr (kTerms) {
-        if (features.ends(step)) {
-          hides = on_chip.terms.template stage<kThreads>(p, head(), at.first_row(),
-                                                         list[step.tile] * kBlockN);
-        }
-        hides = any_in_block(hides);
-      } else {
-        sync_block();
-      }
+    const auto use = [&](const Step& step, bool hides) {
       multiply_rows(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage],
                     features.width(step));
-      if (features.ends(step)) {
-        add_tile(p, list, on_chip, slice, at, h, step, hides, scores, dmixed);
-        scores.clear();
-      }
-      sync_block();  // no thread reads this step's tiles, nor the bias
-      if (sets_bias(next)) on_chip.bias[thread_index()] = next_bias;
-      step = next;
-    }
+      if (!features.ends(step)) return;
+      add_tile(p, list, on_chip, slice, at, h, step, hides, scores, dmixed);
+      scores.clear();
+    };
+    each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use,
+                                    bias_of,
+                                    [&](float number) { on_chip.bias[thread_index()] = number; });
     // Rows that see nothing take part in no sum, whatever stands in the keys beside them.
     dmixed.each([&](float& sum, int m, int, int e) {
       if (is_blind(on_chip, row_of(m, e))) sum = 0.0f;
