@@ -7,7 +7,7 @@ schemas follow from its fields, and both compiled extensions read the same tuple
 from __future__ import annotations
 
 import types
-from typing import Any, Final, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from heads_kernels.mask.intervals import UNBOUNDED, Intervals, by_identity
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. Chunks of a
 #: head's mixing vector that are all zero are skipped.
 MIXING_CHUNK: Final = 16
+
+#: A tensor that some operators need and others lack; which, `check` knows and type checkers do not.
+Operand = Annotated[Any, "Tensor?"]
 
 
 @by_identity
@@ -30,14 +33,14 @@ class Call(NamedTuple):
 
     query: Tensor  # [B, H, T, D]; with mixing [B, T, Ds]
     key: Tensor  # [B, Hk, S, D]; with mixing [B, S, Ds]
-    value: Tensor | None = None  # [B, Hk, S, Dv]; with mixing [B, Hv, S, Dv]
-    mixing: Tensor | None = None  # [H, Ds]
+    value: Operand = None  # [B, Hk, S, Dv]; with mixing [B, Hv, S, Dv]
+    mixing: Operand = None  # [H, Ds]
     content_bias: Tensor | None = None  # [B, H, S]
     gate: Tensor | None = None  # [H], [B, H], [B, H, T] or [B, H, T, Dv]; sizes of 1 broadcast
     bias: Tensor | None = None  # [B1, B2, H, T, S], each 1 where it broadcasts: `batch.flatten_bias`
     offset_bias: Tensor | None = None  # [H or 1, T + S - 1], of offsets j - i from -(T - 1)
     sinks: Tensor | None = None  # [H]
-    alpha: Tensor | None = None  # [H] in the compute dtype
+    alpha: Operand = None  # [H] in the compute dtype
     k_lo: Tensor | None = None  # from here to dense_mask, and the band: see `Intervals`
     k_hi: Tensor | None = None
     key_visible: Tensor | None = None
@@ -182,11 +185,13 @@ def _schema() -> dict[str, str]:
     names: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", str: "str", bool: "bool"}
 
     def named(hint: Any) -> str:
+        if get_origin(hint) is Annotated:
+            return str(get_args(hint)[1])
         if isinstance(hint, types.UnionType):  # Tensor | None
             return names[get_args(hint)[0]] + "?"
         return names[hint]
 
-    return {name: named(hint) for name, hint in get_type_hints(Call).items()}
+    return {name: named(hint) for name, hint in get_type_hints(Call, include_extras=True).items()}
 
 
 #: The type of every field of `Call` in the schemas of ops.
