@@ -32,7 +32,7 @@ from benchmarks.report import Report, make_console
 from benchmarks.results import Results, keep, this_machine
 from benchmarks.settings import Form, Settings, word
 from benchmarks.workloads import Workload
-from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
+from heads_kernels.backends import CUDA_EMULATED, TRITON_INTERPRETED
 
 _DTYPES = {
     word(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)

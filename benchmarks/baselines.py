@@ -53,7 +53,7 @@ def baselines(inputs: Inputs) -> dict[str, Call]:
 
 
 def _gated_eager(inputs: Inputs, masks: _Masks) -> Call:
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     query, key, value = t["query"], t["key"], t["value"]
     group = query.shape[1] // key.shape[1]
     softcap, sinks = inputs.options.get("softcap"), t.get("sinks")
@@ -114,7 +114,7 @@ class _Entmax(torch.autograd.Function):
 
 def _gated_sdpa(inputs: Inputs, masks: _Masks) -> Call:
     """A bias and what is hidden are one float mask."""
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     query, key, value = t["query"], t["key"], t["value"]
     grouped = query.shape[1] != key.shape[1]
 
@@ -145,7 +145,7 @@ def _bias(inputs: Inputs) -> Tensor | None:
 
 def _collaborative_eager(inputs: Inputs, masks: _Masks) -> Call:
     """The mixed query `[B, H, T, Ds]` is in memory (the published code of the paper's authors)."""
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     query, key, value, mixing = t["query"], t["key"], t["value"], t["mixing"]
     bias = t.get("content_bias")
 
@@ -164,7 +164,7 @@ def _collaborative_eager(inputs: Inputs, masks: _Masks) -> Call:
 
 def _collaborative_sdpa(inputs: Inputs, masks: _Masks) -> Call:
     """The mixed query in memory, the shared key expanded as a view, the content bias as a mask."""
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     query, key, value, mixing = t["query"], t["key"], t["value"], t["mixing"]
     bias, heads = t.get("content_bias"), t["mixing"].shape[0]
 
@@ -199,7 +199,7 @@ def times_gate(out: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _masks(inputs: Inputs) -> _Masks:
-    problem = inputs.problem()
+    problem = inputs.parsed()
     T, S, dtype = problem.T, problem.S, problem.query.dtype
     is_causal = bool(inputs.options.get("is_causal"))
     whole = problem.intervals.to_dense(T, S, problem.query.device)  # [B | 1, H | 1, T, S]

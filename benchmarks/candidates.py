@@ -166,7 +166,7 @@ def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Att
 def _must_fit(inputs: Inputs, matrices: int) -> None:
     if not inputs.dout.is_cuda:
         return
-    p = inputs.problem()
+    p = inputs.parsed()
     needed = matrices * p.B * p.H * p.T * p.S * inputs.dout.element_size()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -190,7 +190,7 @@ def _flash_attn(inputs: Inputs) -> Attention:
         raise NotRun(f"flash-attn is not installed ({error})") from error
     if "attn_mask" in inputs.options:
         raise NotRun("flash-attn takes no mask")
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     causal = bool(inputs.options.get("is_causal"))
     if causal and t["query"].shape[2] != t["key"].shape[2]:
         raise NotRun("its causal mask is aligned to the lower right")
@@ -207,7 +207,7 @@ def _flex(inputs: Inputs) -> Attention:
     from torch.nn.attention.flex_attention import flex_attention
 
     _plain(inputs, "FlexAttention")
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     query, key, value = t["query"], t["key"], t["value"]
     block_mask = _block_mask(inputs)
     torch._dynamo.reset()  # one shape each: no limit of recompilations is near
@@ -228,7 +228,7 @@ def _block_mask(inputs: Inputs) -> Any:
     """What the mask hides, and every key of a closed head; None where there is neither."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    p = inputs.problem()
+    p = inputs.parsed()
     is_open, mask = p.open_heads().contiguous(), p.intervals
     by_head, by_batch = not bool(is_open.all()), mask.k_lo is not None
     if mask.key_visible is not None or mask.dense is not None:

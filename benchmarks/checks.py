@@ -83,7 +83,7 @@ def check(workload: Workload, settings: Settings) -> Check:
                     f"accuracy: {error:.1e} from the model's output, of {2 * bound:.1e}"
                 )
         failures += _count_failures(some)
-        problem = inputs.requires_grad().problem()
+        problem = inputs.requires_grad().parsed()
         for index, backward in enumerate((False, True)):
             counted[index] += problem.flops(backward=backward, dense=True)
             executed[index] += problem.flops(backward=backward)
@@ -106,7 +106,7 @@ def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, ...] | None]:
     them: another number would be another kernel's work. Of those a causal call has its first rows and keys, where it
     has more than twice as many pairs. Batches are evenly spread, and all of them under a mask.
     """
-    p, most = inputs.problem(), _MOST_PAIRS[inputs.dout.device.type]
+    p, most = inputs.parsed(), _MOST_PAIRS[inputs.dout.device.type]
     matrix = p.T * p.S
     if p.B * p.H * matrix <= most:
         return inputs, None
@@ -172,7 +172,7 @@ def count(call: Callable[[], object]) -> int:
 def _count_failures(inputs: Inputs) -> list[str]:
     """Where the counter, on our operator and on plain PyTorch, and the closed formulas do not agree."""
     leaves = inputs.requires_grad()
-    problem = leaves.problem()
+    problem = leaves.parsed()
     pairs, D, Dv = problem.B * problem.H * problem.T * problem.S, problem.D, problem.Dv
     forward, again = 2 * pairs * (D + Dv), 2 * pairs * D  # again: flash forms the scores twice
     ours, eager = _count_both(leaves, leaves.call), _count_both(leaves, baselines(leaves)["eager"])
@@ -228,7 +228,7 @@ def _model_error(inputs: Inputs, expected: Tensor) -> float:
 
 def real_rows(inputs: Inputs) -> Tensor:
     """bool `[B | 1, 1, T, 1]`: query rows that see a key."""
-    problem = inputs.problem()
+    problem = inputs.parsed()
     visible = problem.intervals.to_dense(problem.T, problem.S, problem.query.device)
     return visible.any(-1, keepdim=True)
 

@@ -134,7 +134,7 @@ class Yardstick:
 
 def _bytes(inputs: Inputs, open_heads: int, direction: Direction) -> int:
     """Bytes that a call has to read and write."""
-    problem = inputs.problem()
+    problem = inputs.parsed()
     visible = problem.intervals.to_dense(problem.T, problem.S, problem.query.device)
     rows, keys = (float(visible.any(dim).float().mean()) for dim in (-1, -2))
     share = open_heads / max(problem.H, 1)

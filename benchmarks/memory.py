@@ -85,7 +85,7 @@ def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: 
 
 
 def _must_fit(inputs: Inputs, direction: Direction) -> None:
-    p, free = inputs.problem(), _available_bytes()
+    p, free = inputs.parsed(), _available_bytes()
     needed = MATRICES[direction] * p.B * p.H * p.T * p.S * inputs.dout.element_size()
     if free is not None and free < needed:
         raise NotRun(f"{free / _GIB:.1f} GiB free of {needed / _GIB:.1f} that it may take")

@@ -18,6 +18,10 @@ from heads_kernels.mask.intervals import UNBOUNDED, Intervals, by_identity
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. Chunks of a
 #: head's mixing vector that are all zero are skipped.
 MIXING_CHUNK: Final = 16
+#: An op's `seed` is int64 `[5]`: the number that PyTorch's generator drew, then the index (b, h, i, j) of the call's
+#: first element in the whole, which is not 0 where a process computes a part of the batch, the heads or the rows.
+#: j must be a multiple of 4, the elements of a counter (ops/philox.py).
+SEED_LENGTH: Final = 5
 
 #: A tensor that some operators need and others lack; which, `check` knows and type checkers do not.
 Operand = Annotated[Any, "Tensor?"]
@@ -37,7 +41,9 @@ class Call(NamedTuple):
     mixing: Operand = None  # [H, Ds]
     content_bias: Tensor | None = None  # [B, H, S]
     gate: Tensor | None = None  # [H], [B, H], [B, H, T] or [B, H, T, Dv]; sizes of 1 broadcast
-    bias: Tensor | None = None  # [B1, B2, H, T, S], each 1 where it broadcasts: `batch.flatten_bias`
+    bias: Tensor | None = (
+        None  # [B1, B2, H, T, S], each 1 where it broadcasts: `batch.flatten_bias`
+    )
     offset_bias: Tensor | None = None  # [H or 1, T + S - 1], of offsets j - i from -(T - 1)
     sinks: Tensor | None = None  # [H]
     alpha: Operand = None  # [H] in the compute dtype
@@ -46,7 +52,7 @@ class Call(NamedTuple):
     key_visible: Tensor | None = None
     dense_mask: Tensor | None = None
     exclude_keys: Tensor | None = None  # bool [B or 1, S]; of statistics
-    seed: Tensor | None = None  # int64 [5]: `philox.seed_of`
+    seed: Tensor | None = None  # int64 [SEED_LENGTH]
     band_lo: int = -UNBOUNDED
     band_hi: int = UNBOUNDED
     scale: float = 1.0
@@ -97,6 +103,12 @@ class Call(NamedTuple):
         return self.B, self.H, self.T, self.S
 
     # ------------------------------------------------------------------ parts
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """What may have a gradient: the values of `OPERANDS`."""
+        operands: Any = self[: len(OPERANDS)]
+        return operands  # type: ignore[no-any-return]
+
     @property
     def operator(self) -> str:
         """The name of the public function."""
@@ -182,7 +194,13 @@ class Call(NamedTuple):
 
 def _schema() -> dict[str, str]:
     """The type of every field in the language of torch schemas."""
-    names: dict[Any, str] = {Tensor: "Tensor", int: "SymInt", float: "float", str: "str", bool: "bool"}
+    names: dict[Any, str] = {
+        Tensor: "Tensor",
+        int: "SymInt",
+        float: "float",
+        str: "str",
+        bool: "bool",
+    }
 
     def named(hint: Any) -> str:
         if get_origin(hint) is Annotated:
@@ -198,6 +216,11 @@ def _schema() -> dict[str, str]:
 SCHEMA: Final = _schema()
 #: The fields that may have a gradient, in their order.
 OPERANDS: Final = Call._fields[: Call._fields.index("k_lo")]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of scores, lse and accumulators."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The table of backends, in order of preference, and the choice of one.
+"""The choice of a backend for a call.
 
 The order is that of the table, or what `python -m heads_kernels doctor --save` found on this machine; on a GPU float32
 has an order of its own, `_FLOAT32`.
@@ -8,34 +8,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from heads_kernels import doctor_record
-from heads_kernels.problem import Problem
+from heads_kernels.backends import BACKENDS, Backend, BackendName, find
+from heads_kernels.call import Call
 
-#: The names in the tables of backends.
-BackendName = Literal["cpu", "triton", "cuda", "eager"]
 #: What is tried first for float32 on a GPU: `cuda` multiplies it on tensor cores, `triton` does not. The doctor times
 #: backends in bfloat16, which says nothing of float32.
 _FLOAT32: Final[tuple[BackendName, ...]] = ("cuda", "triton")
-
-
-@dataclass(frozen=True, eq=False)
-class Backend:
-    """One row of the table.
-
-    `module` runs the operator; it is imported when the op runs. `unsupported(problem)` returns the reasons why this
-    backend cannot serve the problem, an empty list if it can.
-    """
-
-    name: BackendName
-    module: str
-    unsupported: Callable[[Problem], list[str]]
 
 
 @dataclass(frozen=True)
@@ -60,71 +46,66 @@ class Choice:
         return "\n".join([head, *lines, *([f"  {self.order}"] if self.order else [])])
 
 
-def choose(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> Choice:
-    """Choose the first backend that can serve the problem, or consider only `backend` if given.
+def choose(call: Call, backend: str | None = None) -> Choice:
+    """Choose the first backend that can serve the call, or consider only `backend` if given.
 
-    Raises `ValueError` if `backend` is not in the table.
+    Raises `ValueError` if there is no backend of this name.
     """
-    found = doctor_record.found(problem.operator, problem.query.device)
+    found = doctor_record.found(call.operator, call.query.device)
     failed = dict(found.failed)
     if backend is not None:
-        rows: Sequence[Backend] = [row for row in table if row.name == backend]
-        if not rows:
-            known = ", ".join(repr(row.name) for row in table)
-            raise ValueError(
-                f"backend is {backend!r}; use one of {known}, or None to let the package choose."
-            )
+        rows: Sequence[Backend] = [find(backend)]
         order = f"{backend!r} {failed[backend]}: {found.source}" if backend in failed else ""
     else:
-        rows = in_order(table, problem.operator, problem.query)
+        rows = in_order(call.operator, call.query)
         order = f"order: {found.source}"
-        if _is_float32_on_gpu(problem.query):
+        if _is_float32_on_gpu(call.query):
             order += "; of float32 on a GPU 'cuda' before 'triton'"
     refusals: dict[str, list[str]] = {}
     chosen: BackendName | None = None
     for row in rows:
-        reasons = row.unsupported(problem)
+        reasons = row.unsupported(call)
         if not reasons and chosen is None:
             chosen = row.name
         else:
             refusals[row.name] = reasons or [f"could serve it too, but {chosen!r} comes first"]
     if backend is None:
-        for row in table:
+        for row in BACKENDS:
             if row.name in failed:
-                refusals[row.name] = [failed[row.name], *row.unsupported(problem)]
-    return Choice(problem.operator, chosen, refusals, order)
+                refusals[row.name] = [failed[row.name], *row.unsupported(call)]
+    return Choice(call.operator, chosen, refusals, order)
 
 
-def select(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> str:
-    """Name of the backend that serves the problem; raises `ValueError` with all reasons if none does.
+def select(call: Call, backend: str | None = None) -> str:
+    """Name of the backend that serves the call; raises `ValueError` with all reasons if none does.
 
     Warns once if only `eager` can, which holds `[B, H, T, S]` in memory.
     """
     if backend is None:
-        for row in in_order(table, problem.operator, problem.query):
-            if not row.unsupported(problem):
-                wide = problem.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
+        for row in in_order(call.operator, call.query):
+            if not row.unsupported(call):
+                wide = call.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
                 if row.name == "eager" and not wide and not torch.compiler.is_compiling():
-                    _warn_of_eager(str(choose(table, problem)))
+                    _warn_of_eager(str(choose(call)))
                 return row.name
-    choice = choose(table, problem, backend)
+    choice = choose(call, backend)
     if choice.backend is None:
         raise ValueError(str(choice))
     return choice.backend
 
 
-def in_order(table: Sequence[Backend], operator: str, query: Tensor) -> Sequence[Backend]:
-    """The rows in the order in which they are tried, without those that failed on this machine."""
+def in_order(operator: str, query: Tensor) -> Sequence[Backend]:
+    """The backends in the order in which they are tried, without those that failed on this machine."""
     found = doctor_record.found(operator, query.device)
     names: tuple[str, ...] = found.verified
     if _is_float32_on_gpu(query):
         of_float32 = tuple(name for name in _FLOAT32 if name in names or not names)
         names = (*of_float32, *(name for name in names if name not in _FLOAT32))
     if not (names or found.failed):
-        return table
+        return BACKENDS
     failed = [name for name, _ in found.failed]
-    first = [row for name in names for row in table if row.name == name and name not in failed]
-    return first + [row for row in table if row.name not in (*names, *failed)]
+    first = [row for name in names for row in BACKENDS if row.name == name and name not in failed]
+    return first + [row for row in BACKENDS if row.name not in (*names, *failed)]
 
 
 def _is_float32_on_gpu(query: Tensor) -> bool:

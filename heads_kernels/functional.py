@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from heads_kernels.backends import BackendName
+from heads_kernels.batch import Batch, unflatten
+from heads_kernels.call import Call
 from heads_kernels.checks import GateActivation, check_flag
-from heads_kernels.dispatch import Backend, BackendName, Choice, choose, select
+from heads_kernels.dispatch import Choice, choose, select
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops import attention_statistics as statistics
-from heads_kernels.ops import direct
-from heads_kernels.ops.attention_statistics import AttentionStatistics
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
-from heads_kernels.ops.operator import Operator
+from heads_kernels.ops import direct, statistics
+from heads_kernels.ops.attention import attend, attend_with_lse
 from heads_kernels.ops.philox import draw_seed
-from heads_kernels.problem import Problem
+from heads_kernels.ops.statistics import AttentionStatistics
+from heads_kernels.parse import check, form, parse
 
 if TYPE_CHECKING:
     from heads_kernels.ops.sharding import Part
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments that the overloads of the operators share."""
+
+    gate: Tensor | None
+    gate_activation: GateActivation
+    closed_grad: bool
+    bias: Tensor | OffsetBias | None
+    softcap: float | None
+    sinks: Tensor | None
+    scale: float | None
+    backend: BackendName | None
 
 
 @overload
@@ -36,16 +48,9 @@ def gated_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     enable_gqa: bool = True,
     return_lse: Literal[False] = False,
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -58,16 +63,9 @@ def gated_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     enable_gqa: bool = True,
     return_lse: Literal[True],
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -139,22 +137,14 @@ def gated_attention(
         ValueError, TypeError: an argument is invalid; the message names it, its value and what would work. Also raised
             with the reasons if `backend` is unknown or cannot serve the call.
     """
-    if (type(dropout_p) is float and dropout_p == 0.0) and (
-        type(closed_grad) is bool and enable_gqa is True and return_lse is False
-    ):
-        out = direct.forward(
-            GATED, query, key, value, None, None, attn_mask, is_causal, gate, gate_activation, bias, softcap, sinks,
-            scale, backend,
-        )  # fmt: skip
-        if out is not None:
-            return out
-    problem = Problem.gated(
+    call, batch = form(
+        "gated_attention",
         query,
         key,
         value,
-        attn_mask,
-        dropout_p,
-        is_causal,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
         gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
@@ -164,7 +154,7 @@ def gated_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return _attend(GATED, problem, backend, return_lse)
+    return _attend(call, batch, backend, return_lse)
 
 
 @overload
@@ -178,15 +168,8 @@ def collaborative_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     return_lse: Literal[False] = False,
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -201,15 +184,8 @@ def collaborative_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     return_lse: Literal[True],
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -263,24 +239,16 @@ def collaborative_attention(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    if (type(dropout_p) is float and dropout_p == 0.0) and (
-        type(closed_grad) is bool and return_lse is False
-    ):
-        out = direct.forward(
-            COLLABORATIVE, query, key, value, mixing, content_bias, attn_mask, is_causal, gate, gate_activation, bias,
-            softcap, sinks, scale, backend,
-        )  # fmt: skip
-        if out is not None:
-            return out
-    problem = Problem.collaborative(
+    call, batch = form(
+        "collaborative_attention",
         query,
         key,
         value,
         mixing,
         content_bias,
-        attn_mask,
-        dropout_p,
-        is_causal,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
         gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
@@ -289,7 +257,7 @@ def collaborative_attention(
         sinks=sinks,
         scale=scale,
     )
-    return _attend(COLLABORATIVE, problem, backend, return_lse)
+    return _attend(call, batch, backend, return_lse)
 
 
 def entmax_attention(
@@ -334,13 +302,14 @@ def entmax_attention(
     Raises:
         ValueError, TypeError: as in `gated_attention`, and for an `alpha` outside of (1, 2], of tensors in CPU memory.
     """
-    problem = Problem.entmax(
+    call, batch = form(
+        "entmax_attention",
         query,
         key,
         value,
-        attn_mask,
-        dropout_p,
-        is_causal,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
         alpha=alpha,
         gate=gate,
         gate_activation=gate_activation,
@@ -350,8 +319,9 @@ def entmax_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    chosen = select(ENTMAX.backends, problem, backend)
-    return problem.unflatten(ENTMAX(problem, chosen, _seed(problem)))
+    out = _attend(call, batch, backend)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def attention_statistics(
@@ -388,7 +358,8 @@ def attention_statistics(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    problem = Problem.statistics(
+    call, batch = parse(
+        "attention_statistics",
         query,
         key,
         mixing=mixing,
@@ -401,67 +372,58 @@ def attention_statistics(
         scale=scale,
         exclude_keys=exclude_keys,
     )
-    return _measure(problem, backend)
+    part = _part_of(call)
+    here = call if part is None else part.call
+    results = statistics.measure(here, select(here, backend))
+    whole = results if part is None else map(part.whole, results)
+    return AttentionStatistics(*(unflatten(result, batch) for result in whole))
 
 
 def _attend(
-    operator: Operator, problem: Problem, backend: str | None, return_lse: bool
+    call: Call, batch: Batch, backend: str | None, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call, or the part of it that is this process's."""
+    """Run a call that is formed, or the part of it that is this process's."""
+    if return_lse is False and batch is None:
+        out = direct.attend(call, backend)
+        if out is not None:
+            return out
+    check(call)
     check_flag("return_lse", return_lse)
-    part = _part_of(problem)
-    here = problem if part is None else part.problem
-    chosen = select(operator.backends, here, backend)
-    seed = _seed(here) if part is None else part.seed(_seed(here))
+    part = _part_of(call)
+    here = call if part is None else part.call
+    chosen = select(here, backend)
+    if here.dropout_p:
+        seed = draw_seed(here.query.device)
+        here = here._replace(seed=seed if part is None else part.seed(seed))
 
     def presented(result: Tensor) -> Tensor:
-        return problem.unflatten(result if part is None else part.whole(result))
+        return unflatten(result if part is None else part.whole(result), batch)
 
     if not return_lse:
-        return presented(operator(here, chosen, seed))
-    out, lse = operator.with_lse(here, chosen, seed)
+        return presented(attend(here, chosen))
+    out, lse = attend_with_lse(here, chosen)
     return presented(out), presented(lse)
 
 
-def _measure(problem: Problem, backend: str | None) -> AttentionStatistics:
-    """The same for statistics."""
-    part = _part_of(problem)
-    here = problem if part is None else part.problem
-    chosen = select(statistics.BACKENDS, here, backend)
-    results = statistics.attention_statistics(here, chosen)
-    whole = results if part is None else map(part.whole, results)
-    return AttentionStatistics(*map(problem.unflatten, whole))
-
-
-def _part_of(problem: Problem) -> Part | None:
-    if not any(is_sharded(field) for field in problem):
+def _part_of(call: Call) -> Part | None:
+    if not any(is_sharded(field) for field in call):
         return None
     from heads_kernels.ops.sharding import (
         part_of,
     )  # imports torch.distributed.tensor, which is slow
 
-    return part_of(problem)
-
-
-def _seed(problem: Problem) -> Tensor | None:
-    """Drawn only if there is dropout."""
-    return None if problem.dropout_p == 0.0 else draw_seed(problem.query.device)
+    return part_of(call)
 
 
 # ---------------------------------------------------------------------- which backend, and why
-_OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Sequence[Backend]]] = {
-    "gated_attention": (gated_attention, Problem.gated, GATED.backends),
-    "collaborative_attention": (
+_OPERATORS: Final = {
+    function.__name__: function
+    for function in (
+        gated_attention,
         collaborative_attention,
-        Problem.collaborative,
-        COLLABORATIVE.backends,
-    ),
-    "entmax_attention": (entmax_attention, Problem.entmax, ENTMAX.backends),
-    "attention_statistics": (
+        entmax_attention,
         attention_statistics,
-        Problem.statistics,
-        statistics.BACKENDS,
-    ),
+    )
 }
 
 
@@ -483,10 +445,11 @@ def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) ->
     if name not in _OPERATORS:
         was = repr(name) if name else f"a {type(operator).__name__}"
         raise ValueError(f"operator is {was}; use one of {', '.join(map(repr, _OPERATORS))}.")
-    function, parse, table = _OPERATORS[name]
-    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-    backend = arguments.pop("backend", None)
-    check_flag("return_lse", arguments.pop("return_lse", False))
-    problem = parse(**arguments)
-    part = _part_of(problem)
-    return choose(table, problem if part is None else part.problem, backend)
+    arguments = inspect.signature(_OPERATORS[name]).bind(*args, **kwargs)
+    arguments.apply_defaults()  # of alpha
+    given = arguments.arguments
+    backend = given.pop("backend")
+    check_flag("return_lse", given.pop("return_lse", False))
+    call, _ = parse(name, **given)
+    part = _part_of(call)
+    return choose(call if part is None else part.call, backend)

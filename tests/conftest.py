@@ -30,7 +30,7 @@ import hypothesis
 import pytest
 import torch
 
-from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
+from heads_kernels.backends import CUDA_EMULATED, TRITON_INTERPRETED
 from heads_kernels.testing import Case
 
 if TRITON_INTERPRETED:

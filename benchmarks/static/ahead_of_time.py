@@ -27,7 +27,7 @@ import torch
 import triton
 
 from benchmarks.static.binaries import TARGETS, Kernel, recorded
-from heads_kernels.ops import support
+from heads_kernels import backends
 from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
 from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
 from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
@@ -46,7 +46,7 @@ _OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATI
 # ---------------------------------------------------------------------- calls
 def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
     """Forward, with what the backward reads (without a gate also without that), and backward."""
-    p = inputs.problem()
+    p = inputs.parsed()
     operator = _OPERATORS[p.operator]
     arguments = operator.pack(p, seed)
     if p.gate is None:
@@ -58,7 +58,7 @@ def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
 
 
 def _forward(inputs: Inputs, seed: torch.Tensor | None) -> None:
-    p = inputs.problem()
+    p = inputs.parsed()
     operator = _OPERATORS[p.operator]
     operator.forward_op(*operator.pack(p, seed), True, "triton")
 

@@ -33,7 +33,7 @@ import triton
 
 from benchmarks.results import commit
 from benchmarks.static import ahead_of_time, cuda_resources, pipes, sass
-from heads_kernels.ops import support
+from heads_kernels import backends
 
 KEPT: Final = Path(__file__).parents[1] / "results" / "static-model.json"
 BACKENDS: Final = ("triton", "cuda")

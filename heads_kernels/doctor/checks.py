@@ -8,26 +8,13 @@ from typing import Any, Final
 
 import torch
 
-from heads_kernels.dispatch import Backend
-from heads_kernels.ops import (
-    attention_statistics,
-    collaborative_attention,
-    entmax_attention,
-    gated_attention,
-)
-from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
-from heads_kernels.problem import Problem
+from heads_kernels.backends import CUDA_EMULATED, TRITON_INTERPRETED, Backend
+from heads_kernels.parse import parse
 from heads_kernels.testing import check, find
 from heads_kernels.testing.row_statistics import check_statistics
 
-TABLES: Final[dict[str, tuple[Backend, ...]]] = {
-    "gated_attention": gated_attention.BACKENDS,
-    "collaborative_attention": collaborative_attention.BACKENDS,
-    "entmax_attention": entmax_attention.BACKENDS,
-    "attention_statistics": attention_statistics.BACKENDS,
-}
-
 _GATED, _SHARED, _SPARSE = "gated_attention", "collaborative_attention", "entmax_attention"
+OPERATORS: Final = (_GATED, _SHARED, _SPARSE, "attention_statistics")
 #: Operator under test, operator and name of the case; the most telling first, for time may run out.
 CHECKS: Final = tuple(
     (operator, of, name)
@@ -70,13 +57,16 @@ def refusal(operator: str, row: Backend, device: torch.device) -> str:
         query, key = torch.zeros(2, 1, 1, 1, 16, device=device)
     except RuntimeError as error:  # all memory is in use, or the GPU is another process's alone
         return f"no tensor can be made on {device}: {str(error).partition(chr(10))[0]}"
-    if operator == "attention_statistics":
-        problem = Problem.statistics(query, key)
-    elif operator == _SHARED:
-        problem = Problem.collaborative(query[0], key[0], key, torch.ones(1, 16, device=device))
+    if operator == _SHARED:
+        given: dict[str, Any] = {"query": query[0], "key": key[0], "value": key}
+        given["mixing"] = torch.ones(1, 16, device=device)
     else:
-        problem = Problem.gated(query, key, key)
-    return "; ".join(row.unsupported(problem))
+        given = {"query": query, "key": key}
+        if operator != "attention_statistics":
+            given["value"] = key
+        if operator == _SPARSE:
+            given["alpha"] = 1.5
+    return "; ".join(row.unsupported(parse(operator, **given)[0]))
 
 
 def run_checks(

@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 
 from heads_kernels import doctor_record
-from heads_kernels.doctor.checks import CHECKS, TABLES, Verdict, dtypes, is_simulated, refusal
+from heads_kernels.backends import BACKENDS
+from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, dtypes, is_simulated, refusal
 from heads_kernels.doctor.machine import devices, machine
 from heads_kernels.doctor.speed import SHAPES, fastest_first
 from heads_kernels.doctor.worker import ask
@@ -145,9 +146,9 @@ def _planned(device: torch.device) -> Examined:
     return Examined(device, {
         operator: {
             row.name: Verdict(refused=refusal(operator, row, device))
-            for row in table if row.name != "eager"
+            for row in BACKENDS if row.name != "eager"
         }
-        for operator, table in TABLES.items()
+        for operator in OPERATORS
     })  # fmt: skip
 
 

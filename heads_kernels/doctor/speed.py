@@ -59,7 +59,7 @@ def fastest_first(operator: str, names: Sequence[str], rows: Sequence[dict[str, 
 
 def sdpa(inputs: Inputs) -> Tensor:
     """The same call by `scaled_dot_product_attention`, times the gate; the mixed query is in memory."""
-    p, t = inputs.problem(), inputs.tensors
+    p, t = inputs.parsed(), inputs.tensors
     query, key, mask = t["query"], t["key"], None
     if "mixing" in t:
         query = query[:, None] * t["mixing"].to(query.dtype)[:, None]  # [B, H, T, Ds]

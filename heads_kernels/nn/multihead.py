@@ -21,8 +21,8 @@ from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.gate import activate, as_4d
+from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class _OwnForward:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from heads_kernels.call import Call
 from heads_kernels.mask import Intervals
-from heads_kernels.ops.operator import Call
 
 #: bias, offset_bias, sinks, softcap; None where all are absent
 Terms = tuple[Tensor | None, Tensor | None, Tensor | None, float] | None

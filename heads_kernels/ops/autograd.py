@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from heads_kernels.call import Call
+
 
 class _FirstOrderOnly(torch.autograd.Function):
     """Passes gradients through and raises where they are differentiated again."""
@@ -37,21 +39,22 @@ def first_order_only(
     return tuple(marked)
 
 
-def is_recorded(operator: str, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether the call goes through its `autograd.Function`: an input requires a gradient.
+def is_recorded(call: Call) -> bool:
+    """Whether the call goes through its `autograd.Function`: an operand requires a gradient.
 
     Raises:
         RuntimeError: under forward-mode differentiation or a `torch.func` transform, where the call would otherwise
             silently have no derivative.
     """
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    operands = call.operands
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     if not torch.compiler.is_compiling():
-        forward_mode = forward_ad._current_level >= 0 and any(_has_tangent(t) for t in inputs)
+        forward_mode = forward_ad._current_level >= 0 and any(_has_tangent(t) for t in operands)
         transformed = recorded and torch._C._are_functorch_transforms_active()
         if forward_mode or transformed:
             raise RuntimeError(
-                f"{operator} has a reverse-mode derivative only, outside of torch.func; use torch.autograd.grad or "
-                "backward(), or write the call in plain PyTorch operations where jvp, grad or jacrev of torch.func "
+                f"{call.operator} has a reverse-mode derivative only, outside of torch.func; use torch.autograd.grad "
+                "or backward(), or write the call in plain PyTorch operations where jvp, grad or jacrev of torch.func "
                 "are needed."
             )
     return recorded

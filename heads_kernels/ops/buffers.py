@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
-FARTHEST_ROW: Final = 1 << 23
+from heads_kernels.backends import FARTHEST_ROW
+
 #: Queries of at most so many rows are short: decoding. It is as many as tensor cores multiply at least.
 SHORT_QUERY: Final = 16
 #: Tiles of keys of a split: fewer would be computed before the next ones have arrived. Heuristic.
@@ -47,11 +47,6 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     """The tensor, copied where its rows are not contiguous (such as an expanded gradient) or too far apart."""
     near = tensor.stride(-1) == 1 and tensor.stride(-2) < FARTHEST_ROW
     return tensor if near else tensor.contiguous()
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of scores, lse and accumulators."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def splits_of(count: int, programs: int, like: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What the eager backends share.
+"""What the eager backend is made of.
 
 Raw scores, visible pairs, the softmax, products that hidden NaN does not enter, dropout and gates.
 
@@ -14,12 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from heads_kernels.call import Call, closed_heads, compute_dtype
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.buffers import compute_dtype
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.philox import keep_mask
-from heads_kernels.ops.scores import NEG_INF, finish, visible_pairs
-from heads_kernels.problem import closed_heads
+from heads_kernels.ops.scores import NEG_INF
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -87,13 +85,6 @@ def softmax(scores: Tensor, visible: Tensor | None, sinks: Tensor | None) -> tup
     lse = torch.logsumexp(scores, dim=-1)
     p = torch.softmax(scores, dim=-1)
     return _only(visible, p if sinks is None else p[..., :-1], lse), lse
-
-
-@without_autocast
-def row_probabilities(call: Call) -> Tensor:
-    """Probabilities `[B, H, T, S]` of a call, before dropout."""
-    raw = raw_scores(call, *operands_of_scores(call))
-    return softmax(finish(call, raw)[0], visible_pairs(call), call.sinks)[0]
 
 
 def probabilities(scores: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
@@ -167,21 +158,9 @@ def only_rows(tensor: Tensor, pairs: Tensor | None) -> Tensor:
     return tensor if pairs is None else tensor.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
 
 
-def score_gradient(
-    dattended: Tensor,
-    delta: Tensor,
-    value: Tensor,
-    p: Tensor,
-    kept: Tensor | None,
-    pairs: Tensor | None,
-) -> Tensor:
-    """`p * (dp - delta)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `pairs`.
-
-    `dp = kept * (dattended @ value^T)`; `delta = rowsum(dattended * attended) - dlse` `[B, H, T]`, where the row sum is
-    `rowsum(p * dp)`.
-    """
-    dp = times(dattended @ value.mT, kept)
-    return only(pairs, p * (dp - delta[..., None]))
+def score_gradient(slopes: Tensor, dp: Tensor, center: Tensor, inside: Tensor | None) -> Tensor:
+    """`slopes * (dp - center)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `inside`."""
+    return only(inside, slopes * (dp - center))
 
 
 def gate_rows(

@@ -10,14 +10,21 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from heads_kernels.after_import import after_import
-from heads_kernels.dispatch import Backend
+from heads_kernels.backends import find
+from heads_kernels.call import SCHEMA, Call
+from heads_kernels.checks import refuse
+from heads_kernels.parse import check, check_ranks
 
 NAMESPACE = "heads_kernels"
+#: The fields of a `Call` as the arguments of a torch schema.
+FIELDS: Final = ", ".join(f"{type} {name}" for name, type in SCHEMA.items())
+_COMPILED: Final = ("cpu", "cuda")
 
 
 def _library() -> torch.library.Library:
@@ -60,12 +67,42 @@ def _register_flops(packet: Any, flops: Callable[..., int]) -> None:
     register_flop_formula(packet)(flops)
 
 
+def dense_sizes(shapes: Any) -> tuple[int, int, int]:
+    """Number of pairs over all heads, width of scores and width of values, from the shapes of an op's arguments."""
+    call: Any = Call(*shapes[: len(Call._fields)])
+    B, *heads, T, width = call.query
+    H = call.mixing[0] if call.mixing else heads[0]
+    return B * H * T * call.key[-2], width, call.value[-1] if call.value else 0
+
+
+def check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> None:
+    """Refuse tensors of an op that are None or do not fit each other; `backend` is None in its fake.
+
+    The package's own calls are valid. In direct calls of an op a kernel would read past the end of a tensor that is too
+    small; the compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
+    """
+    check_ranks(call, **saved)
+    if backend in _COMPILED:
+        return
+    check(call, **saved)
+    if backend == "triton":  # its kernels compute addresses from these strides
+        of_rows = saved.get("lse"), saved.get("dlse"), call.k_lo, call.k_hi
+        dense = *of_rows, call.key_visible, call.exclude_keys
+        if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
+            names = "lse, dlse, k_lo, k_hi, key_visible or exclude_keys"
+            refuse(names, "is not contiguous", "copy it")
+        attended = saved.get("attended")
+        for name, tensor in (
+            ("query", call.query),
+            ("key", call.key),
+            ("value", call.value),
+            ("attended", attended),
+        ):
+            if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                refuse(name, f"has stride {tensor.stride(-1)} in its last dimension", "it needs 1")
+
+
 @functools.cache
-def load(table: tuple[Backend, ...], name: str) -> ModuleType:
+def load(name: str) -> ModuleType:
     """The module of backend `name`, imported the first time an op runs on it."""
-    for row in table:
-        if row.name == name:
-            return importlib.import_module(row.module)
-    raise ValueError(
-        f"backend is {name!r}; use one of {', '.join(repr(row.name) for row in table)}."
-    )
+    return importlib.import_module(find(name).module)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import bias_batches, expand_bias
+from heads_kernels.call import Call
 from heads_kernels.offset_bias import diagonals
-from heads_kernels.ops.operator import Call
 
 NEG_INF = float("-inf")
 
@@ -30,7 +30,7 @@ def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def dense_bias(call: Call) -> Tensor | None:
     """The biases of all pairs, `[B or 1, H or 1, T or 1, S or 1]`; None where there is none."""
-    B, _, T, S = call.scores
+    B, _, T, S = call.sizes
     if call.offset_bias is not None:
         return diagonals(call.offset_bias, T, S)[None]
     return None if call.bias is None else expand_bias(call.bias, B)
@@ -38,8 +38,9 @@ def dense_bias(call: Call) -> Tensor | None:
 
 def visible_pairs(call: Call) -> Tensor | None:
     """bool `[B or 1, H or 1, T, S]`, True = visible: by the mask, and by a bias that is not -inf. None: all are."""
-    T, S = call.scores[2:]
-    visible = call.intervals.to_dense(T, S, call.query.device) if call.intervals.hides else None
+    _, _, T, S = call.sizes
+    mask = call.intervals
+    visible = mask.to_dense(T, S, call.query.device) if mask.hides else None
     bias = dense_bias(call)
     if bias is not None:
         shown = (bias != NEG_INF).expand(-1, -1, T, S)
@@ -58,13 +59,13 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
         T, count = call.query.shape[-2], query.shape[-2]
         first = T - (start + count)
         table = table[:, first : first + max(count + S - 1, 1)]
-    mask, dense = call.intervals, call.intervals.dense
+    mask, dense = call.intervals, call.dense_mask
     mask = mask.from_row(start)._replace(
         k_lo=None if mask.k_lo is None else mask.k_lo[:, rows],
         k_hi=None if mask.k_hi is None else mask.k_hi[:, rows],
         dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
     )
-    return call._replace(query=query, bias=bias, offset_bias=table, intervals=mask)
+    return call._replace(query=query, bias=bias, offset_bias=table).under(mask)
 
 
 def bias_gradient(dscores: Tensor, grad: Tensor) -> None:

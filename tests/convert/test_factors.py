@@ -21,7 +21,7 @@ from heads_kernels.convert import (
     weight_error,
 )
 from heads_kernels.convert.ragged import chunked
-from heads_kernels.problem import MIXING_CHUNK, Problem
+from heads_kernels.call import MIXING_CHUNK, Problem
 from tests.convert.random_heads import (
     METHODS,
     D,

@@ -47,7 +47,7 @@ EVERY = [
 def inputs_of(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs:
     """The tensors of a case; skips the test where `backend` cannot serve it."""
     inputs = case.make(dtype)
-    choice = choose(TABLES[case.operator], inputs.problem(), backend)
+    choice = choose(TABLES[case.operator], inputs.parsed(), backend)
     if choice.backend is None:
         pytest.skip(str(choice))
     return inputs

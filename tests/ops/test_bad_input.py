@@ -12,7 +12,7 @@ import torch
 import heads_kernels as hk
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.library import load
-from heads_kernels.ops.operator import Results
+from heads_kernels.ops.attention import Results
 from heads_kernels.problem import Problem
 from tests.ops.bad_calls import B, Bad, D, Dv, H, Hk, S, T, f32, good
 from tests.ops.calls import OPERATORS, TABLES, serve

@@ -85,7 +85,7 @@ def test_oracle_against_autograd(case: Case) -> None:
     if case.dropout_p:
         torch.manual_seed(inputs.seed)
         seed = draw_seed(inputs.dout.device)
-    expected = plain(inputs.problem(), seed)
+    expected = plain(inputs.parsed(), seed)
     results, starts = [expected.out], [inputs.dout]
     if case.operator != "entmax_attention":  # whose threshold is not returned
         inputs = replace(inputs, dlse=torch.randn_like(expected.lse))

@@ -97,7 +97,7 @@ def test_a_row_with_one_key_has_no_score_gradient(
     _, grads = inputs.backward("cpu")
     dattended = arguments["gate"][..., None] * inputs.dout.float()
     size = (dattended * arguments["value"].float()).abs().sum(-1)  # [B, H, T]
-    off = 2 * (Dv + 1) * torch.finfo(torch.float32).eps * size * inputs.problem().scale
+    off = 2 * (Dv + 1) * torch.finfo(torch.float32).eps * size * inputs.parsed().scale
     if operator == "collaborative_attention":
         assert (grads["content_bias"].abs() <= off.sum(-1, keepdim=True)).all()
         mixed = arguments["mixing"][None] * arguments["key"].float()  # [B, H, Ds]
@@ -122,7 +122,7 @@ def test_the_mixed_query_is_not_rounded(level: str, std: float) -> None:
     terms = torch.einsum(
         "btd,hd,bsd->bhts", *(arguments[name].double().abs() for name in ("query", "mixing", "key"))
     )
-    size = inputs.problem().scale * (
+    size = inputs.parsed().scale * (
         terms + arguments["content_bias"].double().abs()[:, :, None]
     ).amax(-1)
     assert ((lse - exact).abs() <= 2.0**-15 * size + 2.0**-20 * (1 + exact.abs())).all()

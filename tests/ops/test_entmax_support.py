@@ -11,8 +11,9 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.ops import scores
 from heads_kernels.ops.entmax_attention import OPERATOR, eager
-from heads_kernels.ops.entmax_attention.triton_centers import centers_pass
-from heads_kernels.ops.operator import Call, Saved
+from heads_kernels.ops.triton.entmax_centers import centers_pass
+from heads_kernels.call import Call
+from heads_kernels.ops.attention import Saved
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.triton.rows import first_pass
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
@@ -35,7 +36,7 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     inputs = find("entmax_attention", name).make(torch.float32)
     inputs.tensors["key"] *= 8  # large scores have few keys above 0
     seed = seed_of(0) if inputs.options.get("dropout_p") else None
-    arguments = OPERATOR.pack(inputs.problem(), seed)
+    arguments = OPERATOR.pack(inputs.parsed(), seed)
     call: Call = OPERATOR.unpack(arguments)
     out, attended, lse = OPERATOR.forward_op(*arguments, True, backend)
     nothing = out.new_empty(0)

@@ -47,7 +47,7 @@ def counted(run: Any) -> int:
 def test_dense_count_is_that_of_the_plain_formula(case: Case) -> None:
     """Forward: two matrix products. Backward: four more, and the scores are computed again."""
     inputs = case.make(requires_grad=True)
-    problem = inputs.problem()
+    problem = inputs.parsed()
     leaves = list(inputs.tensors.values())
     forward = counted(lambda: plain(problem))
     assert problem.flops(dense=True) == forward
@@ -60,7 +60,7 @@ def test_dense_count_is_that_of_the_plain_formula(case: Case) -> None:
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_the_ops_are_counted(operator: str, backend: str) -> None:
     inputs: Inputs = find(operator, "small").make(requires_grad=True)
-    problem = inputs.problem()
+    problem = inputs.parsed()
     leaves = inputs.tensors
     forward = counted(lambda: call(operator, backend, **leaves))
     assert forward == problem.flops(dense=True) == problem.flops()
@@ -90,7 +90,7 @@ print(counter.get_total_flops())
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
 def test_executed_by_asking_every_pair(case: Case) -> None:
     """Visible pairs of open heads, one by one, over the features that are not in a zero chunk."""
-    p = case.make(requires_grad=True).problem()
+    p = case.make(requires_grad=True).parsed()
     visible = p.intervals.to_dense(p.T, p.S).expand(p.B, p.H, p.T, p.S)
     total = 0
     for h in range(p.H):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.ops import buffers
-from heads_kernels.ops.operator import Results
+from heads_kernels.ops.attention import Results
 from heads_kernels.problem import Problem
 from heads_kernels.testing import (
     Case,
@@ -139,7 +139,7 @@ def test_what_is_not_finite(backend: str, grouped: bool, bad: float) -> None:
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-1]], ids=str)
 @pytest.mark.parametrize("backend", MODULES)
 def test_the_same_bits_again(backend: str, case: Case) -> None:
-    problem = case.make(torch.bfloat16).problem()
+    problem = case.make(torch.bfloat16).parsed()
     seed = torch.tensor([1, 0, 0, 0, 0]) if case.dropout_p else None
     first = forward(case.operator, problem, backend, seed)
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_the_same_bits_again(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", MODULES)
 def test_keys_are_read_once_for_the_heads_that_share_them(backend: str) -> None:
     module = importlib.import_module(MODULES[backend])
-    problem = GatedCase("", 3, 8, 1, 200, D=16, Dv=16, Hk=2).make(torch.float32).problem()
+    problem = GatedCase("", 3, 8, 1, 200, D=16, Dv=16, Hk=2).make(torch.float32).parsed()
     with mock.patch.object(module, "key_splits", return_value=2) as key_splits:
         OPERATORS["gated_attention"].with_lse(problem, backend)
     _, programs, *_ = key_splits.call_args.args

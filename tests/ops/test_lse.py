@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels.ops.buffers import compute_dtype
+from heads_kernels.call import compute_dtype
 from heads_kernels.problem import Problem
 from heads_kernels.testing import CASES, Case
 from heads_kernels.testing.accuracy import compare, reference
@@ -45,7 +45,7 @@ def test_accuracy(case: Case, backend: str, dtype: torch.dtype) -> None:
     if dtype not in case.dtypes:
         pytest.skip(f"not a case of {dtype}")
     inputs = inputs_of(case, backend, dtype)
-    problem = inputs.problem()
+    problem = inputs.parsed()
     dlse = torch.randn(problem.B, problem.H, problem.T, dtype=compute_dtype(dtype))
     report = compare(reference(replace(inputs, dlse=dlse)), backend, case.name)
     assert report.ok, str(report)

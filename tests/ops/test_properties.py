@@ -141,7 +141,7 @@ def test_any_call_is_accurate(
     operator: str, backend: str, data: st.DataObject, dtype: torch.dtype, seed: int
 ) -> None:
     inputs = data.draw(cases(operator)).make(dtype, seed=seed)
-    choice = choose(TABLES[operator], inputs.problem(), backend)
+    choice = choose(TABLES[operator], inputs.parsed(), backend)
     assume(choice.backend is not None)
     report = compare(reference(inputs), backend)
     assert report.ok, str(report)
@@ -189,7 +189,7 @@ def test_any_strides(operator: str, backend: str, argument: str, strides: str) -
         changed = {**tensors, argument: t}
         dout = changed.pop("dout")
         call = type(inputs)(operator, changed, inputs.options, dout)
-        choice = choose(TABLES[operator], call.problem(), backend)
+        choice = choose(TABLES[operator], call.parsed(), backend)
         if choice.backend is None:
             pytest.skip(str(choice))
         return call.backward(backend)

@@ -42,7 +42,7 @@ def test_ragged_supports_are_disjoint_and_cover() -> None:
     for case in COLLABORATIVE:
         if case.mixing in ("blocks", "ragged", "unaligned"):
             assert case.mixing_support().sum(0).eq(1).all()
-    ragged = find("collaborative_attention", "bert_base_256_ragged").make().problem()
+    ragged = find("collaborative_attention", "bert_base_256_ragged").make().parsed()
     assert ragged.score_widths().sum() == 256
 
 
@@ -187,7 +187,7 @@ def test_plain_knows_the_softmax() -> None:
     tensors["query"].fill_(1.0)
     tensors["key"].copy_(torch.tensor([0.0, math.log(3.0)]).reshape(1, 1, 2, 1))
     tensors["value"].copy_(torch.tensor([0.0, 4.0]).reshape(1, 1, 2, 1))
-    got = plain(inputs.problem())
+    got = plain(inputs.parsed())
     assert got.out.item() == pytest.approx(3.0)
     assert got.lse.item() == pytest.approx(math.log(4.0))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.ops.gated_attention import OPERATOR
-from heads_kernels.ops.support import TRITON_INTERPRETED
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.problem import Problem
 from heads_kernels.testing import check, find, masks
 

@@ -409,7 +409,7 @@ def test_full_form_states_its_flops() -> None:
     for workload in shapes.table(Settings("full")):
         inputs = workload.make(torch.float32, CPU)[0]
         baselines(inputs)  # there is one for its mask
-        problem = inputs.requires_grad().problem()
+        problem = inputs.requires_grad().parsed()
         found = problem.flops(), problem.flops(backward=True)
         assert found == (workload.flops("forward"), workload.flops("backward")), workload.name
 

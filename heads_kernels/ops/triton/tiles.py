@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.buffers import SHORT_QUERY
-from heads_kernels.ops.support import TRITON_INTERPRETED
 from heads_kernels.ops.triton.chunks import MOST_CHUNKS
 
 #: Fields of `Tiles`: block_m, block_n, block_d, block_slice, num_warps, num_stages, and of the others as many as matter

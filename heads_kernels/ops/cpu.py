@@ -10,16 +10,25 @@ import torch
 from torch import Tensor
 
 from heads_kernels import _cpu
-from heads_kernels.mask import Intervals
-from heads_kernels.ops.arguments import Options, Scores, asked_for, mask_of, options_of, scores_of
-from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+from heads_kernels.call import Call
+from heads_kernels.ops.arguments import asked_for, mask_of, options_of, scores_of
+from heads_kernels.ops.attention import Gradients, Results, Saved
+from heads_kernels.ops.statistics import AttentionStatistics
 
 
-def attend(scores: Scores, value: Tensor, intervals: Intervals, options: Options) -> Tensor | None:
+def attend(call: Call, recording: bool) -> Tensor | None:
     """The output of a call without dropout; None if it is empty, or if a tensor is more than its memory: of a subclass,
     a negated view, or one whose gradient is recorded."""
-    mask, recording = mask_of(intervals), torch.is_grad_enabled()
-    return _cpu.attend(scores, value, mask, options, recording, torch.get_num_threads())
+    if call.alpha is not None:
+        return None
+    return _cpu.attend(
+        scores_of(call),
+        call.value,
+        mask_of(call.intervals),
+        options_of(call),
+        recording,
+        torch.get_num_threads(),
+    )
 
 
 def forward(call: Call, results: Results) -> None:
@@ -40,20 +49,31 @@ def forward(call: Call, results: Results) -> None:
 def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
     """A call without columns of values, with one of zeros: the kernels compute `lse` beside an output."""
     value = call.value.new_zeros((*call.value.shape[:-1], 1))
-    out = value.new_empty((*call.scores[:3], 1))
+    out = value.new_empty((*call.sizes[:3], 1))
     return call._replace(value=value, gate=None), results._replace(out=out)
 
 
-def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`, except empty ones."""
     _cpu.attention_backward(
         scores_of(call),
         call.value,
         mask_of(call.intervals),
         options_of(call),
-        closed_grad,
+        call.closed_grad,
         saved,
         [asked_for(gradient) for gradient in gradients],
         torch.get_num_threads(),
         call.alpha,
+    )
+
+
+def statistics(call: Call, results: AttentionStatistics) -> None:
+    """Fill `results`."""
+    _cpu.attention_statistics(
+        scores_of(call),
+        call.exclude_keys,
+        mask_of(call.intervals),
+        tuple(results),
+        torch.get_num_threads(),
     )

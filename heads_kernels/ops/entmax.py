@@ -26,6 +26,20 @@ def check_alpha_values(alpha: Tensor) -> None:
         )
 
 
+def order_of(alpha: Tensor) -> Tensor:
+    """`alpha - 1`, `[H, 1, 1]`; refuses values for which entmax is not defined."""
+    check_alpha_values(alpha)
+    return (alpha - 1.0)[:, None, None]
+
+
+def row_logs(finished: Tensor, threshold: Tensor, order: Tensor, pairs: Tensor | None) -> Tensor:
+    """`ln p` `[B, H, T, S]` of finished scores, -inf outside of `pairs` and in rows that see no key."""
+    top, above = threshold[..., None]
+    logs = log_probabilities(finished - top, above, order)
+    logs = logs.masked_fill(top == NEG_INF, NEG_INF)
+    return logs if pairs is None else logs.masked_fill(~pairs, NEG_INF)
+
+
 def log_probabilities(scores: Tensor, threshold: Tensor, order: Tensor) -> Tensor:
     """`ln p` of `scores` `[B, H, T, S]`, -inf outside of the support.
 

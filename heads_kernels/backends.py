@@ -1,4 +1,4 @@
-"""What each backend can serve: for a `Problem`, the list of reasons against it (empty: it can).
+"""The table of backends, the same for every operator: for a `Call`, the list of reasons against it (empty: it can).
 
 torch only, so that the choice of a backend traces under `torch.compile`; the backends themselves are not imported.
 """
@@ -9,16 +9,20 @@ import functools
 import importlib
 import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from heads_kernels.build_info import build_info
+from heads_kernels.call import Call
 from heads_kernels.checks import is_int
-from heads_kernels.ops.buffers import FARTHEST_ROW
-from heads_kernels.problem import Problem
+
+#: The names in the table.
+BackendName = Literal["cpu", "triton", "cuda", "eager"]
 
 #: Whether the kernels for the CPU are built.
 CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
@@ -71,6 +75,8 @@ TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
     "y",
 }
 
+#: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
+FARTHEST_ROW: Final = 1 << 23
 #: A head's rows of a tile are on chip whole, and 256 wide ones still fit.
 _WIDEST_HEAD: Final = 256
 #: The width that heads share is read in slices: the widest that is tested.
@@ -81,29 +87,29 @@ _MOST_PROGRAMS: Final = (1 << 31) - 1
 _LEAST_ROWS: Final = 8
 
 
-def eager(problem: Problem) -> list[str]:
-    """The formula in plain PyTorch serves every valid problem."""
+def eager(call: Call) -> list[str]:
+    """The formula in plain PyTorch serves every valid call."""
     return []
 
 
-def cpu(problem: Problem) -> list[str]:
+def cpu(call: Call) -> list[str]:
     """The C++ kernels read tensors in CPU memory, rows contiguous, and every mask."""
     reasons = []
     if not CPU_EXTENSION:
         reasons.append(
             "the extension heads_kernels._cpu is not built (install the package with a C++ compiler)"
         )
-    if problem.query.device.type != "cpu":
-        reasons.append(f"tensors are on {problem.query.device}; it serves CPU tensors")
-    return reasons + _rows_apart(problem)
+    if call.query.device.type != "cpu":
+        reasons.append(f"tensors are on {call.query.device}; it serves CPU tensors")
+    return reasons + _rows_apart(call)
 
 
-def triton(problem: Problem) -> list[str]:
+def triton(call: Call) -> list[str]:
     """The Triton kernels read tensors in GPU memory (interpreted: in any), rows contiguous, and every mask."""
     reasons = []
     if _TRITON_MISSING:
         reasons.append(_TRITON_MISSING)
-    device = problem.query.device
+    device = call.query.device
     if device.type == "cpu" and not TRITON_INTERPRETED:
         reasons.append(
             f"tensors are on {device}; it serves CUDA tensors, and CPU tensors in Triton's interpreter "
@@ -113,15 +119,9 @@ def triton(problem: Problem) -> list[str]:
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
     elif device.type == "cuda" and not reasons and (words := _unsupported_by_triton(device.index)):
         reasons.append(words)
-    if problem.query.dtype == torch.float64:
+    if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return (
-        reasons
-        + _too_wide(problem)
-        + _far_rows(problem)
-        + _too_many(problem)
-        + _rows_apart(problem)
-    )
+    return reasons + _too_wide(call) + _far_rows(call) + _too_many(call) + _rows_apart(call)
 
 
 def _unsupported_by_triton(index: int) -> str:
@@ -151,10 +151,12 @@ def _triton_start_error() -> str:
     return ""
 
 
-def cuda(problem: Problem) -> list[str]:
+def cuda(call: Call) -> list[str]:
     """The CUDA kernels read tensors in GPU memory (emulated: in CPU memory), rows contiguous, and every mask."""
     reasons = [_CUDA_MISSING] if _CUDA_MISSING else []
-    device = problem.query.device
+    if call.alpha is not None:
+        reasons.append("it has no kernels of entmax attention")
+    device = call.query.device
     if CUDA_EMULATED:
         if device.type != "cpu":
             reasons.append(f"tensors are on {device}; emulated it serves CPU tensors")
@@ -162,9 +164,9 @@ def cuda(problem: Problem) -> list[str]:
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
     elif not reasons and (words := _unsupported_device(device.index)):
         reasons.append(words)
-    if problem.query.dtype == torch.float64:
+    if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(problem) + _too_many(problem) + _rows_apart(problem)
+    return reasons + _too_wide(call) + _too_many(call) + _rows_apart(call)
 
 
 def _unsupported_device(index: int) -> str:
@@ -197,11 +199,11 @@ def _device_words(index: int) -> str:
     return words
 
 
-def _far_rows(problem: Problem) -> list[str]:
+def _far_rows(call: Call) -> list[str]:
     """The tensors of which a tile of rows spans more elements than 32 bits count; `contiguous_rows` copies dout."""
-    tensors = {"query": problem.query, "key": problem.key, "value": problem.value}
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
     apart = {name: t.stride(-2) for name, t in tensors.items() if t is not None}
-    apart["the output"] = problem.H * problem.Dv  # where heads are inside rows
+    apart["the output"] = call.H * call.Dv  # where heads are inside rows
     return [
         f"rows of {name} are {elements} elements apart; it serves less than {FARTHEST_ROW} (.contiguous())"
         for name, elements in apart.items()
@@ -209,34 +211,66 @@ def _far_rows(problem: Problem) -> list[str]:
     ]
 
 
-def _too_many(problem: Problem) -> list[str]:
+def _too_many(call: Call) -> list[str]:
     """Where a launch may need more programs than a grid has; symbolic sizes are left to the launch."""
-    programs = problem.B * problem.H * -(-max(problem.T, problem.S) // _LEAST_ROWS)
+    programs = call.B * call.H * -(-max(call.T, call.S) // _LEAST_ROWS)
     if not is_int(programs) or programs <= _MOST_PROGRAMS:
         return []
-    sizes = f"B = {problem.B}, H = {problem.H}, T = {problem.T} and S = {problem.S}"
+    sizes = f"B = {call.B}, H = {call.H}, T = {call.T} and S = {call.S}"
     return [f"{sizes} may need {programs} programs; a launch takes {_MOST_PROGRAMS}"]
 
 
-def _too_wide(problem: Problem) -> list[str]:
-    most = _WIDEST_HEAD if problem.mixing is None else _WIDEST_SHARED
+def _too_wide(call: Call) -> list[str]:
+    most = _WIDEST_HEAD if call.mixing is None else _WIDEST_SHARED
     return [
         f"{what} {width} wide; it serves widths up to {limit}"
         for what, width, limit in (
-            ("query and key are", problem.D, most),
-            ("value is", problem.Dv, _WIDEST_HEAD),
+            ("query and key are", call.D, most),
+            ("value is", call.Dv, _WIDEST_HEAD),
         )
         if width > limit
     ]
 
 
-def _rows_apart(problem: Problem) -> list[str]:
+def _rows_apart(call: Call) -> list[str]:
     """The tensors whose rows are not contiguous."""
     reasons = []
     for name in ("query", "key", "value"):
-        tensor = getattr(problem, name)
+        tensor = getattr(call, name)
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             reasons.append(
                 f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
             )
     return reasons
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """One row of the table.
+
+    `module` runs calls (ops/attention.py, ops/statistics.py); it is imported when an op runs. `unsupported(call)`
+    returns the reasons why this backend cannot serve the call, an empty list if it can.
+    """
+
+    name: BackendName
+    module: str
+    unsupported: Callable[[Call], list[str]]
+
+
+#: In order of preference.
+BACKENDS: Final = (
+    Backend("cpu", "heads_kernels.ops.cpu", cpu),
+    Backend("triton", "heads_kernels.ops.triton.backend", triton),
+    # After Triton, but for float32 (`dispatch`), until a measurement on a GPU decides: neither has run on one.
+    Backend("cuda", "heads_kernels.ops.cuda", cuda),
+    Backend("eager", "heads_kernels.ops.eager", eager),
+)
+
+
+def find(name: str) -> Backend:
+    """The row of a backend; raises `ValueError` if there is none of this name."""
+    for row in BACKENDS:
+        if row.name == name:
+            return row
+    known = ", ".join(repr(row.name) for row in BACKENDS)
+    raise ValueError(f"backend is {name!r}; use one of {known}, or None to let the package choose.")

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import (
     ALL_CHUNKS,
     Chunks,
@@ -260,13 +260,11 @@ def _queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE: tl.constexpr
                     )
 
 
-def queries_pass(
-    call: Call, first: FirstPass, closed_grad: bool, dquery: Tensor, dmixing_rows: Tensor
-) -> None:
+def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Tensor) -> None:
     """Fill `dquery` and `dmixing_rows`; an empty one is not computed."""
     if not (dquery.numel() or dmixing_rows.numel()):
         return
-    B, H, T, _, Ds, Dv = call.sizes
+    B, H, T, Ds, Dv = call.B, call.H, call.T, call.D, call.Dv
     if H == 0:
         dquery.zero_()  # no head writes it
         return
@@ -278,7 +276,7 @@ def queries_pass(
     of = first.operands
     of = of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles))
     written = QueriesWritten(rows_of(part) if dquery.numel() else None, mixing_parts)
-    skips = int(mixing_parts is None or not closed_grad)
+    skips = int(mixing_parts is None or not call.closed_grad)
     launch(
         _queries_kernel, B * row_tiles * splits, call.query, tiles,
         of, first.reads, written, sizes_of(call), Splits(B, splits), skips,
