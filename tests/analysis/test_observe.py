@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
 from heads_kernels.heads.layouts import LAYOUTS
-from heads_kernels.problem import Problem
+from heads_kernels.nn import attention_call
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 
@@ -66,7 +66,7 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
         for keys in excluded
     ]
     assert call.real_queries.all()
-    monkeypatch.setattr(Problem, "statistics", None)
+    monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys), statistics, strict=True):
             assert torch.equal(found, each)

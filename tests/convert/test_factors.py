@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import heads_kernels as hk
+from heads_kernels.call import MIXING_CHUNK
 from heads_kernels.convert import (
     Factors,
     Heads,
@@ -21,7 +22,7 @@ from heads_kernels.convert import (
     weight_error,
 )
 from heads_kernels.convert.ragged import chunked
-from heads_kernels.call import MIXING_CHUNK, Problem
+from heads_kernels.parse import parse
 from tests.convert.random_heads import (
     METHODS,
     D,
@@ -335,10 +336,11 @@ def test_heads_touch_few_chunks(counts: list[int]) -> None:
 def test_executed_features_are_those_that_the_operator_counts() -> None:
     factors = ragged(random_heads(D=12, D_in=50, D_in_k=50), 37)
     T = 3
-    problem = Problem.collaborative(
+    call, _ = parse(
+        "collaborative_attention",
         torch.zeros(1, T, 37), torch.zeros(1, T, 37), torch.zeros(1, H, T, 2), factors.mixing.float()
     )  # fmt: skip
-    assert factors.executed_features == int(problem.score_widths().sum())
+    assert factors.executed_features == int(call.score_widths().sum())
 
 
 # ---------------------------------------------------------------------- bad input

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.nn import GatedMultiheadAttention
-from heads_kernels.ops.entmax_attention import formula
+from heads_kernels.ops import entmax
 from tests.support.alike import assert_alike
 
 E, H, T, B = 24, 4, 9, 2
@@ -79,8 +79,8 @@ def test_support_sizes_and_probabilities() -> None:
     scores = (call.query @ call.key.mT * call.scale).double()
     visible = torch.ones(T, T, dtype=torch.bool).tril().expand(B, H, T, T)
     order = (call.alpha.double() - 1)[:, None, None]
-    top, above_top = formula.threshold(scores, visible, order)[..., None]
-    p = formula.log_probabilities(scores - top, above_top, order).exp().masked_fill(~visible, 0.0)
+    top, above_top = entmax.threshold(scores, visible, order)[..., None]
+    p = entmax.log_probabilities(scores - top, above_top, order).exp().masked_fill(~visible, 0.0)
     assert_alike(call.probabilities(slice(0, T)), p.float())
     assert torch.equal(call.support_sizes(), (call.probabilities(slice(0, T)) > 0).sum(-1))
     assert (call.support_sizes()[:, -1] < call.support_sizes()[:, 0]).any()  # alpha 1.95 and 1.1

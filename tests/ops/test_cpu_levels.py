@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
-from heads_kernels.problem import Problem
+from heads_kernels.ops.attention import attend_with_lse
 from heads_kernels.testing import Inputs, compare, reference
 from heads_kernels.testing.accuracy import run
-from tests.ops.calls import tensors
+from tests.ops.calls import parsed, tensors
 
 _cpu = pytest.importorskip("heads_kernels._cpu")
 
@@ -175,8 +174,8 @@ def test_lse_is_rounded_once(level: str) -> None:
     query, key = torch.zeros(most, 1, 1, 8), torch.zeros(most, 1, most, 8)
     query[:, 0, 0, 0], key[..., 0] = r, 1.0
     mask = hk.Mask(key_lengths=n)
-    problem = Problem.gated(query, key, key, mask, scale=1.0)
-    found = GATED.with_lse(problem, "cpu")[1].double().flatten()
+    problem = parsed("gated_attention", query, key, key, mask, scale=1.0)
+    found = attend_with_lse(problem, "cpu")[1].double().flatten()
     wanted = r.double() + n.double().log()
     half = torch.finfo(torch.float32).eps / 2
     assert ((found - wanted).abs() <= half * wanted).all()

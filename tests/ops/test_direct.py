@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels import doctor_record
+from heads_kernels import backends, doctor_record
 from heads_kernels.doctor_record import Found
-from heads_kernels.ops import direct, support
+from heads_kernels.ops import direct
 from tests.ops.calls import tensors
 from tests.ops.functions import B, D, Dv, H, S, T
 
-pytestmark = pytest.mark.skipif(not support.CPU_EXTENSION, reason="the extension is not built")
+pytestmark = pytest.mark.skipif(not backends.CPU_EXTENSION, reason="the extension is not built")
 
 OPERATORS = ("gated_attention", "collaborative_attention")
 
@@ -33,14 +33,14 @@ OPERATORS = ("gated_attention", "collaborative_attention")
 def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """For every call the way that it took, "direct" or "op"."""
     taken: list[str] = []
-    forward = direct.forward
+    attend = direct.attend
 
     def watched(*arguments: Any) -> Tensor | None:
-        out = forward(*arguments)
+        out = attend(*arguments)
         taken.append("op" if out is None else "direct")
         return out
 
-    monkeypatch.setattr(direct, "forward", watched)
+    monkeypatch.setattr(direct, "attend", watched)
     return taken
 
 
@@ -297,14 +297,14 @@ def test_compile_records_the_op() -> None:
         return graph
 
     torch.compile(attend, backend=backend, fullgraph=True)(*operands())
-    assert "torch.ops.heads_kernels.gated_attention.default" in "".join(seen)
+    assert "torch.ops.heads_kernels.attention.default" in "".join(seen)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_jit_trace_does_not_record_a_constant(ways: list[str]) -> None:
     with contextlib.suppress(
         RuntimeError, SystemError
-    ):  # sizes are tensors in it, which a `Problem` is not made for
+    ):  # sizes are tensors in it, which calls are not made for
         torch.jit.trace(attend, operands(), check_trace=False)
     assert "direct" not in ways
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from heads_kernels import doctor_record
-from heads_kernels.dispatch import Backend, choose, select
+from heads_kernels import backends, dispatch, doctor_record
+from heads_kernels.backends import Backend
+from heads_kernels.call import Call
+from heads_kernels.dispatch import choose, select
 from heads_kernels.doctor_record import Found
-from heads_kernels.problem import Problem
-from tests.ops.calls import tensors
+from tests.ops.calls import parsed, tensors
 
 CPU = torch.device("cpu")
 ENTRY = {"environment": {"device": "x"}, "date": "", "operators": {}}
@@ -28,6 +29,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the record would be; this process reads it as a new one would."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor_record, "IGNORED", False)
+    monkeypatch.setattr(dispatch, "BACKENDS", TABLE)
+    monkeypatch.setattr(backends, "BACKENDS", TABLE)
     forget(monkeypatch)
     return doctor_record.path()
 
@@ -36,11 +39,11 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_record, "_READ", {})
 
 
-def serves(problem: Problem) -> list[str]:
+def serves(problem: Call) -> list[str]:
     return []
 
 
-def serves_not(problem: Problem) -> list[str]:
+def serves_not(problem: Call) -> list[str]:
     return ["it is too wide"]
 
 
@@ -52,46 +55,48 @@ TABLE = [
 ]
 
 
-def problem() -> Problem:
-    return Problem.gated(**tensors("gated_attention"))
+def a_call() -> Call:
+    return parsed("gated_attention", **tensors("gated_attention"))
 
 
 def test_no_record_is_the_order_of_the_table(file: Path) -> None:
-    choice = choose(TABLE, problem())
+    choice = choose(a_call())
     assert (choice.backend, list(choice.refusals)) == ("triton", ["cuda", "cpu", "eager"])
     assert "`python -m heads_kernels doctor --save` has kept none for this device" in str(choice)
-    assert select(TABLE, problem()) == "triton"
+    assert select(a_call()) == "triton"
     assert not file.parent.exists()  # nothing is written
 
 
 def test_the_fastest_verified_backend_is_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor_record.save(CPU, {"gated_attention": Found(("cuda", "triton"))}) == file
-    choice = choose(TABLE, problem())
-    assert choice.backend == select(TABLE, problem()) == "cuda"
+    choice = choose(a_call())
+    assert choice.backend == select(a_call()) == "cuda"
     assert list(choice.refusals) == ["triton", "cpu", "eager"]
     assert "order: found on this machine on 20" in str(choice)
     assert str(file) in str(choice)
     query, key = torch.randn(2, 1, 2, 3, 4)
-    assert choose(TABLE, Problem.statistics(query, key)).backend == "triton"  # nothing kept of it
+    assert (
+        choose(parsed("attention_statistics", query, key)).backend == "triton"
+    )  # nothing kept of it
     forget(monkeypatch)
     monkeypatch.setattr(doctor_record, "IGNORED", True)
-    assert select(TABLE, problem()) == "triton"
+    assert select(a_call()) == "triton"
 
 
 def test_what_is_not_verified_comes_last(file: Path) -> None:
     doctor_record.save(CPU, {"gated_attention": Found(("cuda",))})
-    assert list(choose(TABLE, problem(), None).refusals) == ["triton", "cpu", "eager"]
+    assert list(choose(a_call(), None).refusals) == ["triton", "cpu", "eager"]
 
 
 def test_a_backend_that_failed_runs_only_where_it_is_named(file: Path) -> None:
     failed = (("triton", "failed here: small in float32"), ("cpu", "failed here: x"))
     doctor_record.save(CPU, {"gated_attention": Found(("cuda",), failed)})
-    choice = choose(TABLE, problem())
-    assert choice.backend == select(TABLE, problem()) == "cuda"
+    choice = choose(a_call())
+    assert choice.backend == select(a_call()) == "cuda"
     assert choice.refusals["triton"] == ["failed here: small in float32"]
     assert choice.refusals["cpu"] == ["failed here: x", "it is too wide"]
-    named = choose(TABLE, problem(), "triton")
-    assert named.backend == select(TABLE, problem(), "triton") == "triton"
+    named = choose(a_call(), "triton")
+    assert named.backend == select(a_call(), "triton") == "triton"
     assert "'triton' failed here: small in float32: found on this machine" in str(named)
 
 
@@ -151,18 +156,18 @@ def test_a_bad_file_is_ignored_with_one_warning(content: bytes, file: Path) -> N
     file.parent.mkdir()
     file.write_bytes(content)
     with pytest.warns(UserWarning, match="doctor.json can't be read") as found:
-        assert select(TABLE, problem()) == "triton"
+        assert select(a_call()) == "triton"
     assert len(found) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select(TABLE, problem()) == "triton"
+        assert select(a_call()) == "triton"
     doctor_record.save(CPU, {"gated_attention": Found(("cuda",))})  # in its place
 
 
 def test_a_file_that_cant_be_opened(file: Path) -> None:
     file.mkdir(parents=True)
     with pytest.warns(UserWarning, match="can't be read"):
-        assert select(TABLE, problem()) == "triton"
+        assert select(a_call()) == "triton"
 
 
 @pytest.mark.parametrize("changed", ["torch", "heads_kernels", "simulated"])
@@ -174,7 +179,7 @@ def test_a_record_of_another_environment_is_ignored_with_a_warning(
     record["entries"][0]["environment"][changed] = "another"
     file.write_text(json.dumps(record))
     with pytest.warns(UserWarning, match=f"another environment.*{changed} is .* was another"):
-        assert select(TABLE, problem()) == "triton"
+        assert select(a_call()) == "triton"
 
 
 def test_entries_of_other_machines_are_no_fault(file: Path) -> None:
@@ -183,7 +188,7 @@ def test_entries_of_other_machines_are_no_fault(file: Path) -> None:
     file.write_text(json.dumps({"format": 1, "entries": [ENTRY]}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select(TABLE, problem()) == "triton"
+        assert select(a_call()) == "triton"
 
 
 def test_the_folder_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

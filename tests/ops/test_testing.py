@@ -99,6 +99,8 @@ def scaled(by: float, argument: int | None = None) -> Callable[..., Any]:
         if argument is not None:
             return function(*(a * by if n == argument else a for n, a in enumerate(args)))
         result = function(*args)
+        if result is None:
+            return None
         return (result[0] * by, *result[1:]) if isinstance(result, tuple) else result * by
 
     return change
@@ -121,8 +123,8 @@ SYSTEMATIC: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
     "p in the backward pass": (formula, {"probabilities": scaled(0.997)}),
     "p truncated": (formula, {"probabilities": truncated}),
     "raw scores": (formula, {"raw_scores": scaled(1.003)}),
-    "dP": (formula, {"score_gradient": scaled(1.003, 2)}),
-    "delta": (formula, {"score_gradient": scaled(1.003, 1)}),
+    "dP": (formula, {"score_gradient": scaled(1.003, 1)}),
+    "delta": (formula, {"score_gradient": scaled(1.003, 2)}),
     "dS": (formula, {"score_gradient": scaled(0.997)}),
     "dS truncated": (formula, {"score_gradient": truncated}),
     "share kept by dropout": (formula, {"kept_share": scaled(1.003)}),
