@@ -22,7 +22,7 @@ import heads_kernels as hk
 from benchmarks.baselines import baselines, times_gate
 from benchmarks.settings import Device
 from benchmarks.workloads import Direction, Workload
-from heads_kernels.dispatch import BackendName
+from heads_kernels.backends import BackendName
 from heads_kernels.testing import Inputs
 
 Call = Callable[[], object]

@@ -33,7 +33,7 @@ import triton
 
 from benchmarks.results import commit
 from benchmarks.static import ahead_of_time, cuda_resources, pipes, sass
-from heads_kernels import backends
+from heads_kernels.backends import TRITON_INTERPRETED
 
 KEPT: Final = Path(__file__).parents[1] / "results" / "static-model.json"
 BACKENDS: Final = ("triton", "cuda")
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     backends = tuple(dict.fromkeys(options.backend or BACKENDS))
-    if support.TRITON_INTERPRETED:
+    if TRITON_INTERPRETED:
         parser.error("TRITON_INTERPRET is set; interpreted kernels are not compiled")
     if options.keep and (options.only or options.target):
         parser.error("--keep writes the whole selection: leave out --only and --target")
