@@ -260,7 +260,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor, H: int) -> None:
         refuse("sinks", f"has shape {shape_of(sinks)}", f"pass one logit per head, [H] = [{H}]")
 
 
-def check_alpha(alpha: float | Tensor, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
+def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
     """`alpha` `[H]` in `dtype`. Values of tensors are left to the backend: reading them may synchronise."""
     if isinstance(alpha, Tensor):
         check_companion("alpha", alpha, query)

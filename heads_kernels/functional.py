@@ -383,10 +383,10 @@ def _attend(
     call: Call, batch: Batch, backend: str | None, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a call that is formed, or the part of it that is this process's."""
-    if return_lse is False and batch is None:
+    if return_lse is False:
         out = direct.attend(call, backend)
         if out is not None:
-            return out
+            return unflatten(out, batch)
     check(call)
     check_flag("return_lse", return_lse)
     part = _part_of(call)

@@ -131,7 +131,9 @@ def form(
         bias=dense_bias,
         offset_bias=table,
         sinks=sinks,
-        alpha=None if alpha is None else check_alpha(alpha, query, H, compute_dtype(query.dtype)),
+        alpha=check_alpha(alpha, query, H, compute_dtype(query.dtype))
+        if operator == "entmax_attention"
+        else None,
         k_lo=mask.k_lo,
         k_hi=mask.k_hi,
         key_visible=mask.key_visible,
@@ -245,26 +247,21 @@ def _mask(
 _Sizes = Sequence[int | tuple[int, ...]]
 
 
-def check(call: Call, **saved: Tensor | None) -> None:
-    """Refuse tensors of a call that do not fit each other; in a backward pass with what the forward pass `saved`.
-
-    That is `dout`, `attended`, `lse` and `dlse`, of which the last may be None.
+def check(call: Call) -> None:
+    """Refuse tensors of a call that `form` has made, where they do not fit each other.
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what would work.
     """
     query, key, value, mixing = call.query, call.key, call.value, call.mixing
-    check_ranks(call, **saved)
-    check_tensors(
-        **{n: t for n, t in (("query", query), ("key", key), ("value", value)) if t is not None}
-    )
+    given = {"query": query, "key": key, "value": value}
+    check_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
     if mixing is None:
         B, H, T, S, _ = check_grouped_heads(query, key)
         if value is not None and value.shape[1:3] != key.shape[1:3]:
             was = f"has shape {shape_of(value)}, but key is {shape_of(key)}"
-            refuse(
-                "value", was, "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
-            )
+            instead = "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
+            refuse("value", was, instead)
     else:
         B, H, T, S, _ = check_mixing(query, key, mixing, call.content_bias)
         if value is not None:
@@ -274,7 +271,33 @@ def check(call: Call, **saved: Tensor | None) -> None:
     check_bias(call.bias, query, (B, H, T, S))
     check_offset_table(call.offset_bias, query, (H, T, S))
     check_sinks(call.sinks, query, H)
-    _check_combinations(call)
+    if call.content_bias is not None and mixing is None:
+        instead = "pass mixing [H, Ds] too, or leave it out"
+        refuse("content_bias", "is given without mixing", instead)
+    if call.alpha is not None:
+        for name, field in zip(call._fields, call, strict=True):
+            if is_sharded(field):
+                instead = "pass local tensors: entmax_attention serves no DTensors"
+                refuse(name, "is a DTensor", instead)
+
+
+def check_op(call: Call, **saved: Tensor | None) -> None:
+    """The same for the arguments of an op, which need not come from `form`, and what a forward pass has `saved`.
+
+    That is `dout`, `attended`, `lse` and `dlse`, of which the last may be None.
+    """
+    check_ranks(call, **saved)
+    check(call)
+    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys",)
+    if call.alpha is not None:
+        unread = ("mixing", "sinks", *unread)
+    for name in unread:
+        if getattr(call, name) is not None:
+            refuse(name, "is given", f"leave it out: {call.operator} does not read it")
+    if (call.k_lo is None) != (call.k_hi is None):
+        refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
+    B, H, T, S = call.sizes
+    query, key, value = call.query, call.key, call.value
     heads, rows, keys = (B, H, T, call.Dv), ((1, B), T), ((1, B), S)
     lse = heads[:3] if call.alpha is None else (2, *heads[:3])
     dtype, compute = query.dtype, compute_dtype(query.dtype)
@@ -294,9 +317,7 @@ def check(call: Call, **saved: Tensor | None) -> None:
         ("dlse", saved.get("dlse"), heads[:3], compute),
     )
     for name, tensor, sizes, wanted in exact:
-        if tensor is not None and not (
-            tensor.shape == sizes and tensor.dtype == wanted and tensor.device == query.device
-        ):
+        if tensor is not None:
             _check_one(name, tensor, sizes, wanted, query.device)
 
 
@@ -317,30 +338,6 @@ def check_ranks(call: Call, **saved: Tensor | None) -> None:
             refuse(name, "is None", "pass a tensor: this op reads it", TypeError)
         if tensor.dim() != rank:
             refuse(name, f"has shape {shape_of(tensor)}", f"pass {rank} dimensions")
-
-
-def _check_combinations(call: Call) -> None:
-    """Refuse arguments that nothing reads, or that no kernel has together."""
-    if call.content_bias is not None and call.mixing is None:
-        refuse(
-            "content_bias", "is given without mixing", "pass mixing [H, Ds] too, or leave it out"
-        )
-    if call.alpha is not None:
-        for name in ("mixing", "content_bias", "sinks"):
-            if getattr(call, name) is not None:
-                refuse(
-                    name, "is given with alpha", "leave it out: entmax attention does not have it"
-                )
-        for name, tensor in zip(call._fields, call, strict=True):
-            if is_sharded(tensor):
-                instead = "pass local tensors: entmax_attention serves no DTensors"
-                refuse(name, "is a DTensor", instead)
-    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys",)
-    for name in unread:
-        if getattr(call, name) is not None:
-            refuse(name, "is given", f"leave it out: {call.operator} does not read it")
-    if (call.k_lo is None) != (call.k_hi is None):
-        refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
 
 
 def _check_one(

@@ -19,7 +19,7 @@ from heads_kernels.after_import import after_import
 from heads_kernels.backends import find
 from heads_kernels.call import SCHEMA, Call
 from heads_kernels.checks import refuse
-from heads_kernels.parse import check, check_ranks
+from heads_kernels.parse import check_op, check_ranks
 
 NAMESPACE = "heads_kernels"
 #: The fields of a `Call` as the arguments of a torch schema.
@@ -81,10 +81,10 @@ def check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> 
     The package's own calls are valid. In direct calls of an op a kernel would read past the end of a tensor that is too
     small; the compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
     """
-    check_ranks(call, **saved)
     if backend in _COMPILED:
+        check_ranks(call, **saved)
         return
-    check(call, **saved)
+    check_op(call, **saved)
     if backend == "triton":  # its kernels compute addresses from these strides
         of_rows = saved.get("lse"), saved.get("dlse"), call.k_lo, call.k_hi
         dense = *of_rows, call.key_visible, call.exclude_keys

@@ -174,7 +174,7 @@ def test_lse_is_rounded_once(level: str) -> None:
     query, key = torch.zeros(most, 1, 1, 8), torch.zeros(most, 1, most, 8)
     query[:, 0, 0, 0], key[..., 0] = r, 1.0
     mask = hk.Mask(key_lengths=n)
-    problem = parsed("gated_attention", query, key, key, mask, scale=1.0)
+    problem = parsed("gated_attention", query, key, key, attn_mask=mask, scale=1.0)
     found = attend_with_lse(problem, "cpu")[1].double().flatten()
     wanted = r.double() + n.double().log()
     half = torch.finfo(torch.float32).eps / 2

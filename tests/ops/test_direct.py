@@ -155,7 +155,7 @@ BAD: dict[str, dict[str, Any]] = {
 def test_bad_terms_are_refused_by_name(name: str, ways: list[str]) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
         hk.gated_attention(**tensors("gated_attention", dtype=torch.float32), **BAD[name])
-    assert ways == ["op"]
+    assert "direct" not in ways
 
 
 def test_batch_dimensions(ways: list[str]) -> None:
@@ -163,7 +163,7 @@ def test_batch_dimensions(ways: list[str]) -> None:
     expected = hk.gated_attention(query[None], key[None], value[None])
     assert ways == ["direct"]
     assert torch.equal(hk.gated_attention(query, key, value), expected[0])
-    assert ways == ["direct", "op"]
+    assert ways == ["direct", "direct"]
 
 
 def test_rows_that_are_not_contiguous_are_served_by_another_backend(ways: list[str]) -> None:
@@ -199,7 +199,7 @@ def test_a_failed_backend_is_not_taken(ways: list[str], monkeypatch: pytest.Monk
 
 
 # ---------------------------------------------------------------------- what acts on ops
-NAME = "heads_kernels::gated_attention"
+NAME = "heads_kernels::attention"
 
 
 def attend(*operands: Tensor) -> Tensor:
@@ -242,14 +242,14 @@ def test_dispatch_modes_see_the_op() -> None:
 def test_function_modes_see_the_op() -> None:
     with SeesFunctions() as seen:
         attend(*operands())
-    assert "heads_kernels.gated_attention.default" in seen.names
+    assert "heads_kernels.attention.default" in seen.names
 
 
 def test_subclasses_see_the_op() -> None:
     query, key, value = operands()
     Wrapped.names.clear()
     out = attend(query, key.as_subclass(Wrapped), value)
-    assert "heads_kernels.gated_attention.default" in Wrapped.names
+    assert "heads_kernels.attention.default" in Wrapped.names
     assert type(out) is Wrapped
 
 
@@ -276,7 +276,7 @@ def test_fake_tensors_run_nothing(ways: list[str]) -> None:
 
 def test_make_fx_records_the_op() -> None:
     graph = make_fx(attend)(*operands())
-    assert "heads_kernels.gated_attention.default" in graph.code
+    assert "heads_kernels.attention.default" in graph.code
 
 
 def test_export_records_the_op() -> None:
@@ -285,7 +285,7 @@ def test_export_records_the_op() -> None:
             return attend(*operands)
 
     program = torch.export.export(Module(), operands(), strict=False)
-    assert "heads_kernels.gated_attention.default" in program.graph_module.code
+    assert "heads_kernels.attention.default" in program.graph_module.code
 
 
 def test_compile_records_the_op() -> None:

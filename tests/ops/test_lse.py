@@ -17,6 +17,7 @@ from heads_kernels.testing import CASES, Case
 from heads_kernels.testing.accuracy import compare, reference
 from tests.ops.calls import (
     DIFFERENTIABLE,
+    NAMES,
     OPERATORS,
     call,
     inputs_of,
