@@ -141,7 +141,7 @@ def test_a_bias_that_rows_share_is_not_expanded() -> None:
     (call,) = seen
     assert call.bias is bias
     assert call.query.shape == (B * N, H, S, E // H)
-    assert call._problem.bias.shape == (B, 1, H, S, S)
+    assert call._scores.bias.shape == (B, 1, H, S, S)
     assert_alike(call.statistics().lse, statistics.lse.flatten(0, 1))
     p = call.probabilities(slice(0, S))
     assert_alike(call.statistics().max_prob, p.amax(-1))
