@@ -23,7 +23,6 @@ from heads_kernels.batch import (
 )
 from heads_kernels.call import SEED_LENGTH, Call, compute_dtype
 from heads_kernels.checks import (
-    check_activation,
     check_alpha,
     check_bias,
     check_companion,
@@ -85,8 +84,7 @@ def form(
 ) -> tuple[Call, Batch]:
     """The call of these arguments of the public function `operator`, and its batch dimensions; tensors are unchecked.
 
-    Arguments that the operator does not have keep their defaults. `dropout_p` is not 0 and `seed` None in the result:
-    the seed is drawn when the call runs.
+    Arguments that the operator does not have keep their defaults. `seed` is None: it is drawn when the call runs.
     """
     shared = mixing is not None or operator == "collaborative_attention"
     given: dict[str, Any] = {"query": query, "key": key}
@@ -104,22 +102,16 @@ def form(
         attn_mask, dense_bias, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
         mask = _mask(attn_mask, is_causal, query, (B, H, T, S), batch)
     except Exception:
-        check_tensors(
-            **given
-        )  # which of them is no tensor or does not fit the others, if that was it
+        # Where one of these is no tensor, or does not fit the others, that is what to say.
+        check_tensors(**given)
         if shared:
             check_companion("mixing", mixing, query)  # type: ignore[arg-type]
         raise
     if enable_gqa is not True:
         check_grouped_heads(query, key, enable_gqa)
-    if gate_activation != "identity":
-        check_activation(gate_activation)
-        if gate is None:
-            refuse(
-                "gate_activation",
-                f"is {gate_activation!r}, but gate is None",
-                "pass the logits as gate",
-            )
+    if operator == "entmax_attention":
+        alpha = check_alpha(alpha, query, H, compute_dtype(query.dtype))
+    exclude_keys = _flatten("exclude_keys", exclude_keys, batch, "S")
     check_flag("closed_grad", closed_grad)
     call = Call(
         query=query,
@@ -131,16 +123,12 @@ def form(
         bias=dense_bias,
         offset_bias=table,
         sinks=sinks,
-        alpha=check_alpha(alpha, query, H, compute_dtype(query.dtype))
-        if operator == "entmax_attention"
-        else None,
+        alpha=alpha,
         k_lo=mask.k_lo,
         k_hi=mask.k_hi,
         key_visible=mask.key_visible,
         dense_mask=mask.dense,
-        exclude_keys=check_excluded(
-            _flatten("exclude_keys", exclude_keys, batch, "S"), query, (B, S)
-        ),
+        exclude_keys=check_excluded(exclude_keys, query, (B, S)),
         seed=None,
         band_lo=mask.band_lo,
         band_hi=mask.band_hi,

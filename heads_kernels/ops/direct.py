@@ -31,6 +31,8 @@ def attend(call: Call, backend: str | None) -> Tensor | None:
         return None
     if type(query) not in _CLASSES or not query.is_cpu or not _is_unobserved():
         return None
+    if call.gate is None and call.gate_activation != "identity":
+        return None
     recording = torch.is_grad_enabled()
     if recording and query.requires_grad:  # as in training: known before any work
         return None
