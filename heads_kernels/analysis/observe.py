@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layer
+from heads_kernels.heads.layers import attention_layers, find_layer
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.multihead import Multihead
 

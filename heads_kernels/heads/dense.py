@@ -11,7 +11,7 @@ from torch import nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.layers import AttentionLayer, is_transposed
+from heads_kernels.heads.weights import AttentionLayer, is_transposed
 from heads_kernels.nn.shared import RotaryProjection, SharedProjection
 
 #: The result of `_unlike_dense`: what is wrong with a projection, and what to do about it.

@@ -38,11 +38,21 @@ class _OwnForward:
 
 
 class Context(Protocol):
-    """Calls operators where this process has a part of each sequence; masks are those of whole ones."""
+    """Calls operators where this process has a part of each sequence; masks are those of whole ones.
+
+    It is a `ContextParallel` of `hk.integrations.distributed`, which has the words.
+    """
+
+    mesh: Any
+    length: int | None
 
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor: ...
 
     def whole_length(self, part: int) -> int: ...
+
+    def split(self, sequence: Tensor, dim: int) -> Tensor: ...
+
+    def join(self, part: Tensor, dim: int) -> Tensor: ...
 
 
 class Multihead(nn.Module, ABC):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.heads.layers import Projection
+from heads_kernels.heads.weights import Projection
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
 from tests.support.tiny_models import as_linear, build, outputs, with_gradients

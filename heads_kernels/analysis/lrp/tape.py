@@ -25,7 +25,7 @@ from heads_kernels.analysis.lrp.functions import (
     operands,
     refusing,
 )
-from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: Functions that compute a layer's attention, after `RelevanceTape.see` has announced the layer.
