@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any, Final, Literal
 
 from benchmarks.candidates import RIVALS, SDPA
-from benchmarks.shapes import (
+from benchmarks.workloads import (
+    DIRECTIONS,
     GPU_LENGTHS,
     GPU_SHARED,
     GPU_VARIED,
@@ -19,10 +20,10 @@ from benchmarks.shapes import (
     SHARED,
     SHORT,
     WIDTHS,
+    Direction,
     by_length,
     by_sharing,
 )
-from benchmarks.workloads import DIRECTIONS, Direction
 
 #: eager, cudnn    its time by ours; baselines are times the gate
 #: sdpa            the time of SDPA, on a GPU of its fastest kernel, by ours

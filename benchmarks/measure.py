@@ -12,7 +12,7 @@ import heads_kernels as hk
 from benchmarks.candidates import NotRun, candidate, prepare
 from benchmarks.floor import Yardstick
 from benchmarks.settings import Settings
-from benchmarks.workloads import Direction, Workload
+from benchmarks.workloads import Direction, Workload, flops
 from heads_kernels.testing import Inputs, Timing, time_in_turn
 
 #: A row is disturbed where the median of a candidate is more than this many times its fastest sample.
@@ -54,7 +54,7 @@ def speed(
     if "ours" in prepared.failed:
         return {}, prepared.failed
     calls = prepared.calls
-    yardstick = Yardstick(workload, direction, inputs) if settings.floor else None
+    yardstick = Yardstick(inputs, direction) if settings.floor else None
     if yardstick:  # right after ours, whose turn then finds the caches as in a run without
         calls = {"ours": calls["ours"], **yardstick.calls, **calls}
     others: dict[str, tuple[Workload, tuple[Inputs, ...]]] = {}
@@ -78,13 +78,13 @@ def speed(
             "workload": workload.name, "table": workload.table, "label": workload.label,
             "direction": direction, "backend": explain(inputs[0]).backend,
             "threads": None if settings.device == "cuda" else torch.get_num_threads(),
-            "flops": workload.flops(direction),
+            "flops": flops(inputs, direction),
             "times": {name: _plain(times[name]) for name in times if name in shown},
             "refused": prepared.refused,
             "spread": max(times[name].median / times[name].minimum for name in shown),
         }  # fmt: skip
         if dense is not None and "dense" in times:
-            row["dense_flops"] = dense.flops(direction)
+            row["dense_flops"] = flops(others["dense"][1], direction)
         if yardstick:
             row["floor"] = asdict(yardstick.floor(times))
         return row

@@ -13,13 +13,13 @@ from typing import Final
 
 import torch
 
-from benchmarks import checks, shapes
+from benchmarks import checks
 from benchmarks.candidates import MATRICES, RIVALS, Call, NotRun, further_backends, our_call, rival
 from benchmarks.goals import GPU_MEMORY
 from benchmarks.measure import Row
 from benchmarks.results import Column, Found
 from benchmarks.settings import Settings
-from benchmarks.workloads import DIRECTIONS, Direction
+from benchmarks.workloads import DIRECTIONS, Direction, table
 from heads_kernels.testing import Inputs, find, peak_memory
 
 _GIB: Final = 2.0**30
@@ -44,7 +44,7 @@ def measure(settings: Settings) -> Iterator[Found]:
 
 def _cases(settings: Settings, found: Found) -> Iterator[tuple[str, Inputs]]:
     """Calls by name. Those of a GPU are workloads, which have been checked."""
-    every = {workload.name: workload for workload in shapes.table(settings)}
+    every = {workload.name: workload for workload in table(settings)}
     if settings.device == "cuda":
         names = [name for pair in GPU_MEMORY for name in pair if name in every] or [*every][:1]
         for name in names:

@@ -157,10 +157,9 @@ def real_workloads(captured: Captured) -> list[Workload]:
     B, T, width = layers[0].query.shape
     table = f"captured from MiniLM, all {len(layers)} layers: B{B} H{H} T{T} D{width // H}, "
     table += f"{sum(lengths)} of {B * T} tokens real"
-    pairs = sum(n * n for n in lengths)
     contexts = tuple(_heads(layer.context, H) for layer in layers)
     half = torch.arange(H).remainder(2).float()
-    base = Workload("", table, "", lambda dtype, device: (), pairs, width, width, H, len(layers))
+    base = Workload("", table, "", lambda dtype, device: ())
 
     def gated(gate: Tensor) -> list[Inputs]:
         return [_gated(layer, captured, gate, n) for n, layer in enumerate(layers)]
@@ -172,7 +171,6 @@ def real_workloads(captured: Captured) -> list[Workload]:
         replace(base, name=NAMES[0], label="gate of ones", expected=contexts,
             make=lambda dtype, device: _cast(gated(torch.ones(H)), dtype)),
         replace(base, name=NAMES[1], label="50 % of the heads closed", dense=NAMES[0],
-            score_features=width // 2, value_features=width // 2, open_heads=H // 2,
             make=lambda dtype, device: _cast(gated(half), dtype),
             expected=tuple(context * half[:, None, None] for context in contexts)),
         replace(base, name=NAMES[2], label="collaborative, one block a head", expected=contexts,

@@ -12,17 +12,17 @@ from typing import Final
 import torch
 
 import heads_kernels as hk
-from benchmarks import checks, measure, minilm, shapes
+from benchmarks import checks, measure, minilm
 from benchmarks.goals import HAVE_GOALS
 from benchmarks.report import Report
 from benchmarks.results import Results
 from benchmarks.settings import Settings
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, table
 
 #: Modules with `measure(settings)`, which yields tables. `--only` knows them by name.
 PARTS: Final = ("memory", "overhead", "decoding")
 #: Those that a run has only where `--only` is their name: minutes each, and on the CPU.
-ON_REQUEST: Final = ("models", "reading", "conversion", "importance", "scaling")
+ON_REQUEST: Final = ("models", "reading", "conversion")
 
 _SENTENCES: Final = {"smoke": 4, "quick": 32, "full": 64}
 
@@ -37,7 +37,7 @@ class ContextLost(Exception):
 
 def choose(settings: Settings) -> list[Workload]:
     """The synthetic workloads that are wanted; raises `NothingToDo` where `--only` matches nothing."""
-    every = shapes.table(settings)
+    every = table(settings)
     real = minilm.NAMES if settings.device == "cpu" else ()
     names = [*(workload.name for workload in every), *real, *PARTS]
     if settings.only in ON_REQUEST:
@@ -55,7 +55,7 @@ def run(chosen: list[Workload], report: Report) -> None:
     if settings.only in ON_REQUEST:
         _parts([settings.only], report)
     else:
-        known = {workload.name: workload for workload in [*shapes.table(settings), *chosen]}
+        known = {workload.name: workload for workload in [*table(settings), *chosen]}
         if settings.device == "cpu" and any(map(settings.wants, minilm.NAMES)):
             real = _real(results)
             known |= {workload.name: workload for workload in real}
@@ -187,7 +187,7 @@ def _break_even() -> str:
 def backends(settings: Settings) -> list[str]:
     """Which backend runs the operators and why not another, in words."""
     found: dict[str, str] = {}
-    for workload in shapes.table(Settings("smoke", settings.device, settings.dtype)):
+    for workload in table(Settings("smoke", settings.device, settings.dtype)):
         inputs = workload.make(settings.dtype, settings.place)[0]
         found.setdefault(inputs.operator, str(measure.explain(inputs)).replace("\n ", ";"))
     return [*found.values()]
