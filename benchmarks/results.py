@@ -159,7 +159,7 @@ def this_machine(device: str = "cpu") -> Machine:
 def _gpu() -> dict[str, Any]:
     """Its name, and the versions that its times depend on; on a machine without one, that kernels are simulated."""
     about: dict[str, Any] = {"name": "simulated on the CPU", "cuda": torch.version.cuda}
-    about |= {name: _version(name) for name in ("triton", "flash_attn")}
+    about |= {name: version_of(name) for name in ("triton", "flash_attn")}
     if not torch.cuda.is_available():
         return about
     properties = torch.cuda.get_device_properties(0)
@@ -173,7 +173,7 @@ def _gpu() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
