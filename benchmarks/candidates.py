@@ -8,10 +8,13 @@ package chooses.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, get_args
 
 import torch
@@ -149,7 +152,7 @@ def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Att
         return _flash_attn(inputs)
     known = baselines(inputs)
     if name == "eager":
-        _must_fit(inputs, MATRICES[direction])
+        _must_fit(inputs, direction)
         return known["eager"]
     if "sdpa" not in known:
         raise NotRun("SDPA has no cap, no sinks and no entmax")
@@ -163,15 +166,27 @@ def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Att
     return by_name
 
 
-def _must_fit(inputs: Inputs, matrices: int) -> None:
-    if not inputs.dout.is_cuda:
-        return
-    p = inputs.problem()
-    needed = matrices * p.B * p.H * p.T * p.S * inputs.dout.element_size()
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
+def _must_fit(inputs: Inputs, direction: Direction) -> None:
+    """Refuse eager PyTorch where its matrices may take more memory than there is."""
+    p, free = inputs.problem(), _free_bytes(inputs.dout.device)
+    needed = MATRICES[direction] * p.B * p.H * p.T * p.S * inputs.dout.element_size()
     if needed > free:
-        raise NotRun(f"it may take {needed / 2**30:.0f} GiB; {free / 2**30:.0f} are free")
+        raise NotRun(f"{free / 2**30:.1f} GiB free of {needed / 2**30:.1f} that it may take")
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory that can be had without swapping, on the CPU by the kernel and by the container."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+    limits = [math.inf]
+    with contextlib.suppress(OSError):  # another system, or no container
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        limit = float((group / "memory.max").read_text().replace("max", "inf"))
+        limits.append(limit - int((group / "memory.current").read_text()))
+    return min(limits)
 
 
 def _plain(inputs: Inputs, name: str) -> None:

@@ -17,16 +17,13 @@ level in use, taken in turn with the kernels:
 - a copy between two buffers, as many bytes in all as the call moves, so that it has the caches that
   the call has
 
-What the floor leaves out makes real calls slower: row maxima and sums, masks, scale and gate, casts,
-the mixed query of collaborative attention, packing, loads of what is multiplied, tiles at the border
-of a mask, edges of tiles, starting threads and waiting for the last, the call itself. A call that
-only reads, where a copy writes as well, can come out below it where bytes are the bound.
+What the floor leaves out makes real calls slower: row maxima and sums, masks, gates, casts, packing, borders of tiles,
+starting threads, the call itself. A call that only reads, where a copy writes as well, can come out below it where
+bytes are the bound.
 
-Beside it stands the rate of torch.mm, 1024 x 1024 in float32 (float64 in a float64 run): what a
-vendor's library makes of the same processor, which may be far from the most (MKL on AMD: half).
-
-On a GPU the product rate is that of torch.mm, 8192 x 8192 of random numbers in the dtype of the call,
-and exponentials are left out: they run beside the tensor cores.
+Beside it stands the rate of torch.mm, 1024 x 1024 in float32 (float64 in a float64 run): what a vendor's library makes
+of the same processor, which may be far from the most (MKL on AMD: half). On a GPU the product rate is that of torch.mm,
+8192 x 8192 of random numbers in the dtype of the call, and exponentials are left out: they run beside the tensor cores.
 """
 
 from __future__ import annotations

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from benchmarks import checks
-from benchmarks.candidates import MATRICES, RIVALS, Call, NotRun, further_backends, our_call, rival
+from benchmarks.candidates import RIVALS, Call, NotRun, further_backends, our_call, rival
 from benchmarks.goals import GPU_MEMORY
 from benchmarks.measure import Row
 from benchmarks.results import Column, Found
@@ -22,7 +21,6 @@ from benchmarks.settings import Settings
 from benchmarks.workloads import DIRECTIONS, Direction, table
 from heads_kernels.testing import Inputs, find, peak_memory
 
-_GIB: Final = 2.0**30
 _COLUMNS: Final[dict[str, Column]] = {
     "": "{case}",
     "candidate": "{candidate}",
@@ -69,8 +67,6 @@ def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: 
         "how": "",
     }
     try:
-        if candidate == "eager" and not inputs.dout.is_cuda:
-            _must_fit(inputs, direction)
         step = _step(inputs, candidate, direction, ours)
         if inputs.dout.is_cuda:
             step()  # compiles
@@ -82,13 +78,6 @@ def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: 
             raise
         row["how"] = " ".join(str(reason).split())[:60]
     return row
-
-
-def _must_fit(inputs: Inputs, direction: Direction) -> None:
-    p, free = inputs.problem(), _available_bytes()
-    needed = MATRICES[direction] * p.B * p.H * p.T * p.S * inputs.dout.element_size()
-    if free is not None and free < needed:
-        raise NotRun(f"{free / _GIB:.1f} GiB free of {needed / _GIB:.1f} that it may take")
 
 
 def _step(inputs: Inputs, candidate: str, direction: Direction, ours: bool) -> Call:
@@ -115,18 +104,3 @@ def _first_rows(inputs: Inputs) -> Inputs:
     if "bias" in tensors:
         tensors["bias"] = tensors["bias"][..., :64]
     return replace(inputs, tensors=tensors, dout=inputs.dout[:, :, :64])
-
-
-def _available_bytes() -> int | None:
-    """Memory that can be had without swapping, by the kernel and by the container; None: unknown."""
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits += [int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            limits.append(int(limit) - int((group / "memory.current").read_text()))
-    except OSError:
-        pass  # another system, or no container
-    return min(limits, default=None)

@@ -70,19 +70,15 @@ class Batch:
     real: Tensor  # bool [B, T]
 
     @classmethod
-    def of(cls, count: int) -> Batch:
-        """Sentences as they come."""
-        ids, lengths = minilm.tokens(count)
-        return cls("as they come", ids, torch.arange(ids.shape[1]) < lengths[:, None])
-
-    @classmethod
-    def by_length(cls, count: int) -> Batch:
-        """Sentences beside others of their length."""
-        ids, lengths = minilm.tokens(4 * count)
-        start = (len(lengths) - count) // 2
-        chosen = lengths.argsort(stable=True)[start : start + count]
-        ids, lengths = ids[chosen, : lengths[chosen].max()], lengths[chosen]
-        return cls("by length", ids, torch.arange(ids.shape[1]) < lengths[:, None])
+    def of(cls, count: int, by_length: bool = False) -> Batch:
+        """Sentences as they come; or, of four times as many, those of middle length."""
+        ids, lengths = minilm.tokens(4 * count if by_length else count)
+        if by_length:
+            start = (len(lengths) - count) // 2
+            chosen = lengths.argsort(stable=True)[start : start + count]
+            ids, lengths = ids[chosen, : lengths[chosen].max()], lengths[chosen]
+        name = "by length" if by_length else "as they come"
+        return cls(name, ids, torch.arange(ids.shape[1]) < lengths[:, None])
 
     def whole(self) -> Batch:
         """Its sentences repeated to the length of the longest."""
@@ -243,7 +239,7 @@ def measure(settings: Settings) -> Iterator[Found]:
     for name, load, count in jobs:
         models = candidates(load())
         whole = models[WHOLE[0]]
-        batches = [Batch.of(count), Batch.by_length(count), Batch.of(count).whole()]
+        batches = [Batch.of(count), Batch.of(count, by_length=True), Batch.of(count).whole()]
         for batch in batches[: 1 if smoke else 3]:
             found = Found("models", f"{name}, {batch}", {
                 "": "{candidate}", "use": "{use}", "ms": "{ms:.1f}", "x stock": "{times_stock:.2f}"

@@ -195,19 +195,19 @@ def test_other_statistics_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     pytest.importorskip("transformers", reason="reads a transformers model")
     from benchmarks import reading
 
-    ours, of_maps = reading.READINGS["distance"]
+    ours = reading.statistics
 
-    def wrong(*call: object) -> reading.Reading:
-        return {"distance": ours(*call)["distance"] + 0.01}
+    def wrong(*call: Any) -> reading.Reading:
+        found = ours(*call)
+        return {**found, "entropy": found["entropy"] + 0.01}
 
-    monkeypatch.setitem(reading.READINGS, "distance", (wrong, of_maps))
+    monkeypatch.setattr(reading, "statistics", wrong)
     path = tmp_path / "numbers.json"
     assert bench("--only", "reading", path=path) == 1
     numbers = json.loads(path.read_text())
-    assert [
-        "distance, T 24: distance differs by 1.0e-02" in text for text in numbers["failures"]
-    ] == [True]
-    assert {row["reading"] for row in numbers["parts"]["reading"]} == {"statistics"}
+    (failure,) = numbers["failures"]
+    assert "statistics, T 24: entropy differs by 1.0e-02" in failure
+    assert numbers["parts"]["reading"] == []
 
 
 @pytest.mark.parametrize(
@@ -521,21 +521,17 @@ def test_peaks_refuse_by_name(arguments: tuple[torch.dtype, int, int], name: str
 @pytest.mark.parametrize("case", decoding.cases(SMOKE), ids=str)
 def test_decoding(case: decoding.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates of a layout agree, and the bytes are those of the operands."""
-    cache = decoding.Cache(replace(case, dtype=torch.float32), CPU)
-    assert decoding.check(cache) == []
-    sdpa = cache.sdpa()
-    for name, inputs in cache.inputs().items():
-        shared = name.endswith("collaborative")
-        if not shared:
-            assert_alike(inputs.call(), sdpa[name.replace("ours", "SDPA")]())
-        size = inputs.tensors["key"].nbytes + inputs.tensors["value"].nbytes
-        of = cache.case
-        assert size == of.B * of.S * (of.shared_token_bytes if shared else of.token_bytes)
-    rows = decoding.rows(cache, SMOKE)
-    assert [row["candidate"] for row in rows] == [*cache.inputs(), *sdpa]
+    case = replace(case, dtype=torch.float32)
+    calls = decoding.calls_of(case, CPU)
+    assert decoding.check(case, calls) == []
+    for name, inputs in calls.items():
+        if not name.endswith("collaborative"):
+            assert_alike(inputs.call(), decoding.sdpa(inputs))
+    rows = decoding.rows(case, calls, SMOKE)
+    assert {row["candidate"] for row in rows} >= {*calls, "SDPA, heads first", "SDPA, tokens first"}
     assert max(row["times_sdpa"] for row in rows if row["candidate"].startswith("SDPA")) == 1.0
 
-    monkeypatch.setattr(decoding, "check", lambda cache: ["wrong"])
+    monkeypatch.setattr(decoding, "check", lambda case, calls: ["wrong"])
     (found,) = decoding.measure(SMOKE)
     assert found.failures == ["wrong"] * len(decoding.cases(SMOKE))
     assert found.rows == []
