@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -50,33 +49,6 @@ _REASON = 300  # characters of a refusal that are kept
 
 class NotRun(Exception):
     """A candidate that is not run; the message says why."""
-
-
-@dataclass
-class Prepared:
-    """Calls by candidate, and why the others have none. `failed` are ours."""
-
-    calls: dict[str, Call] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-def prepare(
-    workload: Workload,
-    inputs: tuple[Inputs, ...],
-    direction: Direction,
-    device: Device,
-    without: Collection[str] = (),
-) -> Prepared:
-    """Every candidate but those `without`; each does all of these calls, on the same memory."""
-    found = Prepared()
-    ours = ("ours", *further_backends(inputs[0], device))
-    for name in (*ours, *(name for name in RIVALS[device] if name not in without)):
-        try:
-            found.calls[name] = candidate(name, workload, inputs, direction)
-        except NotRun as reason:  # noqa: PERF203 (each by itself)
-            (found.failed if name in ours else found.refused)[name] = str(reason)
-    return found
 
 
 def candidate(

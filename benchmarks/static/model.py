@@ -309,27 +309,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if fnmatchcase(work.name, pattern)
     ]  # fmt: skip
     module, tool = options.module or cuda_resources.module(), cuda_resources.cuobjdump()
+    in_module: list[Row] = []
     if "cuda" in backends:
         if module is None or not module.is_file():
-            parser.error(
-                "no module heads_kernels._cuda: build the package where nvcc is, name a file with --module, or choose "
-                "--backend triton"
-            )
+            parser.error("no module heads_kernels._cuda: build the package where nvcc is, name a file with --module, "
+                "or choose --backend triton")  # fmt: skip
         if tool is None:
             parser.error("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
-    rows: list[Row] = []
-    if "triton" in backends:
-        targets = options.target or TARGETS["triton"]
-        rows += of_triton(targets, works)
-    if "cuda" in backends and module is not None and tool is not None:
         wanted = options.target or TARGETS["cuda"]
-        found = of_cuda(module, tool, wanted, only=pattern)
-        missing = set(wanted) - {row.target for row in found}
+        in_module = of_cuda(module, tool, wanted, only=pattern)
+        missing = set(wanted) - {row.target for row in in_module}
         if missing and not options.only:
             parser.error(
                 f"{module} has no kernels for {', '.join(sorted(missing))}: build for them"
             )
-        rows += found
+    targets = options.target or TARGETS["triton"]
+    rows = [*(of_triton(targets, works) if "triton" in backends else ()), *in_module]
     if not rows:
         parser.error(f"--only {options.only!r} matches no loop with tensor-core instructions")
     print(*table(rows), sep="\n")
