@@ -40,6 +40,7 @@ RIVALS: Final[dict[Device, tuple[str, ...]]] = {
     "cpu": ("eager", "sdpa"),
     "cuda": (*_SDPA, "flex", "flash_attn", "eager"),
 }
+BASELINES: Final = {name for names in RIVALS.values() for name in names}
 #: Kernels of SDPA, in whatever name.
 SDPA: Final = ("sdpa", *_SDPA)
 #: Matrices `[B, H, T, S]` that eager may hold at once; it keeps about half of them.
@@ -55,16 +56,10 @@ def candidate(
     name: str, workload: Workload, inputs: tuple[Inputs, ...], direction: Direction
 ) -> Call:
     """One candidate, called once; raises `NotRun`. Backward, the graphs are made here, and the call takes gradients."""
-    make = partial(rival, name, flex=workload.flex, direction=direction)
-    if name not in (*RIVALS["cpu"], *RIVALS["cuda"]):
-        make = partial(our_call, name)
+    make = partial(attention, name, flex=workload.flex, direction=direction)
     if direction == "backward":
         inputs = tuple(one.requires_grad() for one in inputs)
     return _called(inputs, make, direction)
-
-
-def our_call(name: str, inputs: Inputs) -> Attention:
-    return inputs.call if name == "ours" else partial(inputs.call, name)
 
 
 def further_backends(inputs: Inputs, device: Device) -> list[str]:
@@ -114,8 +109,12 @@ def gradients(inputs: Inputs, out: Tensor) -> Call:
     return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
 
 
-def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Attention:
-    """The baseline as a callable; raises `NotRun`."""
+def attention(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Attention:
+    """A baseline, "ours" or one of our backends as a callable; raises `NotRun`."""
+    if name == "ours":
+        return inputs.call
+    if name not in BASELINES:
+        return partial(inputs.call, name)
     if name == "flex":
         if not flex:
             raise NotRun("not compiled for this workload: time")

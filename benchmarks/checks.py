@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.baselines import baselines
-from benchmarks.candidates import RIVALS, NotRun, further_backends, rival
+from benchmarks.candidates import RIVALS, NotRun, attention, further_backends
 from benchmarks.settings import Settings, on_threads
 from benchmarks.workloads import Workload, flops
 from heads_kernels import testing
@@ -192,7 +192,7 @@ def _wrong_baselines(
     for name in RIVALS[settings.device]:
         try:
             with torch.no_grad():
-                out = rival(name, inputs, flex=workload.flex, direction="forward")()
+                out = attention(name, inputs, flex=workload.flex, direction="forward")()
         except (NotRun, RuntimeError):  # it cannot serve the call: where it is timed it says why
             continue
         error = float((out.double().where(rows, 0.0) - exact).abs().max())

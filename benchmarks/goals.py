@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
 
-from benchmarks.candidates import RIVALS, SDPA
+from benchmarks.candidates import BASELINES, SDPA
 from benchmarks.workloads import (
     DIRECTIONS,
     GPU_LENGTHS,
@@ -39,7 +39,6 @@ VERSUS: Final = {
     "TFLOP/s": "",
     "cuda TFLOP/s": "on cuda",  # of the backend `cuda`
 }
-_BASELINES: Final = {name for names in RIVALS.values() for name in names}
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def ratio(row: dict[str, Any], versus: str) -> float | None:
     if versus == "dense rate":
         dense = milliseconds(row, "dense")
         return None if dense is None else own / (row["dense_flops"] / dense * 1e-6)
-    names = {"sdpa": SDPA, "best": tuple(_BASELINES)}.get(versus, (versus,))
+    names = {"sdpa": SDPA, "best": tuple(BASELINES)}.get(versus, (versus,))
     times = [ms for name in names if (ms := milliseconds(row, name)) is not None]
     return min(times) / ours if times else None
 

@@ -13,7 +13,14 @@ from typing import Final
 import torch
 
 from benchmarks import checks
-from benchmarks.candidates import RIVALS, Call, NotRun, further_backends, our_call, rival
+from benchmarks.candidates import (
+    BASELINES,
+    RIVALS,
+    Call,
+    NotRun,
+    attention,
+    further_backends,
+)
 from benchmarks.goals import GPU_MEMORY
 from benchmarks.measure import Row
 from benchmarks.results import Column, Found
@@ -34,9 +41,9 @@ def measure(settings: Settings) -> Iterator[Found]:
     found = Found("memory", "Peak memory beyond inputs and results", _COLUMNS)
     for name, inputs in _cases(settings, found):
         for direction in DIRECTIONS:
-            ours = ("ours", *further_backends(inputs, settings.device))
-            for candidate in (*ours, *RIVALS[settings.device]):
-                found.rows.append(_row(name, inputs, candidate, direction, candidate in ours))
+            others = (*further_backends(inputs, settings.device), *RIVALS[settings.device])
+            for candidate in ("ours", *others):
+                found.rows.append(_row(name, inputs, candidate, direction))
     yield found
 
 
@@ -58,7 +65,7 @@ def _cases(settings: Settings, found: Found) -> Iterator[tuple[str, Inputs]]:
         yield "pair_bias_H4", every["pair_bias_H4"].make(settings.dtype, settings.place)[0]
 
 
-def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: bool) -> Row:
+def _row(case: str, inputs: Inputs, candidate: str, direction: Direction) -> Row:
     row: Row = {
         "case": case,
         "direction": direction,
@@ -67,26 +74,22 @@ def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: 
         "how": "",
     }
     try:
-        step = _step(inputs, candidate, direction, ours)
+        step = _step(inputs, candidate, direction)
         if inputs.dout.is_cuda:
             step()  # compiles
         else:
-            _step(_first_rows(inputs), candidate, direction, ours)()  # thread pools, code
+            _step(_first_rows(inputs), candidate, direction)()  # thread pools, code
         row["extra"] = peak_memory(step, inputs.dout.device).extra
     except (NotRun, RuntimeError) as reason:
-        if ours:
+        if candidate not in BASELINES:
             raise
         row["how"] = " ".join(str(reason).split())[:60]
     return row
 
 
-def _step(inputs: Inputs, candidate: str, direction: Direction, ours: bool) -> Call:
+def _step(inputs: Inputs, candidate: str, direction: Direction) -> Call:
     leaves = inputs.requires_grad()
-    call = (
-        our_call(candidate, leaves)
-        if ours
-        else rival(candidate, leaves, flex=False, direction=direction)
-    )
+    call = attention(candidate, leaves, flex=False, direction=direction)
 
     def forward() -> object:
         with torch.no_grad():

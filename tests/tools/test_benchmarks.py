@@ -166,16 +166,13 @@ def test_failed_check_is_said_and_not_timed(
     elif broken == "flops":
         monkeypatch.setattr(checks, "count", lambda call: (call(), 1)[1])
     else:
-        rival = checks.rival
+        attention = checks.attention
 
         def zeros(name: str, inputs: Any, **options: Any) -> Any:
-            return (
-                (lambda: torch.zeros_like(inputs.dout))
-                if name == "sdpa"
-                else rival(name, inputs, **options)
-            )
+            out = torch.zeros_like(inputs.dout)
+            return (lambda: out) if name == "sdpa" else attention(name, inputs, **options)
 
-        monkeypatch.setattr(checks, "rival", zeros)
+        monkeypatch.setattr(checks, "attention", zeros)
     path = tmp_path / "numbers.json"
     assert bench("--only", "gated_closed_50", path=path) == 1
     words = {
