@@ -5,8 +5,8 @@ as they come, next to others of their length (of four times as many, those in th
 training step is forward, backward and AdamW, with the model's own dropout. Llama and T5 also generate tokens from these
 sentences, which are padded on the left for Llama. Half of the heads are every second one of each layer, in Llama with
 the key head that they share: closed by gates, or pruned from the weights. Stock T5 can't be pruned. Unpadded layers
-compute real tokens alone. The hidden states or logits of ours are held to those of the stock model first. Goals of
-unpadded MiniLM are checked on batches of about 50 % and of 100 % real tokens. About 12 minutes on 2 cores.
+compute real tokens alone. The hidden states or logits of ours are held to those of the stock model first. About 12
+minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks import minilm
-from benchmarks.goals import Outcome
 from benchmarks.measure import Row
 from benchmarks.results import Found
 from benchmarks.settings import Settings
@@ -42,25 +41,6 @@ _PRUNED: Final = "half of the heads pruned"
 _CLOSED: Final = "ours, half of the heads closed"
 
 Model = Any
-
-
-#: The stock model's time by that of unpadded layers. MiniLM's sentences, as they come, are padded by half.
-GOALS: Final = {
-    ("MiniLM", "as they come", "inference", WHOLE[2]): 2.0,
-    ("MiniLM", "as they come", "training step", WHOLE[2]): 1.8,
-    ("MiniLM", "no padding", "inference", WHOLE[2]): 0.98,
-    ("MiniLM", "no padding", "training step", WHOLE[2]): 0.98,
-}
-
-
-def outcome(row: Row) -> Outcome | None:
-    """The goal of a row; None where it has none."""
-    key = row["model"], row["batch"].split(":")[0], row["use"], row["candidate"]
-    if key not in GOALS:
-        return None
-    words = f"{row['model']}, {row['batch']}, {row['use']}, {row['candidate']}"
-    got, wanted = row["times_stock"], GOALS[key]
-    return Outcome(words, WHOLE[0], f"{wanted:.2f}x", f"{got:.2f}x", got >= wanted)
 
 
 @dataclass(frozen=True)
@@ -250,8 +230,6 @@ def measure(settings: Settings) -> Iterator[Found]:
             ]
             if not found.failures:
                 found.rows = rows(name, models, batch, *((0.1, 1) if smoke else (12.0, 5)))
-            if not smoke:
-                found.outcomes = [one for row in found.rows if (one := outcome(row))]
             yield found
 
 

@@ -40,7 +40,6 @@ class Found:
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class Results:
     parts: dict[str, list[Row]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    part_goals: list[Outcome] = field(default_factory=list)
     complete: bool = False
     running: str | None = None
     ended: list[str] = field(default_factory=list)
@@ -91,12 +89,10 @@ class Results:
         """The rows of a part."""
         self.parts.setdefault(found.part, []).extend(found.rows)
         self.failures += found.failures
-        self.part_goals += found.outcomes
 
     def goals(self) -> list[Outcome]:
-        """Those of a full run, and of the parts that have some."""
-        full = self.settings.form == "full"
-        return (outcomes(self.speed, self.parts) if full else []) + self.part_goals
+        """Those of a full run."""
+        return outcomes(self.speed, self.parts) if self.settings.form == "full" else []
 
     def to_json(self) -> Row:
         s = self.settings
