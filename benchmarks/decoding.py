@@ -13,7 +13,7 @@ they have the caches that the call has. A call can come out above them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Final
@@ -37,64 +37,48 @@ _MOST_READ: Final = 1 << 28
 _SHARED: Final = 256
 
 
-@dataclass(frozen=True)
-class Case:
-    B: int
-    H: int
-    Hk: int
-    S: int
-    D: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H} Hk{self.Hk}"
-        return f"B{self.B} {heads} S{self.S} D{self.D} {word(self.dtype)}"
-
-    @property
-    def cache_bytes(self) -> int:
-        return 2 * self.B * self.S * self.Hk * self.D * self.dtype.itemsize
-
-    @property
-    def collaborative(self) -> bool:
-        """Whether collaborative attention of the same model width stands beside it."""
-        return self.Hk == self.H and self.D == 64
+def case(B: int, H: int, Hk: int, S: int, D: int) -> GatedCase:
+    """By the name that its rows have."""
+    heads = f"H{H}" if Hk == H else f"H{H} Hk{Hk}"
+    return GatedCase(f"B{B} {heads} S{S} D{D}", B, H, 1, S, D=D, Dv=D, Hk=Hk)
 
 
-def cases(settings: Settings) -> list[Case]:
-    """Those of a form; on a GPU all are in the dtype of the run."""
+def cases(settings: Settings) -> list[tuple[GatedCase, torch.dtype]]:
+    """Those of a form with their dtypes; on a GPU all are in the dtype of the run."""
     on_gpu = settings.device == "cuda"
-    narrow = (settings.dtype,) if on_gpu else (torch.float32, torch.bfloat16)
+    dtypes = (settings.dtype,) if on_gpu else (torch.float32, torch.bfloat16)
+    shapes = [(1, 12, 12, 512, 64), (8, 12, 12, 4096, 64), (1, 16, 4, 4096, 128)]
     if settings.form == "smoke":
-        return [Case(2, 12, 12, 32, 64, dtype) for dtype in narrow] + [
-            Case(2, 16, 4, 32, 64, dtype) for dtype in narrow
+        shapes = [(2, 12, 12, 32, 64), (2, 16, 4, 32, 64)]
+    elif settings.form == "quick":
+        dtypes = dtypes[:1]
+    else:
+        shapes = [
+            (B, *heads, S, D)
+            for heads, D, B, S in product(((12, 12), (16, 4)), (64, 128), (1, 8, 64), (512, 4096))
         ]
-    if settings.form == "quick":
-        shapes = [(1, 12, 12, 512, 64), (8, 12, 12, 4096, 64), (1, 16, 4, 4096, 128)]
-        return [Case(*shape, narrow[0]) for shape in shapes]
-    every = (
-        Case(B, H, Hk, S, D, dtype)
-        for (H, Hk), D, B, S, dtype in product(
-            ((12, 12), (16, 4)), (64, 128), (1, 8, 64), (512, 4096), narrow
-        )
-    )
-    return [case for case in every if case.cache_bytes <= MOST_BYTES]
+    return [
+        (case(B, H, Hk, S, D), dtype)
+        for B, H, Hk, S, D in shapes
+        for dtype in dtypes
+        if 2 * B * Hk * S * D * dtype.itemsize <= MOST_BYTES
+    ]
 
 
-def calls_of(case: Case, place: torch.device) -> dict[str, Inputs]:
+def calls_of(case: GatedCase, dtype: torch.dtype, place: torch.device) -> dict[str, Inputs]:
     """The calls of ours by candidate; both layouts of the cache are of the same memory."""
-    B, H, Hk, S, D = case.B, case.H, case.Hk, case.S, case.D
-    first = GatedCase("decoding", B, H, 1, S, D=D, Dv=D, Hk=Hk).make(
-        case.dtype, place, drawn_on=place
-    )
+    B, H, S, D = case.B, case.H, case.S, case.D
+    first = case.make(dtype, place, drawn_on=place)
     cached = {
-        name: first.tensors[name].view(B, S, Hk, D).transpose(1, 2) for name in ("key", "value")
+        name: first.tensors[name].view(B, S, case.Hk, D).transpose(1, 2)
+        for name in ("key", "value")
     }
     tokens = replace(first, tensors={**first.tensors, **cached})
     found = {"ours, heads first": first, "ours, tokens first": tokens}
-    if case.collaborative:
+    if case.Hk == H and D == 64:
         shared = CollaborativeCase("decoding", B, H, 1, S, Ds=_SHARED, Dv=D, scale=D**-0.5,
             layout="transposed")  # fmt: skip
-        found["ours, collaborative"] = shared.make(case.dtype, place, drawn_on=place)
+        found["ours, collaborative"] = shared.make(dtype, place, drawn_on=place)
     return found
 
 
@@ -105,7 +89,7 @@ def sdpa(inputs: Inputs) -> Tensor:
     return F.scaled_dot_product_attention(rows, key, value).view(query.shape)
 
 
-def check(case: Case, calls: dict[str, Inputs]) -> list[str]:
+def check(calls: dict[str, Inputs]) -> list[str]:
     """What breaks the accuracy rule, in the first sequence of the batch."""
     failures = []
     for name, inputs in calls.items():
@@ -113,7 +97,7 @@ def check(case: Case, calls: dict[str, Inputs]) -> list[str]:
         first = replace(inputs, tensors=tensors, dout=inputs.dout[:1])
         report = accuracy.compare(accuracy.reference(first, backward=False), None, name)
         if not report.ok:
-            failures.append(f"decoding, {case}: {report}")
+            failures.append(str(report))
     return failures
 
 
@@ -121,13 +105,13 @@ def measure(settings: Settings) -> Iterator[Found]:
     """Every case in its own dtype, on a CPU in full on all threads and on one."""
     found = Found("decoding", "Decoding: one query row against a cache", _COLUMNS)
     own = torch.get_num_threads()
-    for case in cases(settings):
-        calls = calls_of(case, settings.place)
-        failures = check(case, calls)
-        found.failures += failures
+    for case, dtype in cases(settings):
+        calls, label = calls_of(case, dtype, settings.place), f"{case} {word(dtype)}"
+        failures = check(calls)
+        found.failures += [f"decoding, {label}: {failure}" for failure in failures]
         for threads in () if failures else settings.threads(own):
             with on_threads(threads):
-                found.rows += rows(case, calls, settings)
+                found.rows += rows(label, calls, settings)
     found.notes.append(
         "x SDPA: the faster SDPA of the case by this. of memory: by the rate of PyTorch's fastest reduction of as many "
         "bytes."
@@ -135,7 +119,7 @@ def measure(settings: Settings) -> Iterator[Found]:
     yield found
 
 
-def rows(case: Case, calls: dict[str, Inputs], settings: Settings) -> list[Row]:
+def rows(label: str, calls: dict[str, Inputs], settings: Settings) -> list[Row]:
     """All candidates in turn, on the present number of threads.
 
     `times_sdpa` is the median of the faster SDPA by that of the candidate, `memory_gbytes` the rate of memory.
@@ -150,7 +134,10 @@ def rows(case: Case, calls: dict[str, Inputs], settings: Settings) -> list[Row]:
         for name, inputs in calls.items()
         if inputs.operator == "gated_attention"
     }
-    read, readers = _readers(min(case.cache_bytes, _MOST_READ), settings.place)
+    first = calls["ours, heads first"].tensors
+    tokens = first["key"].shape[0] * first["key"].shape[2]  # of the cache
+    whole = first["key"].nbytes + first["value"].nbytes
+    read, readers = _readers(min(whole, _MOST_READ), settings.place)
     with torch.inference_mode():
         times = time_in_turn(compared | readers, device=settings.place, cold=settings.device == "cuda",
             budget_s=effort.budget_s, least=effort.least, warmup=1)  # fmt: skip
@@ -161,8 +148,8 @@ def rows(case: Case, calls: dict[str, Inputs], settings: Settings) -> list[Row]:
         timing, cached = times[name], calls[name.replace("SDPA", "ours")].tensors
         size = cached["key"].nbytes + cached["value"].nbytes
         found.append({
-            "case": str(case), "candidate": name, "threads": torch.get_num_threads(),
-            "ms": timing.median * 1e3, "times_sdpa": best / timing.median, "token_bytes": size // (case.B * case.S),
+            "case": label, "candidate": name, "threads": torch.get_num_threads(),
+            "ms": timing.median * 1e3, "times_sdpa": best / timing.median, "token_bytes": size // tokens,
             "gbytes": size / timing.median * 1e-9, "memory_gbytes": memory,
             "spread": timing.median / timing.minimum,
         })  # fmt: skip
