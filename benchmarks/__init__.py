@@ -2,6 +2,5 @@
 
 import os
 
-os.environ.setdefault(
-    "HEADS_KERNELS_DOCTOR", "0"
-)  # no record of whoever runs them: the order of the tables
+# Whatever doctor's record whoever runs them has, the order of backends is that of the tables.
+os.environ.setdefault("HEADS_KERNELS_DOCTOR", "0")
