@@ -52,7 +52,7 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     assert (seen & ~above).any()
 
     # The passes over keys have other tiles.
-    of, tiles = first.operands, Tiles(16, 64, 0, 0, 4, 1)
+    of, tiles = first.operands, Tiles(16, 64, num_warps=4, num_stages=1)
     T, S = call.sizes[2:]
     supported = cells.repeat_interleave(support.block_m, 2)[:, :, :T]
     supported = supported.repeat_interleave(support.block_n, 3)[..., :S]
