@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, overload
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.parse import check, form, parse
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from heads_kernels.ops.sharding import Part
 
 
@@ -408,9 +410,8 @@ def _attend(
 def _part_of(call: Call) -> Part | None:
     if not any(is_sharded(field) for field in call):
         return None
-    from heads_kernels.ops.sharding import (
-        part_of,
-    )  # imports torch.distributed.tensor, which is slow
+    # Not above: it imports torch.distributed.tensor, which is slow.
+    from heads_kernels.ops.sharding import part_of
 
     return part_of(call)
 
