@@ -19,6 +19,7 @@ from tests.support.nn_layers import (
     S,
     T,
     formula,
+    gradients,
     layer_of,
     spread,
     torch_attention,
@@ -35,11 +36,6 @@ def shared_layer(**options: Any) -> hk.nn.CollaborativeMultiheadAttention:
     """With mixing that makes it the ordinary layer of the same weights."""
     sizes = {"embed_dim": E, "num_heads": H, "shared_dim": E, "dtype": torch.float64}
     return hk.nn.CollaborativeMultiheadAttention(**sizes, **options).eval()
-
-
-def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return torch.autograd.grad((out * weight).sum(), leaves)
 
 
 # ---------------------------------------------------------------------- the bias of a call
@@ -106,8 +102,15 @@ def test_a_float_mask_of_zeros_that_learns_has_a_gradient() -> None:
 
 
 # ---------------------------------------------------------------------- several batch dimensions
-@pytest.mark.parametrize("collaborative", [False, True])
-@pytest.mark.parametrize("shape", [(B, 1, H, S, S), (1, N, 1, S, S), (B, N, H, 1, S), (H, S, S)])
+@pytest.mark.parametrize(
+    ("shape", "collaborative"),
+    [
+        ((B, 1, H, S, S), False),
+        ((1, N, 1, S, S), True),
+        ((B, N, H, 1, S), True),
+        ((H, S, S), False),
+    ],
+)
 def test_batch_dimensions(shape: tuple[int, ...], collaborative: bool) -> None:
     """Those of the inputs and the bias, as if each element were a call of its own."""
     options = {"output_gate": "element"}

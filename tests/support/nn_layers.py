@@ -33,6 +33,12 @@ def layer_of(**options: Any) -> hk.nn.GatedMultiheadAttention:
     return spread(hk.nn.GatedMultiheadAttention(**{**sizes, **options}))
 
 
+def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Under a loss that weighs each number of `out` differently."""
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.autograd.grad((out * weight).sum(), leaves)
+
+
 def assert_as_accurate_as(out: Tensor, plain: Tensor, exact: Tensor) -> None:
     """The accuracy rule: an error of at most twice that of the plain formula, and the rounding of `out` itself."""
     rounding = torch.finfo(out.dtype).eps / 2 * exact.abs().max()
@@ -47,9 +53,10 @@ def formula(
     visible: Tensor | None = None,
     gates: Tensor | None = None,
     bias: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`,
-    `bias` of any that broadcasts to `visible`."""
+    `bias` of any that broadcasts to `visible`; `kept` as in `reference.attention`."""
     D, Dv, Hk = layer.head_dim, layer.value_dim, layer.num_key_heads
     shape = x.shape[0], layer.num_heads, x.shape[1], y.shape[1]
     added = {} if bias is None else {"bias": bias}
@@ -62,6 +69,7 @@ def formula(
         },
         torch.ones(shape, dtype=torch.bool) if visible is None else visible,
         layer.scale,
+        kept=kept,
     )
     heads = heads if gates is None else heads * gates
     return layer.out_proj(heads.transpose(1, 2).flatten(2))
