@@ -14,12 +14,7 @@ import heads_kernels as hk
 from heads_kernels.analysis import relevance
 from heads_kernels.analysis.lrp import rules
 from heads_kernels.analysis.lrp.functions import RULES
-from tests.analysis.jacobian_relevance import (
-    Encoder,
-    by_jacobian,
-    by_rows,
-    encoder_by_jacobian,
-)
+from tests.analysis.jacobian_relevance import Encoder, by_jacobian, by_rows, encoder_by_jacobian
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import spread
 

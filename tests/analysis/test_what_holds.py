@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import heads_kernels as hk
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
+from tests.support.model_state import state
 
 Heads = tuple[tuple[str, int], ...]  # a layer's name and a head each
 Found = dict[tuple[str, Heads], Tensor]
@@ -240,14 +241,8 @@ def test_the_model_is_put_back(name: str) -> None:
     model.embeddings.requires_grad_(False)
     hk.heads.close(model, {0: [1]})
 
-    def state() -> list[Any]:
-        gates = [layer.gate for layer in hk.heads.attention_layers(model)]
-        modules = [
-            (part.training, list(part._forward_hooks), list(part._forward_pre_hooks))
-            for part in model.modules()
-        ]
-        asking = [(p.requires_grad, p.grad) for p in model.parameters()]
-        return [gates, modules, asking, [vars(part).get("observer") for part in model.modules()]]
+    def all_of_it() -> list[Any]:
+        return [*state(model), *((p.requires_grad, p.grad) for p in model.parameters())]
 
     passes: list[int] = []
 
@@ -261,14 +256,14 @@ def test_the_model_is_put_back(name: str) -> None:
 
     last = 0
     model.encoder.layer[1].register_forward_hook(look)
-    before = state()
+    before = all_of_it()
     READ[name](model, data)
     assert passes
-    assert state() == before
+    assert all_of_it() == before
     last, passes[:] = len(passes), []
     with pytest.raises(KeyboardInterrupt):
         READ[name](model, data)
-    assert state() == before
+    assert all_of_it() == before
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -16,13 +16,7 @@ import heads_kernels as hk
 from heads_kernels.heads.layers import find_layers
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
-from tests.support.tiny_models import (
-    assert_same,
-    assert_same_states,
-    build,
-    outputs,
-    transformers,
-)
+from tests.support.tiny_models import assert_same, assert_same_states, build, outputs, transformers
 
 pytest.importorskip("safetensors", reason="what models are saved as")
 
