@@ -72,7 +72,9 @@ def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
     }
     if not model.config.is_encoder_decoder:
         maps = torch.stack([each for each in out.attentions if each is not None])
-        real = _real(rows["encoder"], maps)
+        mask = rows["encoder"]
+        real = torch.ones(maps.shape[1], maps.shape[3]) if mask is None else mask
+        real = real.bool()
         kinds = [layer.kind for layer in hk.heads.attention_layers(model)]
         return {kinds[0]: Maps(maps, real, real)}
     found = {}
@@ -84,12 +86,6 @@ def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
         maps = torch.stack(out[f"{kind}_attentions"])
         found[kind] = Maps(maps, rows[queries].bool(), rows[keys].bool())
     return found
-
-
-def _real(mask: Tensor | None, maps: Tensor) -> Tensor:
-    return (
-        torch.ones(maps.shape[1], maps.shape[3], dtype=torch.bool) if mask is None else mask.bool()
-    )
 
 
 class Layers(nn.Module):

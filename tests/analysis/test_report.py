@@ -27,6 +27,7 @@ from heads_kernels.__main__ import main
 from heads_kernels.report import command, page, pictures, stages
 from heads_kernels.report.page import SECTIONS
 from heads_kernels.report.stages import STAGES
+from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.check
 
@@ -59,22 +60,10 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(path: Path, family: str, special: bool, **options: Any) -> Path:
-    """A model of random weights, so large that attention is not uniform, with a tokenizer of words."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        family, **sizes(family), initializer_range=0.2, **options
-    )
-    transformers.AutoModel.from_config(config).save_pretrained(path)
+    """A tiny model of random weights, with a tokenizer of words."""
+    build(family, **options).save_pretrained(path)
     save_tokenizer(path, special)
     return path
-
-
-def sizes(family: str) -> dict[str, int]:
-    words = {"vocab_size": len(WORDS)}
-    if family == "gpt2":
-        return {**words, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    widths = {"hidden_size": 32, "intermediate_size": 40, "max_position_embeddings": 64}
-    return {**words, **widths, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def save_tokenizer(path: Path, special: bool) -> None:
@@ -130,10 +119,8 @@ def page_of(out: Path) -> Page:
 
 def check_whole(out: Path) -> None:
     """Every stage, a page that needs no other file, nothing half written, no file that nobody reads."""
-    names = {path.name for path in out.iterdir()}
-    assert names == {f"{stage}.{kind}" for stage in STAGES for kind in ("csv", "json")} | {
-        "index.html"
-    }
+    files = {f"{stage}.{kind}" for stage in STAGES for kind in ("csv", "json")}
+    assert {path.name for path in out.iterdir()} == files | {"index.html"}
     found = page_of(out)
     assert {section.anchor for section in SECTIONS} <= found.ids
     assert found.tables == {f"{stage}.csv" for stage in STAGES}
@@ -183,7 +170,7 @@ def check_tables(out: Path, heads: list[tuple[int, int]]) -> None:
 
 
 def test_layer_that_runs_twice(text: Path, tmp_path: Path, no_page: None) -> None:
-    model, out = saved(tmp_path / "albert", "albert", True, embedding_size=16), tmp_path / "out"
+    model, out = saved(tmp_path / "albert", "albert", True), tmp_path / "out"
     assert report(model, text, out, "--only", "statistics", "distance", "maps") == 0
     assert len(read(out, "statistics")["table"]) == 4
     assert [layer["layer"] for layer in read(out, "maps")["layers"]] == [0, 1]
@@ -245,12 +232,8 @@ def test_numbers_are_those_of_the_readings(
     assert [row["closed"] for row in curve[:2]] == [0, 1]
     assert curve[-1]["importance"] == curve[-1]["reversed"]
     found = torch.tensor([curve[i]["importance"] for i in (0, 1, -1)])
-    closed: list[dict[int, Any]] = [
-        {},
-        {least["layer"]: [least["head"]]},
-        {0: range(4), 1: range(4)},
-    ]
-    assert_alike(found, torch.stack([cosine(heads) for heads in closed]))
+    one, every = {least["layer"]: [least["head"]]}, {0: range(4), 1: range(4)}
+    assert_alike(found, torch.stack([cosine({}), cosine(one), cosine(every)]))
 
 
 def test_converted_layers_have_no_energy(
@@ -307,10 +290,8 @@ def test_snippet_prunes_the_heads_of_the_curve(
     exec(page_of(out).code, names)
     model = names["model"]
     assert sum(map(len, names["heads"].values())) == curve[-1]["closed"] > 0
-    assert (
-        sum(layer.num_heads for layer in hk.heads.attention_layers(model))
-        == 8 - curve[-1]["closed"]
-    )
+    left = sum(layer.num_heads for layer in hk.heads.attention_layers(model))
+    assert left == 8 - curve[-1]["closed"]
     assert (tmp_path / "pruned" / "config.json").exists()
 
 
@@ -427,9 +408,23 @@ def test_interrupted_write_leaves_what_was_there(
 
 
 # ---------------------------------------------------------------------- refused
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
+def assert_refused(capsys: pytest.CaptureFixture[str], said: list[str], *words: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *words])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert all(each in message for each in said)
+
+
+def test_bad_options(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("blank.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    good = {"--model": str(bert), "--text": str(text), "--out": "out"}
+    for option, value, said in (
         ("--model", "nowhere", "no config.json"),
         ("--text", "blank.txt", "no text"),
         ("--text", "latin.txt", "not UTF-8"),
@@ -437,41 +432,13 @@ def test_interrupted_write_leaves_what_was_there(
         ("--limit", "0", "1 or more"),
         ("--heads", "2:0", "layers 0 to 1"),
         ("--sentence", "cat " * 80, "at most 64"),
-    ],
-)
-def test_bad_options(
-    option: str, value: str, said: str, bert: Path, text: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("blank.txt").write_text("\n \n")
-    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    given = {"--model": str(bert), "--text": str(text), "--out": "out", option: value}
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", *(word for pair in given.items() for word in pair)])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert option in message
-    assert said in message
-
-
-def pairs_of_texts(path: Path) -> None:
-    transformers.AutoConfig.for_model("t5").save_pretrained(path)
-
-
-def unknown_attention(path: Path) -> None:
-    transformers.AutoConfig.for_model("mobilebert").save_pretrained(path)
-
-
-def images(path: Path) -> None:
-    small = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 40,
-    }
-    transformers.ViTModel(transformers.ViTConfig(**small)).save_pretrained(path)
-    save_tokenizer(path, special=True)
+    ):
+        given = good | {option: value}
+        assert_refused(capsys, [option, said], *(word for pair in given.items() for word in pair))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    given = good | {"--limit": "2"}
+    extra = "pip install 'heads_kernels[report]'"
+    assert_refused(capsys, [extra], *(word for pair in given.items() for word in pair))
 
 
 def truncated_weights(path: Path) -> None:
@@ -489,36 +456,25 @@ def tokenizer_of_another_model(path: Path) -> None:
     model.save_pretrained(path)
 
 
+def no_weights(family: str) -> Callable[[Path], None]:
+    return lambda path: transformers.AutoConfig.for_model(family).save_pretrained(path)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (pairs_of_texts, "encoder-decoder"),
-        (unknown_attention, "cannot be read"),
-        (images, "takes pixel_values (vit), not text"),
+        (no_weights("t5"), "encoder-decoder"),
+        (no_weights("mobilebert"), "cannot be read"),
+        (lambda path: saved(path, "vit", special=True), "takes pixel_values (vit), not text"),
         (truncated_weights, "cannot be read"),
         (no_tokenizer, "has no tokenizer"),
         (tokenizer_of_another_model, "embeddings of 8 tokens"),
     ],
 )
 def test_models_that_are_refused(
-    make: Callable[[Path], None], said: str, text: Path, tmp_path: Path,
+    make: Callable[[Path], Any], said: str, text: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     make(tmp_path / "model")
-    with pytest.raises(SystemExit) as stopped:
-        report(tmp_path / "model", text, tmp_path / "out")
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert "--model" in message
-    assert said in message
-
-
-def test_missing_extra(
-    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stopped:
-        report(bert, text, tmp_path / "out")
-    assert stopped.value.code == 2
-    assert "pip install 'heads_kernels[report]'" in capsys.readouterr().err
+    words = "--model", str(tmp_path / "model"), "--text", str(text), "--out", str(tmp_path / "out")
+    assert_refused(capsys, ["--model", said], *words)

@@ -21,7 +21,6 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.layers = nn.ModuleList(hk.nn.GatedMultiheadAttention(16, 4) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,15 +158,15 @@ BAD: list[tuple[Callable[[], Any], str, tuple[Any, ...], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "operation", "arguments", "refusal"), BAD)
-def test_bad_input(
-    make: Callable[[], Any], operation: str, arguments: tuple[Any, ...], refusal: str
-) -> None:
+@pytest.mark.parametrize("make", [stock, plain, with_gates])
+def test_bad_input(make: Callable[[], Any]) -> None:
     model = make()
     before = state(model)
-    with pytest.raises((TypeError, ValueError), match=refusal):
-        getattr(hk.heads, operation)(model, *arguments)
-    assert state(model) == before
+    for made, operation, arguments, refusal in BAD:
+        if made is make:
+            with pytest.raises((TypeError, ValueError), match=refusal):
+                getattr(hk.heads, operation)(model, *arguments)
+            assert state(model) == before
 
 
 def test_reopen_takes_off_what_close_made() -> None:

@@ -115,17 +115,21 @@ def test_padding_changes_no_real_row(name: str, left: bool) -> None:
 def test_closed_heads_are_pruned_heads(name: str) -> None:
     """Outputs and the gradient of the input, of neighbouring heads, which may share a key; and of all heads.
 
-    Checkpoints of pruned layers load.
+    Gates of open heads are folded into weights, all of which have gradients. Checkpoints of pruned layers load.
     """
-    for heads in ([0, 1], [0, 1, 2, 3]):
+    for heads in ([1], [0, 1], [0, 1, 2, 3]):
         model, x = nn.ModuleDict({"layer": made(name)}), inputs().requires_grad_()
-        hk.heads.close(model, {0: heads})
+        gates = torch.tensor([0.3, 0.9, 1.0, 0.5]).double().index_fill(0, torch.tensor(heads), 0.0)
+        hk.heads.gate(model, lambda H, gates=gates: hk.nn.FixedGate(gates))
         found = []
         for _ in range(2):
             out = run(model["layer"], x, key_padding_mask=PADDED)
-            found.append([out, torch.autograd.grad(out.square().sum(), x, allow_unused=True)[0]])
+            slope = torch.autograd.grad(out.sum(), x, allow_unused=True, retain_graph=True)[0]
+            found.append([out, slope])
             hk.heads.prune(model, hk.heads.closed(model))
-        assert model["layer"].num_heads == H - len(heads)
+        assert (model["layer"].num_heads, model["layer"].head_gate) == (H - len(heads), None)
+        out.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
         loaded = nn.ModuleDict({"layer": made(name)})
         hk.heads.apply_shapes(loaded, hk.heads.shapes(model))
         loaded.load_state_dict(model.state_dict())
