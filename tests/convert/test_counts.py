@@ -90,9 +90,8 @@ def test_break_even_is_where_the_counts_cross(Ds: int) -> None:
 def test_break_even_without_either_side() -> None:
     assert break_even(64, 64, 64, 4) == 0  # dense mixing of as many features: nothing is saved
     assert break_even(64, 64, 80, 4) == 0
-    assert (
-        break_even(64, 64, 64, 4, executed_features=64) == math.inf
-    )  # the same layer: never dearer
+    # the same layer: never dearer
+    assert break_even(64, 64, 64, 4, executed_features=64) == math.inf
     assert break_even(64, 64, 80, 4, executed_features=60) == 0
     assert break_even(64, 64, 32, 4, executed_features=96) == round(2 * 64 * 32 / 32)
 
@@ -107,9 +106,7 @@ def counted(call: Any) -> int:
 @pytest.mark.parametrize("Ds", [None, 20])
 def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None) -> None:
     T, S, D_in, D_in_k, H, D, Dv, D_out = 7, 5, 12, 10, 4, 6, 3, 9
-    found = count_flops(
-        T, S, D_in, H * D, H, Ds, D_v=H * Dv, D_in_k=D_in_k, D_out=D_out
-    )  # fmt: skip
+    found = count_flops(T, S, D_in, H * D, H, Ds, D_v=H * Dv, D_in_k=D_in_k, D_out=D_out)
     x, y, heads = torch.randn(T, D_in), torch.randn(S, D_in_k), torch.randn(H, S, Dv)
     width = Ds or H * D
     assert found.query == counted(lambda: x @ torch.randn(D_in, width))
@@ -150,19 +147,22 @@ def test_masks_gates_and_ragged_heads_take_their_share() -> None:
     assert disjoint.mixing == T * Ds
 
 
-@pytest.mark.parametrize("name", ["T", "S", "D_in", "D_k", "H", "Ds", "D_v", "D_in_k", "D_out"])
-def test_sizes_below_1(name: str) -> None:
-    sizes = {"T": 1, "S": 1, "D_in": 1, "D_k": 1, "H": 1, name: 0}
-    with pytest.raises(ValueError, match=f"^{name} is 0; pass an int of at least 1."):
-        count_flops(**sizes)
-    for function, names in (
-        (count_parameters, ("D_in", "D_k", "H", "Ds", "D_in_k")),
-        (break_even, ("D_in", "D_k", "H", "Ds")),
-    ):
-        if name in names:
-            kept = {key: size for key, size in sizes.items() if key not in "TS"}
-            with pytest.raises(ValueError, match=f"^{name} is 0; pass an int of at least 1."):
-                function(**{"Ds": 1, **kept})
+SIZES = dict.fromkeys(("T", "S", "D_in", "D_k", "H"), 1)
+LAYER = dict.fromkeys(("D_in", "D_k", "H", "Ds"), 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "names"),
+    [
+        (count_flops, SIZES, (*SIZES, "Ds", "D_v", "D_in_k", "D_out")),
+        (count_parameters, LAYER, (*LAYER, "D_in_k")),
+        (break_even, LAYER, tuple(LAYER)),
+    ],
+)
+def test_sizes_below_1(function: Any, sizes: dict[str, int], names: tuple[str, ...]) -> None:
+    for name in names:
+        with pytest.raises(ValueError, match=f"^{name} is 0; pass an int of at least 1."):
+            function(**sizes | {name: 0})
 
 
 @pytest.mark.parametrize("open_heads", [-1, 13])

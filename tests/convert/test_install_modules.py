@@ -156,9 +156,8 @@ def test_save_and_load(prunes: bool, tmp_path: Path) -> None:
     other = Model(**options)
     convert(other, 10)
     before = state(other)
-    with pytest.raises(
-        ValueError, match=r"of widths 11 and 6; the model has .* of widths 10 and 6"
-    ):
+    message = r"of widths 11 and 6; the model has .* of widths 10 and 6"
+    with pytest.raises(ValueError, match=message):
         hk.heads.load(other, tmp_path / "model.safetensors")
     assert state(other) == before
 
