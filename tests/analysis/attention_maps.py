@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import heads_kernels as hk
+from tests.support.nn_layers import Layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +87,6 @@ def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
         maps = torch.stack(out[f"{kind}_attentions"])
         found[kind] = Maps(maps, rows[queries].bool(), rows[keys].bool())
     return found
-
-
-class Layers(nn.Module):
-    """Attention layers of the package one after the other, with residuals; `padding` `[B, T]` is True where hidden."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor, padding: Tensor | None = None, **options: Any) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x, key_padding_mask=padding, **options)[0]
-        return x
 
 
 def maps_of_layers(model: Layers, x: Tensor, visible: Tensor) -> Maps:

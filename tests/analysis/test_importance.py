@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.analysis.attention_maps import Layers
 from tests.analysis.importance_formulas import (
     REDUCED,
     by_name,
@@ -20,7 +19,7 @@ from tests.analysis.importance_formulas import (
     sums,
 )
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import formula, layer_of
+from tests.support.nn_layers import Gates, Layers, formula, layer_of
 from tests.support.tiny_models import as_linear
 
 importance = hk.analysis.importance
@@ -182,20 +181,12 @@ def test_a_module_by_its_formula_beside_learned_gates() -> None:
 
 
 def test_one_head_is_left_out_beside_gates_that_depend_on_the_example() -> None:
-    class ByExample(hk.nn.HeadGate):
-        num_heads = 4
-
+    class ByExample(Gates):
         def forward(self, batch_size: int, length: int) -> Tensor:
             return torch.arange(1.0, 1 + batch_size * 4).view(batch_size, 4).double() / 4
 
-        def export(self) -> Tensor:
-            return torch.ones(4).double()
-
-        def keep(self, heads: Any) -> None:
-            raise AssertionError
-
     layer = layer_of()
-    layer.head_gate = ByExample()
+    layer.head_gate = ByExample([1.0] * 4)
     gates = layer.head_gate(2, 7)
 
     def expected(gates: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ import heads_kernels as hk
 from heads_kernels.analysis.positions import Band, attended, own_keys
 from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.testing import peak_memory
-from tests.analysis.attention_maps import Layers, Maps, maps_of_layers, stock_maps
+from tests.analysis.attention_maps import Maps, maps_of_layers, stock_maps
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import spread
+from tests.support.nn_layers import Layers, spread
 
 use = hk.integrations.transformers.use
 SETS = {"some": [5, 6, 7, 8, 9], "even": list(range(0, 40, 2))}

@@ -65,23 +65,6 @@ def test_energy_of_rotated_heads() -> None:
     assert (captured_energy(nothing).product == 1).all()
 
 
-@pytest.mark.check
-def test_a_pretrained_layer_shares_what_its_heads_do_not() -> None:
-    """Figure 1 of Cordonnier et al. 2020 on MiniLM: 12 heads of width 32, at nine tenths of the energy."""
-    minilm = pytest.importorskip("benchmarks.minilm", reason="needs the extra bench")
-    try:
-        model = minilm.load()
-    except minilm.Unavailable as missing:
-        pytest.skip(str(missing))
-    for layer in model.encoder.layer:
-        attention = layer.attention.self
-        query, key = (linear.weight.view(12, 32, -1) for linear in (attention.query, attention.key))
-        found = captured_energy(Heads(query, key, 32**-0.5))
-        assert (found.product < 0.9).sum(1).double().mean() > 32 * 0.6
-        assert (found.stacked_product < 0.9).sum() < 384 / 3
-        assert (found.stacked_query < 0.9).sum() > 384 / 3
-
-
 # ---------------------------------------------------------------------- budgets
 def energies(layers: list[Heads], moments: list[Moments] | None) -> tuple[list[Tensor], float]:
     """Of each layer the squared error at every dim, in squares of scores, and the squares of all scores."""

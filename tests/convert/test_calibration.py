@@ -81,19 +81,6 @@ def test_rows_of_cross_attention_alone() -> None:
     assert int(found[names[0]].count) == int(arguments["decoder_attention_mask"].sum())
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_moments_of_torch_encoders(is_causal: bool) -> None:
-    model, x = torch_encoder(1), torch.randn(B, S, E)
-    arguments = {"src": x, "src_key_padding_mask": PADDED}
-    real = ~PADDED
-    if is_causal:
-        mask = nn.Transformer.generate_square_subsequent_mask(S)
-        arguments = {"src": x, "mask": mask, "is_causal": True}
-        real = torch.ones(B, S, dtype=torch.bool)
-    (moments,) = calibrate(model, [arguments]).values()
-    assert_moments(moments, moments_by_hand([(x, x, real, real, is_causal)]))
-
-
 class Cross(nn.Module):
     """One cross-attention, of keys with another width than the queries."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.convert import (
@@ -36,7 +36,7 @@ from heads_kernels.problem import active_widths
 from tests.convert.converted_models import torch_encoder
 from tests.support.alike import assert_alike, rounding
 from tests.support.model_state import state
-from tests.support.nn_layers import B, E, H, S, spread
+from tests.support.nn_layers import B, E, H, Layers, S, spread
 from tests.support.tiny_models import batch, build, outputs
 
 FAMILIES = ("bert", "albert", "gpt2", "t5", "bart", "llama")
@@ -49,19 +49,10 @@ def quiet(*arguments: Any, **options: Any) -> Any:
         return collaborate(*arguments, progress=False, **options)
 
 
-class Own(nn.Module):
+def own() -> Layers:
     """Two layers of the package, the second of grouped keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first = GatedMultiheadAttention(E, H, output_gate="head", bias=False)
-        self.layers = nn.ModuleList([first, GatedMultiheadAttention(E, H, num_key_heads=2)])
-        spread(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)[0]
-        return x
+    first = GatedMultiheadAttention(E, H, output_gate="head", bias=False)
+    return spread(Layers(first, GatedMultiheadAttention(E, H, num_key_heads=2)))
 
 
 def query_and_key_parameters(model: nn.Module) -> int:
@@ -105,7 +96,7 @@ def test_calibration_brings_the_output_closer(name: str) -> None:
 @pytest.mark.parametrize(("pruned", "training"), [(False, True), (True, False)])
 def test_modules_of_the_package(training: bool, pruned: bool) -> None:
     """Modes and gates stay, and layers without heads."""
-    model, x = Own(), torch.randn(B, S, E)
+    model, x = own(), torch.randn(B, S, E)
     layers = attention_layers(model)
     layers[1].module.head_gate = hk.nn.HardConcrete(H)
     if pruned:
@@ -354,22 +345,16 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({}, ValueError, "dim is None; pass one of dim, energy, params and error"),
     ({"dim": 8, "error": 0.1}, ValueError, "dim is 8 and error is 0.1; pass one"),
     ({"dim": 0}, ValueError, "dim is 0"),
-    ({"dim": -3}, ValueError, "dim is -3"),
     ({"dim": 8.0}, TypeError, "dim is a float"),
-    ({"dim": True}, TypeError, "dim is a bool"),
-    ({"dim": "8"}, TypeError, "dim is a str"),
     ({"dim": [8, 0]}, ValueError, r"dim\[1\] is 0"),
     ({"dim": [8]}, ValueError, "dim has 1 numbers; pass one for each of 2 layers"),
     ({"dim": {"no": 8}}, ValueError, "names layer 'no'; this model has layers 0 to 1"),
     ({"dim": {2: 8}}, ValueError, "dim names layer 2"),
-    ({"dim": {True: 8}}, ValueError, "dim names layer True"),
     ({"dim": {}}, ValueError, "dim is empty"),
     ({"dim": {0: 8}, "layers": [0]}, ValueError, "dim names layers"),
-    ({"energy": 0}, ValueError, "energy is 0"),
     ({"energy": 1.1}, ValueError, "energy is 1.1"),
     ({"params": 100}, ValueError, "params is 100; pass at least"),
     ({"params": 1e4}, TypeError, "params is a float"),
-    ({"error": -0.1}, ValueError, "error is -0.1"),
     ({"error": math.nan}, ValueError, "error is nan"),
     ({"dim": 8, "method": "svd"}, ValueError, "method is 'svd'; use one of 'cp', 'ragged'"),
     ({"dim": 8, "iterations": 0}, ValueError, "iterations is 0"),

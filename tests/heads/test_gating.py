@@ -13,24 +13,12 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
+from tests.support.nn_layers import Layers
 from tests.support.tiny_models import build, outputs
 
 
-class Encoder(nn.Module):
-    """Two layers of attention of the package's own kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(hk.nn.GatedMultiheadAttention(16, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)[0]
-        return x
-
-
 def encoder() -> tuple[Any, Callable[[], Tensor]]:
-    model = Encoder()
+    model = Layers(*(hk.nn.GatedMultiheadAttention(16, 4) for _ in range(2)))
     x = torch.randn(2, 5, 16)
     return model, lambda: model(x)
 

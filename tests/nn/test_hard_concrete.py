@@ -311,20 +311,16 @@ def test_penalty_of_a_model() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_heads": 0}, "num_heads is 0; pass an int of at least 1"),
     ({"num_heads": 8.0}, "num_heads is a float"),
-    ({"num_heads": True}, "num_heads is a bool"),
     *(({"temperature": each}, f"temperature is {each}") for each in (0, -0.3, math.nan)),
-    ({"temperature": 10**400}, "temperature is 10"),
     *(
         ({"stretch": each}, "stretch is")
         for each in ((0.0, 1.1), (-0.1, 1.0), (0.1, 0.9), 0.1, (-0.1, 0.5, 1.1))
     ),
-    ({"eps": 0}, "eps is 0; pass a float in"),
     ({"eps": 0.5}, "eps is 0.5"),
     ({"evaluate": "median"}, "evaluate is 'median'; use one of 'mean', 'binary'"),
     ({"log_alpha": "glorot"}, "log_alpha is 'glorot'; pass a finite float or 'voita'"),
     ({"log_alpha": math.inf}, "log_alpha is inf"),
     ({"openness": 0.0}, r"openness is 0\.0; pass a probability in \[eps, 1 - eps\]"),
-    ({"openness": 1.5}, "openness is 1.5"),
     ({"openness": 0.5, "log_alpha": 1.0}, "openness comes with log_alpha = 1.0; pass one"),
     ({"generator": 3}, "generator is 3 .*; pass a CPU generator"),
 ]

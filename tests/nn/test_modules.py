@@ -399,7 +399,6 @@ def test_gradcheck(name: str) -> None:
 # ---------------------------------------------------------------------- bad arguments
 OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embed_dim": 0}, ValueError, "embed_dim is 0"),
-    ({"embed_dim": 8.0}, TypeError, "embed_dim is a float"),
     ({"num_heads": 0}, ValueError, "num_heads is 0"),
     ({"num_heads": 5}, ValueError, "embed_dim is 24, but num_heads is 5"),
     ({"kdim": -1}, ValueError, "kdim is -1"),
@@ -407,7 +406,6 @@ OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value_dim": True}, TypeError, "value_dim is a bool"),
     ({"bias": 1}, TypeError, "bias is a int"),
     ({"dropout": 1.0}, ValueError, "dropout is 1.0"),
-    ({"dropout": "no"}, TypeError, "dropout is a str"),
     ({"scale": float("nan")}, ValueError, "scale is nan"),
     ({"scale": torch.ones(())}, TypeError, "scale is a tensor"),
     ({"output_gate": "row"}, ValueError, "output_gate is 'row'; use None, 'head' or 'element'"),
@@ -423,7 +421,6 @@ OF_COLLABORATIVE = [
     ({"shared_dim": 3}, ValueError, "kind is 'concatenate', but 4 heads share 3 features"),
     ({"mixing_init": "uniform"}, ValueError, "kind is 'uniform'; use one of 'concatenate'"),
     ({"num_value_heads": 3}, ValueError, "num_value_heads is 3, but num_heads is 4"),
-    ({"num_value_heads": 0}, ValueError, "num_value_heads is 0"),
     ({"qk_bias": None}, TypeError, "qk_bias is a NoneType"),
     ({"content_bias": 1}, TypeError, "content_bias is a int"),
     ({"ragged": "yes"}, TypeError, "ragged is a str"),
@@ -463,7 +460,6 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key_padding_mask": PADDED.long()}, TypeError, "key_padding_mask has dtype torch.int64"),
     ({"key_padding_mask": PADDED * -1e4}, ValueError, "key_padding_mask holds floats other than"),
     ({"query_padding_mask": PADDED}, ValueError, r"query_padding_mask has shape \[2, 7\]"),
-    ({"query_padding_mask": [0]}, TypeError, "query_padding_mask is a list"),
     ({"attn_mask": CAUSAL}, ValueError, r"attn_mask has shape \[7, 7\].*\[5, 7\] or \[8, 5, 7\]"),
     ({"mask": PADDED}, TypeError, "mask is a Tensor; pass a hk.Mask"),
     ({"is_causal": 1}, TypeError, "is_causal is a int"),

@@ -75,6 +75,19 @@ def formula(
     return layer.out_proj(heads.transpose(1, 2).flatten(2))
 
 
+class Layers(nn.Module):
+    """Attention layers of the package one after the other, with residuals; `padding` `[B, T]` is True where hidden."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None, **options: Any) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, key_padding_mask=padding, **options)[0]
+        return x
+
+
 class Gates(hk.nn.HeadGate):
     """Gates that learn, one for each head."""
 
