@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers
 
 
@@ -110,3 +111,28 @@ def maps_of_layers(model: Layers, x: Tensor, visible: Tensor) -> Maps:
         maps.append(p)
     real = visible.diagonal(0, 1, 2)
     return Maps(torch.stack(maps), real, real)
+
+
+def of_kind(scores: hk.analysis.HeadScores, kind: str) -> Tensor:
+    chosen = [i for i, each in enumerate(scores.kinds) if each == kind]
+    return torch.stack([scores.scores[i] for i in chosen])
+
+
+def assert_reads(found: hk.analysis.HeadStatistics, maps: Maps, kind: str = "encoder") -> None:
+    for name, expected in maps.measures().items():
+        got = of_kind(getattr(found, name), kind)
+        assert got.dtype == torch.float64
+        if len(got) < len(expected):  # one layer that runs several times
+            expected = expected.mean(0, keepdim=True)
+        assert_alike(got, expected, dtype=torch.float32, name=name)
+    kinds = found.confidence.kinds
+    runs = len(maps.maps) // kinds.count(kind)
+    rows = [n for n, each in zip(found.rows, kinds, strict=True) if each == kind]
+    assert rows == [int(maps.rows.sum()) * runs] * len(rows)
+    best = maps.maps[:runs].argmax(-1)  # of the first layer, [runs, B, H, T]
+    offsets = maps.offsets[:, None].expand(*best.shape, -1).gather(-1, best[..., None])[..., 0]
+    counts = found.offsets[kinds.index(kind)]
+    N = counts.shape[1] // 2
+    for of_head, own in zip(offsets.unbind(2), counts, strict=True):
+        chosen = of_head[:, maps.rows].flatten() + N
+        assert torch.equal(own, torch.bincount(chosen, minlength=2 * N + 1))

@@ -1,8 +1,7 @@
-"""Distances between heads: against the definition on maps in memory, heads that are the same, the embedding."""
+"""Distances between heads: of modules, of heads that are the same, the embedding. test_stock_maps.py has families."""
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import peak_memory
-from tests.analysis.attention_maps import maps_of_layers, stock_maps
+from tests.analysis.attention_maps import maps_of_layers
 from tests.support import tiny_models
 from tests.support.alike import assert_alike, rounding
 from tests.support.nn_layers import Layers, spread
@@ -27,19 +26,6 @@ def layers(count: int = 2) -> Layers:
 
 
 # ---------------------------------------------------------------------- against maps in memory
-@pytest.mark.parametrize("name", ["albert", "bert", "bart", "t5", "gpt2", "mistral", "llama"])
-def test_transformers_models_as_their_maps_say(name: str) -> None:
-    stock = tiny_models.build(name).double()
-    arguments = tiny_models.batch(stock)
-    model = use(copy.deepcopy(stock))
-    for kind, maps in stock_maps(stock, arguments).items():
-        found = hk.analysis.distance(model, [arguments], kind=kind)
-        assert_alike(found.matrix, maps.divergences(), dtype=torch.float32)
-        L, _, H = maps.maps.shape[:3]
-        assert found.kind == kind
-        assert found.rows == int(maps.rows.sum())
-        assert len(found.layers) == L
-        assert found.heads == tuple((layer, head) for layer in range(L) for head in range(H))
 
 
 def test_modules_of_both_kinds() -> None:

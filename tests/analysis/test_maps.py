@@ -1,8 +1,7 @@
-"""Maps of one sentence: as stock attention gives them, without padding; their picture; what BertViz takes."""
+"""Maps of one sentence: chosen heads; their picture; what BertViz takes. test_stock_maps.py has the families."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,10 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels.analysis import HeadMaps
-from tests.analysis.attention_maps import stock_maps
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 
 use = hk.integrations.transformers.use
-
-
-@pytest.mark.parametrize(
-    "name", ["albert", "bert", "bart", "t5", "gpt2", "llama", "mistral", "vit"]
-)
-def test_maps_of_an_example(name: str) -> None:
-    """Whole, padded on the right and on the left."""
-    stock = tiny_models.build(name).double()
-    model, arguments = use(copy.deepcopy(stock)), tiny_models.batch(stock)
-    for example in range(len(next(iter(arguments.values())))):
-        found = hk.analysis.maps(model, arguments, example=example)
-        for kind, maps in stock_maps(stock, arguments).items():
-            each = [one for one in found if one.kind == kind]
-            for one, expected in zip(each, maps.maps, strict=True):
-                expected = expected[example][:, maps.rows[example]][:, :, maps.keys[example]]
-                assert_alike(one.maps, expected, dtype=torch.float32)
-                assert one.heads == tuple(range(len(expected)))
 
 
 def test_chosen_heads() -> None:

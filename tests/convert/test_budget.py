@@ -16,7 +16,6 @@ from heads_kernels.convert import (
     captured_energy,
     count_parameters,
     error_curve,
-    ragged,
     solve_budget,
 )
 from tests.convert.random_heads import normal
@@ -146,14 +145,6 @@ def test_budgets_of_error(error: float, with_moments: bool) -> None:
         if error_of(choice) <= error + 1e-9
     )
     assert sum(dims) == fewest
-
-
-def test_one_layer_gets_what_its_curve_says() -> None:
-    heads = random_heads()
-    curve = error_curve(heads)
-    (dim,) = solve_budget([heads], error=0.2)
-    assert curve[dim] <= 0.2 < curve[dim - 1]
-    assert ragged(heads, dim).dim == dim
 
 
 def test_a_feature_that_costs_more_has_to_bring_more() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import heads_kernels as hk
 from heads_kernels.convert import Factors, Heads, cp, error_curve, ragged, score_error, weight_error
 from heads_kernels.convert.ragged import chunked
 from heads_kernels.problem import MIXING_CHUNK, Problem
@@ -72,45 +71,6 @@ def test_exact_at_the_rank_of_the_heads(method: Any) -> None:
     assert error_curve(zeros).isfinite().all()
     for heads in (low, wide, zeros):
         assert weight_error(heads, method(heads, 100)) < rounding(torch.float64)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_operators_give_what_ordinary_attention_gave(method: str) -> None:
-    """With biases of queries and of keys, in float32; the key bias, which no softmax sees, is dropped."""
-    B, T, S, Dv = 2, 9, 7, 5
-    heads = random_heads()
-    x, y, value = torch.randn(B, T, D_in), torch.randn(B, S, D_in_k), torch.randn(B, H, S, Dv)
-    mask = hk.Mask(key_lengths=[7, 4])
-    assert heads.query_bias is not None
-    query = torch.einsum("hde,bte->bhtd", heads.query.float(), x)
-    query = query + heads.query_bias.float()[:, None]
-    key = torch.einsum("hde,bse->bhsd", heads.key.float(), y) + torch.randn(H, 1, D)
-    expected = hk.gated_attention(query, key, value, attn_mask=mask, scale=heads.scale)
-
-    factors = METHODS[method](heads, H * D)
-    out = hk.collaborative_attention(
-        x @ factors.query.T.float(),
-        y @ factors.key.T.float(),
-        value,
-        factors.mixing.float(),
-        (y @ factors.content.T.float()).mT.contiguous(),
-        attn_mask=mask,
-        scale=factors.scale,
-    )
-    assert_alike(out, expected, dtype=torch.float32)
-
-
-def test_block_indicator_mixing_is_the_layer_itself() -> None:
-    heads = random_heads()
-    assert heads.query_bias is not None
-    _, _, moments = random_moments()
-    content = torch.einsum("hd,hde->he", heads.query_bias, heads.key)
-    blocks = torch.eye(H, dtype=torch.float64).repeat_interleave(D, 1)
-    same = Factors(heads.query.flatten(0, 1), heads.key.flatten(0, 1), blocks, content, heads.scale)
-    for error in (weight_error(heads, same), score_error(heads, same, moments)):
-        assert_alike(torch.tensor(error), torch.tensor(0.0), dtype=torch.float64)
-    x, y = normal(5, D_in), normal(7, D_in_k)
-    assert_alike(scores_after(same, x, y), scores_before(heads, x, y))
 
 
 # ---------------------------------------------------------------------- the best at any rank
