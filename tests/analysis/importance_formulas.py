@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import heads_kernels as hk
 from tests.support.tiny_models import batch, build
@@ -34,48 +34,34 @@ def embeddings(model: Any, arguments: dict[str, Tensor]) -> Tensor:
     return examples_of(model, arguments)[0].sum(1)
 
 
-def sums(model: Any, arguments: dict[str, Tensor]) -> Tensor:
-    return losses(model, arguments).sum()
-
-
-class Factors:
-    """Multiplies what comes into each output projection of a stock model by factors, `[B, H, T]` a run."""
-
-    def __init__(self, model: Any) -> None:
-        self.runs: dict[str, list[Tensor]] = {}
-        self.handles = [
-            layer.output.linear.register_forward_pre_hook(self.hook(layer))
-            for layer in hk.heads.attention_layers(model)
-        ]
-
-    def hook(self, layer: hk.heads.AttentionLayer) -> Callable[..., Any]:
-        def multiply(module: nn.Module, args: tuple[Tensor]) -> Tensor:
-            (B, T, _), H = args[0].shape, layer.num_heads
-            ones = torch.ones(B, H, T, dtype=args[0].dtype, requires_grad=True)
-            self.runs.setdefault(layer.name, []).append(ones)
-            return (args[0].unflatten(2, (H, -1)) * ones.transpose(1, 2)[..., None]).flatten(2)
-
-        return multiply
-
-
-def rows_of(model: Any, arguments: dict[str, Tensor], kind: str) -> Tensor:
-    is_target = model.config.is_encoder_decoder and kind != "encoder"
-    return arguments["decoder_attention_mask" if is_target else "attention_mask"].double()
-
-
 def derivatives(
     model: Any, arguments: dict[str, Tensor], objective: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    """`[B, H, T]` of each layer, its runs one behind the other; padded rows 0."""
-    factors = Factors(model)
+    """By factors of 1 before each output projection: `[B, H, T]`, runs one behind the other; padded rows 0."""
+    layers, found = hk.heads.attention_layers(model), {}
+    factors: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+
+    def multiply(layer: hk.heads.AttentionLayer, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        ones = torch.ones(B, layer.num_heads, T, dtype=x.dtype, requires_grad=True)
+        factors[layer.name].append(ones)
+        heads = x.unflatten(2, (layer.num_heads, -1)) * ones.transpose(1, 2)[..., None]
+        return heads.flatten(2)
+
+    handles = [
+        layer.output.linear.register_forward_pre_hook(
+            lambda _, args, layer=layer: multiply(layer, args[0])
+        )
+        for layer in layers
+    ]
     value = objective(model, arguments).sum()
-    for handle in factors.handles:
+    for handle in handles:
         handle.remove()
-    found = {}
-    for layer in hk.heads.attention_layers(model):
-        slopes = torch.autograd.grad(value, factors.runs[layer.name], retain_graph=True)
-        real = rows_of(model, arguments, layer.kind)[:, None]
-        found[layer.name] = torch.cat([slope * real for slope in slopes], 2)
+    for layer in layers:
+        is_target = model.config.is_encoder_decoder and layer.kind != "encoder"
+        real = arguments["decoder_attention_mask" if is_target else "attention_mask"].double()
+        slopes = torch.autograd.grad(value, factors[layer.name], retain_graph=True)
+        found[layer.name] = torch.cat([slope * real[:, None] for slope in slopes], 2)
     return found
 
 

@@ -24,7 +24,7 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.__main__ import main
-from heads_kernels.report import command, page, pictures, stages
+from heads_kernels.report import command, drawing, page, pictures, stages
 from heads_kernels.report.page import SECTIONS
 from heads_kernels.report.stages import STAGES
 from tests.support.tiny_models import build
@@ -51,6 +51,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("tiny") / "bert", "bert", special=True)
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without what takes most of their time."""
+    monkeypatch.setattr(drawing, "svg", lambda _: "<svg/>")
 
 
 @pytest.fixture
@@ -160,6 +166,38 @@ def test_decoder_without_special_tokens(text: Path, tmp_path: Path, no_page: Non
     assert read(out, "maps")["tokens"] == TEXT.splitlines()[0].split()
 
 
+def test_layers_and_positions_of_other_models(text: Path, tmp_path: Path, no_page: None) -> None:
+    """A layer that runs twice; RoBERTa, whose 64 positions take 62 tokens where padding is token 1."""
+    out, long = tmp_path / "out", tmp_path / "long.txt"
+    albert = saved(tmp_path / "albert", "albert", special=True)
+    assert report(albert, text, out, "--only", "statistics", "distance", "maps") == 0
+    assert len(read(out, "statistics")["table"]) == 4
+    assert [layer["layer"] for layer in read(out, "maps")["layers"]] == [0, 1]
+    assert {row["layer"] for row in read(out, "distance")["table"]} == {0, 1}
+    long.write_text("the cat sat on the mat " * 20)
+    roberta = saved(tmp_path / "roberta", "roberta", special=True, pad_token_id=1)
+    assert report(roberta, long, out, "--only", "statistics") == 0
+    assert read(out, "model")["tokens"] == 62
+
+
+def test_layers_without_energy(bert: Path, text: Path, tmp_path: Path) -> None:
+    """Rotary positions, converted layers; then the page has no picture."""
+    out, converted = tmp_path / "out", tmp_path / "converted"
+    assert (
+        report(saved(tmp_path / "llama", "llama", special=False), text, out, "--only", "energy")
+        == 0
+    )
+    assert "rotary" in read(out, "energy")["skipped"][1]["reason"]
+    assert "rotary" in page_of(out).text
+    assert "img" not in page_of(out).tags
+    model = transformers.AutoModel.from_pretrained(bert)
+    hk.convert.collaborate(model, 32, method="ragged", layers=[1], progress=False)
+    model.save_pretrained(converted)
+    save_tokenizer(converted, special=True)
+    assert report(converted, text, out, "--only", "energy") == 0
+    assert "collaborative" in read(out, "energy")["skipped"][0]["reason"]
+
+
 def check_tables(out: Path, heads: list[tuple[int, int]]) -> None:
     """A row for each head, in JSON as in CSV."""
     for stage in ("statistics", "roles", "distance", "importance"):
@@ -167,31 +205,6 @@ def check_tables(out: Path, heads: list[tuple[int, int]]) -> None:
         assert [(row["layer"], row["head"]) for row in rows] == heads
         with (out / f"{stage}.csv").open(newline="") as file:
             assert [[*row] for row in csv.DictReader(file)] == [[*row] for row in rows]
-
-
-def test_layer_that_runs_twice(text: Path, tmp_path: Path, no_page: None) -> None:
-    model, out = saved(tmp_path / "albert", "albert", True), tmp_path / "out"
-    assert report(model, text, out, "--only", "statistics", "distance", "maps") == 0
-    assert len(read(out, "statistics")["table"]) == 4
-    assert [layer["layer"] for layer in read(out, "maps")["layers"]] == [0, 1]
-    assert {row["layer"] for row in read(out, "distance")["table"]} == {0, 1}
-
-
-def test_rotary_positions_have_no_energy(text: Path, tmp_path: Path) -> None:
-    model, out = saved(tmp_path / "llama", "llama", special=False), tmp_path / "out"
-    assert report(model, text, out, "--only", "energy") == 0
-    assert "rotary" in read(out, "energy")["skipped"][1]["reason"]
-    assert "rotary" in (out / "index.html").read_text()
-    assert "img" not in page_of(out).tags
-
-
-def test_positions_after_that_of_padding(text: Path, tmp_path: Path, no_page: None) -> None:
-    """RoBERTa with 64 positions takes 62 tokens where padding is token 1."""
-    model, out = saved(tmp_path / "roberta", "roberta", True, pad_token_id=1), tmp_path / "out"
-    text = tmp_path / "long.txt"
-    text.write_text("the cat sat on the mat " * 20)
-    assert report(model, text, out, "--only", "statistics") == 0
-    assert read(out, "model")["tokens"] == 62
 
 
 def test_numbers_are_those_of_the_readings(
@@ -234,17 +247,6 @@ def test_numbers_are_those_of_the_readings(
     found = torch.tensor([curve[i]["importance"] for i in (0, 1, -1)])
     one, every = {least["layer"]: [least["head"]]}, {0: range(4), 1: range(4)}
     assert_alike(found, torch.stack([cosine({}), cosine(one), cosine(every)]))
-
-
-def test_converted_layers_have_no_energy(
-    bert: Path, text: Path, tmp_path: Path, no_page: None
-) -> None:
-    model, converted = transformers.AutoModel.from_pretrained(bert), tmp_path / "converted"
-    hk.convert.collaborate(model, 32, method="ragged", layers=[1], progress=False)
-    model.save_pretrained(converted)
-    save_tokenizer(converted, special=True)
-    assert report(converted, text, tmp_path / "out", "--only", "energy") == 0
-    assert "collaborative" in read(tmp_path / "out", "energy")["skipped"][0]["reason"]
 
 
 def test_maps_are_for_bertviz(bert: Path, text: Path, tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_snippet_prunes_the_heads_of_the_curve(
     assert (tmp_path / "pruned" / "config.json").exists()
 
 
-def test_fast(bert: Path, text: Path, tmp_path: Path, passes: list[int]) -> None:
+def test_fast(bert: Path, text: Path, tmp_path: Path, passes: list[int], no_drawing: None) -> None:
     """Fewer passes, said on the page; the full report replaces it, and is not replaced by it."""
     out = tmp_path / "out"
     only = "--only", "importance", "pruning"
@@ -352,7 +354,9 @@ def test_only_what_is_new_is_computed(
     assert computed(other, "--limit", "3") == 0
 
 
-def test_no_results_of_another_text_remain(bert: Path, text: Path, tmp_path: Path) -> None:
+def test_no_results_of_another_text_remain(
+    bert: Path, text: Path, tmp_path: Path, no_drawing: None
+) -> None:
     """Neither files nor sections; results of this text remain, and so does what another program wrote."""
     out = tmp_path / "out"
     report(bert, text, out, "--only", "roles")
@@ -392,7 +396,7 @@ def test_interrupted_run_leaves_whole_files(
 
 
 def test_interrupted_write_leaves_what_was_there(
-    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawing: None
 ) -> None:
     out = tmp_path / "out"
     report(bert, text, out, "--only", "energy")

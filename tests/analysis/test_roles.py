@@ -231,26 +231,3 @@ def test_bad_arguments() -> None:
     data["padding"] = torch.ones(2, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match="data has no word that reaches layer 0"):
         hk.analysis.roles(Planted(), [data])
-
-
-# ---------------------------------------------------------------------- a pretrained model
-@pytest.mark.check
-def test_positional_heads_of_a_pretrained_model() -> None:
-    """MiniLM has heads in its first layers that look at the token before or behind."""
-    minilm = pytest.importorskip("benchmarks.minilm", reason="needs the extra bench")
-    try:
-        model = use(minilm.load(attn_implementation="sdpa"))
-    except minilm.Unavailable as error:
-        pytest.skip(str(error))
-    tokens, lengths = minilm.tokens(24)
-    real = torch.arange(tokens.shape[1]) < lengths[:, None]
-    data = [{"input_ids": tokens, "attention_mask": real.long()}]
-    found = hk.analysis.roles(model, data, special=[101, 102])  # [CLS], [SEP]
-    positional = {(role.layer, role.head): role.what for role in found.positional()}
-    assert positional == {
-        ("encoder.layer.0.attention.self", 2): "offset -1",
-        ("encoder.layer.1.attention.self", 8): "offset +1",
-    }
-    statistics = hk.analysis.statistics(model, data, exclude_keys=[101, 102])
-    assert statistics.to_previous.scores[0][2] > 0.5
-    assert statistics.to_next.scores[1][8] > 0.5

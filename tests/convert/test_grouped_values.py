@@ -11,7 +11,6 @@ import torch
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
 from heads_kernels.heads import attention_layers
-from heads_kernels.integrations.transformers import from_pretrained
 from heads_kernels.nn import GatedMultiheadAttention
 from tests.convert.converted_models import convert, in_use
 from tests.support.alike import assert_alike
@@ -82,8 +81,6 @@ def test_pruning(steps: list[list[int]], left: int, tmp_path: Path) -> None:
     loaded = in_use("llama")
     hk.heads.load(loaded, tmp_path / "model.safetensors")
     assert_same(loaded, pruned)
-    pruned.save_pretrained(tmp_path)
-    assert_same(from_pretrained(tmp_path, type(pruned)), pruned)
 
 
 def test_files_without_a_number_of_value_heads() -> None:

@@ -22,15 +22,7 @@ from heads_kernels.convert import collaborate, count_parameters, install, ragged
 from heads_kernels.heads import attention_layers
 from heads_kernels.integrations.transformers import from_pretrained, release
 from heads_kernels.nn.shared import SharedProjection
-from tests.convert.converted_models import (
-    convert,
-    gradients,
-    in_use,
-    mixed,
-    random_factors,
-    row_gradients,
-    write,
-)
+from tests.convert.converted_models import convert, gradients, in_use, mixed, random_factors, write
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Gates
 from tests.support.tiny_models import (
@@ -50,7 +42,10 @@ WAYS = ["albert", "bert", "gpt2", "t5", "bart", "vit"]
 # ---------------------------------------------------------------------- what is computed
 @pytest.mark.parametrize("name", WAYS)
 def test_any_factors(name: str) -> None:
-    """Against a stock model whose heads have other weights and the same scores: outputs and all gradients."""
+    """Against a stock model whose heads have other weights and the same scores: outputs and gradients.
+
+    Those of the factors themselves: tests/nn/test_collaborative.py.
+    """
     stock, model = build(name, "sdpa").double(), in_use(name).double()
     layers = attention_layers(stock)
     for layer, own in zip(layers, attention_layers(model), strict=True):
@@ -62,23 +57,6 @@ def test_any_factors(name: str) -> None:
         install(model, own, factors, ragged=False)
     expected, found = gradients(stock), gradients(model)
     assert_alike(found, {n: g for n, g in expected.items() if n in found})
-    for layer, own in zip(layers, attention_layers(model), strict=True):
-        Ds, mixing = own.head_dim, own.module.mixing
-        query, key, content = own.query.linear, own.key.linear, own.key.linear.content
-        heads = [row_gradients(layer, head) for head in range(layer.num_heads)]
-        wanted = {
-            "query": sum(mixing[h, :, None] * q[:Ds] for h, (q, _) in enumerate(heads)),
-            "key": sum(k[:Ds] for _, k in heads),
-            "mixing": torch.stack([(q[:Ds] * query.weight).sum(1) for q, _ in heads]),
-            "content": torch.stack([k[Ds] for _, k in heads]),
-        }
-        parts = {
-            "query": query.weight,
-            "key": key.weight,
-            "mixing": mixing,
-            "content": content.weight,
-        }
-        assert_alike({name: part.grad for name, part in parts.items()}, wanted)
 
 
 def test_gpt2_with_scales_by_layer() -> None:
@@ -113,7 +91,7 @@ def test_cross_attention_of_gpt2(tmp_path: Path) -> None:
     assert_alike(loaded(**arguments).logits, found)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
 def test_parts_and_their_training(name: str) -> None:
     """Parameters are those that are counted, in the dtype and with the gradients asked for; zeros of ragged stay."""
     model = in_use(name)
@@ -158,7 +136,7 @@ def test_bfloat16(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- gates, heads, statistics
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", ["albert", "gpt2", "bart"])
 def test_gates_and_head_masks(name: str) -> None:
     """A gate and a head mask multiply, and learn what they learn in a model with other weights of the same scores."""
     stock, model = in_use(name).double(), convert(in_use(name).double())
@@ -291,12 +269,9 @@ def test_files_beside_gates_and_whole_models(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"which has .*head_gate"):
         hk.heads.load(loaded, path)
     assert not attention_layers(loaded)[0].layout.shared
-    hk.heads.gate(loaded, hk.nn.HardConcrete, layers=[1])
-    hk.heads.load(loaded, path)
-    assert_same(loaded, model)
-    hk.heads.load(loaded, path)  # converted already
-    hk.heads.ungate(loaded)
-    hk.heads.save(loaded, path)
+    hk.heads.save(convert(in_use("bert"), 13), path)
+    for _ in range(2):  # the second time it is converted already
+        hk.heads.load(loaded, path)
     before = outputs(stock)
     with pytest.raises(ValueError, match="attn_implementation is 'sdpa'"):
         hk.heads.load(stock, path)

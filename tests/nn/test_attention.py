@@ -181,21 +181,6 @@ def test_head_gate_says_whether_closed_heads_have_a_gradient() -> None:
     assert gate.gates.grad[0] == 0
 
 
-def test_statistics_are_those_of_the_probabilities() -> None:
-    layer, x, y = layer_of(num_key_heads=2), torch.randn(B, T, E).double(), torch.randn(B, S, E)
-    y = y.double()
-    out, rows = layer(x, y, key_padding_mask=PADDED, need_statistics=True)
-    assert_alike(out, layer(x, y, key_padding_mask=PADDED)[0])
-    query = layer.q_proj(x).unflatten(2, (H, -1)).transpose(1, 2)
-    key = layer.k_proj(y).unflatten(2, (2, -1)).transpose(1, 2).repeat_interleave(2, 1)
-    scores = (layer.scale * query @ key.mT).masked_fill(PADDED[:, None, None], -torch.inf)
-    p = scores.softmax(-1)
-    assert_alike(rows.lse, scores.logsumexp(-1))
-    assert_alike(rows.max_prob, p.amax(-1))
-    assert rows.argmax.equal(p.argmax(-1))
-    assert_alike(rows.entropy, -torch.special.xlogy(p, p).sum(-1))
-
-
 def test_dropout_in_training_only() -> None:
     layer, x = layer_of(dropout=0.5), torch.randn(B, S, E).double()
     assert_alike(layer(x)[0], formula(layer, x, x))
