@@ -24,7 +24,7 @@ from heads_kernels.integrations.transformers import from_pretrained, release
 from heads_kernels.nn.shared import SharedProjection
 from tests.convert.converted_models import convert, gradients, in_use, mixed, random_factors, write
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import Gates
+from tests.support.nn_layers import Gates, House
 from tests.support.tiny_models import (
     assert_same,
     assert_same_states,
@@ -382,42 +382,34 @@ def test_models_that_run_another_attention_are_refused() -> None:
     assert not attention_layers(model)[0].layout.shared
 
 
-class _Attention(nn.Module):
-    """Attention of someone else: fused, split in equal parts."""
+class Fused(House):
+    """Attention of someone else: one projection, split in equal parts."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
-        self.head_dim = self.width = 4
+        del self.q, self.k, self.v
+        self.qkv, self.head_dim, self.scaling = nn.Linear(32, 96), self.width, 8**-0.5
         if config is not None:
             self.config = config
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        gate = getattr(self, "head_gate", None)
-        gates = None if gate is None else gate(len(x), x.shape[1])
-        out = hk.gated_attention(query, key, value, gate=gates)
-        projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
-        return projected
+    def operands(self, x: Tensor) -> list[Tensor]:
+        return [self.split(part) for part in self.qkv(x).chunk(3, dim=-1)]
 
 
 @pytest.mark.parametrize("in_transformers", [False, True])
 def test_modules_of_others_are_read_and_not_converted(
     in_transformers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = hk.heads.HeadLayout("other", "qkv", "qkv", "qkv", "out", scale="width")
-    monkeypatch.setitem(hk.heads.layouts.LAYOUTS, "_Attention", layout)
-    model = nn.Sequential(_Attention(in_use("bert").config if in_transformers else None))
+    layout = hk.heads.HeadLayout("other", "qkv", "qkv", "qkv", "out", scale="scaling")
+    monkeypatch.setitem(hk.heads.layouts.LAYOUTS, "Fused", layout)
+    model = nn.Sequential(Fused(in_use("bert").config if in_transformers else None))
     [layer] = attention_layers(model)
     heads = read_heads(layer)
-    assert torch.equal(heads.key.flatten(0, 1), model[0].qkv.weight[12:24].double())
-    assert heads.scale == 4
-    said = "one projection for several roles" if in_transformers else "is a _Attention; layers of"
+    assert torch.equal(heads.key.flatten(0, 1), model[0].qkv.weight[32:64].double())
+    assert heads.scale == 8**-0.5
+    said = "one projection for several roles" if in_transformers else "is a Fused; layers of"
     with pytest.raises((TypeError, ValueError), match=said):
         collaborate(model, 8, progress=False)
-    del model[0].width
-    with pytest.raises(ValueError, match="is a _Attention without 'width'"):
+    del model[0].scaling
+    with pytest.raises(ValueError, match="is a Fused without 'scaling'"):
         read_heads(attention_layers(model)[0])

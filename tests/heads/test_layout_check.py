@@ -15,6 +15,7 @@ from heads_kernels.heads import HeadLayout, layout_check
 from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
+from tests.support.nn_layers import HOUSE, House
 from tests.support.tiny_models import build, transformers
 
 NEOX = HeadLayout("NeoX", *["query_key_value"] * 3, "dense", head_dim="head_size")
@@ -36,34 +37,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(family: str) -> Any:
     config = getattr(transformers, f"{family}Config")(**TINY)
     return getattr(transformers, f"{family}ForCausalLM")._from_config(config)
-
-
-class House(nn.Module):
-    """Attention of a user, on the operators."""
-
-    def __init__(self, H: int = 4, *, heads_first: bool = True, gated: bool = True) -> None:
-        super().__init__()
-        self.width = 8
-        self.heads_first, self.gated = heads_first, gated
-        for name in ("q", "k", "v", "out"):
-            setattr(self, name, nn.Linear(8 * H, 8 * H))
-
-    def split(self, x: Tensor) -> Tensor:
-        if self.heads_first:
-            return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
-        return x.unflatten(-1, (self.width, -1)).permute(0, 3, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.split(getattr(self, name)(x)) for name in "qkv")
-        gate = getattr(self, "head_gate", None) if self.gated else None
-        gates = None if gate is None else gate(len(x), x.shape[1])
-        heads = hk.gated_attention(query, key, value, gate=gates)
-        order = (0, 2, 1, 3) if self.heads_first else (0, 2, 3, 1)
-        out: Tensor = self.out(heads.permute(order).flatten(2))
-        return out
-
-
-HOUSE = HeadLayout("house", "q", "k", "v", "out", head_dim="width")
 
 
 # ---------------------------------------------------------------------- layouts that a user gives

@@ -104,3 +104,33 @@ class Gates(hk.nn.HeadGate):
 
     def keep(self, heads: Any) -> None:
         self.gates = nn.Parameter(self.gates[heads])
+
+
+class House(nn.Module):
+    """Attention of a user, on the operators."""
+
+    def __init__(self, H: int = 4, *, heads_first: bool = True, gated: bool = True) -> None:
+        super().__init__()
+        self.width = 8
+        self.heads_first, self.gated = heads_first, gated
+        for name in ("q", "k", "v", "out"):
+            setattr(self, name, nn.Linear(8 * H, 8 * H))
+
+    def split(self, x: Tensor) -> Tensor:
+        if self.heads_first:
+            return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
+        return x.unflatten(-1, (self.width, -1)).permute(0, 3, 1, 2)
+
+    def operands(self, x: Tensor) -> list[Tensor]:
+        return [self.split(getattr(self, name)(x)) for name in "qkv"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = getattr(self, "head_gate", None) if self.gated else None
+        gates = None if gate is None else gate(len(x), x.shape[1])
+        heads = hk.gated_attention(*self.operands(x), gate=gates)
+        order = (0, 2, 1, 3) if self.heads_first else (0, 2, 3, 1)
+        out: Tensor = self.out(heads.permute(order).flatten(2))
+        return out
+
+
+HOUSE = hk.heads.HeadLayout("house", "q", "k", "v", "out", head_dim="width")
