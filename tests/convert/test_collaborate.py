@@ -124,6 +124,19 @@ def test_a_model_that_holds_models_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_layers_without_a_second_feature(method: str) -> None:
+    """They keep one, and nothing is warned of."""
+    model, x = torch_encoder(), torch.randn(B, S, E)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+            layer.self_attn.k_proj.weight.zero_()
+    expected = model(x)
+    assert quiet(model, 8, method=method).dims == (1, 1)
+    assert_alike(model(x), expected, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_a_closed_head(method: str) -> None:
     """One flag of the operator says both: zeros of ragged mixing stay zeros, and so do gates of 0."""
     model = build("bert")
