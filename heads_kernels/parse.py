@@ -85,8 +85,8 @@ def form(
 ) -> tuple[Call, Batch]:
     """Build a call from the arguments of the public function `operator`; returns it and its batch dimensions.
 
-    Tensors are not checked. Arguments that the operator does not take keep their defaults. `seed` is None even if
-    `dropout_p` is not 0: it is drawn when the call runs.
+    Tensors are not checked. Arguments that the operator does not take keep their defaults. `seed` is None: it is drawn
+    when the call runs.
     """
     shared = mixing is not None or operator == "collaborative_attention"
     given: dict[str, Any] = {"query": query, "key": key}
@@ -106,7 +106,7 @@ def form(
     except Exception:
         check_tensors(
             **given
-        )  # names the one that is not a tensor or does not fit the others, if that was the cause
+        )  # which of them is no tensor or does not fit the others, if that was it
         if shared:
             check_companion("mixing", mixing, query)  # type: ignore[arg-type]
         raise
