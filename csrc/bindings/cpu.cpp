@@ -179,7 +179,7 @@ void use_level(const std::string& name) {
 
 PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
   Torch::get();  // here, not at the first call, which two threads may make at once
-  m.doc() = "C++ attention kernels for the CPU; called by the `cpu` backend, not by users.";
+  m.doc() = "C++ attention kernels for the CPU; called by the `native` backends, not by users.";
   m.def("attend", &attend);
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);

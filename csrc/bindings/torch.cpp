@@ -3,9 +3,9 @@
 // Python package, registers the same ops for all backends, so where it is loaded the library adds
 // nothing.
 //
-// Schemas, and how results are allocated, are those of heads_kernels/ops/attention.py and
-// statistics.py; tests compare them. There are no backward ops: programs that are exported compute
-// no gradients.
+// Schemas, and how results are allocated, are those of heads_kernels/ops/operator.py and
+// attention_statistics/; tests compare them. There are no backward ops: programs that are exported
+// compute no gradients.
 #include <cstring>
 #include <memory>
 #include <utility>

@@ -76,8 +76,8 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill the requested gradients, from what `forward` saved.
 
     The gradient of finished scores is `slopes * (dp - center)` with `dp = kept * (dattended value^T)`. In softmax the
-    slopes are the probabilities, and the center of a row is their mean of dp, less `dlse`; in entmax the slopes are
-    `p ^ (2 - alpha)`, and the center is their mean (Correia, Niculae, Martins 2019, proposition 1).
+    slopes are the probabilities, and the center of a row is the mean of `dp` with these weights, less `dlse`; in entmax
+    the slopes are `p ^ (2 - alpha)`, and the center is their weighted mean (Correia, Niculae, Martins 2019).
     """
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     query, key = formula.operands_of_scores(call)
