@@ -1,6 +1,8 @@
-"""The table of backends, the same for every operator: for a `Call`, the list of reasons against it (empty: it can).
+"""The table of backends, the same for every operator.
 
-torch only, so that the choice of a backend traces under `torch.compile`; the backends themselves are not imported.
+For a `Call`, each backend returns the list of reasons why it cannot serve it; an empty list means that it can. Only
+torch is imported here, so that the choice of a backend can be traced by `torch.compile`; backends themselves are
+imported when an op runs on them, and never import each other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ BackendName = Literal["cpu", "triton", "cuda", "eager"]
 #: Whether the kernels for the CPU are built.
 CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
 _OLDEST_TRITON: Final = (3, 6)
-#: Compute capability: Triton compiles older ones without tensor cores, and spills kilobytes of registers there.
+#: Compute capability. For older GPUs Triton compiles without tensor cores and spills kilobytes of registers.
 _OLDEST_PART: Final = (8, 0)
 
 
@@ -38,7 +40,7 @@ def _triton_missing() -> str:
         return f"Triton is not installed ({get})"
     try:
         found = metadata.version("triton")
-    except metadata.PackageNotFoundError:  # of a build by another name
+    except metadata.PackageNotFoundError:  # a build under another name
         return ""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TRITON:
@@ -65,8 +67,8 @@ def _cuda_missing() -> str:
 
 _CUDA_MISSING: Final = _cuda_missing()
 
-#: Whether kernels are interpreted, in the words that Triton understands. Triton decides it for every kernel where the
-#: kernel is defined, so that a later change of the variable means nothing.
+#: Whether Triton interprets kernels, by the values that Triton accepts. Triton reads the variable where a kernel is
+#: defined, so that a later change has no effect.
 TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
     "1",
     "true",
@@ -77,11 +79,11 @@ TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
 
 #: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
 FARTHEST_ROW: Final = 1 << 23
-#: A head's rows of a tile are on chip whole, and 256 wide ones still fit.
+#: A tile holds whole rows of a head on chip; rows of width 256 still fit.
 _WIDEST_HEAD: Final = 256
-#: The width that heads share is read in slices: the widest that is tested.
+#: A query and key that heads share are read in slices; this is the largest width that is tested.
 _WIDEST_SHARED: Final = 1024
-#: Programs of a launch, the first and only dimension of its grid.
+#: Programs per launch: grids have one dimension.
 _MOST_PROGRAMS: Final = (1 << 31) - 1
 #: Rows or keys of the smallest tile of any kernel (csrc/cuda/attention_rows.cu).
 _LEAST_ROWS: Final = 8
@@ -139,7 +141,7 @@ def _unsupported_by_triton(index: int) -> str:
 def _triton_start_error() -> str:
     """Why Triton does not start in this process; empty where it does.
 
-    Its driver module is compiled when it starts for the first time on a machine, and read from Triton's cache after.
+    Triton compiles its driver module when it first starts on a machine, and reads it from its cache later.
     """
     try:
         importlib.import_module("triton.runtime").driver.active.utils  # noqa: B018
@@ -178,12 +180,12 @@ def _unsupported_device(index: int) -> str:
 _unsupported_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _unsupported_by_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-#: Devices that can: an answer that stays. What a device lacks may be lacking for a moment (memory).
+#: Devices that can run the kernels. Refusals are not cached: their cause, such as a lack of memory, may pass.
 _CAPABLE: Final[set[int]] = set()
 
 
 def _device_words(index: int) -> str:
-    """The extension's own answer, or why it cannot be asked."""
+    """The answer of the extension, or why it does not load."""
     if index in _CAPABLE:
         return ""
     try:
@@ -200,7 +202,10 @@ def _device_words(index: int) -> str:
 
 
 def _far_rows(call: Call) -> list[str]:
-    """The tensors of which a tile of rows spans more elements than 32 bits count; `contiguous_rows` copies dout."""
+    """Tensors whose rows are so far apart that offsets within a tile need more than 32 bits.
+
+    `dout` is not among them: `buffers.contiguous_rows` copies it.
+    """
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     apart = {name: t.stride(-2) for name, t in tensors.items() if t is not None}
     apart["the output"] = call.H * call.Dv  # where heads are inside rows
@@ -212,7 +217,7 @@ def _far_rows(call: Call) -> list[str]:
 
 
 def _too_many(call: Call) -> list[str]:
-    """Where a launch may need more programs than a grid has; symbolic sizes are left to the launch."""
+    """Whether a launch may need more programs than a grid can have; symbolic sizes are checked by the launch."""
     programs = call.B * call.H * -(-max(call.T, call.S) // _LEAST_ROWS)
     if not is_int(programs) or programs <= _MOST_PROGRAMS:
         return []
@@ -261,7 +266,7 @@ class Backend:
 BACKENDS: Final = (
     Backend("cpu", "heads_kernels.ops.cpu", cpu),
     Backend("triton", "heads_kernels.ops.triton.backend", triton),
-    # After Triton, but for float32 (`dispatch`), until a measurement on a GPU decides: neither has run on one.
+    # After Triton, except for float32 (`dispatch`). Heuristic: neither has been measured on a GPU.
     Backend("cuda", "heads_kernels.ops.cuda", cuda),
     Backend("eager", "heads_kernels.ops.eager", eager),
 )

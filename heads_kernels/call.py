@@ -1,7 +1,7 @@
-"""`Call`: one call of an operator, in the one form that it has below the public functions.
+"""`Call`: the one form of an operator call below the public functions.
 
-`parse` (parse.py) makes it from the arguments of a user; `tuple(call)` are the arguments of the package's ops, whose
-schemas follow from its fields, and both compiled extensions read the same tuple.
+`parse` (parse.py) builds it from the arguments of a user. `tuple(call)` are the arguments of the package's torch ops,
+whose schemas follow from its fields.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from heads_kernels.mask.intervals import UNBOUNDED, Intervals, by_identity
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. Chunks of a
 #: head's mixing vector that are all zero are skipped.
 MIXING_CHUNK: Final = 16
-#: An op's `seed` is int64 `[5]`: the number that PyTorch's generator drew, then the index (b, h, i, j) of the call's
-#: first element in the whole, which is not 0 where a process computes a part of the batch, the heads or the rows.
-#: j must be a multiple of 4, the elements of a counter (ops/philox.py).
+#: An op's `seed` is int64 `[5]`: the number drawn by PyTorch's generator, then the index (b, h, i, j) in the whole call
+#: of the first element, which is not 0 where a process computes a part of the batch, the heads or the rows. j must be a
+#: multiple of 4, the number of elements per Philox counter (ops/philox.py).
 SEED_LENGTH: Final = 5
 
-#: A tensor that some operators need and others lack; which, `check` knows and type checkers do not.
+#: A tensor that only some operators take. `check` verifies which; for type checkers it is `Any`.
 Operand = Annotated[Any, "Tensor?"]
 
 
 @by_identity
 class Call(NamedTuple):
-    """One call of an operator: every tensor and number of it (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
+    """All tensors and numbers of one call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
 
-    Batch dimensions are flattened: B is their product. Collaborative attention has `mixing`, entmax attention `alpha`,
-    and `attention_statistics` no `value`.
+    Batch dimensions are flattened: B is their product. Collaborative attention has `mixing`, entmax attention has
+    `alpha`, and `attention_statistics` has no `value`.
     """
 
     query: Tensor  # [B, H, T, D]; with mixing [B, T, Ds]
@@ -105,7 +105,7 @@ class Call(NamedTuple):
     # ------------------------------------------------------------------ parts
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
-        """What may have a gradient: the values of `OPERANDS`."""
+        """The values of the fields that may have a gradient, `OPERANDS`."""
         operands: Any = self[: len(OPERANDS)]
         return operands  # type: ignore[no-any-return]
 
@@ -214,7 +214,7 @@ def _schema() -> dict[str, str]:
 
 #: The type of every field of `Call` in the schemas of ops.
 SCHEMA: Final = _schema()
-#: The fields that may have a gradient, in their order.
+#: The fields that may have a gradient, in field order.
 OPERANDS: Final = Call._fields[: Call._fields.index("k_lo")]
 
 

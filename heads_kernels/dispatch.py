@@ -19,8 +19,8 @@ from heads_kernels import doctor_record
 from heads_kernels.backends import BACKENDS, Backend, BackendName, find
 from heads_kernels.call import Call
 
-#: What is tried first for float32 on a GPU: `cuda` multiplies it on tensor cores, `triton` does not. The doctor times
-#: backends in bfloat16, which says nothing of float32.
+#: What is tried first for float32 on a GPU: `cuda` multiplies float32 on tensor cores, `triton` does not. The doctor
+#: times backends in bfloat16, which does not predict float32.
 _FLOAT32: Final[tuple[BackendName, ...]] = ("cuda", "triton")
 
 

@@ -2,7 +2,9 @@
 
 One file, `$XDG_CACHE_HOME/heads_kernels/doctor.json` (without that variable in `~/.cache`), has an entry for each
 device and environment. `dispatch` reads it when it first chooses a backend for a device: backends that failed here are
-left out, and verified ones come first, the fastest before the others. Without an entry the order is that of the tables.
+left out, and verified ones come first, the fastest before the others. A backend that failed in one case is left out
+for that operator altogether: a kernel that is wrong there cannot be trusted elsewhere. Without an entry the order is
+that of `backends.BACKENDS`.
 HEADS_KERNELS_DOCTOR=0 ignores the file.
 """
 

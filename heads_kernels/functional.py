@@ -1,4 +1,4 @@
-"""The operators as functions of tensors: the docstrings here are the specification of the package."""
+"""The public operators. Their docstrings are the specification of the package."""
 
 from __future__ import annotations
 
@@ -107,8 +107,9 @@ def gated_attention(
         value: `[..., Hk, S, Dv]`; `Dv` may differ from `D`.
         attn_mask: a `Mask`, or a bool tensor broadcastable to `[..., H, T, S]` with True = may attend. A tensor of two
             dimensions is `[T, S]`; padding is `Mask(key_mask=...)` or `[B, 1, 1, S]`. A float tensor is a `bias`.
-        dropout_p: probability of dropping an attention probability, after the softmax. The mask is Philox4x32-10 of the
-            element's index and a seed from PyTorch's generator, so it is the same on every backend.
+        dropout_p: probability of dropping an attention probability, after the softmax. The dropout mask is computed by
+            Philox4x32-10 from a seed, drawn from PyTorch's generator, and the index of the element, so it is the same
+            on every backend.
         is_causal: row i sees keys 0 to i (upper-left aligned). For decoding use `Mask(causal="lower_right")`.
         gate: `[H]`, `[..., H]`, `[..., H, T]` or `[..., H, T, Dv]` with all batch dimensions; sizes of 1 broadcast; any
             strides and any floating dtype. A head (or batch-head) whose identity gate is exactly 0 outputs exact zeros
@@ -120,13 +121,13 @@ def gated_attention(
             `OffsetBias`; any floating dtype and strides. -inf hides a pair as a mask does. Its gradient is summed over
             broadcast dimensions; it is not expanded in memory.
         softcap: replaces scores by `softcap * tanh(score / softcap)` before the bias (Gemma Team 2024); None: no cap.
-        sinks: `[H]`, one more score per head that belongs to no key (OpenAI 2025, gpt-oss): `exp(sinks[h])` is added to
-            the denominator of the softmax. Differentiable.
+        sinks: `[H]`, one extra score per head that belongs to no key (OpenAI 2025, gpt-oss): `exp(sinks[h])` is added
+            to the denominator of the softmax. Differentiable.
         scale: factor of the scores; default `D ** -0.5`.
         enable_gqa: False requires as many heads of key and value as of query, or one that all share.
         return_lse: also return the natural log of the sum of exp(score) over visible keys and the sink, with its
-            gradient: partial results over disjoint keys are combined by `merge_attention`. It does not depend on the
-            gate, so closed heads are computed for it.
+            gradient. `merge_attention` uses it to combine results over disjoint keys. It does not depend on the gate,
+            so closed heads are computed too.
         backend: one of the names that `explain` shows; None selects the first that can serve the call.
 
     Returns:
@@ -280,29 +281,29 @@ def entmax_attention(
     enable_gqa: bool = True,
     backend: BackendName | None = None,
 ) -> Tensor:
-    r"""Attention whose probabilities can be exactly 0, as sparse as each head has learned.
+    r"""Attention with alpha-entmax instead of softmax: probabilities can be exactly 0; each head can learn its alpha.
 
     .. math::
         out_h = act(gate_h) \cdot entmax_{\alpha_h}(score_h) V_h, \quad
         entmax_\alpha(s)_j = [(\alpha - 1) s_j - \tau]_+^{1 / (\alpha - 1)}
 
     (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is
-    that of `gated_attention`. The CPU kernels keep the scores of 64 rows for each thread, the eager backend all;
-    the Triton kernels compute them anew in each pass over the keys.
+    that of `gated_attention`. The CPU kernels store the scores of 64 rows per thread, the eager backend stores all
+    scores, and the Triton kernels recompute them in each pass over the keys.
 
     Args:
         alpha: a number, or `[H]` of any floating dtype with a gradient (proposition 1 of the paper), in (1, 2]: 2 is
-            sparsemax, and towards 1 it becomes softmax. The values of a tensor are read when the call runs; on a GPU
-            the host does not read them, and a head with a value outside of (1, 2] is NaN.
+            sparsemax, and the limit at 1 is softmax. The values of a CUDA tensor are not checked on the host: a head
+            with a value outside of (1, 2] is NaN.
         query, key, value, attn_mask, dropout_p, is_causal: as in `gated_attention`. DTensors are refused.
         gate, gate_activation, closed_grad, bias, softcap, scale, enable_gqa, backend: as in `gated_attention`.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`; masked rows, hidden values and closed heads are as in
-        `gated_attention`, and keys of probability 0 add nothing either, NaN included.
+        `gated_attention`. Keys with probability 0 add nothing to the output either, even if their values are NaN.
 
     Raises:
-        ValueError, TypeError: as in `gated_attention`, and for an `alpha` outside of (1, 2], of tensors in CPU memory.
+        ValueError, TypeError: as in `gated_attention`, and if `alpha` is outside of (1, 2] (a number or a CPU tensor).
     """
     call, batch = form(
         "entmax_attention",
@@ -341,7 +342,7 @@ def attention_statistics(
     exclude_keys: Tensor | None = None,
     backend: BackendName | None = None,
 ) -> AttentionStatistics:
-    """What each query row attends to, computed tile by tile: the `[T, S]` matrix of probabilities is never stored.
+    """Statistics of the attention probabilities of each query row, computed tile by tile without a `[T, S]` matrix.
 
     Args:
         query, key: as in `gated_attention`, or, with `mixing`, as in `collaborative_attention`.
@@ -384,7 +385,7 @@ def attention_statistics(
 def _attend(
     call: Call, batch: Batch, backend: str | None, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call that is formed, or the part of it that is this process's."""
+    """Run an unchecked call from `form`; if it has DTensors, the part of it that belongs to this process."""
     if return_lse is False:
         out = direct.attend(call, backend)
         if out is not None:
@@ -429,7 +430,7 @@ _OPERATORS: Final = {
 
 
 def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) -> Choice:
-    """Which backend would run this call, and why the others would not. Nothing runs.
+    """Return which backend would run a call and why the others would not, without running it.
 
     Args:
         operator: `gated_attention`, `collaborative_attention`, `entmax_attention` or `attention_statistics`, the

@@ -1,8 +1,8 @@
 """From the arguments of the public functions to a `Call`.
 
-`form` makes the call and checks what it has to read for that; `check` says what is wrong with the tensors of a call.
-`parse` does both. A compiled extension refuses the same calls without words, so that a small call on the CPU is formed,
-offered to the extension and checked only where it says no (`functional`).
+`form` builds the call and checks only what it has to read for that; `check` checks the tensors of a call; `parse` does
+both. The CPU extension refuses the calls that `check` refuses, but its messages are not written for users. So a small
+call on the CPU goes from `form` straight to the extension (`ops/direct.py`), and is checked here only if refused there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from heads_kernels.offset_bias import OffsetBias
 
 # ---------------------------------------------------------------------- public arguments
 def parse(*args: Any, **kwargs: Any) -> tuple[Call, Batch]:
-    """The valid call of these arguments of `form`, and its batch dimensions.
+    """Build and check a call from the arguments of `form`; returns it and its batch dimensions.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, its value and what would work.
@@ -82,9 +82,10 @@ def form(
     enable_gqa: bool = True,
     exclude_keys: Tensor | None = None,
 ) -> tuple[Call, Batch]:
-    """The call of these arguments of the public function `operator`, and its batch dimensions; tensors are unchecked.
+    """Build a call from the arguments of the public function `operator`; returns it and its batch dimensions.
 
-    Arguments that the operator does not have keep their defaults. `seed` is None: it is drawn when the call runs.
+    Tensors are not checked. Arguments that the operator does not take keep their defaults. `seed` is None: it is drawn
+    when the call runs.
     """
     shared = mixing is not None or operator == "collaborative_attention"
     given: dict[str, Any] = {"query": query, "key": key}
@@ -156,14 +157,14 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _flatten(argument: str, tensor: Tensor | None, batch: Batch, layout: str) -> Tensor | None:
-    """`flatten_companion` if `tensor` has batch dimensions; it may not be a tensor, which is checked later."""
+    """Apply `flatten_companion` if `tensor` has batch dimensions. That it is a tensor is checked later."""
     if batch is None or not isinstance(tensor, Tensor) or tensor.dim() <= 1:
         return tensor
     return flatten_companion(argument, tensor, batch, layout)
 
 
 def _flatten_gate(gate: Tensor | None, batch: Batch) -> Tensor | None:
-    """`[*batch, H]`, `[*batch, H, T]` and `[*batch, H, T, Dv]` with one batch dimension."""
+    """Flatten the batch dimensions of a gate `[*batch, H]`, `[*batch, H, T]` or `[*batch, H, T, Dv]`."""
     if batch is None or not isinstance(gate, Tensor) or gate.dim() == 1:
         return gate
     layouts = {1: "H", 2: "H, T", 3: "H, T, Dv"}
@@ -236,7 +237,7 @@ _Sizes = Sequence[int | tuple[int, ...]]
 
 
 def check(call: Call) -> None:
-    """Refuse tensors of a call that `form` has made, where they do not fit each other.
+    """Check that the tensors of a call from `form` fit each other.
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what would work.
@@ -270,9 +271,9 @@ def check(call: Call) -> None:
 
 
 def check_op(call: Call, **saved: Tensor | None) -> None:
-    """The same for the arguments of an op, which need not come from `form`, and what a forward pass has `saved`.
+    """Check the arguments of an op, which need not come from `form`, and the tensors `saved` by its forward pass.
 
-    That is `dout`, `attended`, `lse` and `dlse`, of which the last may be None.
+    These are `dout`, `attended`, `lse` and `dlse`; `dlse` may be None.
     """
     check_ranks(call, **saved)
     check(call)
@@ -310,7 +311,7 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
 
 
 def check_ranks(call: Call, **saved: Tensor | None) -> None:
-    """Refuse tensors that are None or have another number of dimensions than the operator reads."""
+    """Check that the tensors that an op reads are given and have the right number of dimensions."""
     ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
     given = {name: getattr(call, name) for name in ranks}
     if call.value is not None:

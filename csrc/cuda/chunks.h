@@ -14,7 +14,7 @@
 
 namespace hk::cuda {
 
-constexpr int kChunk = 16;  // MIXING_CHUNK of problem.py
+constexpr int kChunk = 16;  // MIXING_CHUNK of call.py
 constexpr int kStepChunks = 4, kStepWidth = kStepChunks * kChunk;
 
 // One step over one tile of a list. The tiles of a list follow each other without a break; the

@@ -1,4 +1,8 @@
-"""Observe the attention calls of a model while it runs."""
+"""Observe the attention calls of a model while it runs.
+
+Calls of the operators have operands, mask and scale for any model. The mask shows which rows and keys are tokens: a
+token sees itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Projections that surgery can read and cut: dense ones, with or without plain LoRA."""
+"""Projections that surgery can read and cut: a weight and a bias, with or without plain LoRA.
+
+This is the only place that decides it; all others are refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Whether a layout fits the class of a module: a closed head must compute the same as the pruned head."""
+"""Whether a layout fits the class of a module: a closed head must compute the same as the pruned head.
+
+Names are not enough: OLMo 2 has those of Llama, and a norm over all heads. Layouts registered by users are verified in
+the same way.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All operators on the `cpu` backend: calls of the compiled extension `heads_kernels._cpu`.
+"""All operators on the `cpu` backend, by the compiled extension `heads_kernels._cpu`.
 
-Its kernels are in `csrc/cpu/`; a call without mixing runs those of gated attention,
-with entmax if it has `alpha`. They run on PyTorch's thread pool.
+Its kernels are in `csrc/cpu/` and run on PyTorch's thread pool. A call without mixing runs the kernels of gated
+attention, with entmax if it has `alpha`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from heads_kernels.ops.statistics import AttentionStatistics
 
 
 def attend(call: Call, recording: bool) -> Tensor | None:
-    """The output of a call without dropout; None if it is empty, or if a tensor is more than its memory: of a subclass,
-    a negated view, or one whose gradient is recorded."""
+    """Return the output of a call without dropout, or None if the call has to run as an op.
+
+    That is the case for entmax, for empty outputs, and for tensors that are more than their memory: subclasses,
+    negated views and, while `recording`, tensors that require a gradient.
+    """
     if call.alpha is not None:
         return None
     return _cpu.attend(
@@ -47,7 +50,7 @@ def forward(call: Call, results: Results) -> None:
 
 
 def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
-    """A call without columns of values, with one of zeros: the kernels compute `lse` beside an output."""
+    """Give values of width 0 one column of zeros: the kernels compute `lse` only together with an output."""
     value = call.value.new_zeros((*call.value.shape[:-1], 1))
     out = value.new_empty((*call.sizes[:3], 1))
     return call._replace(value=value, gate=None), results._replace(out=out)

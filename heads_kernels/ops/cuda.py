@@ -1,8 +1,8 @@
-"""Both operators, and their statistics, on the `cuda` backend: the sequence of launches of the kernels in `csrc/cuda/`.
+"""Gated and collaborative attention, and statistics, on the `cuda` backend: the order of the kernels in `csrc/cuda/`.
 
 The compiled extension `heads_kernels._cuda` launches them on the device and the current stream of their tensors
-(emulated: on CPU tensors); a call without mixing runs the kernels of gated attention. Gradients that several blocks of
-threads contribute to are written as parts and added up in order afterwards (`buffers.py`).
+(emulated: on CPU tensors). A call without mixing runs the kernels of gated attention. Gradients to which several thread
+blocks contribute are written as parts, which are then added in order (`buffers.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Read = tuple[Tensor, Tensor, Tensor]
 
 
 class _Arguments(NamedTuple):
-    """What every pass over scores takes."""
+    """The arguments of every pass over scores."""
 
     scores: Scores
     value: Tensor
@@ -76,7 +76,7 @@ def forward(call: Call, results: Results) -> None:
 
 
 def _splits(call: Call) -> int:
-    """How many parts of the outputs are combined in a second pass, each of some of the keys; 0: one pass."""
+    """The number of splits of the keys, whose partial outputs a second pass combines; 0: a single pass."""
     B, H, T, S = call.sizes
     if is_decoding(call):
         tiles, Hk = _tiles(call, "decode"), call.key.shape[1]
@@ -90,7 +90,7 @@ def _splits(call: Call) -> int:
 
 
 def is_decoding(call: Call) -> bool:
-    """Whether the kernel for few query rows serves the call: it reads a key once for the heads that share it."""
+    """Whether the call runs on the kernel for few query rows, which reads a key once for all heads that share it."""
     _, _, T, S = call.sizes
     return call.mixing is None and T <= SHORT_QUERY and _tiles(call, "decode").block_n < S
 

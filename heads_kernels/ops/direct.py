@@ -1,9 +1,8 @@
-"""Forward passes on the `cpu` backend that go straight to its extension, without a torch op.
+"""The direct path: forward passes on the `cpu` backend that call the extension without a torch op.
 
-That halves the time of a small call and more. A call takes this way only if nothing would notice the difference: no
-gradient is recorded, and no mode, transform, tracer, autocast or profiler of PyTorch is active, which act on ops. The
-extension checks what `parse.check` checks of these calls. What it refuses goes the ordinary way, which has the
-messages.
+It takes less than half of the time of an op in small calls. It is used only if the result is the same: no gradient is
+recorded, and no mode, transform, tracer, autocast or profiler of PyTorch, which act on ops, is active. The extension
+checks what `parse.check` checks for these calls; calls that it refuses run as ops, which have the error messages.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from heads_kernels.call import Call
 from heads_kernels.dispatch import in_order
 from heads_kernels.ops.library import load
 
-#: Other classes may have an implementation of ops of their own.
+#: Other subclasses of Tensor may implement ops themselves.
 _CLASSES: Final = (Tensor, Parameter)
 
 
 def attend(call: Call, backend: str | None) -> Tensor | None:
-    """`out` of a call whose tensors are not checked, or None if it has to go the ordinary way."""
+    """`out` of a call whose tensors are not checked, or None if the call has to run as an op."""
     query = call.query
     if call.dropout_p or backend not in (None, "cpu") or not backends.CPU_EXTENSION:
         return None
@@ -34,7 +33,7 @@ def attend(call: Call, backend: str | None) -> Tensor | None:
     if call.gate is None and call.gate_activation != "identity":
         return None
     recording = torch.is_grad_enabled()
-    if recording and query.requires_grad:  # as in training: known before any work
+    if recording and query.requires_grad:  # as in training; the cheapest check comes first
         return None
     if backend is None and in_order(call.operator, query)[0].name != "cpu":
         return None

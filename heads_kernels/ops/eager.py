@@ -7,8 +7,8 @@
     raw = query key^T, or (query * mixing_h) key^T + content_bias_h
 
 Computation is in float32 (float64 for float64 inputs); the mixed query `[B, H, T, Ds]` and the scores `[B, H, T, S]`
-are materialised. Of entmax, what is saved in the place of `lse` is the threshold of each row, in two numbers, and a key
-whose weight is 0, because it is outside of the support of a row or dropped, adds nothing to the row, NaN included.
+are materialised. Entmax saves the threshold of each row, as two numbers, in place of `lse`. A key whose entmax weight
+is 0, because it is outside of the support of a row or dropped, adds nothing to the row, even if its value is NaN.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def forward(call: Call, results: Results) -> None:
 
 @formula.without_autocast
 def attend(call: Call) -> Results:
-    """The results of a call in the compute dtype, all of them."""
+    """All results of a call, in the compute dtype."""
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     visible = scores.visible_pairs(call)
     p, lse = _probabilities(call, visible)
@@ -76,8 +76,8 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill the requested gradients, from what `forward` saved.
 
     The gradient of finished scores is `slopes * (dp - center)` with `dp = kept * (dattended value^T)`. In softmax the
-    slopes are the probabilities, and the center of a row is their mean of dp, less `dlse`; in entmax the slopes are
-    `p ^ (2 - alpha)`, and the center is their mean (Correia, Niculae, Martins 2019, proposition 1).
+    slopes are the probabilities, and the center of a row is the mean of `dp` with these weights, less `dlse`; in entmax
+    the slopes are `p ^ (2 - alpha)`, and the center is their weighted mean (Correia, Niculae, Martins 2019).
     """
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     query, key = formula.operands_of_scores(call)
@@ -116,7 +116,7 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
             center = (dp * slopes).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0)
             if (
                 gradients.dalpha.numel()
-            ):  # the derivatives of a row add up to 0, whatever is subtracted
+            ):  # the derivatives of a row add up to 0, so that any center may be subtracted
                 change = (dp - center) * entmax.alpha_derivative(logs, order)
                 gradients.dalpha.copy_(formula.only(inside, change).sum(-1))
         dscores = formula.score_gradient(slopes, dp, center, inside)
@@ -140,7 +140,7 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
 def _fill_sinks(
     call: Call, saved: Saved, delta: Tensor, pairs: Tensor | None, dsinks: Tensor
 ) -> None:
-    """Fill the gradient of sinks, which have a share of the probability of each row."""
+    """Fill the gradient of sinks, from their share of the probability of each row."""
     assert call.sinks is not None
     lse, dlse = saved.lse, saved.dlse
     share = (call.sinks.to(lse.dtype)[:, None] - lse).exp()  # [B, H, T]
@@ -189,7 +189,7 @@ def statistics(call: Call, results: AttentionStatistics) -> None:
 
 @formula.without_autocast
 def row_statistics(call: Call) -> AttentionStatistics:
-    """Statistics of all rows of a call at once. The maximum is of scores: probabilities may all round to 0."""
+    """Statistics of all rows of a call at once. The maximum is taken over scores: probabilities may all round to 0."""
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))
     finished, visible = scores.finish(call, raw)[0], scores.visible_pairs(call)
     p, lse = formula.softmax(finished, visible, call.sinks)

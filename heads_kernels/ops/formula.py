@@ -1,6 +1,4 @@
-"""What the eager backend is made of.
-
-Raw scores, visible pairs, the softmax, products that hidden NaN does not enter, dropout and gates.
+"""The parts of the eager backend: raw scores, softmax, products that hidden NaN does not enter, dropout and gates.
 
 Tensors are in the compute dtype (float32, or float64 for float64 inputs) unless they are arguments of an op.
 """
@@ -24,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def without_autocast(backend: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`backend`, shielded from the caller's autocast: it would cast the products inside to half."""
+    """Run `backend` without the caller's autocast, which would cast its products to half precision."""
 
     @functools.wraps(backend)
     def shielded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -119,7 +117,7 @@ def product(weights: Tensor, operand: Tensor, touched: Tensor | None) -> Tensor:
 def kept_share(
     seed: Tensor | None, dropout_p: float, shape: Iterable[int], like: Tensor
 ) -> Tensor | None:
-    """What dropout multiplies probabilities by: 0 or `1 / (1 - dropout_p)`; None without dropout.
+    """The dropout factor of each probability, 0 or `1 / (1 - dropout_p)`; None without dropout.
 
     `shape` is [B, H, T, S]; `like` gives dtype and device.
     """
@@ -130,7 +128,7 @@ def kept_share(
 
 
 def times(tensor: Tensor, factor: Tensor | None) -> Tensor:
-    """`tensor * factor`, where None stands for ones."""
+    """`tensor * factor`; a factor of None is 1."""
     return tensor if factor is None else tensor * factor
 
 
@@ -142,7 +140,7 @@ def opened(gate: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor |
 
 
 def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -> Tensor | None:
-    """Visible pairs of open heads, `[B|1, H|1, T|1, S|1]`; None where that is all of them.
+    """Visible pairs of open heads, `[B|1, H|1, T|1, S|1]`; None if these are all pairs.
 
     Only these take part in the output and in the gradients of queries, keys and values.
     """
@@ -154,7 +152,7 @@ def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -
 
 
 def only_rows(tensor: Tensor, pairs: Tensor | None) -> Tensor:
-    """`tensor` `[B, H, T, W]` with exact zeros in the rows that none of `pairs` belongs to."""
+    """`tensor` `[B, H, T, W]`, exactly 0 in rows without any of `pairs`."""
     return tensor if pairs is None else tensor.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
 
 

@@ -1,7 +1,12 @@
-"""What a gate is, for every backend: its activation, its broadcast to `[B, H, T, Dv]`, and its gradient.
+"""Gates on every backend: activation, broadcasting to `[B, H, T, Dv]`, and gradient.
 
 A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank determines its kind: `[H]` per head,
 `[B, H]` per batch and head, `[B, H, T]` per token, `[B, H, T, Dv]` elementwise; dimensions of size 1 broadcast.
+
+GPU kernels compute a closed head as one whose rows see no key: each program reads its own gate, its loops run zero
+times, and it stores zeros. So the host never waits for the values of a gate, and a captured CUDA graph can be replayed
+with other heads closed. Open heads are not compacted into a list first: a program without work costs as much as writing
+its zeros, and a list would cost a launch.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from heads_kernels.checks import check_activation
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
-    """The values that multiply the output, from the gate as it was passed (logits where an activation is named)."""
+    """The values that multiply the output, from the `gate` argument (logits unless the activation is "identity")."""
     check_activation(activation)
     if activation == "sigmoid":
         return torch.sigmoid(gate)
@@ -43,7 +48,7 @@ def multiply(attended: Tensor, call: Call, seen: Tensor) -> Tensor:
 
 
 class _Closed(torch.autograd.Function):
-    """Zeros where heads are closed, with the gradient of the product: that of the gate is not 0 there."""
+    """Write zeros for closed heads and pass the gradient through, because their gates have a gradient."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, closed: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def sizes_4d(gate: Tensor) -> tuple[int, ...]:
 
 
 def as_4d(gate: Tensor) -> Tensor:
-    """A view of the gate with those sizes."""
+    """A view of the gate with the sizes of `sizes_4d`."""
     return gate.reshape(sizes_4d(gate))
 
 
@@ -88,10 +93,10 @@ def shape_of_rows(gate: Tensor | None, full: tuple[int, int, int, int]) -> tuple
 
 
 def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool) -> Tensor:
-    """Gradient of the gate as it was passed, from the kernel's `rows` (see `shape_of_rows`).
+    """Gradient of the `gate` argument, from the kernel's `rows` (see `shape_of_rows`).
 
-    Sums over what the gate was broadcast along, applies the slope of the activation, and with `closed_grad=False`
-    reports 0 for every entry of an identity gate that is exactly 0.
+    Sums over the broadcast dimensions and multiplies by the slope of the activation. With `closed_grad=False`, entries
+    of an identity gate that are exactly 0 get gradient 0.
     """
     grad = rows.sum_to_size(sizes_4d(gate)[: rows.dim()]).reshape(gate.shape)
     if activation == "identity":

@@ -1,7 +1,7 @@
-"""The torch library `heads_kernels`: how every op of the package is defined.
+"""The torch library `heads_kernels`: how the ops of the package are defined.
 
-An op has one schema, one implementation that imports the backend it is to run, a fake that allocates what the
-kernel would, and a FLOP formula. Gradients are an `autograd.Function` around the op, in the op's own file.
+An op has one schema, one implementation, which imports the backend that it runs on, a fake that allocates the same
+outputs, and a FLOP formula. All registration is in Python, once for all backends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def define_op(
 
 
 def _register_flops(packet: Any, flops: Callable[..., int]) -> None:
-    """Make a formula known to PyTorch's FLOP counter, whose import is slow where Triton is installed."""
+    """Register a formula with PyTorch's FLOP counter, whose import is slow if Triton is installed."""
     from torch.utils.flop_counter import register_flop_formula
 
     register_flop_formula(packet)(flops)
@@ -76,10 +76,10 @@ def dense_sizes(shapes: Any) -> tuple[int, int, int]:
 
 
 def check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> None:
-    """Refuse tensors of an op that are None or do not fit each other; `backend` is None in its fake.
+    """Check that the tensors of an op are given and fit each other; `backend` is None in its fake.
 
-    The package's own calls are valid. In direct calls of an op a kernel would read past the end of a tensor that is too
-    small; the compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
+    The package's own calls are valid, but an op may be called directly, and a kernel would read past the end of a
+    tensor that is too small. The compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
     """
     if backend in _COMPILED:
         check_ranks(call, **saved)

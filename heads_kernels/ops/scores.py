@@ -2,8 +2,8 @@
 
     score = softcap * tanh(scale * raw / softcap) + bias
 
-`raw` is `q_i . k_j`, mixed and with its content bias where the operator has them; a sink is one more score of each row,
-without a key. These are the functions of the eager backend; kernels have their own in each language.
+`raw` is `q_i . k_j`, mixed and with a content bias in collaborative attention. A sink is one extra score per row that
+belongs to no key. These functions serve the eager backend; the kernels of each language have their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEG_INF = float("-inf")
 
 
 def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scores `[B, H, T, S]` of the raw products, in their dtype; and the slope of the cap, None without one."""
+    """Scores `[B, H, T, S]` from the raw products, in their dtype, and the slope of the cap, None without a cap."""
     scores, slope = call.scale * raw, None
     if call.softcap:
         share = torch.tanh(scores / call.softcap)
@@ -37,7 +37,7 @@ def dense_bias(call: Call) -> Tensor | None:
 
 
 def visible_pairs(call: Call) -> Tensor | None:
-    """bool `[B or 1, H or 1, T, S]`, True = visible: by the mask, and by a bias that is not -inf. None: all are."""
+    """bool `[B or 1, H or 1, T, S]`, True where the mask shows the pair and its bias is not -inf. None: everywhere."""
     _, _, T, S = call.sizes
     mask = call.intervals
     visible = mask.to_dense(T, S, call.query.device) if mask.hides else None
@@ -49,7 +49,7 @@ def visible_pairs(call: Call) -> Tensor | None:
 
 
 def of_rows(call: Call, start: int, stop: int) -> Call:
-    """The call of query rows `start` to `stop - 1` alone."""
+    """The call of only the query rows `start` to `stop - 1`."""
     rows, S = slice(start, stop), call.key.shape[-2]
     query = call.query[..., rows, :]
     bias, table = call.bias, call.offset_bias
@@ -69,7 +69,7 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
 
 
 def bias_gradient(dscores: Tensor, grad: Tensor) -> None:
-    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over the dimensions of broadcasting."""
+    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over the broadcast dimensions."""
     batches = bias_batches(grad, dscores.shape[0])
     grad.copy_(dscores.reshape(*batches, *dscores.shape[1:]).sum_to_size(grad.shape))
 

@@ -3,7 +3,10 @@
 Attention is independent along the batch, the heads and the query rows, so operands may be sharded along these
 dimensions. What the parts share is replicated and its gradient summed: a query or key of all heads, and, where rows are
 split, keys and values, which are gathered if they are sharded along the sequence. The part is a call on local tensors:
-`redistribute`, `to_local` and `from_local` are differentiable, and all communication is theirs.
+`redistribute`, `to_local` and `from_local` are differentiable, traced by `torch.compile`, and do all communication.
+
+DTensors do not reach the ops: rules for DTensor's dispatcher would be private API, one for each op and direction, and
+could not give dropout the index of the part's first element, which `seed` contains.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from heads_kernels.call import Call
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded, of_first, replicated
 
-#: The dimensions of operands; where heads share the query, those of `_SHARED` differ.
+#: The dimensions of operands. `_SHARED` replaces those that differ in collaborative attention.
 _LAYOUTS: Final = {
     "query": "B H T D",
     "key": "B Hk S D",
@@ -41,9 +44,9 @@ _LAYOUTS: Final = {
 _SHARED: Final = {"query": "B T D", "key": "B S D", "value": "B Hv S Dv"}
 _GATES: Final = {1: "H", 2: "B H", 3: "B H T", 4: "B H T Dv"}
 _OUTPUT: Final = "B H T Dv"
-#: The dimensions that may be sharded, and along which of the call they are.
+#: The dimensions that may be sharded, and the dimension of the call to which each belongs.
 _SPLIT: Final = {"B": "B", "H": "H", "Hk": "H", "Hv": "H", "T": "T"}
-#: The dimension that every row needs whole: what is sharded along it is gathered.
+#: Every row needs all keys: operands that are sharded along this dimension are gathered.
 _KEYS: Final = "S"
 
 Span = tuple[int, int]  # first, count
@@ -76,14 +79,14 @@ class Part:
     def __init__(self, call: Call, operands: list[_Operand], mesh: Any) -> None:
         self.mesh = mesh
         self._sizes = {"B": call.B, "H": call.H, "T": call.T}
-        #: For each dimension of the mesh what it splits, of `_sizes`; "": all of its processes compute the same.
+        #: For each dimension of the mesh, the dimension in `_sizes` that it splits; "": its processes compute the same.
         self.splits = [
             "" if self._sizes.get(split) == 1 else split for split in _splits(operands, mesh)
         ]
-        #: The places of the mesh. Dynamo of PyTorch 2.11 does not know its `shape`.
+        #: The shape of the mesh. Dynamo of PyTorch 2.11 cannot trace its `shape`.
         self._counts = [mesh.size(dim) for dim in range(mesh.ndim)]
         self._spans = {letter: self._all_spans(letter, n) for letter, n in self._sizes.items()}
-        #: Of the heads that groups of query heads share.
+        #: The same for heads of key or value that groups of query heads share.
         self._shared_spans = _shared_spans(call, self._spans["H"])
         self._at = mesh.get_coordinate()
         self.call = self._of(call, operands)
@@ -113,7 +116,7 @@ class Part:
 
     # ------------------------------------------------------------------ which part
     def _all_spans(self, letter: str, size: int) -> dict[tuple[int, ...], Span]:
-        """What the process at each place of the mesh has of a dimension, as `Shard` splits it."""
+        """The part of a dimension that the process at each place of the mesh has, as `Shard` splits it."""
         spans = {}
         for place in itertools.product(*map(range, self._counts)):
             first, count = 0, size
@@ -170,7 +173,7 @@ class Part:
             # Query heads of several processes share one of its heads.
             placements = [Replicate() if p == Shard(1) else p for p in placements]
             narrowed = spans[tuple(self._at)]
-        # Of what all processes have, each one's gradient is a term of the sum.
+        # The gradient of a replicated tensor is the sum of the gradients of all processes.
         terms = [
             Partial() if split and placement == Replicate() else placement
             for split, placement in zip(self.splits, placements, strict=True)
@@ -207,7 +210,7 @@ def _operands(call: Call) -> list[_Operand]:
 
 
 def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
-    """For each dimension of the mesh "B" or "H", which operands are sharded along; "" where none is."""
+    """For each dimension of the mesh, the dimension "B", "H" or "T" that it shards; "" if none."""
     splits = [""] * mesh.ndim
     by = [""] * mesh.ndim
     for name, tensor, layout in operands:
@@ -232,7 +235,7 @@ def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
 
 
 def _shared_spans(call: Call, heads: dict[tuple[int, ...], Span]) -> dict[tuple[int, ...], Span]:
-    """The heads of key and value that the query heads of each process read; where the key has none, of the value."""
+    """The heads of key and value (of the value alone, with mixing) that the query heads of each process read."""
     shared, name = (call.Hk, "key") if call.mixing is None else (call.Hv, "value")
     group = call.H // max(shared, 1)
     spans = {}

@@ -1,4 +1,4 @@
-"""Statistics of attention rows (lse, largest probability, its key, entropy) that never build the `[T, S]` matrix.
+"""Statistics of attention rows (lse, largest probability, its key, entropy) as a torch op, without a `[T, S]` matrix.
 
 `heads_kernels::attention_statistics` takes the fields of a `Call` without a value and has no gradient. A backend's
 module fills the buffers that are allocated here: `statistics(call: Call, results: AttentionStatistics) -> None`.
@@ -18,9 +18,9 @@ from heads_kernels.ops.library import FIELDS, check_arguments, define_op, dense_
 
 
 class AttentionStatistics(NamedTuple):
-    """One number per query row, each `[B, H, T]`: `argmax` in int64, the others in the compute dtype.
+    """The result of `attention_statistics`: each field has one number per query row, `[..., H, T]`.
 
-    See `functional.attention_statistics`.
+    `argmax` is int64; the others are float32 (float64 for float64 inputs).
     """
 
     lse: Tensor

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import heads_kernels as hk
+from heads_kernels.call import active_widths
 from heads_kernels.convert import (
     Conversion,
     Curves,
@@ -32,7 +33,6 @@ from heads_kernels.convert import (
 )
 from heads_kernels.heads import attention_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from heads_kernels.problem import active_widths
 from tests.convert.converted_models import torch_encoder
 from tests.support.alike import assert_alike, rounding
 from tests.support.model_state import state

@@ -1,4 +1,8 @@
-"""Replacements for attention classes of transformers that compute biased scores themselves: they call the operator."""
+"""Replacements for attention classes of transformers that compute biased scores themselves: they call the operator.
+
+ALiBi stays the bias by key position that BLOOM and MPT compute: it is as small as a table of offsets and, unlike a
+function of the distance, exact if padding has holes.
+"""
 
 from __future__ import annotations
 

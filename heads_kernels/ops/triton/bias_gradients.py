@@ -1,6 +1,6 @@
 """The gradients of biases in Triton, for both operators: sums of dscores over what shares an element of the bias.
 
-    dscores = p * (dp - delta)        before cap and scale; the formulas stand in `gated_attention.triton_keys`
+    dscores = p * (dp - delta)        before cap and scale; the other formulas are in `gated_keys`
 
 Scores are computed again, tile by tile. Every element of the bias has one owner, which adds up in a fixed order.
 """

@@ -7,7 +7,8 @@
 Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores are transposed, `[BLOCK_N, BLOCK_M]`.
 
 A head's features are gathered as in the forward pass (`attend`): those of the keys stay on chip for the whole head,
-and a tile of query rows is loaded and mixed once, for the scores and for `dkey`.
+and a tile of query rows is loaded and mixed once, for the scores and for `dkey`. A head's sum is added to `dkey` in
+memory, in float32; `collaborative_queries` has the reason for that and for `disable_licm`.
 """
 
 from __future__ import annotations

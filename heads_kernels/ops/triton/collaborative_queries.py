@@ -3,8 +3,11 @@
     dmixed_h = dscores_h key
     dquery = sum over h of mixing_h * dmixed_h        dmixing_h = colsum(query * dmixed_h)
 
-The other formulas are those of `triton_keys`. A head's features are gathered as in the forward pass (`attend`): its
-mixed query stays on chip, and a tile of keys is loaded once, for the scores and for `dmixed`.
+The other formulas are in `collaborative_keys`. A head's features are gathered as in the forward pass (`attend`): its
+mixed query stays on chip, and a tile of keys is loaded once, for the scores and for `dmixed`. A head's sum is added to
+`dquery` in memory, in float32: heads gather different features, and sums for all of them do not fit beside those of one
+head. The loop over heads hoists nothing (`disable_licm`): addresses that heads share would take registers from the
+loops over tiles.
 """
 
 from __future__ import annotations

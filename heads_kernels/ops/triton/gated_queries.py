@@ -1,4 +1,4 @@
-"""Gated attention backward in Triton: `dquery`, by tiles of query rows (the formulas stand in `triton_keys`)."""
+"""Gated attention backward in Triton: `dquery`, by tiles of query rows (formulas as in `gated_keys`)."""
 
 from __future__ import annotations
 

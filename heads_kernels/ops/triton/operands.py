@@ -121,7 +121,7 @@ class TileLists(NamedTuple):
 
 
 class Support(NamedTuple):
-    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `triton_centers`.
+    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax_centers`.
 
     Tiles have `block_m` rows and `block_n` keys.
     """
@@ -205,9 +205,7 @@ class Operands(NamedTuple):
     visible: Visible
     dropout: Dropout | None
     grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
-    in_reach: (
-        Tensor | None
-    )  # int32 [programs, tiles of keys] for `entmax_attention.triton_forward` to write
+    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax_forward` to write
 
 
 #: Tuples of a pointer and numbers.

@@ -10,6 +10,8 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
   other.
 - In the passes over keys scores are transposed: query rows are the columns of a tile and take a register each. So tiles
   have few query rows and 128 keys.
+- In the backward passes of collaborative attention 16 rows (or keys) stand beside 128 keys (or rows): 32 spill in the
+  loop over keys, and ptxas serializes their products in the loop over rows.
 - A tile of keys that comes through a descriptor takes no registers for addresses, so that a step over full tiles has
   two of them. Heads of 64 features have none: two would not leave 128 registers, and one is hardly shorter (3 %).
 - float32 is multiplied without tensor cores; an operand is in registers then, and tiles are small.
