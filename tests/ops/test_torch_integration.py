@@ -150,9 +150,11 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
     plain = torch.autograd.grad(out, values, dout, retain_graph=True)
     first = torch.autograd.grad(out, values, dout, create_graph=True)
     assert_same_bits(backend, first, plain)
+    if backend == "eager":
+        return  # tests/ops/test_derivatives.py
     for b in first:
         with pytest.raises(
-            RuntimeError, match=rf"{operator} has no second derivative.*plain PyTorch"
+            RuntimeError, match=f'{operator} has no second derivative.*backend="eager"'
         ):
             torch.autograd.grad(b.sum(), values, retain_graph=True)
 
@@ -250,9 +252,12 @@ def test_meta_tensors_give_shapes(operator: str) -> None:
     assert hk.explain(operator, **arguments).backend == "eager"
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(
+    ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] != "eager"]
+)
 def test_derivatives_that_are_not_there_are_refused(operator: str, backend: str) -> None:
     arguments = tensors(operator, dtype=torch.float32)
+    serve(operator, backend, **arguments)
     query = arguments.pop("query")
 
     def run(query: Tensor) -> Tensor:
