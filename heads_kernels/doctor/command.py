@@ -118,7 +118,7 @@ def _time(each: Examined, seconds: float) -> None:
         {"device": str(each.device), "backends": verified, "seconds": seconds}
     )
     if not each.untimed and len(each.speed) < len(SHAPES):
-        each.untimed = f"{len(SHAPES) - len(each.speed)} shapes not timed for lack of time"
+        each.untimed = f"no time for {len(SHAPES) - len(each.speed)} of {len(SHAPES)} shapes"
 
 
 # ---------------------------------------------------------------------- words
