@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu_suite`: all that there is to run on a GPU, one stage after another, with a record.
 
-doctor      which backends are right on this machine; kept for later calls (`python -m heads_kernels doctor --save`)
+doctor      which backends are right on this machine, and which is the fastest (`python -m heads_kernels doctor`)
 tests       the operators' tests on the GPU; pytest-xdist starts another worker where one crashes
 memcheck    compute-sanitizer over a few cases: accesses outside of memory
 racecheck   the same: missing barriers in shared memory
@@ -85,7 +85,7 @@ def stages(out: Path, simulate: bool) -> dict[str, Stage]:
             "tuner": Stage((*_PYTHON, "benchmarks.tune", "--simulate", "--out", str(out / "tuned.json")), 500),
         }  # fmt: skip
     return {
-        "doctor": Stage((*_PYTHON, "heads_kernels", "doctor", "--save", "--seconds", "240"), 400),
+        "doctor": Stage((*_PYTHON, "heads_kernels", "doctor", "--seconds", "240"), 400),
         "tests": Stage((*_PYTEST, "tests/ops", "--device", "cuda", "-n", workers), 550),
         "memcheck": _sanitizer("memcheck"),
         "racecheck": _sanitizer("racecheck"),

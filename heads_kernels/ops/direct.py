@@ -21,6 +21,8 @@ from heads_kernels.ops.library import load
 
 #: Other subclasses of Tensor may implement ops themselves.
 _CLASSES: Final = (Tensor, Parameter)
+#: Backends that may serve CPU tensors in this process.
+_OF_CPU: Final = {"cpu", "eager", *backends.SIMULATED}
 
 
 def attend(call: Call, backend: str | None) -> Tensor | None:
@@ -35,13 +37,21 @@ def attend(call: Call, backend: str | None) -> Tensor | None:
     recording = torch.is_grad_enabled()
     if recording and query.requires_grad:  # as in training; the cheapest check comes first
         return None
-    if backend is None and in_order(call.operator, query)[0].name != "cpu":
+    if backend is None and not _is_first(query):
         return None
     try:
         out: Tensor | None = load("cpu").attend(call, recording)
     except (TypeError, ValueError, RuntimeError):
         return None
     return out
+
+
+def _is_first(query: Tensor) -> bool:
+    """Whether `cpu` is the first backend that may serve the call."""
+    for row in in_order(query):
+        if row.name in _OF_CPU:
+            return row.name == "cpu"
+    return False
 
 
 def _is_unobserved() -> bool:

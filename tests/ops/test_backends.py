@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import subprocess
 import sys
 import types
 import warnings
@@ -15,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from benchmarks import tune
-from heads_kernels import backends, dispatch, doctor_record
+from heads_kernels import backends, dispatch
 from heads_kernels.call import Call
 from heads_kernels.ops import buffers
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, parsed, tensors
@@ -30,6 +31,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_TRITON_MISSING", "")
     monkeypatch.setattr(backends, "CUDA_EMULATED", True)
     monkeypatch.setattr(backends, "_CUDA_MISSING", "")
+
+
+Serving = Callable[..., None]
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """A function that makes the named backends serve every call, and the others none."""
+
+    def serve(*names: str) -> None:
+        for row in backends.BACKENDS:
+            refusal = [] if row.name in names else ["a test refuses it"]
+            # Rows are frozen.
+            monkeypatch.setitem(vars(row), "unsupported", lambda _, words=refusal: words)
+
+    return serve
 
 
 BACKENDS = {"triton": backends.triton, "cuda": backends.cuda}
@@ -249,21 +266,13 @@ def test_triton_starts_or_says_why() -> None:
     assert error == "" or error.startswith("Triton does not start: ")
 
 
-@pytest.mark.parametrize("verified", [(), ("triton", "cuda"), ("triton",)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 def test_float32_prefers_tensor_cores(
-    operator: str, dtype: torch.dtype, verified: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    operator: str, dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the doctor found to be the fastest in bfloat16, but not what it did not verify."""
-    found = doctor_record.Found(verified)
-    monkeypatch.setattr(doctor_record, "found", lambda operator, device: found)
-    table = [dataclasses.replace(row, unsupported=lambda _: []) for row in backends.BACKENDS[1:]]
-    for module in (backends, dispatch):
-        monkeypatch.setattr(module, "BACKENDS", table)
-    first, second = ("triton", "cuda")
-    if dtype == torch.float32 and "cuda" in (verified or ("cuda",)):
-        first, second = second, first
+    """Until the variable names another order."""
+    serving("triton", "cuda", "eager")
     with FakeTensorMode():
         given = {
             name: torch.empty(t.shape, dtype=dtype, device="cuda:0")
@@ -271,11 +280,62 @@ def test_float32_prefers_tensor_cores(
         }
         problem = parsed(operator, **given)
         choice = dispatch.choose(problem)
+        first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
         assert choice.backend == dispatch.select(problem) == first
         assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
-        said = "float32 on a GPU 'cuda' before 'triton'" in str(choice)
-        assert said == (dtype == torch.float32)
+        words = ", but 'cuda' first for float32 on a GPU" if dtype == torch.float32 else ""
+        assert choice.order == f"order: that of the table{words}"
         assert dispatch.select(problem, second) == second
+        monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("triton,cuda"))
+        assert dispatch.select(problem) == "triton"
+
+
+def test_the_order_of_the_variable(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving("cuda", "triton", "eager")
+    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("cpu, cuda,cuda,eager"))
+    problem = gated()
+    choice = dispatch.choose(problem)
+    assert choice.backend == dispatch.select(problem) == "cuda"
+    assert choice.order == "order: HEADS_KERNELS_BACKENDS=cpu,cuda,eager"
+    assert choice.refusals == {
+        "cpu": ["a test refuses it"],
+        "eager": ["could serve it too, but 'cuda' comes first"],
+        "triton": ["HEADS_KERNELS_BACKENDS leaves it out"],
+    }
+    assert dispatch.select(problem, "triton") == "triton"
+    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("cpu"))
+    with pytest.raises(ValueError, match="HEADS_KERNELS_BACKENDS leaves it out"):
+        dispatch.select(problem)
+
+
+@pytest.mark.parametrize("value", ["cuda,tritn", "cuda,", " ", "cuda triton"])
+def test_names_that_are_not_those_of_backends(value: str) -> None:
+    words = f"{dispatch.VARIABLE} is {value!r}; name some of cpu, triton, cuda, eager"
+    with pytest.raises(ValueError, match=words):
+        dispatch._read(value)
+
+
+def test_the_variable_is_read_at_import() -> None:
+    """Compiled calls take the order as a constant."""
+    code = """
+import torch
+import heads_kernels as hk
+
+def run(x):
+    out = hk.gated_attention(x, 2 * x, x - 1) + hk.gated_attention(x, 2 * x, x - 1, backend="cpu")
+    return out.sum() + hk.attention_statistics(x, 2 * x)[0].sum()
+
+x = torch.randn(1, 2, 3, 4, requires_grad=True)
+torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
+print(hk.explain("gated_attention", x, x, x))
+"""
+    for value, words in (
+        ("eager,cuda", "runs on 'eager'"),
+        ("tritn", "ValueError: HEADS_KERNELS_"),
+    ):
+        env = {**os.environ, dispatch.VARIABLE: value}
+        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert words in run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("ask", ["_unsupported_device", "_unsupported_by_triton"])

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels import backends, doctor_record
-from heads_kernels.doctor_record import Found
+from heads_kernels import backends, dispatch
 from heads_kernels.ops import direct
 from tests.ops.calls import tensors
 from tests.ops.functions import B, D, Dv, H, S, T
@@ -188,14 +187,20 @@ def test_a_tensor_without_memory_is_refused_as_by_the_op() -> None:
         hk.gated_attention(zero, key, key)
 
 
-def test_a_failed_backend_is_not_taken(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"gated_attention": Found(failed=(("cpu", "failed plain"),), source="a test")}
-    monkeypatch.setattr(doctor_record, "IGNORED", False)
-    monkeypatch.setattr(doctor_record, "_READ", {torch.device("cpu"): found})
+@pytest.mark.parametrize(
+    ("value", "way"), [("cuda,triton,cpu", "direct"), ("eager,cpu", "op"), ("eager", "op")]
+)
+def test_the_order_of_backends(
+    value: str, way: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backends of GPUs before `cpu` take nothing from it."""
+    if backends.SIMULATED:
+        pytest.skip("a backend of GPUs serves CPU tensors in this process")
+    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read(value))
     arguments = tensors("gated_attention", dtype=torch.float64)
     hk.gated_attention(**arguments)
     hk.gated_attention(**arguments, backend="cpu")
-    assert ways == ["op", "direct"]
+    assert ways == [way, "direct"]
 
 
 # ---------------------------------------------------------------------- what acts on ops
