@@ -30,9 +30,9 @@ except ImportError:
 from benchmarks import plot, run
 from benchmarks.report import Report, make_console
 from benchmarks.results import Results, keep, this_machine
-from benchmarks.settings import Form, Settings, word
+from benchmarks.settings import Form, Settings, on_threads, word
 from benchmarks.workloads import Workload
-from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
+from heads_kernels.backends import CUDA_EMULATED, TRITON_INTERPRETED
 
 _DTYPES = {
     word(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -108,17 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = run.choose(settings)
     except run.NothingToDo as error:
         parser.error(str(error))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(options.threads or threads)
-        results = Results(
-            this_machine(settings.device), settings, run.backends(settings), path=options.json
-        )
-        return _run(chosen, results, options)
-    except KeyboardInterrupt:  # before anything was measured
-        return 130
-    finally:
-        torch.set_num_threads(threads)
+    with on_threads(options.threads):
+        try:
+            machine, backends = this_machine(settings.device), run.backends(settings)
+            return _run(chosen, Results(machine, settings, backends, path=options.json), options)
+        except KeyboardInterrupt:  # before anything was measured
+            return 130
 
 
 def _plot() -> int:
@@ -164,10 +159,8 @@ def _run(chosen: list[Workload], results: Results, options: argparse.Namespace) 
     return status or int(bool(results.failures))
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # a time limit from outside: report what is there
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a time limit from outside: report what is there
     sys.exit(main())

@@ -33,49 +33,47 @@ def baselines(inputs: Inputs) -> dict[str, Call]:
     """`eager` and `sdpa`: the same call in PyTorch, reading (and differentiating) the same tensors.
 
     A cap, sinks and entmax have `eager` alone: SDPA has none of them. Raises `ValueError` for a mask under which a row
-    sees nothing, unless it is padding, and for collaborative attention with a bias, a cap or sinks.
+    sees nothing, unless it is padding.
     """
     masks = _masks(inputs)
-    terms = {"bias", "offset_table", "sinks"} & inputs.tensors.keys()
-    if inputs.operator == "entmax_attention":
-        return {"eager": _gated_eager(inputs, masks)}
-    if inputs.operator == "gated_attention":
-        found = {"eager": _gated_eager(inputs, masks)}
-        if "softcap" not in inputs.options and "sinks" not in terms:
-            found["sdpa"] = _gated_sdpa(inputs, masks)
-        return found
-    if terms or "softcap" in inputs.options:
-        raise ValueError(f"{inputs.operator} has a bias, a cap or sinks; no baseline")
-    return {
-        "eager": _collaborative_eager(inputs, masks),
-        "sdpa": _collaborative_sdpa(inputs, masks),
-    }
+    found = {"eager": _eager(inputs, masks)}
+    if not ({"sinks", "alpha"} & inputs.tensors.keys() or "softcap" in inputs.options):
+        found["sdpa"] = _sdpa(inputs, masks)
+    return found
 
 
-def _gated_eager(inputs: Inputs, masks: _Masks) -> Call:
-    t, scale = inputs.tensors, inputs.problem().scale
-    query, key, value = t["query"], t["key"], t["value"]
-    group = query.shape[1] // key.shape[1]
+def _query_and_key(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """By head. In collaborative attention the mixed query `[B, H, T, Ds]` is in memory, as in the authors' code."""
+    t = inputs.tensors
+    if "mixing" not in t:
+        return t["query"], t["key"]
+    return t["query"][:, None] * t["mixing"].to(t["query"].dtype)[:, None], t["key"][:, None]
+
+
+def _eager(inputs: Inputs, masks: _Masks) -> Call:
+    t, scale = inputs.tensors, inputs.parsed().scale
     softcap, sinks = inputs.options.get("softcap"), t.get("sinks")
 
     def call() -> Tensor:
-        k, v = key, value
+        (query, key), value = _query_and_key(inputs), t["value"]
+        group = query.shape[1] // value.shape[1]
         if group > 1:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = query @ k.mT * scale
+            value = value.repeat_interleave(group, 1)
+            key = key if key.shape[1] == 1 else key.repeat_interleave(group, 1)
+        scores = query @ key.mT * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        for added in (_bias(inputs), masks.additive):
+        for added in (_bias(inputs, scale), masks.additive):
             if added is not None:
                 scores = scores + added
         if "alpha" in t:
             p = _Entmax.apply(scores, t["alpha"][:, None, None])  # type: ignore[no-untyped-call]
-            return times_gate(p @ v, inputs)
-        if sinks is None:
-            return times_gate(scores.softmax(-1) @ v, inputs)
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        p = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
-        return times_gate(p @ v, inputs)
+        elif sinks is None:
+            p = scores.softmax(-1)
+        else:
+            column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            p = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        return times_gate(p @ value, inputs)
 
     return call
 
@@ -112,17 +110,19 @@ class _Entmax(torch.autograd.Function):
         return dscores, (dp * dalpha).sum_to_size(alpha.shape)
 
 
-def _gated_sdpa(inputs: Inputs, masks: _Masks) -> Call:
-    """A bias and what is hidden are one float mask."""
-    t, scale = inputs.tensors, inputs.problem().scale
-    query, key, value = t["query"], t["key"], t["value"]
-    grouped = query.shape[1] != key.shape[1]
+def _sdpa(inputs: Inputs, masks: _Masks) -> Call:
+    """A bias and what is hidden are one float mask; a shared key is expanded as a view."""
+    value, scale = inputs.tensors["value"], inputs.parsed().scale
 
     def call() -> Tensor:
-        mask, is_causal, bias = masks.visible, masks.is_causal, _bias(inputs)
+        query, key = _query_and_key(inputs)
+        if "mixing" in inputs.tensors:
+            key = key.expand(-1, query.shape[1], -1, -1)
+        mask, is_causal, bias = masks.visible, masks.is_causal, _bias(inputs, scale)
         if bias is not None:
             mask = bias if masks.additive is None else bias + masks.additive
             is_causal = False
+        grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
@@ -131,57 +131,18 @@ def _gated_sdpa(inputs: Inputs, masks: _Masks) -> Call:
     return call
 
 
-def _bias(inputs: Inputs) -> Tensor | None:
-    """What is added to the scores, dense and in the dtype of the query; of a table of offsets made in every call."""
+def _bias(inputs: Inputs, scale: float) -> Tensor | None:
+    """What is added to the scores, in the dtype of the query; of a table of offsets made dense in every call."""
     tensors = inputs.tensors
     dtype = tensors["query"].dtype
+    if "content_bias" in tensors:
+        return tensors["content_bias"].to(dtype)[:, :, None] * scale
     if "bias" in tensors:
         return tensors["bias"].to(dtype)
     if "offset_table" not in tensors:
         return None
     T, S = tensors["query"].shape[2], tensors["key"].shape[2]
     return OffsetBias(tensors["offset_table"]).to_dense(T, S).to(dtype)
-
-
-def _collaborative_eager(inputs: Inputs, masks: _Masks) -> Call:
-    """The mixed query `[B, H, T, Ds]` is in memory (the published code of the paper's authors)."""
-    t, scale = inputs.tensors, inputs.problem().scale
-    query, key, value, mixing = t["query"], t["key"], t["value"], t["mixing"]
-    bias = t.get("content_bias")
-
-    def call() -> Tensor:
-        mixed = query[:, None] * mixing.to(query.dtype)[:, None]  # [B, H, T, Ds]
-        scores = mixed @ key[:, None].mT
-        if bias is not None:
-            scores = scores + bias.to(query.dtype)[:, :, None]
-        scores = scores * scale
-        if masks.additive is not None:
-            scores = scores + masks.additive
-        return times_gate(scores.softmax(-1) @ value, inputs)
-
-    return call
-
-
-def _collaborative_sdpa(inputs: Inputs, masks: _Masks) -> Call:
-    """The mixed query in memory, the shared key expanded as a view, the content bias as a mask."""
-    t, scale = inputs.tensors, inputs.problem().scale
-    query, key, value, mixing = t["query"], t["key"], t["value"], t["mixing"]
-    bias, heads = t.get("content_bias"), t["mixing"].shape[0]
-
-    def call() -> Tensor:
-        mixed = query[:, None] * mixing.to(query.dtype)[:, None]  # [B, H, T, Ds]
-        shared = key[:, None].expand(-1, heads, -1, -1)
-        mask, is_causal = masks.visible, masks.is_causal
-        if bias is not None:
-            mask, is_causal = bias.to(query.dtype)[:, :, None] * scale, False
-            if masks.additive is not None:
-                mask = mask + masks.additive
-        out = F.scaled_dot_product_attention(
-            mixed, shared, value, mask, is_causal=is_causal, scale=scale
-        )
-        return times_gate(out, inputs)
-
-    return call
 
 
 def times_gate(out: Tensor, inputs: Inputs) -> Tensor:
@@ -199,7 +160,7 @@ def times_gate(out: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _masks(inputs: Inputs) -> _Masks:
-    problem = inputs.problem()
+    problem = inputs.parsed()
     T, S, dtype = problem.T, problem.S, problem.query.dtype
     is_causal = bool(inputs.options.get("is_causal"))
     whole = problem.intervals.to_dense(T, S, problem.query.device)  # [B | 1, H | 1, T, S]

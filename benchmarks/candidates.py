@@ -8,10 +8,12 @@ package chooses.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, get_args
 
 import torch
@@ -22,7 +24,7 @@ import heads_kernels as hk
 from benchmarks.baselines import baselines, times_gate
 from benchmarks.settings import Device
 from benchmarks.workloads import Direction, Workload
-from heads_kernels.dispatch import BackendName
+from heads_kernels.backends import BackendName
 from heads_kernels.testing import Inputs
 
 Call = Callable[[], object]
@@ -38,6 +40,7 @@ RIVALS: Final[dict[Device, tuple[str, ...]]] = {
     "cpu": ("eager", "sdpa"),
     "cuda": (*_SDPA, "flex", "flash_attn", "eager"),
 }
+BASELINES: Final = {name for names in RIVALS.values() for name in names}
 #: Kernels of SDPA, in whatever name.
 SDPA: Final = ("sdpa", *_SDPA)
 #: Matrices `[B, H, T, S]` that eager may hold at once; it keeps about half of them.
@@ -49,47 +52,14 @@ class NotRun(Exception):
     """A candidate that is not run; the message says why."""
 
 
-@dataclass
-class Prepared:
-    """Calls by candidate, and why the others have none. `failed` are ours."""
-
-    calls: dict[str, Call] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-def prepare(
-    workload: Workload,
-    inputs: tuple[Inputs, ...],
-    direction: Direction,
-    device: Device,
-    without: Collection[str] = (),
-) -> Prepared:
-    """Every candidate but those `without`; each does all of these calls, on the same memory."""
-    found = Prepared()
-    ours = ("ours", *further_backends(inputs[0], device))
-    for name in (*ours, *(name for name in RIVALS[device] if name not in without)):
-        try:
-            found.calls[name] = candidate(name, workload, inputs, direction)
-        except NotRun as reason:  # noqa: PERF203 (each by itself)
-            (found.failed if name in ours else found.refused)[name] = str(reason)
-    return found
-
-
 def candidate(
     name: str, workload: Workload, inputs: tuple[Inputs, ...], direction: Direction
 ) -> Call:
     """One candidate, called once; raises `NotRun`. Backward, the graphs are made here, and the call takes gradients."""
-    make = partial(rival, name, flex=workload.flex, direction=direction)
-    if name not in (*RIVALS["cpu"], *RIVALS["cuda"]):
-        make = partial(our_call, name)
+    make = partial(attention, name, flex=workload.flex, direction=direction)
     if direction == "backward":
         inputs = tuple(one.requires_grad() for one in inputs)
     return _called(inputs, make, direction)
-
-
-def our_call(name: str, inputs: Inputs) -> Attention:
-    return inputs.call if name == "ours" else partial(inputs.call, name)
 
 
 def further_backends(inputs: Inputs, device: Device) -> list[str]:
@@ -139,8 +109,12 @@ def gradients(inputs: Inputs, out: Tensor) -> Call:
     return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
 
 
-def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Attention:
-    """The baseline as a callable; raises `NotRun`."""
+def attention(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Attention:
+    """A baseline, "ours" or one of our backends as a callable; raises `NotRun`."""
+    if name == "ours":
+        return inputs.call
+    if name not in BASELINES:
+        return partial(inputs.call, name)
     if name == "flex":
         if not flex:
             raise NotRun("not compiled for this workload: time")
@@ -149,7 +123,7 @@ def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Att
         return _flash_attn(inputs)
     known = baselines(inputs)
     if name == "eager":
-        _must_fit(inputs, MATRICES[direction])
+        _must_fit(inputs, direction)
         return known["eager"]
     if "sdpa" not in known:
         raise NotRun("SDPA has no cap, no sinks and no entmax")
@@ -163,15 +137,27 @@ def rival(name: str, inputs: Inputs, *, flex: bool, direction: Direction) -> Att
     return by_name
 
 
-def _must_fit(inputs: Inputs, matrices: int) -> None:
-    if not inputs.dout.is_cuda:
-        return
-    p = inputs.problem()
-    needed = matrices * p.B * p.H * p.T * p.S * inputs.dout.element_size()
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
+def _must_fit(inputs: Inputs, direction: Direction) -> None:
+    """Refuse eager PyTorch where its matrices may take more memory than there is."""
+    p, free = inputs.parsed(), _free_bytes(inputs.dout.device)
+    needed = MATRICES[direction] * p.B * p.H * p.T * p.S * inputs.dout.element_size()
     if needed > free:
-        raise NotRun(f"it may take {needed / 2**30:.0f} GiB; {free / 2**30:.0f} are free")
+        raise NotRun(f"{free / 2**30:.1f} GiB free of {needed / 2**30:.1f} that it may take")
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory that can be had without swapping, on the CPU by the kernel and by the container."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+    limits = [math.inf]
+    with contextlib.suppress(OSError):  # another system, or no container
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        limit = float((group / "memory.max").read_text().replace("max", "inf"))
+        limits.append(limit - int((group / "memory.current").read_text()))
+    return min(limits)
 
 
 def _plain(inputs: Inputs, name: str) -> None:
@@ -190,7 +176,7 @@ def _flash_attn(inputs: Inputs) -> Attention:
         raise NotRun(f"flash-attn is not installed ({error})") from error
     if "attn_mask" in inputs.options:
         raise NotRun("flash-attn takes no mask")
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     causal = bool(inputs.options.get("is_causal"))
     if causal and t["query"].shape[2] != t["key"].shape[2]:
         raise NotRun("its causal mask is aligned to the lower right")
@@ -207,7 +193,7 @@ def _flex(inputs: Inputs) -> Attention:
     from torch.nn.attention.flex_attention import flex_attention
 
     _plain(inputs, "FlexAttention")
-    t, scale = inputs.tensors, inputs.problem().scale
+    t, scale = inputs.tensors, inputs.parsed().scale
     query, key, value = t["query"], t["key"], t["value"]
     block_mask = _block_mask(inputs)
     torch._dynamo.reset()  # one shape each: no limit of recompilations is near
@@ -228,7 +214,7 @@ def _block_mask(inputs: Inputs) -> Any:
     """What the mask hides, and every key of a closed head; None where there is neither."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    p = inputs.problem()
+    p = inputs.parsed()
     is_open, mask = p.open_heads().contiguous(), p.intervals
     by_head, by_batch = not bool(is_open.all()), mask.k_lo is not None
     if mask.key_visible is not None or mask.dense is not None:

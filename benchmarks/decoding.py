@@ -12,8 +12,8 @@ they have the caches that the call has. A call can come out above them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Final
@@ -26,8 +26,8 @@ import heads_kernels as hk
 from benchmarks.candidates import Call
 from benchmarks.measure import Row, disturbed
 from benchmarks.results import Column, Found
-from benchmarks.settings import Settings, word
-from heads_kernels.testing import Inputs, accuracy, time_in_turn
+from benchmarks.settings import Settings, on_threads, word
+from heads_kernels.testing import CollaborativeCase, GatedCase, Inputs, accuracy, time_in_turn
 
 #: Larger caches are left out.
 MOST_BYTES: Final = 1 << 31
@@ -35,124 +35,69 @@ MOST_BYTES: Final = 1 << 31
 _MOST_READ: Final = 1 << 28
 #: Width of the shared query and key beside 12 heads of 64, as in BERT-base's workloads.
 _SHARED: Final = 256
-_LAYOUTS: Final = ("heads first", "tokens first")
 
 
-@dataclass(frozen=True)
-class Case:
-    B: int
-    H: int
-    Hk: int
-    S: int
-    D: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        heads = f"H{self.H}" if self.Hk == self.H else f"H{self.H} Hk{self.Hk}"
-        return f"B{self.B} {heads} S{self.S} D{self.D} {word(self.dtype)}"
-
-    @property
-    def token_bytes(self) -> int:
-        """Of the keys and values of one token of one sequence."""
-        return 2 * self.Hk * self.D * self.dtype.itemsize
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.B * self.S * self.token_bytes
-
-    @property
-    def collaborative(self) -> bool:
-        """Whether collaborative attention of the same model width stands beside it."""
-        return self.Hk == self.H and self.D == 64
-
-    @property
-    def shared_token_bytes(self) -> int:
-        """Of the shared key and the values."""
-        return (_SHARED + self.H * self.D) * self.dtype.itemsize
+def case(B: int, H: int, Hk: int, S: int, D: int) -> GatedCase:
+    """By the name that its rows have."""
+    heads = f"H{H}" if Hk == H else f"H{H} Hk{Hk}"
+    return GatedCase(f"B{B} {heads} S{S} D{D}", B, H, 1, S, D=D, Dv=D, Hk=Hk)
 
 
-def cases(settings: Settings) -> list[Case]:
-    """Those of a form; on a GPU all are in the dtype of the run."""
+def cases(settings: Settings) -> list[tuple[GatedCase, torch.dtype]]:
+    """Those of a form with their dtypes; on a GPU all are in the dtype of the run."""
     on_gpu = settings.device == "cuda"
-    narrow = (settings.dtype,) if on_gpu else (torch.float32, torch.bfloat16)
+    dtypes = (settings.dtype,) if on_gpu else (torch.float32, torch.bfloat16)
+    shapes = [(1, 12, 12, 512, 64), (8, 12, 12, 4096, 64), (1, 16, 4, 4096, 128)]
     if settings.form == "smoke":
-        return [Case(2, 12, 12, 32, 64, dtype) for dtype in narrow] + [
-            Case(2, 16, 4, 32, 64, dtype) for dtype in narrow
+        shapes = [(2, 12, 12, 32, 64), (2, 16, 4, 32, 64)]
+    elif settings.form == "quick":
+        dtypes = dtypes[:1]
+    else:
+        shapes = [
+            (B, *heads, S, D)
+            for heads, D, B, S in product(((12, 12), (16, 4)), (64, 128), (1, 8, 64), (512, 4096))
         ]
-    if settings.form == "quick":
-        shapes = [(1, 12, 12, 512, 64), (8, 12, 12, 4096, 64), (1, 16, 4, 4096, 128)]
-        return [Case(*shape, narrow[0]) for shape in shapes]
-    every = (
-        Case(B, H, Hk, S, D, dtype)
-        for (H, Hk), D, B, S, dtype in product(
-            ((12, 12), (16, 4)), (64, 128), (1, 8, 64), (512, 4096), narrow
-        )
-    )
-    return [case for case in every if case.cache_bytes <= MOST_BYTES]
+    return [
+        (case(B, H, Hk, S, D), dtype)
+        for B, H, Hk, S, D in shapes
+        for dtype in dtypes
+        if 2 * B * Hk * S * D * dtype.itemsize <= MOST_BYTES
+    ]
 
 
-class Cache:
-    """Operands of all candidates of a case; both layouts are of the same memory."""
-
-    def __init__(self, case: Case, place: torch.device):
-        B, H, Hk, S, D, self.case = case.B, case.H, case.Hk, case.S, case.D, case
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=case.dtype).normal_(generator=generator).to(place)
-
-        self.query = draw(B, H, 1, D)
-        key, value = draw(B, S, Hk, D), draw(B, S, Hk, D)
-        self.layouts = {
-            _LAYOUTS[0]: (key.view(B, Hk, S, D), value.view(B, Hk, S, D)),
-            _LAYOUTS[1]: (key.transpose(1, 2), value.transpose(1, 2)),
-        }
-        if case.collaborative:
-            self.shared_query, self.shared_key = draw(B, 1, _SHARED), draw(B, S, _SHARED)
-            self.mixing = torch.randn(H, _SHARED, generator=generator).to(place)
-
-    def inputs(self) -> dict[str, Inputs]:
-        """Calls of ours by candidate."""
-        found = {}
-        dout = torch.ones_like(self.query)
-        for layout, (key, value) in self.layouts.items():
-            tensors = {"query": self.query, "key": key, "value": value}
-            found[f"ours, {layout}"] = Inputs("gated_attention", tensors, {}, dout)
-        if self.case.collaborative:
-            tensors = {
-                "query": self.shared_query,
-                "key": self.shared_key,
-                "value": value,
-                "mixing": self.mixing,
-            }
-            options = {"scale": self.case.D**-0.5}
-            found["ours, collaborative"] = Inputs("collaborative_attention", tensors, options, dout)
-        return found
-
-    def sdpa(self) -> dict[str, Callable[[], Tensor]]:
-        """SDPA by candidate, the query heads of a group as rows."""
-        B, H, _, D = self.query.shape
-        Hk = self.case.Hk
-
-        def of(key: Tensor, value: Tensor) -> Callable[[], Tensor]:
-            def call() -> Tensor:
-                rows = self.query.view(B, Hk, H // Hk, D)
-                return F.scaled_dot_product_attention(rows, key, value).view(B, H, 1, D)
-
-            return call
-
-        return {f"SDPA, {layout}": of(*cached) for layout, cached in self.layouts.items()}
+def calls_of(case: GatedCase, dtype: torch.dtype, place: torch.device) -> dict[str, Inputs]:
+    """The calls of ours by candidate; both layouts of the cache are of the same memory."""
+    B, H, S, D = case.B, case.H, case.S, case.D
+    first = case.make(dtype, place, drawn_on=place)
+    cached = {
+        name: first.tensors[name].view(B, S, case.Hk, D).transpose(1, 2)
+        for name in ("key", "value")
+    }
+    tokens = replace(first, tensors={**first.tensors, **cached})
+    found = {"ours, heads first": first, "ours, tokens first": tokens}
+    if case.Hk == H and D == 64:
+        shared = CollaborativeCase("decoding", B, H, 1, S, Ds=_SHARED, Dv=D, scale=D**-0.5,
+            layout="transposed")  # fmt: skip
+        found["ours, collaborative"] = shared.make(dtype, place, drawn_on=place)
+    return found
 
 
-def check(cache: Cache) -> list[str]:
+def sdpa(inputs: Inputs) -> Tensor:
+    """SDPA with the query heads of a group as rows of one key head."""
+    query, key, value = (inputs.tensors[name] for name in ("query", "key", "value"))
+    rows = query.view(key.shape[0], key.shape[1], -1, query.shape[-1])
+    return F.scaled_dot_product_attention(rows, key, value).view(query.shape)
+
+
+def check(calls: dict[str, Inputs]) -> list[str]:
     """What breaks the accuracy rule, in the first sequence of the batch."""
     failures = []
-    for name, inputs in cache.inputs().items():
+    for name, inputs in calls.items():
         tensors = {k: t if k == "mixing" else t[:1] for k, t in inputs.tensors.items()}
-        first = Inputs(inputs.operator, tensors, inputs.options, inputs.dout[:1])
+        first = replace(inputs, tensors=tensors, dout=inputs.dout[:1])
         report = accuracy.compare(accuracy.reference(first, backward=False), None, name)
         if not report.ok:
-            failures.append(f"decoding, {cache.case}: {report}")
+            failures.append(str(report))
     return failures
 
 
@@ -160,16 +105,13 @@ def measure(settings: Settings) -> Iterator[Found]:
     """Every case in its own dtype, on a CPU in full on all threads and on one."""
     found = Found("decoding", "Decoding: one query row against a cache", _COLUMNS)
     own = torch.get_num_threads()
-    for case in cases(settings):
-        cache = Cache(case, settings.place)
-        failures = check(cache)
-        found.failures += failures
+    for case, dtype in cases(settings):
+        calls, label = calls_of(case, dtype, settings.place), f"{case} {word(dtype)}"
+        failures = check(calls)
+        found.failures += [f"decoding, {label}: {failure}" for failure in failures]
         for threads in () if failures else settings.threads(own):
-            torch.set_num_threads(threads or own)
-            try:
-                found.rows += rows(cache, settings)
-            finally:
-                torch.set_num_threads(own)
+            with on_threads(threads):
+                found.rows += rows(label, calls, settings)
     found.notes.append(
         "x SDPA: the faster SDPA of the case by this. of memory: by the rate of PyTorch's fastest reduction of as many "
         "bytes."
@@ -177,18 +119,25 @@ def measure(settings: Settings) -> Iterator[Found]:
     yield found
 
 
-def rows(cache: Cache, settings: Settings) -> list[Row]:
+def rows(label: str, calls: dict[str, Inputs], settings: Settings) -> list[Row]:
     """All candidates in turn, on the present number of threads.
 
     `times_sdpa` is the median of the faster SDPA by that of the candidate, `memory_gbytes` the rate of memory.
     """
-    case, effort = cache.case, settings.effort(has_goal=False)
-    ours: dict[str, Call] = {
+    effort = settings.effort(has_goal=False)
+    compared: dict[str, Call] = {
         name: partial(getattr(hk, inputs.operator), **inputs.arguments())
-        for name, inputs in cache.inputs().items()
+        for name, inputs in calls.items()
     }
-    compared = ours | cache.sdpa()
-    read, readers = _readers(min(case.cache_bytes, _MOST_READ), settings.place)
+    compared |= {
+        name.replace("ours", "SDPA"): partial(sdpa, inputs)
+        for name, inputs in calls.items()
+        if inputs.operator == "gated_attention"
+    }
+    first = calls["ours, heads first"].tensors
+    tokens = first["key"].shape[0] * first["key"].shape[2]  # of the cache
+    whole = first["key"].nbytes + first["value"].nbytes
+    read, readers = _readers(min(whole, _MOST_READ), settings.place)
     with torch.inference_mode():
         times = time_in_turn(compared | readers, device=settings.place, cold=settings.device == "cuda",
             budget_s=effort.budget_s, least=effort.least, warmup=1)  # fmt: skip
@@ -196,12 +145,12 @@ def rows(cache: Cache, settings: Settings) -> list[Row]:
     best = min(timing.median for name, timing in times.items() if name.startswith("SDPA"))
     found = []
     for name in compared:
-        timing = times[name]
-        size = case.shared_token_bytes if name.endswith("collaborative") else case.token_bytes
+        timing, cached = times[name], calls[name.replace("SDPA", "ours")].tensors
+        size = cached["key"].nbytes + cached["value"].nbytes
         found.append({
-            "case": str(case), "candidate": name, "threads": torch.get_num_threads(),
-            "ms": timing.median * 1e3, "times_sdpa": best / timing.median, "token_bytes": size,
-            "gbytes": case.B * case.S * size / timing.median * 1e-9, "memory_gbytes": memory,
+            "case": label, "candidate": name, "threads": torch.get_num_threads(),
+            "ms": timing.median * 1e3, "times_sdpa": best / timing.median, "token_bytes": size // tokens,
+            "gbytes": size / timing.median * 1e-9, "memory_gbytes": memory,
             "spread": timing.median / timing.minimum,
         })  # fmt: skip
     return found

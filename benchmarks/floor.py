@@ -3,8 +3,8 @@
     floor = max(FLOPs / product rate + exponentials / exp rate, bytes / copy bandwidth)
 
 Products and exponentials run on the same ports of a core, so their times add; loads and stores run
-beside them. FLOPs and exponentials are those of `Workload`: 2 per multiply-add and one exp a visible
-pair of an open head, forward as backward. Bytes are those of the inputs that count (visible rows of
+beside them. FLOPs are those of `workloads.flops`; there is one exp a visible pair of an open head,
+forward as backward. Bytes are those of the inputs that count (visible rows of
 open heads), read once, and of the results, written once and whole, for hidden rows and closed heads
 are written as zeros.
 
@@ -17,16 +17,13 @@ level in use, taken in turn with the kernels:
 - a copy between two buffers, as many bytes in all as the call moves, so that it has the caches that
   the call has
 
-What the floor leaves out makes real calls slower: row maxima and sums, masks, scale and gate, casts,
-the mixed query of collaborative attention, packing, loads of what is multiplied, tiles at the border
-of a mask, edges of tiles, starting threads and waiting for the last, the call itself. A call that
-only reads, where a copy writes as well, can come out below it where bytes are the bound.
+What the floor leaves out makes real calls slower: row maxima and sums, masks, gates, casts, packing, borders of tiles,
+starting threads, the call itself. A call that only reads, where a copy writes as well, can come out below it where
+bytes are the bound.
 
-Beside it stands the rate of torch.mm, 1024 x 1024 in float32 (float64 in a float64 run): what a
-vendor's library makes of the same processor, which may be far from the most (MKL on AMD: half).
-
-On a GPU the product rate is that of torch.mm, 8192 x 8192 of random numbers in the dtype of the call,
-and exponentials are left out: they run beside the tensor cores.
+Beside it stands the rate of torch.mm, 1024 x 1024 in float32 (float64 in a float64 run): what a vendor's library makes
+of the same processor, which may be far from the most (MKL on AMD: half). On a GPU the product rate is that of torch.mm,
+8192 x 8192 of random numbers in the dtype of the call, and exponentials are left out: they run beside the tensor cores.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from typing import Final
 import torch
 
 from benchmarks.settings import word
-from benchmarks.workloads import Direction, Workload
+from benchmarks.workloads import Direction, flops
 from heads_kernels.testing import Inputs, Timing
 
 #: Side of torch.mm's matrices. On 2 cores with AVX-512 512 reaches 80 % of the rate of 1536, 1024 93
@@ -81,9 +78,9 @@ class Floor:
 class Yardstick:
     """What is timed beside a workload, and the floor that follows."""
 
-    def __init__(self, workload: Workload, direction: Direction, inputs: tuple[Inputs, ...]):
-        self._flops, self._exps = workload.flops(direction), workload.exps()
-        self._bytes = sum(_bytes(one, workload.open_heads, direction) for one in inputs)
+    def __init__(self, inputs: tuple[Inputs, ...], direction: Direction):
+        self._flops, self._exps = flops(inputs, direction), sum(map(_exps, inputs))
+        self._bytes = sum(_bytes(one, direction) for one in inputs)
         self._dtype, place = inputs[0].dout.dtype, inputs[0].dout.device
         self._copied = max(self._bytes // 2, 1)
         self._products = self._powers = 0  # of a call
@@ -132,12 +129,19 @@ class Yardstick:
         )
 
 
-def _bytes(inputs: Inputs, open_heads: int, direction: Direction) -> int:
+def _exps(inputs: Inputs) -> int:
+    """Exponentials of a pass in either direction: one a visible pair of an open head."""
+    problem = inputs.parsed()
+    is_open = problem.open_heads()
+    return int((problem.visible_pairs().to(is_open.device) * is_open).sum())
+
+
+def _bytes(inputs: Inputs, direction: Direction) -> int:
     """Bytes that a call has to read and write."""
-    problem = inputs.problem()
+    problem = inputs.parsed()
     visible = problem.intervals.to_dense(problem.T, problem.S, problem.query.device)
     rows, keys = (float(visible.any(dim).float().mean()) for dim in (-1, -2))
-    share = open_heads / max(problem.H, 1)
+    share = float(problem.open_heads().float().mean())
 
     def size(name: str, part: float) -> float:
         tensor = inputs.tensors[name]

@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu_suite`: all that there is to run on a GPU, one stage after another, with a record.
 
-doctor      which backends are right on this machine; kept for later calls (`python -m heads_kernels doctor --save`)
+doctor      which backends are right on this machine, and which is the fastest (`python -m heads_kernels doctor`)
 tests       the operators' tests on the GPU; pytest-xdist starts another worker where one crashes
 memcheck    compute-sanitizer over a few cases: accesses outside of memory
 racecheck   the same: missing barriers in shared memory
@@ -30,7 +30,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,31 +62,17 @@ class Stage:
 
 
 def _sanitizer(tool: str) -> Stage:
-    command = (
-        "compute-sanitizer",
-        "--tool",
-        tool,
-        "--error-exitcode",
-        "1",
-        "--target-processes",
-        "all",
-    )
-    chosen = (
-        "tests/ops/test_cases.py",
-        "--device",
-        "cuda",
-        "-k",
-        f"bfloat16 and not eager and ({_CASES})",
-    )
-    return Stage((*command, *_PYTEST, *chosen), 400, needs="compute-sanitizer")
+    command = f"compute-sanitizer --tool {tool} --error-exitcode 1 --target-processes all"
+    chosen = f"bfloat16 and not eager and ({_CASES})"
+    tests = ("tests/ops/test_cases.py", "--device", "cuda", "-k", chosen)
+    return Stage((*command.split(), *_PYTEST, *tests), 400, needs="compute-sanitizer")
 
 
 def stages(out: Path, simulate: bool) -> dict[str, Stage]:
     """By name, in their order."""
     numbers = ("--json", str(out / "benchmarks.json"))
-    workers = str(
-        min(8, os.cpu_count() or 1)
-    )  # each holds half a GiB of the GPU, and an oracle up to 8 GiB
+    # Each holds half a GiB of the GPU, and an oracle up to 8 GiB.
+    workers = str(min(8, os.cpu_count() or 1))
     if simulate:
         return {
             "doctor": Stage((*_PYTHON, "heads_kernels", "doctor", "--seconds", "20"), 300),
@@ -100,7 +85,7 @@ def stages(out: Path, simulate: bool) -> dict[str, Stage]:
             "tuner": Stage((*_PYTHON, "benchmarks.tune", "--simulate", "--out", str(out / "tuned.json")), 500),
         }  # fmt: skip
     return {
-        "doctor": Stage((*_PYTHON, "heads_kernels", "doctor", "--save", "--seconds", "240"), 400),
+        "doctor": Stage((*_PYTHON, "heads_kernels", "doctor", "--seconds", "240"), 400),
         "tests": Stage((*_PYTEST, "tests/ops", "--device", "cuda", "-n", workers), 550),
         "memcheck": _sanitizer("memcheck"),
         "racecheck": _sanitizer("racecheck"),
@@ -127,11 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = {**run, "stages": {}}
     if (out / "record.json").is_file():
         record = json.loads((out / "record.json").read_text(encoding="utf-8"))
-        other = [
-            f"{name} {record.get(name)}, not {run[name]}"
-            for name in run
-            if record.get(name) != run[name]
-        ]
+        other = [f"{n} {record.get(n)}, not {run[n]}" for n in run if record.get(n) != run[n]]
         if other:
             parser.error(f"--out {out} has another run: {'; '.join(other)}; name another folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -140,10 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _this_run(simulate: bool) -> dict[str, Any]:
     """What a record holds for: a run that differs in any of these is another."""
-    versions: dict[str, str | None] = {"heads_kernels": hk.__version__, "torch": torch.__version__}
-    versions |= {"cuda": torch.version.cuda, "python": sys.version.split()[0], "triton": None}
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        versions["triton"] = metadata.version("triton")
+    versions = {"heads_kernels": hk.__version__, "torch": torch.__version__, "cuda": torch.version.cuda,
+        "python": sys.version.split()[0], "triton": results.version_of("triton")}  # fmt: skip
     return {
         "device": "simulated" if simulate else torch.cuda.get_device_name(),
         "commit": results.commit() or hk.build_info().get("commit") or "unknown",
@@ -216,10 +195,8 @@ def _table(record: dict[str, Any], names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # a time limit from outside: write what there is
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a time limit from outside: write what there is
     sys.exit(main())

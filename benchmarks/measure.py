@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch
 
 import heads_kernels as hk
-from benchmarks.candidates import NotRun, candidate, prepare
+from benchmarks.candidates import RIVALS, Call, NotRun, candidate, further_backends
 from benchmarks.floor import Yardstick
 from benchmarks.settings import Settings
-from benchmarks.workloads import Direction, Workload
+from benchmarks.workloads import Direction, Workload, flops
 from heads_kernels.testing import Inputs, Timing, time_in_turn
 
 #: A row is disturbed where the median of a candidate is more than this many times its fastest sample.
@@ -50,23 +50,26 @@ def speed(
 ) -> tuple[Row, dict[str, str]]:
     """The row, and what failed of ours. A row that was disturbed is measured once more, and the calmer one stays."""
     inputs = workload.make(settings.dtype, settings.place)
-    prepared = prepare(workload, inputs, direction, settings.device, without)
-    if "ours" in prepared.failed:
-        return {}, prepared.failed
-    calls = prepared.calls
-    yardstick = Yardstick(workload, direction, inputs) if settings.floor else None
+    calls: dict[str, Call] = {}
+    refused: dict[str, str] = {}
+    failed: dict[str, str] = {}  # of ours
+    rivals = [name for name in RIVALS[settings.device] if name not in without]
+    names = ("ours", *further_backends(inputs[0], settings.device), *rivals)
+    wanted = {name: (name, workload, inputs) for name in names}
+    if dense is not None:
+        wanted["dense"] = "ours", dense, dense.make(settings.dtype, settings.place)
+    if settings.device == "cpu" and inputs[0].dout.dtype in (torch.bfloat16, torch.float16):
+        wanted["float32"] = "ours", workload, tuple(one.to(torch.float32) for one in inputs)
+    for key, (name, of, made) in wanted.items():
+        try:
+            calls[key] = candidate(name, of, made, direction)
+        except NotRun as reason:  # noqa: PERF203 (each by itself)
+            (refused if key in rivals else failed)[key] = str(reason)
+    if "ours" in failed:
+        return {}, failed
+    yardstick = Yardstick(inputs, direction) if settings.floor else None
     if yardstick:  # right after ours, whose turn then finds the caches as in a run without
         calls = {"ours": calls["ours"], **yardstick.calls, **calls}
-    others: dict[str, tuple[Workload, tuple[Inputs, ...]]] = {}
-    if dense is not None:
-        others["dense"] = dense, dense.make(settings.dtype, settings.place)
-    if settings.device == "cpu" and inputs[0].dout.dtype in (torch.bfloat16, torch.float16):
-        others["float32"] = workload, tuple(one.to(torch.float32) for one in inputs)
-    for name, (other, made) in others.items():
-        try:
-            calls[name] = candidate("ours", other, made, direction)
-        except NotRun as reason:  # noqa: PERF203 (each by itself)
-            prepared.failed[name] = str(reason)
     effort = settings.effort(has_goal)
 
     def measured() -> Row:
@@ -78,13 +81,13 @@ def speed(
             "workload": workload.name, "table": workload.table, "label": workload.label,
             "direction": direction, "backend": explain(inputs[0]).backend,
             "threads": None if settings.device == "cuda" else torch.get_num_threads(),
-            "flops": workload.flops(direction),
+            "flops": flops(inputs, direction),
             "times": {name: _plain(times[name]) for name in times if name in shown},
-            "refused": prepared.refused,
+            "refused": refused,
             "spread": max(times[name].median / times[name].minimum for name in shown),
         }  # fmt: skip
         if dense is not None and "dense" in times:
-            row["dense_flops"] = dense.flops(direction)
+            row["dense_flops"] = flops(wanted["dense"][2], direction)
         if yardstick:
             row["floor"] = asdict(yardstick.floor(times))
         return row
@@ -92,7 +95,7 @@ def speed(
     row = measured()
     if disturbed(row):
         row = min(row, measured(), key=lambda row: float(row["spread"]))
-    return row, prepared.failed
+    return row, failed
 
 
 def _plain(timing: Timing) -> dict[str, Any]:

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from benchmarks import checks, shapes
-from benchmarks.candidates import MATRICES, RIVALS, Call, NotRun, further_backends, our_call, rival
+from benchmarks import checks
+from benchmarks.candidates import (
+    BASELINES,
+    RIVALS,
+    Call,
+    NotRun,
+    attention,
+    further_backends,
+)
 from benchmarks.goals import GPU_MEMORY
 from benchmarks.measure import Row
 from benchmarks.results import Column, Found
 from benchmarks.settings import Settings
-from benchmarks.workloads import DIRECTIONS, Direction
+from benchmarks.workloads import DIRECTIONS, Direction, table
 from heads_kernels.testing import Inputs, find, peak_memory
 
-_GIB: Final = 2.0**30
 _COLUMNS: Final[dict[str, Column]] = {
     "": "{case}",
     "candidate": "{candidate}",
@@ -36,15 +41,15 @@ def measure(settings: Settings) -> Iterator[Found]:
     found = Found("memory", "Peak memory beyond inputs and results", _COLUMNS)
     for name, inputs in _cases(settings, found):
         for direction in DIRECTIONS:
-            ours = ("ours", *further_backends(inputs, settings.device))
-            for candidate in (*ours, *RIVALS[settings.device]):
-                found.rows.append(_row(name, inputs, candidate, direction, candidate in ours))
+            others = (*further_backends(inputs, settings.device), *RIVALS[settings.device])
+            for candidate in ("ours", *others):
+                found.rows.append(_row(name, inputs, candidate, direction))
     yield found
 
 
 def _cases(settings: Settings, found: Found) -> Iterator[tuple[str, Inputs]]:
     """Calls by name. Those of a GPU are workloads, which have been checked."""
-    every = {workload.name: workload for workload in shapes.table(settings)}
+    every = {workload.name: workload for workload in table(settings)}
     if settings.device == "cuda":
         names = [name for pair in GPU_MEMORY for name in pair if name in every] or [*every][:1]
         for name in names:
@@ -60,7 +65,7 @@ def _cases(settings: Settings, found: Found) -> Iterator[tuple[str, Inputs]]:
         yield "pair_bias_H4", every["pair_bias_H4"].make(settings.dtype, settings.place)[0]
 
 
-def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: bool) -> Row:
+def _row(case: str, inputs: Inputs, candidate: str, direction: Direction) -> Row:
     row: Row = {
         "case": case,
         "direction": direction,
@@ -69,35 +74,22 @@ def _row(case: str, inputs: Inputs, candidate: str, direction: Direction, ours: 
         "how": "",
     }
     try:
-        if candidate == "eager" and not inputs.dout.is_cuda:
-            _must_fit(inputs, direction)
-        step = _step(inputs, candidate, direction, ours)
+        step = _step(inputs, candidate, direction)
         if inputs.dout.is_cuda:
             step()  # compiles
         else:
-            _step(_first_rows(inputs), candidate, direction, ours)()  # thread pools, code
+            _step(_first_rows(inputs), candidate, direction)()  # thread pools, code
         row["extra"] = peak_memory(step, inputs.dout.device).extra
     except (NotRun, RuntimeError) as reason:
-        if ours:
+        if candidate not in BASELINES:
             raise
         row["how"] = " ".join(str(reason).split())[:60]
     return row
 
 
-def _must_fit(inputs: Inputs, direction: Direction) -> None:
-    p, free = inputs.problem(), _available_bytes()
-    needed = MATRICES[direction] * p.B * p.H * p.T * p.S * inputs.dout.element_size()
-    if free is not None and free < needed:
-        raise NotRun(f"{free / _GIB:.1f} GiB free of {needed / _GIB:.1f} that it may take")
-
-
-def _step(inputs: Inputs, candidate: str, direction: Direction, ours: bool) -> Call:
+def _step(inputs: Inputs, candidate: str, direction: Direction) -> Call:
     leaves = inputs.requires_grad()
-    call = (
-        our_call(candidate, leaves)
-        if ours
-        else rival(candidate, leaves, flex=False, direction=direction)
-    )
+    call = attention(candidate, leaves, flex=False, direction=direction)
 
     def forward() -> object:
         with torch.no_grad():
@@ -115,18 +107,3 @@ def _first_rows(inputs: Inputs) -> Inputs:
     if "bias" in tensors:
         tensors["bias"] = tensors["bias"][..., :64]
     return replace(inputs, tensors=tensors, dout=inputs.dout[:, :, :64])
-
-
-def _available_bytes() -> int | None:
-    """Memory that can be had without swapping, by the kernel and by the container; None: unknown."""
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits += [int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            limits.append(int(limit) - int((group / "memory.current").read_text()))
-    except OSError:
-        pass  # another system, or no container
-    return min(limits, default=None)

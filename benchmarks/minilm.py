@@ -11,14 +11,14 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Make, Workload
 from heads_kernels import Mask
 from heads_kernels.testing import Inputs
 
@@ -33,20 +33,14 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """`query`, `key`, `value` `[B, T, H * D]` as the projections gave them, and the output."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    context: Tensor  # [B, T, H * D]: what the model's own attention made of them
-
-
-@dataclass(frozen=True, eq=False)
 class Captured:
-    layers: tuple[Layer, ...]
-    lengths: tuple[int, ...]  # real tokens of every sentence, [CLS] and [SEP] included
-    H: int
+    """By layer the `query`, `key` and `value` of the projections, and the `context` that attention made of them.
+
+    They are views `[B, H, T, D]` of `[B, T, H * D]`.
+    """
+
+    layers: list[dict[str, Tensor]]
+    lengths: list[int]  # real tokens of every sentence, [CLS] and [SEP] included
 
 
 def sentences(count: int) -> list[str]:
@@ -109,29 +103,25 @@ def capture(count: int) -> Captured:
     """Run the model on `count` sentences in one padded batch; raises `Unavailable`."""
     model = load(attn_implementation="eager")
     ids, lengths = tokens(count)
-    real = torch.arange(ids.shape[1]) < lengths[:, None]
+    H = model.config.num_attention_heads
+    layers: list[dict[str, Tensor]] = [{} for _ in model.encoder.layer]
 
-    seen: dict[tuple[int, str], Tensor] = {}
-
-    def keep(index: int, name: str) -> Any:
+    def keep(layer: dict[str, Tensor], name: str) -> Any:
         def hook(module: object, args: object, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            seen[index, name] = tensor.detach().float().contiguous()
+            heads = tensor.detach().float().contiguous().unflatten(-1, (H, -1))
+            layer[name] = heads.transpose(1, 2)
 
         return hook
 
-    for index, layer in enumerate(model.encoder.layer):
+    for seen, layer in zip(layers, model.encoder.layer, strict=True):
         attention = layer.attention.self
         for name in ("query", "key", "value"):
-            getattr(attention, name).register_forward_hook(keep(index, name))
-        attention.register_forward_hook(keep(index, "context"))
+            getattr(attention, name).register_forward_hook(keep(seen, name))
+        attention.register_forward_hook(keep(seen, "context"))
     with torch.no_grad():
-        model(input_ids=ids, attention_mask=real.long())
-    names = ("query", "key", "value", "context")
-    layers = tuple(
-        Layer(*(seen[index, name] for name in names)) for index in range(len(model.encoder.layer))
-    )
-    return Captured(layers, tuple(lengths.tolist()), model.config.num_attention_heads)
+        model(input_ids=ids, attention_mask=(torch.arange(ids.shape[1]) < lengths[:, None]).long())
+    return Captured(layers, lengths.tolist())
 
 
 def _parts() -> tuple[Any, Any, Path]:
@@ -153,64 +143,35 @@ def real_workloads(captured: Captured) -> list[Workload]:
 
     They are on the CPU. With block-indicator mixing the collaborative operator is the model's own attention, too.
     """
-    H, lengths, layers = captured.H, captured.lengths, captured.layers
-    B, T, width = layers[0].query.shape
-    table = f"captured from MiniLM, all {len(layers)} layers: B{B} H{H} T{T} D{width // H}, "
-    table += f"{sum(lengths)} of {B * T} tokens real"
-    pairs = sum(n * n for n in lengths)
-    contexts = tuple(_heads(layer.context, H) for layer in layers)
-    half = torch.arange(H).remainder(2).float()
-    base = Workload("", table, "", lambda dtype, device: (), pairs, width, width, H, len(layers))
-
-    def gated(gate: Tensor) -> list[Inputs]:
-        return [_gated(layer, captured, gate, n) for n, layer in enumerate(layers)]
-
-    def shared() -> list[Inputs]:
-        return [_shared(layer, captured, n) for n, layer in enumerate(layers)]
-
-    return [
-        replace(base, name=NAMES[0], label="gate of ones", expected=contexts,
-            make=lambda dtype, device: _cast(gated(torch.ones(H)), dtype)),
-        replace(base, name=NAMES[1], label="50 % of the heads closed", dense=NAMES[0],
-            score_features=width // 2, value_features=width // 2, open_heads=H // 2,
-            make=lambda dtype, device: _cast(gated(half), dtype),
-            expected=tuple(context * half[:, None, None] for context in contexts)),
-        replace(base, name=NAMES[2], label="collaborative, one block a head", expected=contexts,
-            make=lambda dtype, device: _cast(shared(), dtype)),
-    ]  # fmt: skip
-
-
-def _gated(layer: Layer, captured: Captured, gate: Tensor, seed: int) -> Inputs:
-    H = captured.H
-    tensors = {name: _heads(getattr(layer, name), H) for name in ("query", "key", "value")}
-    return _inputs("gated_attention", {**tensors, "gate": gate}, captured, seed)
-
-
-def _shared(layer: Layer, captured: Captured, seed: int) -> Inputs:
-    H, width = captured.H, layer.query.shape[-1]
-    tensors = {
-        "query": layer.query,
-        "key": layer.key,
-        "value": _heads(layer.value, H),
-        "mixing": torch.eye(H).repeat_interleave(width // H, 1),  # [H, Ds]
-    }
-    return _inputs("collaborative_attention", tensors, captured, seed)
-
-
-def _inputs(operator: str, tensors: dict[str, Tensor], captured: Captured, seed: int) -> Inputs:
+    layers, real = captured.layers, sum(captured.lengths)
+    B, H, T, D = layers[0]["query"].shape
+    table = f"captured from MiniLM, all {len(layers)} layers: B{B} H{H} T{T} D{D}, {real} of {B * T} tokens real"
     mask = Mask(key_lengths=captured.lengths, query_lengths=captured.lengths)
-    width = tensors["value"].shape[-1]
-    options = {"attn_mask": mask, "scale": width**-0.5, "closed_grad": False}
-    generator = torch.Generator().manual_seed(seed)
-    dout = torch.randn(tensors["value"].shape, generator=generator)
-    return Inputs(operator, tensors, options, dout)
+    options = {"attn_mask": mask, "scale": D**-0.5, "closed_grad": False}
+    blocks = torch.eye(H).repeat_interleave(D, 1)  # [H, Ds]
+    half = torch.arange(H).remainder(2).float()
 
+    def calls(operator: str, **more: Tensor) -> Make:
+        def make(dtype: torch.dtype, device: torch.device) -> tuple[Inputs, ...]:
+            made = []
+            for seed, layer in enumerate(layers):
+                tensors = {name: layer[name] for name in ("query", "key", "value")} | more
+                if "mixing" in more:  # one query and one key of all heads
+                    shared = {
+                        name: layer[name].transpose(1, 2).flatten(2) for name in ("query", "key")
+                    }
+                    tensors |= shared
+                dout = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed))
+                made.append(Inputs(operator, tensors, options, dout).to(dtype))
+            return tuple(made)
 
-def _cast(calls: list[Inputs], dtype: torch.dtype) -> tuple[Inputs, ...]:
-    return tuple(inputs.to(dtype) for inputs in calls)
+        return make
 
-
-def _heads(tensor: Tensor, H: int) -> Tensor:
-    """`[B, T, H * D]` as a view `[B, H, T, D]`."""
-    B, T, width = tensor.shape
-    return tensor.view(B, T, H, width // H).transpose(1, 2)
+    whole = tuple(layer["context"] for layer in layers)
+    part = tuple(context * half[:, None, None] for context in whole)
+    return [
+        Workload(NAMES[0], table, "gate of ones", calls("gated_attention", gate=torch.ones(H)), expected=whole),
+        Workload(NAMES[1], table, "50 % of the heads closed", calls("gated_attention", gate=half), NAMES[0], part),
+        Workload(NAMES[2], table, "collaborative, one block a head",
+            calls("collaborative_attention", mixing=blocks), expected=whole),
+    ]  # fmt: skip

@@ -13,8 +13,7 @@ from benchmarks import figures, results
 from benchmarks.figures import BLUE, GREY, ORANGE
 from benchmarks.goals import milliseconds, ratio
 from benchmarks.measure import MOST_SPREAD, Row
-from benchmarks.shapes import GPU_LENGTHS, LENGTHS, WIDTHS, by_length
-from benchmarks.workloads import CLOSED_SERIES
+from benchmarks.workloads import CLOSED_SERIES, GPU_LENGTHS, LENGTHS, WIDTHS, by_length
 
 KEPT: Final = Path(__file__).parent / "results"
 #: The run that README's figure shows.

@@ -18,6 +18,7 @@ from benchmarks.measure import Row, disturbed
 from benchmarks.results import Found, Results
 from benchmarks.settings import Device
 
+Cell = str | Text
 #: The workload of the line that a run ends with.
 _HEADLINE: Final = "gated_closed_50"
 #: Where the width of the output is not known: a file, a pipe.
@@ -67,14 +68,14 @@ class Report:
         rows = self.results.checks
         if not rows:
             return
-        table = _table("Accuracy and FLOPs, before anything is timed", ["workload",
-            "worst error", "of bound", "counted", "executed", "share", ""])  # fmt: skip
-        for row in rows:
-            verdict = Text("FAIL", "bold red") if row["failures"] else Text("ok", "green")
-            table.add_row(row["workload"], row["worst"], f"{row['ratio']:.2f}",
-                f"{row['counted'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
-                f"{row['executed'] / max(row['counted'], 1):.0%}", verdict)  # fmt: skip
-        self._print(table)
+        heads = ["workload", "worst error", "of bound", "counted", "executed", "share", ""]
+        self._table("Accuracy and FLOPs, before anything is timed", heads, [
+            [row["workload"], row["worst"], f"{row['ratio']:.2f}",
+             f"{row['counted'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
+             f"{row['executed'] / max(row['counted'], 1):.0%}",
+             Text("FAIL", "bold red") if row["failures"] else Text("ok", "green")]
+            for row in rows
+        ])  # fmt: skip
         self._note(
             "Errors of out, lse and all gradients (where pairs are many, of some heads and batches) "
             "against eager in float64, as a part of what the accuracy rule allows. GFLOP of the "
@@ -93,26 +94,18 @@ class Report:
         rows = [row for row in self.results.speed if row["table"] == table_name]
         columns = [(head, cell) for head, cell in _columns(rows) if any(map(cell, rows))]
         several = len({row["threads"] for row in rows}) > 1
-        table = _table(table_name, ["median ms", "", *(head for head, _ in columns)])
-        previous = None
-        for row in rows:
-            label = f"{row['label']}, {row['threads']} thr" if several else row["label"]
-            table.add_row("" if label == previous else label, row["direction"],
-                *(cell(row) for _, cell in columns))  # fmt: skip
-            previous = label
-        self._print(table)
+        self._table(table_name, ["median ms", "", *(head for head, _ in columns)], [
+            [f"{row['label']}, {row['threads']} thr" if several else row["label"], row["direction"],
+             *(cell(row) for _, cell in columns)]
+            for row in rows
+        ])  # fmt: skip
 
     def part(self, found: Found) -> None:
-        table = _table(found.title, list(found.columns))
-        previous = None
-        for row in found.rows:
-            cells = [
-                column.format(**row) if isinstance(column, str) else column(row)
-                for column in found.columns.values()
-            ]
-            table.add_row("" if cells[0] == previous else cells[0], *cells[1:])
-            previous = cells[0]
-        self._print(table)
+        columns = found.columns.values()
+        self._table(found.title, [*found.columns], [
+            [column.format(**row) if isinstance(column, str) else column(row) for column in columns]
+            for row in found.rows
+        ])  # fmt: skip
         for note in found.notes:
             self._note(note)
 
@@ -169,26 +162,34 @@ class Report:
         outcomes = self.results.goals()
         if not outcomes:
             return
-        numbers: list[int | None] = [
-            *sorted({o.threads for o in outcomes if o.threads}, reverse=True)
-        ]
-        numbers = numbers or [None]
+        known = sorted({outcome.threads for outcome in outcomes if outcome.threads}, reverse=True)
+        numbers: list[int | None] = [*known] if known else [None]
         heads = [head for n in numbers for head in ("goal", f"{n} thr" if n else "got", "")]
-        table = _table("Goals", ["", "against", *heads])
         lines: dict[tuple[str, str], dict[int | None, Outcome]] = {}
         for outcome in outcomes:
             threads = outcome.threads or numbers[0]
             lines.setdefault((outcome.goal, outcome.against), {})[threads] = outcome
+        rows: list[list[Cell]] = []
         for words, found in lines.items():
-            cells: list[str | Text] = []
+            rows.append([*words])
             for threads in numbers:
                 one = found.get(threads)
-                cells += [one.wanted, one.got, _verdict(one.met)] if one else ["", "", ""]
-            table.add_row(*words, *cells)
-        self._print(table)
+                rows[-1] += [one.wanted, one.got, _verdict(one.met)] if one else ["", "", ""]
+        self._table("Goals", ["", "against", *heads], rows)
         self.console.print(f"{sum(o.met for o in outcomes)} of {len(outcomes)} goals met")
 
-    def _print(self, table: Table) -> None:
+    def _table(self, title: str, heads: Sequence[str], rows: Sequence[list[Cell]]) -> None:
+        """Words are left-aligned, numbers right-aligned; what repeats the first column of the row above is left out."""
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
+            header_style="dim")  # fmt: skip
+        for number, (head, *cells) in enumerate(zip(heads, *map(_plain, rows), strict=True)):
+            words = number == 0 or all(cell[0].isalpha() for cell in cells if cell)
+            table.add_column(head, justify="left" if words else "right", no_wrap=number > 0,
+                overflow="fold" if number == 0 else "ellipsis")  # fmt: skip
+        previous: Cell | None = None
+        for first, *rest in rows:
+            table.add_row("" if first == previous else first, *rest)
+            previous = first
         self.console.print()
         self.console.print(table)
 
@@ -196,29 +197,8 @@ class Report:
         self.console.print(f"[dim]{escape(text)}[/]")
 
 
-def _table(title: str, heads: Sequence[str]) -> Table:
-    """The first column is words, and others whose head says so; numbers are right-aligned."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
-        header_style="dim")  # fmt: skip
-    for number, head in enumerate(heads):
-        words = number == 0 or head in _WORDS or (head == "" and number == 1)
-        table.add_column(head, justify="left" if words else "right", no_wrap=number > 0,
-            overflow="fold" if number == 0 else "ellipsis")  # fmt: skip
-    return table
-
-
-#: Heads of columns of words.
-_WORDS: Final = (
-    "worst error",
-    "pass",
-    "against",
-    "candidate",
-    "use",
-    "way",
-    "not measured",
-    "collectives",
-    "method",
-)
+def _plain(cells: Sequence[Cell]) -> list[str]:
+    return [str(cell) for cell in cells]
 
 
 def _verdict(met: bool) -> Text:
@@ -236,10 +216,7 @@ def _times(value: float | None) -> Text:
     return Text(f"{value:.2f}x", "green" if value >= 1 else "red")
 
 
-Cell = Callable[[Row], "str | Text"]
-
-
-def _columns(rows: list[Row]) -> list[tuple[str, Cell]]:
+def _columns(rows: list[Row]) -> list[tuple[str, Callable[[Row], Cell]]]:
     """Of a table of times."""
     timed = {name for row in rows for name in row["times"]}
     rivals = [name for name in dict.fromkeys([*RIVALS["cpu"], *RIVALS["cuda"]]) if name in timed]
@@ -247,7 +224,7 @@ def _columns(rows: list[Row]) -> list[tuple[str, Cell]]:
     on_gpu = any(row["threads"] is None for row in rows)
     unit, by = ("TFLOP/s", 1e-3) if on_gpu else ("GFLOP/s", 1)
 
-    def versus(name: str) -> Cell:
+    def versus(name: str) -> Callable[[Row], Cell]:
         return lambda row: _times(ratio(row, name))
 
     def floor(row: Row) -> str:

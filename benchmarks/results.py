@@ -40,7 +40,6 @@ class Found:
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class Results:
     parts: dict[str, list[Row]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    part_goals: list[Outcome] = field(default_factory=list)
     complete: bool = False
     running: str | None = None
     ended: list[str] = field(default_factory=list)
@@ -91,12 +89,10 @@ class Results:
         """The rows of a part."""
         self.parts.setdefault(found.part, []).extend(found.rows)
         self.failures += found.failures
-        self.part_goals += found.outcomes
 
     def goals(self) -> list[Outcome]:
-        """Those of a full run, and of the parts that have some."""
-        full = self.settings.form == "full"
-        return (outcomes(self.speed, self.parts) if full else []) + self.part_goals
+        """Those of a full run."""
+        return outcomes(self.speed, self.parts) if self.settings.form == "full" else []
 
     def to_json(self) -> Row:
         s = self.settings
@@ -159,7 +155,7 @@ def this_machine(device: str = "cpu") -> Machine:
 def _gpu() -> dict[str, Any]:
     """Its name, and the versions that its times depend on; on a machine without one, that kernels are simulated."""
     about: dict[str, Any] = {"name": "simulated on the CPU", "cuda": torch.version.cuda}
-    about |= {name: _version(name) for name in ("triton", "flash_attn")}
+    about |= {name: version_of(name) for name in ("triton", "flash_attn")}
     if not torch.cuda.is_available():
         return about
     properties = torch.cuda.get_device_properties(0)
@@ -173,7 +169,7 @@ def _gpu() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from typing import Final
 
 import torch
 
-import heads_kernels as hk
-from benchmarks import checks, measure, minilm, shapes
+from benchmarks import checks, measure, minilm
 from benchmarks.goals import HAVE_GOALS
 from benchmarks.report import Report
 from benchmarks.results import Results
-from benchmarks.settings import Settings
-from benchmarks.workloads import Workload
+from benchmarks.settings import Settings, on_threads
+from benchmarks.workloads import Workload, table
 
 #: Modules with `measure(settings)`, which yields tables. `--only` knows them by name.
 PARTS: Final = ("memory", "overhead", "decoding")
 #: Those that a run has only where `--only` is their name: minutes each, and on the CPU.
-ON_REQUEST: Final = ("models", "reading", "conversion", "importance", "scaling")
+ON_REQUEST: Final = ("models", "reading", "conversion")
 
 _SENTENCES: Final = {"smoke": 4, "quick": 32, "full": 64}
 
@@ -37,7 +35,7 @@ class ContextLost(Exception):
 
 def choose(settings: Settings) -> list[Workload]:
     """The synthetic workloads that are wanted; raises `NothingToDo` where `--only` matches nothing."""
-    every = shapes.table(settings)
+    every = table(settings)
     real = minilm.NAMES if settings.device == "cpu" else ()
     names = [*(workload.name for workload in every), *real, *PARTS]
     if settings.only in ON_REQUEST:
@@ -55,7 +53,7 @@ def run(chosen: list[Workload], report: Report) -> None:
     if settings.only in ON_REQUEST:
         _parts([settings.only], report)
     else:
-        known = {workload.name: workload for workload in [*shapes.table(settings), *chosen]}
+        known = {workload.name: workload for workload in [*table(settings), *chosen]}
         if settings.device == "cpu" and any(map(settings.wants, minilm.NAMES)):
             real = _real(results)
             known |= {workload.name: workload for workload in real}
@@ -63,8 +61,6 @@ def run(chosen: list[Workload], report: Report) -> None:
         _check(chosen, known, results)
         report.checks()
         _time(chosen, known, report)
-        if any("collaborative" in workload.name for workload in chosen):
-            results.notes.append(_break_even())
         _parts([name for name in PARTS if settings.wants(name)], report)
     results.complete = True
     results.running = None
@@ -107,7 +103,7 @@ def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) ->
                 if (workload.name, direction, threads) in done or step in results.ended:
                     continue
                 _step(results, step)
-                with _on_threads(threads):
+                with on_threads(threads):
                     row, wrong = measure.speed(workload, dense, direction, settings,
                         has_goal=workload.name in HAVE_GOALS, without=checked[workload.name]["wrong"])  # fmt: skip
                 results.speed += [row] if row else []
@@ -151,16 +147,6 @@ def _must_work(settings: Settings) -> None:
             raise ContextLost(str(error)) from error
 
 
-@contextlib.contextmanager
-def _on_threads(threads: int | None) -> Iterator[None]:
-    own = torch.get_num_threads()
-    torch.set_num_threads(threads or own)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(own)
-
-
 def _with_dense(workloads: Sequence[Workload]) -> list[str]:
     """Names of workloads and of those that they are compared with, each once."""
     pairs = [(workload.dense, workload.name) for workload in workloads]
@@ -175,19 +161,10 @@ def _real(results: Results) -> list[Workload]:
         return []
 
 
-def _break_even() -> str:
-    narrow, wide = (hk.convert.break_even(768, 768, Ds, 12) for Ds in (256, 384))
-    return (
-        "Dense mixing runs H Ds / D_k times the score FLOPs of ordinary attention: BERT-base 4 times "
-        "at Ds 256 and 6 times at Ds 384. With the projections that it saves it has fewer FLOPs in "
-        f"all below T {narrow} and T {wide}. Ragged mixing has no such price."
-    )
-
-
 def backends(settings: Settings) -> list[str]:
     """Which backend runs the operators and why not another, in words."""
     found: dict[str, str] = {}
-    for workload in shapes.table(Settings("smoke", settings.device, settings.dtype)):
+    for workload in table(Settings("smoke", settings.device, settings.dtype)):
         inputs = workload.make(settings.dtype, settings.place)[0]
         found.setdefault(inputs.operator, str(measure.explain(inputs)).replace("\n ", ";"))
     return [*found.values()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, Literal
@@ -66,3 +68,14 @@ class Settings:
 
 def word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def on_threads(threads: int | None) -> Iterator[None]:
+    """In this block PyTorch has so many threads; None: as many as before."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(threads or own)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checks, shapes
+from benchmarks import checks
 from benchmarks.candidates import RIVALS, NotRun, candidate
 from benchmarks.settings import Settings
-from benchmarks.workloads import DIRECTIONS, Direction
+from benchmarks.workloads import DIRECTIONS, Direction, table
 
 _ON_GPU = torch.cuda.is_available()
 SETTINGS = (
@@ -25,7 +25,7 @@ SETTINGS = (
     if _ON_GPU
     else Settings("quick", "cpu", torch.float32)
 )
-WORKLOADS = {workload.name: workload for workload in shapes.table(SETTINGS)}
+WORKLOADS = {workload.name: workload for workload in table(SETTINGS)}
 
 
 @cache

@@ -43,10 +43,13 @@ _TIMED: Final = 40
 _TRIES: Final = 3
 #: Rows or keys a tile may have, features a slice; warps and stages: what Triton compiles sensibly.
 _BLOCKS: Final = (16, 256)
-_WARPS: Final = (2, 8)
-_STAGES: Final = (1, 5)
-#: Full tiles of keys a step may take through descriptors (heuristic).
-_FULL_TILES: Final = (1, 4)
+_LIMITS: Final = {
+    "num_warps": (2, 8),
+    "num_stages": (1, 5),
+    "partial_stages": (1, 5),
+    "full_tiles": (1, 4),  # that a step may take through descriptors (heuristic)
+    "maxnreg": (0, 255),
+}
 #: Registers a thread may take at most: any, or those with which 2 and 3 programs of 8 warps share a multiprocessor.
 _REGISTERS: Final = (0, 128, 80)
 
@@ -61,20 +64,16 @@ def neighbours(tiles: Tiles, used: Sequence[str]) -> Iterator[Tiles]:
     }
     if "maxnreg" in used:
         steps["maxnreg"] = [limit for limit in _REGISTERS if limit != tiles["maxnreg"]]
-    limits = {
-        "num_warps": _WARPS,
-        "num_stages": _STAGES,
-        "partial_stages": _STAGES,
-        "maxnreg": (0, 255),
-        "full_tiles": _FULL_TILES,
-    }
+
+    def sensible(name: str, value: int) -> bool:
+        lowest, highest = _LIMITS.get(name, _BLOCKS)
+        return lowest <= value <= highest
+
     for count in (1, 2):
         for names in itertools.combinations(steps, count):
             for values in itertools.product(*(steps[name] for name in names)):
                 changes = dict(zip(names, values, strict=True))
-                if all(
-                    lo <= v <= hi for n, v in changes.items() for lo, hi in [limits.get(n, _BLOCKS)]
-                ):
+                if all(itertools.starmap(sensible, changes.items())):
                     yield {**tiles, **changes}
 
 
@@ -93,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("no CUDA device: torch.cuda.is_available() is False; try --simulate")
     if options.simulate and options.out is None:
         parser.error("--simulate measures nothing to keep: name a file with --out")
+    if options.simulate:
+        os.environ["TRITON_INTERPRET"] = "1"  # of the processes that are started
     device = "simulated" if options.simulate else torch.cuda.get_device_name()
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     out = options.out or ROOT / "heads_kernels" / "tuned" / f"{slug}.json"
@@ -178,7 +179,7 @@ class _Tuner:
     def _do(self, jobs: list[Job], until: float | None = None) -> list[Row]:
         # A minute more than the budget for what has to be known: which kernels, and whether one is right.
         until = self.end + 60 if until is None else until
-        return run_jobs(jobs, processes=_PROCESSES, until=until, simulate=self.simulate)
+        return run_jobs(jobs, processes=_PROCESSES, until=until)
 
     def _write(self, entry: dict[str, Any]) -> None:
         """Into the file, in the place of what it has of this kernel, dtype and widths."""

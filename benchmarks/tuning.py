@@ -1,9 +1,9 @@
 """One Triton kernel with given tiles: does it compile, how long does its call take, is it right?
 
-    python -m benchmarks.tuning [--simulate]
+    python -m benchmarks.tuning
 
 reads jobs from stdin, one JSON object a line, and prints a row for each. What kernels do may end the process, or block
-it: `run_jobs` starts another for the jobs that are left.
+it: `run_jobs` starts another for the jobs that are left. With TRITON_INTERPRET=1 calls have toy sizes, on the CPU.
 
 The launchers ask `tiles_for(kernel, like, D, Dv, ...)`, which each module imports by name. It is replaced in every
 module that has it, so kernels need no list here: what a call asks for is what there is to tune.
@@ -34,6 +34,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import ops
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks, time_in_turn
 from heads_kernels.testing.row_statistics import check_statistics, statistics_arguments
 
@@ -43,6 +44,7 @@ Row = dict[str, Any]
 
 ROOT: Final = Path(__file__).parent.parent
 BACKEND: Final = "triton"
+DEVICE: Final = "cpu" if TRITON_INTERPRETED else "cuda"
 #: Seconds that a job may take: a backward pass compiles six kernels in fifteen.
 JOB_S: Final = 120
 _STARTUP_S: Final = 120  # to import torch and open the GPU while others do the same
@@ -89,30 +91,24 @@ CALLS: Final = _calls()
 
 
 # ---------------------------------------------------------------------- the processes
-def run_jobs(
-    jobs: Sequence[Job], *, processes: int, until: float, simulate: bool = False
-) -> list[Row]:
+def run_jobs(jobs: Sequence[Job], *, processes: int, until: float) -> list[Row]:
     """The rows of the jobs, in their order. A job that ends or blocks its process costs its own row."""
     count = max(1, min(processes, len(jobs)))
     parts = [jobs[i::count] for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(partial(_answers, until=until, simulate=simulate), parts))
+        found = list(pool.map(partial(_answers, until=until), parts))
     return [found[i % count][i // count] for i in range(len(jobs))]
 
 
-def _answers(jobs: Sequence[Job], until: float, simulate: bool) -> list[Row]:
+def _answers(jobs: Sequence[Job], until: float) -> list[Row]:
     rows: list[Row] = []
     while left := jobs[len(rows) :]:
         seconds = until - time.monotonic()
         if seconds <= 0:
             return [*rows, *({"wrong": "no time was left"} for _ in left)]
-        command = [sys.executable, "-m", __name__, *["--simulate"] * simulate]
-        interpreted = {"TRITON_INTERPRET": "1"} if simulate else {}
         with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **interpreted}, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            )  # fmt: skip
+            process = subprocess.Popen([sys.executable, "-m", __name__], cwd=ROOT, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
             asked = "".join(json.dumps(asdict(job)) + "\n" for job in left)
             try:
                 output, _ = process.communicate(asked, seconds)
@@ -130,26 +126,25 @@ def _answers(jobs: Sequence[Job], until: float, simulate: bool) -> list[Row]:
 
 def main() -> None:
     """Answer the jobs of stdin."""
-    simulate = "--simulate" in sys.argv
     torch.set_num_threads(1)  # many processes share the cores
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print does not come between the answers
     signal.alarm(_STARTUP_S)
     for line in sys.stdin:
         signal.alarm(JOB_S)  # ends the process
-        row = run_job(Job(**json.loads(line)), simulate)
+        row = run_job(Job(**json.loads(line)))
         answers.write(json.dumps({"row": row}) + "\n")
         answers.flush()
-        if not simulate:
+        if DEVICE == "cuda":
             torch.cuda.synchronize()  # a broken context ends the process
             torch.cuda.empty_cache()  # several share the memory
 
 
-def run_job(job: Job, simulate: bool) -> Row:
+def run_job(job: Job) -> Row:
     """The row of one job; what it raises is in the row."""
     try:
-        row = _DO[job.what](job, simulate)
-        if not simulate:
+        row = _DO[job.what](job)
+        if DEVICE == "cuda":
             torch.cuda.synchronize()  # an asynchronous error is this job's
     except Exception as error:
         row = {"wrong": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
@@ -157,7 +152,7 @@ def run_job(job: Job, simulate: bool) -> Row:
 
 
 # ---------------------------------------------------------------------- the jobs
-def _probe(job: Job, simulate: bool) -> Row:
+def _probe(job: Job) -> Row:
     """The kernels that the call asks tiles for: `{"kernel", "D", "Dv", "tiles", "used"}` each; `used` are
     the numbers of `tiles` that the launcher reads."""
     asked: dict[str, dict[str, Any]] = {}
@@ -170,7 +165,7 @@ def _probe(job: Job, simulate: bool) -> Row:
         return _watched(tiles, asked.setdefault(kernel, found)["used"])
 
     with _replaced(note):
-        _call(job, simulate)()
+        _call(job)()
     return {"kernels": list(asked.values())}
 
 
@@ -186,16 +181,16 @@ def _watched(tiles: Any, used: list[str]) -> Any:
     return type("Watched", (type(tiles),), {"__getattribute__": read})(**asdict(tiles))
 
 
-def _try(job: Job, simulate: bool) -> Row:
+def _try(job: Job) -> Row:
     """Compile and run once; tiles that do not fit the GPU raise, and the row says why."""
     with _forced(job.kernel, job.tiles[0]):
-        _call(job, simulate)()
+        _call(job)()
     return {}
 
 
-def _time(job: Job, simulate: bool) -> Row:
+def _time(job: Job) -> Row:
     """Milliseconds of the call with each of `tiles`: the median over turns, on a cold L2 cache."""
-    call = _call(job, simulate)
+    call = _call(job)
 
     def forced(tiles: Tiles) -> None:
         with _forced(job.kernel, tiles):
@@ -203,36 +198,32 @@ def _time(job: Job, simulate: bool) -> Row:
 
     calls = {str(i): partial(forced, tiles) for i, tiles in enumerate(job.tiles)}
     times = time_in_turn(
-        calls, device=_device(simulate), cold=True, warmup=1,
-        budget_s=0.0 if simulate else 1.0, least=1 if simulate else 9,
+        calls, device=DEVICE, cold=True, warmup=1,
+        budget_s=0.0 if TRITON_INTERPRETED else 1.0, least=1 if TRITON_INTERPRETED else 9,
     )  # fmt: skip
     return {"ms": [timing.median * 1e3 for timing in times.values()]}
 
 
-def _check(job: Job, simulate: bool) -> Row:
+def _check(job: Job) -> Row:
     """The accuracy rule with the tiles forced, at lengths that no tile divides."""
-    tuned, dtype, device = CALLS[job.call], getattr(torch, job.dtype), _device(simulate)
-    T = 33 if simulate else 1000
-    case = toy(tuned.cases[0]) if simulate else replace(tuned.cases[0], B=2, H=4, T=T, S=T)
+    tuned, dtype = CALLS[job.call], getattr(torch, job.dtype)
+    case = replace(tuned.cases[0], B=2, H=4, T=1000, S=1000)
+    case = toy(case) if TRITON_INTERPRETED else case
     wrong: list[str] = []
     with _forced(job.kernel, job.tiles[0]):
         for each in (
             replace(case, is_causal=True),
-            replace(case, B=2, mask=masks.padded(T, T // 3)),
+            replace(case, B=2, mask=masks.padded(case.T, case.T // 3)),
         ):
             if tuned.direction == "statistics":
-                wrong += check_statistics(each.make(dtype, device), BACKEND)[0]
+                wrong += check_statistics(each.make(dtype, DEVICE), BACKEND)[0]
             else:
-                report = check(each, dtype, BACKEND, device=device)
+                report = check(each, dtype, BACKEND, device=DEVICE)
                 wrong += [str(quantity) for quantity in report.quantities if not quantity.ok]
     return {"wrong": "; ".join(wrong)} if wrong else {}
 
 
 _DO: Final = {"probe": _probe, "try": _try, "time": _time, "check": _check}
-
-
-def _device(simulate: bool) -> str:
-    return "cpu" if simulate else "cuda"
 
 
 def toy(case: Case) -> Case:
@@ -241,13 +232,13 @@ def toy(case: Case) -> Case:
     return replace(case, B=1, H=2, T=33, S=33, Dv=16, **narrow)
 
 
-def _call(job: Job, simulate: bool) -> Callable[[], None]:
+def _call(job: Job) -> Callable[[], None]:
     """The call of the job, dense and causal, ready to run again and again."""
-    tuned, device = CALLS[job.call], _device(simulate)
+    tuned = CALLS[job.call]
     runs: list[Callable[[], object]] = []
     for case in tuned.cases:
-        small = toy(case) if simulate else case
-        inputs = small.make(getattr(torch, job.dtype), device, drawn_on=device)
+        small = toy(case) if TRITON_INTERPRETED else case
+        inputs = small.make(getattr(torch, job.dtype), DEVICE, drawn_on=DEVICE)
         if tuned.direction == "statistics":
             given = statistics_arguments(inputs)
             runs.append(partial(hk.attention_statistics, **given, backend=BACKEND))

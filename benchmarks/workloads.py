@@ -1,25 +1,28 @@
-"""What a workload is, and those of BERT-base; `shapes` has the others, `goals` what they should reach.
+"""The table of all workloads, by device and form.
 
-A workload states its FLOPs by a closed formula of its own sizes, apart from `Problem.flops`, so
-that the two can be held against each other.
+On a CPU: BERT-base, lengths, short sentences, real padding, shared widths, bfloat16, models, score terms, entmax. On a
+GPU: the lengths of language models, then score terms and entmax. `goals` has what they should reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from itertools import product
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.settings import word
+from benchmarks.settings import Settings, word
 from heads_kernels.mask import Mask
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, find
-from heads_kernels.testing.masks import Sizes
+from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs, find
+from heads_kernels.testing.masks import Sizes, fixed, lower_right, padded
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward")
+#: The calls of a workload, in a dtype on a device; the same numbers every time.
+Make = Callable[[torch.dtype, torch.device], tuple[Inputs, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +31,6 @@ class Workload:
 
     name            what `--only` picks by
     table           heading of the table that it stands in; `label` is its first column
-    make            the calls, in a dtype on a device; the same numbers every time
-    pairs           pairs of a query row and a key that it sees, summed over the batch: with n_b real
-                    rows and m_b real keys, sum of n_b m_b; causal about half
-    score_features  features that the scores run over, summed over the open heads: H D;
-                    collaborative H Ds; ragged mixing Ds
-    value_features  open heads times Dv
-    open_heads      heads whose gate is not exactly 0
-    calls           number of calls that `make` gives, each with these pairs, features and heads
     dense           name of the workload whose time on our own kernel this one is compared with
     expected        what the model that the inputs come from computed itself, `[B, H, T, Dv]`
     directions      those that are timed; both are checked
@@ -45,65 +40,31 @@ class Workload:
     name: str
     table: str
     label: str
-    make: Callable[[torch.dtype, torch.device], tuple[Inputs, ...]]
-    pairs: int
-    score_features: int
-    value_features: int
-    open_heads: int
-    calls: int = 1
+    make: Make
     dense: str | None = None
     expected: tuple[Tensor, ...] = ()
     directions: tuple[Direction, ...] = DIRECTIONS
     flex: bool = False
 
-    def flops(self, direction: Direction) -> int:
-        """Matrix-product FLOPs that have to be done, 2 per multiply-add.
 
-        Forward: scores and P V. Backward: scores again, dQ, dK; dP, dV.
-        """
-        scores, values = (1, 1) if direction == "forward" else (3, 2)
-        features = scores * self.score_features + values * self.value_features
-        return 2 * self.calls * self.pairs * features
+def flops(calls: tuple[Inputs, ...], direction: Direction) -> int:
+    """Matrix-product FLOPs that have to be done, 2 per multiply-add: those of visible pairs of open heads.
 
-    def exps(self) -> int:
-        """Exponentials of a pass in either direction: one a visible pair of an open head."""
-        return self.calls * self.pairs * self.open_heads
-
-
-def causal_pairs(n: int) -> int:
-    return n * (n + 1) // 2
-
-
-def workload(
-    name: str,
-    table: str,
-    label: str,
-    case: Case,
-    pairs: int,
-    *,
-    dense: str | None = None,
-    closed_heads: int = 0,
-    directions: tuple[Direction, ...] = DIRECTIONS,
-) -> Workload:
-    """A workload of one synthetic case, of which `closed_heads` heads are closed.
-
-    Where heads are closed or mixing has zeros, gradients are taken with `closed_grad=False`.
+    Forward: scores and P V. Backward: scores again, dQ, dK; dP, dV.
     """
-    is_open = case.H - closed_heads
-    skips = closed_heads > 0
-    if isinstance(case, CollaborativeCase):
-        disjoint = case.mixing in ("ragged", "blocks")  # the heads share Ds out among themselves
-        scores, skips = case.Ds if disjoint else is_open * case.Ds, skips or disjoint
-    else:
-        assert isinstance(case, GatedCase)
-        scores = is_open * case.D
+    problems = (inputs.requires_grad().parsed() for inputs in calls)
+    return sum(problem.flops(backward=direction == "backward") for problem in problems)
+
+
+def drawn(case: Case) -> Make:
+    """A synthetic case; where heads are closed or mixing has zeros, gradients are taken with `closed_grad=False`."""
+    skips = case.closed > 0 or (isinstance(case, CollaborativeCase) and case.mixing != "dense")
 
     def make(dtype: torch.dtype, device: torch.device) -> tuple[Inputs, ...]:
         inputs = case.make(dtype, device, drawn_on=device)
         return (replace(inputs, options={**inputs.options, "closed_grad": not skips}),)
 
-    return Workload(name, table, label, make, pairs, scores, is_open * case.Dv, is_open,
-        dense=dense, directions=directions)  # fmt: skip
+    return make
 
 
 def half_padded(sizes: Sizes, device: torch.device) -> Mask:
@@ -114,24 +75,47 @@ def half_padded(sizes: Sizes, device: torch.device) -> Mask:
 
 def variants(prefix: str, table: str, case: Case, closed: tuple[int, ...]) -> list[Workload]:
     """The same call dense, causal, half padded and with parts of the heads closed; `case` is the dense one."""
-    B, T, dense = case.B, case.T, f"{prefix}_dense"
-    pairs = B * T * T
-    case = replace(case, gate="H")
+    dense, case = f"{prefix}_dense", replace(case, gate="H")
     causal, padding = replace(case, is_causal=True), replace(case, mask=half_padded)
     return [
-        workload(dense, table, "dense, all heads open", case, pairs),
-        workload(f"{prefix}_causal", table, "causal", causal, B * causal_pairs(T), dense=dense),
+        Workload(dense, table, "dense, all heads open", drawn(case)),
+        Workload(f"{prefix}_causal", table, "causal", drawn(causal), dense),
         *(
-            workload(f"{prefix}_closed_{percent}", table, f"{percent} % of the heads closed",
-                replace(case, closed=percent / 100), pairs, dense=dense,
-                closed_heads=case.H * percent // 100)
+            Workload(f"{prefix}_closed_{percent}", table, f"{percent} % of the heads closed",
+                drawn(replace(case, closed=percent / 100)), dense)
             for percent in closed
         ),
-        workload(f"{prefix}_half_padded", table, "half of every sequence padded",
-            padding, B * (T // 2) ** 2, dense=dense),
+        Workload(f"{prefix}_half_padded", table, "half of every sequence padded", drawn(padding), dense),
     ]  # fmt: skip
 
 
+def in_dtype(base: Workload, dtype: torch.dtype, table: str) -> Workload:
+    """A workload in this dtype, whatever that of the run is."""
+    return replace(base, name=f"{base.name}_{word(dtype)}", table=table, label=base.name, dense=None,
+        make=lambda _, device: base.make(dtype, device))  # fmt: skip
+
+
+def table(settings: Settings) -> list[Workload]:
+    """The workloads of a form on a device; those of MiniLM, on a CPU, come by capturing it."""
+    if settings.device == "cuda":
+        if settings.form == "smoke":
+            return [
+                *_long(32, 64, (16,), (32,)),
+                *_long_shared(32, (32,), (32,), 16),
+                *score_terms(16)[:1],
+            ]
+        every = [*_long(), *_long_shared(), *_half(), *score_terms(), *entmax()]
+        quick = ("gated_D128_T4096_", "collaborative_Ds256_T4096_")
+        return every if settings.form == "full" else [w for w in every if w.name.startswith(quick)]
+    if settings.form == "smoke":
+        return [*standard(64), *score_terms(8), *entmax(8)]
+    if settings.form == "quick":
+        return [*standard(), short()[0], narrow()[0]]
+    return [*standard(closed=CLOSED_SERIES), *lengths(), *short(), *real_padding(), *shared(),
+        *narrow(), *models(), *score_terms(), *entmax()]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- on a CPU
 #: Percent of the heads that are closed: in every form, and for the time over the share of open heads.
 CLOSED: Final = (50, 75)
 CLOSED_SERIES: Final = (25, 50, 75, 100)
@@ -151,14 +135,284 @@ def standard(T: int = 512, closed: tuple[int, ...] = CLOSED) -> list[Workload]:
     return [
         *variants("gated", f"gated attention, B2 H12 T{T} D64 (BERT-base)", gated, closed),
         *variants("collaborative", table, shared, CLOSED),
-        workload("collaborative_ragged", table, "ragged mixing, the same Ds", ragged,
-            2 * T * T, dense="collaborative_dense"),
-        workload("language_model", f"gated attention, B1 H16 Hk4 T{T} D128 (a language model)",
-            "causal, sigmoid gate per token", model, causal_pairs(T)),
+        Workload("collaborative_ragged", table, "ragged mixing, the same Ds", drawn(ragged),
+            "collaborative_dense"),
+        Workload("language_model", f"gated attention, B1 H16 Hk4 T{T} D128 (a language model)",
+            "causal, sigmoid gate per token", drawn(model)),
     ]  # fmt: skip
 
 
-def in_dtype(base: Workload, dtype: torch.dtype, table: str) -> Workload:
-    """A workload in this dtype, whatever that of the run is."""
-    return replace(base, name=f"{base.name}_{word(dtype)}", table=table, label=base.name, dense=None,
-        make=lambda _, device: base.make(dtype, device))  # fmt: skip
+#: T to B of the series over length, about a thousand tokens a call: at 12 heads of width 64 all
+#: tensors of a call are 12 MB, so no length has the help of a cache that another has not.
+LENGTHS: Final = {32: 32, 64: 16, 128: 8, 256: 4, 512: 2, 1024: 1, 2048: 1}
+#: Of these both directions are timed, at two widths; they have goals.
+LONG: Final = (512, 2048)
+WIDTHS: Final = (64, 128)
+
+#: B by T of short sentences, and the share of their tokens that is real: MiniLM's batches of real
+#: text (`minilm`) have 0.4, batches sorted by length more.
+SHORT: Final = ((8, 32), (32, 32), (8, 128), (32, 128))
+_SHORT_REAL: Final = 0.5
+
+#: Percent of real tokens in the series over padding, about; `sentence_lengths` draws them.
+REAL: Final = (90, 70, 50, 25)
+
+#: Widths of the shared query and key; BERT-base's 256 stands in `standard`.
+SHARED: Final = (96, 256, 384)
+
+
+def by_length(T: int, D: int) -> str:
+    """What the names of the dense and the causal workload of this length and width begin with."""
+    return "gated" if (T, D) == (512, 64) else f"gated_T{T}_D{D}"
+
+
+def by_sharing(model: str, Ds: int) -> tuple[str, str]:
+    """Names of the workloads of dense and of ragged mixing."""
+    if (model, Ds) == ("bert_base", 256):
+        return "collaborative_dense", "collaborative_ragged"
+    return f"collaborative_{model}_{Ds}", f"collaborative_{model}_{Ds}_ragged"
+
+
+def sentence_lengths(B: int, T: int, share: float) -> list[int]:
+    """Tokens of B sentences, the longest T, about `share` of the B T real; the same ones every time.
+
+    With u uniform in (0, 1), `T u^(1 / share - 1)` has the mean `share T`; one u is drawn from each of
+    B equal parts, so that few sentences have that mean, too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    u = (torch.randperm(B, generator=generator) + torch.rand(B, generator=generator)) / B
+    drawn = (T * u ** (1 / share - 1)).round().clamp(1, T).int()
+    drawn[drawn.argmax()] = T
+    result: list[int] = drawn.tolist()
+    return result
+
+
+def _gated(B: int, T: int, D: int) -> Case:
+    """BERT-base's twelve heads, laid out as projections give them."""
+    return GatedCase(f"T{T}_D{D}", B, 12, T, T, D=D, Dv=D, gate="H", layout="transposed")
+
+
+def lengths() -> list[Workload]:
+    """T 32 to 2048 dense and causal, without what `standard` has."""
+    result = []
+    for D in WIDTHS:
+        for T, B in LENGTHS.items():
+            name, case = by_length(T, D), _gated(B, T, D)
+            if name == "gated" or (D == 128 and T not in LONG):
+                continue
+            table = f"gated attention by length, B{B} H12 T{T} D{D}"
+            directions = DIRECTIONS if T in LONG else DIRECTIONS[:1]
+            result += [
+                Workload(f"{name}_{kind}", table, kind, drawn(of), directions=directions)
+                for kind, of in (("dense", case), ("causal", replace(case, is_causal=True)))
+            ]
+    return result
+
+
+def short() -> list[Workload]:
+    """Batches of short sentences, padded."""
+    table = "gated attention, short sentences padded to the longest, H12 D64"
+    result = []
+    for B, T in SHORT:
+        real = sentence_lengths(B, T, _SHORT_REAL)
+        label = f"B{B} T{T}, {sum(real) / (B * T):.0%} of the tokens real"
+        case = replace(_gated(B, T, 64), mask=padded(*real))
+        result.append(Workload(f"gated_T{T}_B{B}_padded", table, label, drawn(case)))
+    return result
+
+
+def real_padding(B: int = 8, T: int = 256) -> list[Workload]:
+    """The same batch with ever more padding, rows and keys; the first has none."""
+    table, dense = f"gated attention, real padding, B{B} H12 T{T} D64", "gated_real_100"
+    case = _gated(B, T, 64)
+    result = [Workload(dense, table, "all tokens real", drawn(case))]
+    for percent in REAL:
+        real = sentence_lengths(B, T, percent / 100)
+        share = sum(n * n for n in real) / (B * T * T)
+        label = f"{sum(real) / (B * T):.0%} real, {share:.0%} of the FLOPs"
+        padding = replace(case, mask=padded(*real))
+        result.append(Workload(f"gated_real_{percent}", table, label, drawn(padding), dense))
+    return result
+
+
+def shared() -> list[Workload]:
+    """Collaborative attention by its shared width, dense and ragged mixing, without what `standard` has."""
+    result = []
+    for model, B, T, Dv in (("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)):
+        for Ds in SHARED:
+            dense, ragged = by_sharing(model, Ds)
+            if dense == "collaborative_dense":
+                continue
+            table = f"collaborative attention, B{B} H12 T{T} Ds{Ds} Dv{Dv} ({model})"
+            case = CollaborativeCase(f"{model}_{Ds}", B, 12, T, T, Ds=Ds, Dv=Dv, scale=Dv**-0.5,
+                content_bias=True, layout="transposed")  # fmt: skip
+            result += [
+                Workload(dense, table, "dense mixing", drawn(case)),
+                Workload(ragged, table, "ragged mixing", drawn(replace(case, mixing="ragged")), dense),
+            ]  # fmt: skip
+    return result
+
+
+#: Names in `standard` of what is timed in bfloat16, too.
+NARROW: Final = ("gated_dense", "gated_causal", "collaborative_dense")
+
+
+def narrow() -> list[Workload]:
+    """Workloads of `standard` in bfloat16, whatever the dtype of the run."""
+    table = "bfloat16, B2 H12 T512 (BERT-base)"
+    return [in_dtype(base, torch.bfloat16, table) for base in standard() if base.name in NARROW]
+
+
+def models() -> list[Workload]:
+    """Shapes of further models."""
+    keys, rows = sentence_lengths(8, 64, _SHORT_REAL), sentence_lengths(8, 72, _SHORT_REAL)
+    changes: dict[str, dict[str, Any]] = {
+        "transformer_base_encoder": {"mask": padded(*keys)},
+        "transformer_base_cross": {"mask": padded(*keys, queries=False)},
+        "transformer_base_decoder": {"mask": padded(*rows), "is_causal": True},
+        "deit_197": {},
+        "gqa_language_model_decode": {"B": 1, "mask": lower_right},
+    }
+    return [
+        Workload(f"gated_{name}", "shapes of models", name,
+            drawn(replace(find("gated_attention", name), **changed)))
+        for name, changed in changes.items()
+    ]  # fmt: skip
+
+
+#: Heads of the rows of an alignment with pair bias.
+PAIR_HEADS: Final = (4, 8)
+
+
+def score_terms(part: int = 1) -> list[Workload]:
+    """Calls with a bias, a cap, sinks and dense masks, in the shapes of models; all lengths divided by `part`."""
+    rows, T, L = 128 // part, 256 // part, 512 // part
+    table = f"pair bias [1, H, T, T], B{rows} T{T} D32, sigmoid gate by element"
+    result = []
+    for H in PAIR_HEADS:
+        case = GatedCase(f"pair_bias_{H}", rows, H, T, T, D=32, Dv=32, gate="BHTD", gate_dtype=None,
+            gate_activation="sigmoid", bias="1HTS", bias_dtype=None, layout="transposed")  # fmt: skip
+        result.append(Workload(f"pair_bias_H{H}", table, f"H{H}", drawn(case)))
+    # Offsets -128 to 128, which T5's 32 buckets divide up.
+    t5 = GatedCase(
+        "t5_base_encoder", 8, 12, L, L, D=64, Dv=64, offsets=257, scale=1.0, layout="transposed"
+    )
+    # Windows of a half and a quarter of the length: those of the models are longer than such calls, or as here.
+    gemma = GatedCase("gemma_2", 1, 8, 2 * L, 2 * L, D=256, Dv=256, Hk=4, softcap=50.0, is_causal=True,
+        mask=fixed(Mask(window=(L - 1, 0))), layout="transposed")  # fmt: skip
+    gpt_oss = GatedCase("gpt_oss", 1, 64, L, L, D=64, Dv=64, Hk=8, sinks=True, is_causal=True,
+        mask=fixed(Mask(window=(L // 4 - 1, 0))), layout="transposed")  # fmt: skip
+    table = "bias by offset, cap, sinks in the shapes of models"
+    result += [
+        Workload("t5_base", table, f"T5-base encoder, B8 H12 T{L} D64", drawn(t5)),
+        Workload("gemma_2", table, f"Gemma 2, B1 H8 Hk4 T{2 * L} D256, cap", drawn(gemma)),
+        Workload("gpt_oss", table, f"GPT-OSS, B1 H64 Hk8 T{L} D64, sinks", drawn(gpt_oss)),
+    ]
+    dense = replace(find("gated_attention", "bert_base_512"), T=L, S=L)
+    table = f"dense bool masks [B, 1, T, S], B{dense.B} H{dense.H} T{L} D64"
+    half, blocks = (replace(dense, mask=mask) for mask in (random_pairs, block_sparse))
+    result += [
+        Workload("mask_random", table, "half of the pairs, drawn", drawn(half), "gated_dense"),
+        Workload("mask_blocks", table, "a quarter of the blocks", drawn(blocks), "gated_dense"),
+    ]
+    return result
+
+
+def entmax(part: int = 1) -> list[Workload]:
+    """Adaptively sparse attention beside bisection in PyTorch; all lengths divided by `part`."""
+    result = []
+    for (T, H), alpha in product(((512, 12), (2048, 3)), ((1.5, 1.5), (1.1, 1.9))):
+        L, learned = T // part, alpha[0] != alpha[1]
+        case = EntmaxCase(
+            f"entmax_{T}_{alpha}", 1, H, L, L, D=64, Dv=64, alpha=alpha, layout="transposed"
+        )
+        words = f"alpha {alpha[0]} to {alpha[1]}" if learned else f"alpha {alpha[0]}"
+        result.append(Workload(f"entmax_T{T}{'_learned' if learned else ''}",
+            "entmax, B1 D64; eager is bisection", f"H{H} T{L}, {words}", drawn(case)))  # fmt: skip
+    return result
+
+
+def random_pairs(sizes: Sizes, device: torch.device) -> Tensor:
+    """Half of the pairs, and the diagonal; the same ones every time."""
+    drawn = (
+        torch.rand(sizes.B, 1, sizes.T, sizes.S, generator=torch.Generator().manual_seed(0)) < 0.5
+    )
+    return (drawn | torch.eye(sizes.T, sizes.S, dtype=torch.bool)).to(device)
+
+
+def block_sparse(sizes: Sizes, device: torch.device) -> Tensor:
+    """Every fourth diagonal of 8 x 8 blocks."""
+    i, j = (torch.arange(n, device=device) // (n // 8) for n in (sizes.T, sizes.S))
+    visible = (i[:, None] - j) % 4 == 0
+    return visible.expand(sizes.B, 1, sizes.T, sizes.S)
+
+
+# ---------------------------------------------------------------------- on a GPU
+#: Tokens of a call on a GPU, features over its heads, and lengths, the most telling first: the convention of
+#: FlashAttention's charts. Collaborative attention has 12 heads of 64 values, as BERT-base.
+_TOKENS: Final = 16384
+_FEATURES: Final = 2048
+GPU_LENGTHS: Final = (8192, 4096, 16384, 1024)
+GPU_SHARED: Final = (256, 512)
+#: Of the first lengths heads are closed and sequences padded, too.
+_VARIED: Final = 2
+GPU_VARIED: Final = GPU_LENGTHS[:_VARIED]
+
+
+def _long(
+    tokens: int = _TOKENS,
+    features: int = _FEATURES,
+    widths: tuple[int, ...] = (128, 64),
+    every: tuple[int, ...] = GPU_LENGTHS,
+) -> list[Workload]:
+    """Gated attention at the lengths of language models; the first, at the first width, has FlexAttention beside it."""
+    result = []
+    for T, D in product(every, widths):
+        B, H = tokens // T, features // D
+        case = GatedCase(f"T{T}_D{D}", B, H, T, T, D=D, Dv=D, gate="H", layout="transposed")
+        found = variants(f"gated_D{D}_T{T}", f"gated attention, B{B} H{H} T{T} D{D}", case, CLOSED)
+        n, wide = every.index(T), D in widths[:1]
+        if n == 0 and wide:
+            found = [replace(one, flex=True) for one in found]
+        result += found[: None if n < _VARIED else 2]
+        if n < _VARIED and wide:
+            grouped = replace(
+                case, H=2 * H, Hk=H // 2, gate="BHTD", gate_activation="sigmoid", is_causal=True
+            )
+            label = f"causal, H{2 * H} Hk{H // 2}, sigmoid gate"
+            result.append(Workload(f"gated_D{D}_gqa_T{T}", found[0].table, label, drawn(grouped)))
+    return result
+
+
+def _long_shared(
+    tokens: int = _TOKENS,
+    widths: tuple[int, ...] = (*GPU_SHARED, 768),
+    every: tuple[int, ...] = (8192, 4096, 2048),
+    Dv: int = 64,
+) -> list[Workload]:
+    """Collaborative attention at these lengths."""
+    result = []
+    for T, Ds in product(every, widths):
+        B, H = tokens // T, 12 if Dv == 64 else 4
+        case = CollaborativeCase(f"T{T}_Ds{Ds}", B, H, T, T, Ds=Ds, Dv=Dv, layout="transposed")
+        name = f"collaborative_Ds{Ds}_T{T}"
+        table = f"collaborative attention, B{B} H{H} T{T} Ds{Ds} Dv{Dv}"
+        dense = f"{name}_dense"
+        result.append(Workload(dense, table, "dense mixing", drawn(case)))
+        if every.index(T) == len(every) // 2:
+            causal, ragged = replace(case, is_causal=True), replace(case, mixing="ragged")
+            result += [
+                Workload(f"{name}_causal", table, "causal", drawn(causal), dense),
+                Workload(f"{name}_ragged", table, "ragged mixing", drawn(ragged), dense),
+            ]
+    return result
+
+
+def _half() -> list[Workload]:
+    """Dense and causal calls of `_long` in float16."""
+    table = "float16, T8192"
+    return [
+        in_dtype(base, torch.float16, table)
+        for base in _long(every=(8192,))
+        if base.label in ("dense, all heads open", "causal")
+    ]

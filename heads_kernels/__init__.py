@@ -51,7 +51,7 @@ from heads_kernels.functional import (
 from heads_kernels.mask import Mask
 from heads_kernels.merge import merge_attention
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics import AttentionStatistics
+from heads_kernels.ops.statistics import AttentionStatistics
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,8 @@
-"""Register something with another library once that library is imported."""
+"""Register something with another library once that library is imported.
+
+So `import heads_kernels` loads only the operators. Importing these libraries would take longer than the whole package:
+PyTorch's FLOP counter imports Triton.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Leading batch dimensions: broadcast as in `scaled_dot_product_attention` and flattened to one, B.
 
-Every tensor of a `Problem` has exactly one batch dimension; `unflatten` restores those of the call.
+Every tensor of a `Call` has at most one batch dimension (a `bias` has two); `unflatten` restores those of the user.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def flatten_bias(
 ) -> Tensor:
     """A bias broadcastable to `[*batch, H, T, S]` as `[B1, B2, H, T, S]`, each size 1 where it broadcasts.
 
-    Batch b of the call reads entry `(b // I, b % I)`; I is B2, or B / B1 if B2 is 1. So a bias that all rows of an
-    alignment share, `[batch, 1, H, T, T]`, is not expanded. A bias that broadcasts in between, `[x, 1, y, H, T, S]`, is
-    copied. `full` is (H, T, S). Raises ValueError for `argument` if the shape does not broadcast.
+    Batch b of the call reads entry `(b // I, b % I)`; I is B2, or B / B1 if B2 is 1. So a bias that all rows of a
+    sequence alignment share, `[batch, 1, H, T, T]`, is not expanded. One that broadcasts in between,
+    `[x, 1, y, H, T, S]`, is copied. `full` is (H, T, S). Raises ValueError for `argument` if the shape does not
+    broadcast.
     """
     shape = check_bias_shape(bias, (*batch, *full), argument)
     bias = bias.reshape(shape)

@@ -29,7 +29,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def is_real(value: object) -> TypeGuard[float]:
-    """A number that a float can hold, finite."""
+    """Whether it is a finite number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= sys.float_info.max
@@ -49,14 +49,14 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def shown(number: object) -> str:
-    """A number as messages show it; for a long one, its order of magnitude."""
+    """A number as messages show it: long ones by their order of magnitude."""
     if is_int(number) and number.bit_length() > 64:
         return f"about {'-' if number < 0 else ''}2**{number.bit_length() - 1}"
     return str(number)
 
 
 def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tensor") -> None:
-    """`tensor` is strided, not sparse or nested."""
+    """Check that `tensor` is strided, not sparse or nested."""
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         refuse(argument, f"has layout {layout}", instead)
@@ -67,9 +67,9 @@ _STOCK_ATTENTION: Final = functional.scaled_dot_product_attention
 
 
 def check_whole_sequence() -> None:
-    """No sequence is split by `context_parallel`: operators attend within what they are given.
+    """Refuse a call inside torch's `context_parallel`, which splits sequences: it would attend within one part only.
 
-    Compiled, the comparison is a guard: a graph that was compiled outside of `context_parallel` does not run in it.
+    When compiled, the comparison is a guard: a graph compiled outside of `context_parallel` does not run inside it.
     """
     if functional.scaled_dot_product_attention is not _STOCK_ATTENTION and _is_split():
         was = "is a part of a sequence, inside torch's context_parallel"
@@ -78,7 +78,7 @@ def check_whole_sequence() -> None:
 
 
 def _is_split() -> bool:
-    """Whether it was `context_parallel` that replaced the function."""
+    """Whether `context_parallel` has replaced the function."""
     module = functional.scaled_dot_product_attention.__module__
     return isinstance(module, str) and module.startswith("torch.distributed")
 
@@ -88,7 +88,7 @@ _is_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """`query`, `key` and `value` are tensors of one supported dtype on one device."""
+    """Check that `query`, `key` and `value` are tensors of one supported dtype on one device."""
     check_whole_sequence()
     query = tensors["query"]
     for name, tensor in tensors.items():
@@ -149,7 +149,7 @@ def check_value_heads(value: Tensor, H: int, S: int) -> int:
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
-    """Rows, keys, heads and batches fit int32, which the kernels use for them."""
+    """Check that the numbers of rows, keys, heads and batches fit int32, which the kernels use."""
     for name, letter, size, most in (
         ("query", "T", T, MAX_LENGTH),
         ("key", "S", S, MAX_LENGTH),
@@ -161,7 +161,7 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """A dense tensor of any floating dtype."""
+    """Check that `tensor` is dense and of a floating dtype."""
     _check_dense_floating(name, tensor, "pass a dense tensor")
 
 
@@ -175,7 +175,7 @@ def _check_dense_floating(name: str, tensor: Tensor, dense: str) -> None:
 
 
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
-    """A dense tensor of any floating dtype on the device of `query`."""
+    """Check that `tensor` is dense, of a floating dtype and on the device of `query`."""
     check_floating(name, tensor)
     if tensor.device != query.device:
         refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move it there")
@@ -217,7 +217,7 @@ def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     return float(dropout_p)
 
 
-#: Kernels multiply it by log2(e) = 1.44.
+#: Half of the largest float: kernels multiply the scale by log2(e) = 1.44.
 _LARGEST_SCALE: Final = {
     dtype: torch.finfo(dtype).max / 2 for dtype in (torch.float32, torch.float64)
 }
@@ -260,8 +260,8 @@ def check_sinks(sinks: Tensor | None, query: Tensor, H: int) -> None:
         refuse("sinks", f"has shape {shape_of(sinks)}", f"pass one logit per head, [H] = [{H}]")
 
 
-def check_alpha(alpha: float | Tensor, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
-    """`alpha` `[H]` in `dtype`. Values of tensors are left to the backend: reading them may synchronise."""
+def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
+    """`alpha` as `[H]` in `dtype`. The backend checks the values of tensors: reading them may synchronise."""
     if isinstance(alpha, Tensor):
         check_companion("alpha", alpha, query)
         if alpha.shape != (H,):
@@ -276,7 +276,7 @@ def check_alpha(alpha: float | Tensor, query: Tensor, H: int, dtype: torch.dtype
 
 
 def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:
-    """`bias` `[B1, B2, H, T, S]` fits sizes (B, H, T, S), each 1 where it broadcasts: see `batch.flatten_bias`."""
+    """Check that `bias` `[B1, B2, H, T, S]` (see `batch.flatten_bias`), 1 where it broadcasts, fits (B, H, T, S)."""
     if bias is None:
         return
     check_companion("bias", bias, query)
@@ -294,7 +294,7 @@ def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, in
 
 
 def check_offset_table(table: Tensor | None, query: Tensor, full: tuple[int, int, int]) -> None:
-    """`offset_bias` `[H or 1, T + S - 1]` fits sizes (H, T, S)."""
+    """Check that `offset_bias` `[H or 1, T + S - 1]` fits sizes (H, T, S)."""
     if table is None:
         return
     check_companion("offset_bias", table, query)

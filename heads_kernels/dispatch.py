@@ -1,41 +1,42 @@
-"""The table of backends, in order of preference, and the choice of one.
+"""The choice of a backend for a call, in one order for every operator.
 
-The order is that of the table, or what `python -m heads_kernels doctor --save` found on this machine; on a GPU float32
-has an order of its own, `_FLOAT32`.
+The order is that of the table, or what the environment variable HEADS_KERNELS_BACKENDS names, which is read once.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from heads_kernels import doctor_record
-from heads_kernels.problem import Problem
+from heads_kernels.backends import BACKENDS, Backend, BackendName, find
+from heads_kernels.call import Call
 
-#: The names in the tables of backends.
-BackendName = Literal["cpu", "triton", "cuda", "eager"]
-#: What is tried first for float32 on a GPU: `cuda` multiplies it on tensor cores, `triton` does not. The doctor times
-#: backends in bfloat16, which says nothing of float32.
-_FLOAT32: Final[tuple[BackendName, ...]] = ("cuda", "triton")
+VARIABLE: Final = "HEADS_KERNELS_BACKENDS"
 
 
-@dataclass(frozen=True, eq=False)
-class Backend:
-    """One row of the table.
+def _read(value: str) -> tuple[Backend, ...]:
+    """The backends that a value of the variable names; none where it is empty."""
+    if not value:
+        return ()
+    table: dict[str, Backend] = {row.name: row for row in BACKENDS}
+    names = dict.fromkeys(name.strip() for name in value.split(","))
+    if not names.keys() <= table.keys():
+        known = ", ".join(table)
+        raise ValueError(f"{VARIABLE} is {value!r}; name some of {known}, separated by commas.")
+    return tuple(table[name] for name in names)
 
-    `module` runs the operator; it is imported when the op runs. `unsupported(problem)` returns the reasons why this
-    backend cannot serve the problem, an empty list if it can.
-    """
 
-    name: BackendName
-    module: str
-    unsupported: Callable[[Problem], list[str]]
+_NAMED: Final = _read(os.environ.get(VARIABLE, ""))
+
+#: Of float32 on a GPU, without the variable: `cuda` multiplies it on tensor cores, `triton` does not.
+_FLOAT32: Final = tuple(sorted(BACKENDS, key=lambda row: row.name != "cuda"))
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Choice:
     """What `explain` returns: the backend that would run, and why the others would not.
 
     `backend` is None if no backend, or not the requested one, can serve the call. `refusals` maps each backend that was
-    not chosen to its reasons. `order` says where the order of the backends comes from; with a requested one, how it
-    failed in `python -m heads_kernels doctor --save`, if it did.
+    not chosen to its reasons. `order` says where the order of the backends comes from, if none was requested.
     """
 
     operator: str
@@ -60,75 +60,58 @@ class Choice:
         return "\n".join([head, *lines, *([f"  {self.order}"] if self.order else [])])
 
 
-def choose(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> Choice:
-    """Choose the first backend that can serve the problem, or consider only `backend` if given.
+def choose(call: Call, backend: str | None = None) -> Choice:
+    """Choose the first backend that can serve the call, or consider only `backend` if given.
 
-    Raises `ValueError` if `backend` is not in the table.
+    Raises `ValueError` if there is no backend of this name.
     """
-    found = doctor_record.found(problem.operator, problem.query.device)
-    failed = dict(found.failed)
-    if backend is not None:
-        rows: Sequence[Backend] = [row for row in table if row.name == backend]
-        if not rows:
-            known = ", ".join(repr(row.name) for row in table)
-            raise ValueError(
-                f"backend is {backend!r}; use one of {known}, or None to let the package choose."
-            )
-        order = f"{backend!r} {failed[backend]}: {found.source}" if backend in failed else ""
-    else:
-        rows = in_order(table, problem.operator, problem.query)
-        order = f"order: {found.source}"
-        if _is_float32_on_gpu(problem.query):
-            order += "; of float32 on a GPU 'cuda' before 'triton'"
+    rows = in_order(call.query) if backend is None else [find(backend)]
     refusals: dict[str, list[str]] = {}
     chosen: BackendName | None = None
     for row in rows:
-        reasons = row.unsupported(problem)
+        reasons = row.unsupported(call)
         if not reasons and chosen is None:
             chosen = row.name
         else:
             refusals[row.name] = reasons or [f"could serve it too, but {chosen!r} comes first"]
-    if backend is None:
-        for row in table:
-            if row.name in failed:
-                refusals[row.name] = [failed[row.name], *row.unsupported(problem)]
-    return Choice(problem.operator, chosen, refusals, order)
+    if backend is not None:
+        return Choice(call.operator, chosen, refusals)
+    for row in BACKENDS:
+        if row not in rows:
+            refusals[row.name] = [f"{VARIABLE} leaves it out", *row.unsupported(call)]
+    return Choice(call.operator, chosen, refusals, f"order: {_source(rows)}")
 
 
-def select(table: Sequence[Backend], problem: Problem, backend: str | None = None) -> str:
-    """Name of the backend that serves the problem; raises `ValueError` with all reasons if none does.
+def _source(rows: Sequence[Backend]) -> str:
+    """Where an order comes from."""
+    if rows is _NAMED:
+        return f"{VARIABLE}={','.join(row.name for row in rows)}"
+    return "that of the table" + (
+        ", but 'cuda' first for float32 on a GPU" if rows is _FLOAT32 else ""
+    )
+
+
+def select(call: Call, backend: str | None = None) -> str:
+    """Name of the backend that serves the call; raises `ValueError` with all reasons if none does.
 
     Warns once if only `eager` can, which holds `[B, H, T, S]` in memory.
     """
     if backend is None:
-        for row in in_order(table, problem.operator, problem.query):
-            if not row.unsupported(problem):
-                wide = problem.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
+        for row in in_order(call.query):
+            if not row.unsupported(call):
+                wide = call.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
                 if row.name == "eager" and not wide and not torch.compiler.is_compiling():
-                    _warn_of_eager(str(choose(table, problem)))
+                    _warn_of_eager(str(choose(call)))
                 return row.name
-    choice = choose(table, problem, backend)
+    choice = choose(call, backend)
     if choice.backend is None:
         raise ValueError(str(choice))
     return choice.backend
 
 
-def in_order(table: Sequence[Backend], operator: str, query: Tensor) -> Sequence[Backend]:
-    """The rows in the order in which they are tried, without those that failed on this machine."""
-    found = doctor_record.found(operator, query.device)
-    names: tuple[str, ...] = found.verified
-    if _is_float32_on_gpu(query):
-        of_float32 = tuple(name for name in _FLOAT32 if name in names or not names)
-        names = (*of_float32, *(name for name in names if name not in _FLOAT32))
-    if not (names or found.failed):
-        return table
-    failed = [name for name, _ in found.failed]
-    first = [row for name in names for row in table if row.name == name and name not in failed]
-    return first + [row for row in table if row.name not in (*names, *failed)]
-
-
-def _is_float32_on_gpu(query: Tensor) -> bool:
-    return query.dtype == torch.float32 and query.is_cuda
+def in_order(query: Tensor) -> Sequence[Backend]:
+    """The backends in the order in which they are tried."""
+    return _NAMED or (_FLOAT32 if query.is_cuda and query.dtype == torch.float32 else BACKENDS)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`DTensor`s, without importing `torch.distributed.tensor`, which takes a second, where there are none."""
+"""Helpers for `DTensor`s; `torch.distributed.tensor`, which takes a second, is imported only if there are any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has split the parameters of it, or of a part of it."""
+    """Whether `fully_shard` has split the parameters of the module or of one of its submodules."""
     return any(
         kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__
     )

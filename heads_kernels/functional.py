@@ -1,30 +1,44 @@
-"""The operators as functions of tensors: the docstrings here are the specification of the package."""
+"""The public operators. Their docstrings are the specification of the package."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, overload
 
 from torch import Tensor
 
+from heads_kernels.backends import BackendName
+from heads_kernels.batch import Batch, unflatten
+from heads_kernels.call import Call
 from heads_kernels.checks import GateActivation, check_flag
-from heads_kernels.dispatch import Backend, BackendName, Choice, choose, select
+from heads_kernels.dispatch import Choice, choose, select
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops import attention_statistics as statistics
-from heads_kernels.ops import direct
-from heads_kernels.ops.attention_statistics import AttentionStatistics
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
-from heads_kernels.ops.operator import Operator
+from heads_kernels.ops import direct, statistics
+from heads_kernels.ops.attention import attend, attend_with_lse
 from heads_kernels.ops.philox import draw_seed
-from heads_kernels.problem import Problem
+from heads_kernels.ops.statistics import AttentionStatistics
+from heads_kernels.parse import check, form, parse
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from heads_kernels.ops.sharding import Part
+
+
+class _Options(TypedDict, total=False):
+    """The keyword arguments that the overloads of the operators share."""
+
+    gate: Tensor | None
+    gate_activation: GateActivation
+    closed_grad: bool
+    bias: Tensor | OffsetBias | None
+    softcap: float | None
+    sinks: Tensor | None
+    scale: float | None
+    backend: BackendName | None
 
 
 @overload
@@ -36,16 +50,9 @@ def gated_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     enable_gqa: bool = True,
     return_lse: Literal[False] = False,
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -58,16 +65,9 @@ def gated_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     enable_gqa: bool = True,
     return_lse: Literal[True],
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -107,8 +107,9 @@ def gated_attention(
         value: `[..., Hk, S, Dv]`; `Dv` may differ from `D`.
         attn_mask: a `Mask`, or a bool tensor broadcastable to `[..., H, T, S]` with True = may attend. A tensor of two
             dimensions is `[T, S]`; padding is `Mask(key_mask=...)` or `[B, 1, 1, S]`. A float tensor is a `bias`.
-        dropout_p: probability of dropping an attention probability, after the softmax. The mask is Philox4x32-10 of the
-            element's index and a seed from PyTorch's generator, so it is the same on every backend.
+        dropout_p: probability of dropping an attention probability, after the softmax. The dropout mask is computed by
+            Philox4x32-10 from a seed, drawn from PyTorch's generator, and the index of the element, so it is the same
+            on every backend.
         is_causal: row i sees keys 0 to i (upper-left aligned). For decoding use `Mask(causal="lower_right")`.
         gate: `[H]`, `[..., H]`, `[..., H, T]` or `[..., H, T, Dv]` with all batch dimensions; sizes of 1 broadcast; any
             strides and any floating dtype. A head (or batch-head) whose identity gate is exactly 0 outputs exact zeros
@@ -120,14 +121,15 @@ def gated_attention(
             `OffsetBias`; any floating dtype and strides. -inf hides a pair as a mask does. Its gradient is summed over
             broadcast dimensions; it is not expanded in memory.
         softcap: replaces scores by `softcap * tanh(score / softcap)` before the bias (Gemma Team 2024); None: no cap.
-        sinks: `[H]`, one more score per head that belongs to no key (OpenAI 2025, gpt-oss): `exp(sinks[h])` is added to
-            the denominator of the softmax. Differentiable.
+        sinks: `[H]`, one extra score per head that belongs to no key (OpenAI 2025, gpt-oss): `exp(sinks[h])` is added
+            to the denominator of the softmax. Differentiable.
         scale: factor of the scores; default `D ** -0.5`.
         enable_gqa: False requires as many heads of key and value as of query, or one that all share.
         return_lse: also return the natural log of the sum of exp(score) over visible keys and the sink, with its
-            gradient: partial results over disjoint keys are combined by `merge_attention`. It does not depend on the
-            gate, so closed heads are computed for it.
-        backend: one of the names that `explain` shows; None selects the first that can serve the call.
+            gradient. `merge_attention` uses it to combine results over disjoint keys. It does not depend on the gate,
+            so closed heads are computed too.
+        backend: one of the names that `explain` shows; None selects the first that can serve the call. "eager" has
+            derivatives of any order, forward mode and `torch.func`; the others have first derivatives.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.
@@ -139,22 +141,14 @@ def gated_attention(
         ValueError, TypeError: an argument is invalid; the message names it, its value and what would work. Also raised
             with the reasons if `backend` is unknown or cannot serve the call.
     """
-    if (type(dropout_p) is float and dropout_p == 0.0) and (
-        type(closed_grad) is bool and enable_gqa is True and return_lse is False
-    ):
-        out = direct.forward(
-            GATED, query, key, value, None, None, attn_mask, is_causal, gate, gate_activation, bias, softcap, sinks,
-            scale, backend,
-        )  # fmt: skip
-        if out is not None:
-            return out
-    problem = Problem.gated(
+    call, batch = form(
+        "gated_attention",
         query,
         key,
         value,
-        attn_mask,
-        dropout_p,
-        is_causal,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
         gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
@@ -164,7 +158,7 @@ def gated_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return _attend(GATED, problem, backend, return_lse)
+    return _attend(call, batch, backend, return_lse)
 
 
 @overload
@@ -178,15 +172,8 @@ def collaborative_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     return_lse: Literal[False] = False,
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -201,15 +188,8 @@ def collaborative_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
-    closed_grad: bool = True,
-    bias: Tensor | OffsetBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
     return_lse: Literal[True],
-    backend: BackendName | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -263,24 +243,16 @@ def collaborative_attention(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    if (type(dropout_p) is float and dropout_p == 0.0) and (
-        type(closed_grad) is bool and return_lse is False
-    ):
-        out = direct.forward(
-            COLLABORATIVE, query, key, value, mixing, content_bias, attn_mask, is_causal, gate, gate_activation, bias,
-            softcap, sinks, scale, backend,
-        )  # fmt: skip
-        if out is not None:
-            return out
-    problem = Problem.collaborative(
+    call, batch = form(
+        "collaborative_attention",
         query,
         key,
         value,
         mixing,
         content_bias,
-        attn_mask,
-        dropout_p,
-        is_causal,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
         gate=gate,
         gate_activation=gate_activation,
         closed_grad=closed_grad,
@@ -289,7 +261,7 @@ def collaborative_attention(
         sinks=sinks,
         scale=scale,
     )
-    return _attend(COLLABORATIVE, problem, backend, return_lse)
+    return _attend(call, batch, backend, return_lse)
 
 
 def entmax_attention(
@@ -310,37 +282,38 @@ def entmax_attention(
     enable_gqa: bool = True,
     backend: BackendName | None = None,
 ) -> Tensor:
-    r"""Attention whose probabilities can be exactly 0, as sparse as each head has learned.
+    r"""Attention with alpha-entmax instead of softmax: probabilities can be exactly 0; each head can learn its alpha.
 
     .. math::
         out_h = act(gate_h) \cdot entmax_{\alpha_h}(score_h) V_h, \quad
         entmax_\alpha(s)_j = [(\alpha - 1) s_j - \tau]_+^{1 / (\alpha - 1)}
 
     (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is
-    that of `gated_attention`. The CPU kernels keep the scores of 64 rows for each thread, the eager backend all;
-    the Triton kernels compute them anew in each pass over the keys.
+    that of `gated_attention`. The CPU kernels store the scores of 64 rows per thread, the eager backend stores all
+    scores, and the Triton kernels recompute them in each pass over the keys.
 
     Args:
         alpha: a number, or `[H]` of any floating dtype with a gradient (proposition 1 of the paper), in (1, 2]: 2 is
-            sparsemax, and towards 1 it becomes softmax. The values of a tensor are read when the call runs; on a GPU
-            the host does not read them, and a head with a value outside of (1, 2] is NaN.
+            sparsemax, and the limit at 1 is softmax. The values of a CUDA tensor are not checked on the host: a head
+            with a value outside of (1, 2] is NaN.
         query, key, value, attn_mask, dropout_p, is_causal: as in `gated_attention`. DTensors are refused.
         gate, gate_activation, closed_grad, bias, softcap, scale, enable_gqa, backend: as in `gated_attention`.
 
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`; masked rows, hidden values and closed heads are as in
-        `gated_attention`, and keys of probability 0 add nothing either, NaN included.
+        `gated_attention`. Keys with probability 0 add nothing to the output either, even if their values are NaN.
 
     Raises:
-        ValueError, TypeError: as in `gated_attention`, and for an `alpha` outside of (1, 2], of tensors in CPU memory.
+        ValueError, TypeError: as in `gated_attention`, and if `alpha` is outside of (1, 2] (a number or a CPU tensor).
     """
-    problem = Problem.entmax(
+    call, batch = form(
+        "entmax_attention",
         query,
         key,
         value,
-        attn_mask,
-        dropout_p,
-        is_causal,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
         alpha=alpha,
         gate=gate,
         gate_activation=gate_activation,
@@ -350,8 +323,9 @@ def entmax_attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    chosen = select(ENTMAX.backends, problem, backend)
-    return problem.unflatten(ENTMAX(problem, chosen, _seed(problem)))
+    out = _attend(call, batch, backend)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def attention_statistics(
@@ -369,7 +343,7 @@ def attention_statistics(
     exclude_keys: Tensor | None = None,
     backend: BackendName | None = None,
 ) -> AttentionStatistics:
-    """What each query row attends to, computed tile by tile: the `[T, S]` matrix of probabilities is never stored.
+    """Statistics of the attention probabilities of each query row, computed tile by tile without a `[T, S]` matrix.
 
     Args:
         query, key: as in `gated_attention`, or, with `mixing`, as in `collaborative_attention`.
@@ -388,7 +362,8 @@ def attention_statistics(
     Raises:
         ValueError, TypeError: as in `gated_attention`.
     """
-    problem = Problem.statistics(
+    call, batch = parse(
+        "attention_statistics",
         query,
         key,
         mixing=mixing,
@@ -401,72 +376,62 @@ def attention_statistics(
         scale=scale,
         exclude_keys=exclude_keys,
     )
-    return _measure(problem, backend)
+    part = _part_of(call)
+    here = call if part is None else part.call
+    results = statistics.measure(here, select(here, backend))
+    whole = results if part is None else map(part.whole, results)
+    return AttentionStatistics(*(unflatten(result, batch) for result in whole))
 
 
 def _attend(
-    operator: Operator, problem: Problem, backend: str | None, return_lse: bool
+    call: Call, batch: Batch, backend: str | None, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call, or the part of it that is this process's."""
+    """Run an unchecked call from `form`; if it has DTensors, the part of it that belongs to this process."""
+    if return_lse is False:
+        out = direct.attend(call, backend)
+        if out is not None:
+            return unflatten(out, batch)
+    check(call)
     check_flag("return_lse", return_lse)
-    part = _part_of(problem)
-    here = problem if part is None else part.problem
-    chosen = select(operator.backends, here, backend)
-    seed = _seed(here) if part is None else part.seed(_seed(here))
+    part = _part_of(call)
+    here = call if part is None else part.call
+    chosen = select(here, backend)
+    if here.dropout_p:
+        seed = draw_seed(here.query.device)
+        here = here._replace(seed=seed if part is None else part.seed(seed))
 
     def presented(result: Tensor) -> Tensor:
-        return problem.unflatten(result if part is None else part.whole(result))
+        return unflatten(result if part is None else part.whole(result), batch)
 
     if not return_lse:
-        return presented(operator(here, chosen, seed))
-    out, lse = operator.with_lse(here, chosen, seed)
+        return presented(attend(here, chosen))
+    out, lse = attend_with_lse(here, chosen)
     return presented(out), presented(lse)
 
 
-def _measure(problem: Problem, backend: str | None) -> AttentionStatistics:
-    """The same for statistics."""
-    part = _part_of(problem)
-    here = problem if part is None else part.problem
-    chosen = select(statistics.BACKENDS, here, backend)
-    results = statistics.attention_statistics(here, chosen)
-    whole = results if part is None else map(part.whole, results)
-    return AttentionStatistics(*map(problem.unflatten, whole))
-
-
-def _part_of(problem: Problem) -> Part | None:
-    if not any(is_sharded(field) for field in problem):
+def _part_of(call: Call) -> Part | None:
+    if not any(is_sharded(field) for field in call):
         return None
-    from heads_kernels.ops.sharding import (
-        part_of,
-    )  # imports torch.distributed.tensor, which is slow
+    # Not above: it imports torch.distributed.tensor, which is slow.
+    from heads_kernels.ops.sharding import part_of
 
-    return part_of(problem)
-
-
-def _seed(problem: Problem) -> Tensor | None:
-    """Drawn only if there is dropout."""
-    return None if problem.dropout_p == 0.0 else draw_seed(problem.query.device)
+    return part_of(call)
 
 
 # ---------------------------------------------------------------------- which backend, and why
-_OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., Problem], Sequence[Backend]]] = {
-    "gated_attention": (gated_attention, Problem.gated, GATED.backends),
-    "collaborative_attention": (
+_OPERATORS: Final = {
+    function.__name__: function
+    for function in (
+        gated_attention,
         collaborative_attention,
-        Problem.collaborative,
-        COLLABORATIVE.backends,
-    ),
-    "entmax_attention": (entmax_attention, Problem.entmax, ENTMAX.backends),
-    "attention_statistics": (
+        entmax_attention,
         attention_statistics,
-        Problem.statistics,
-        statistics.BACKENDS,
-    ),
+    )
 }
 
 
 def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) -> Choice:
-    """Which backend would run this call, and why the others would not. Nothing runs.
+    """Return which backend would run a call and why the others would not, without running it.
 
     Args:
         operator: `gated_attention`, `collaborative_attention`, `entmax_attention` or `attention_statistics`, the
@@ -483,10 +448,11 @@ def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) ->
     if name not in _OPERATORS:
         was = repr(name) if name else f"a {type(operator).__name__}"
         raise ValueError(f"operator is {was}; use one of {', '.join(map(repr, _OPERATORS))}.")
-    function, parse, table = _OPERATORS[name]
-    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-    backend = arguments.pop("backend", None)
-    check_flag("return_lse", arguments.pop("return_lse", False))
-    problem = parse(**arguments)
-    part = _part_of(problem)
-    return choose(table, problem if part is None else part.problem, backend)
+    arguments = inspect.signature(_OPERATORS[name]).bind(*args, **kwargs)
+    arguments.apply_defaults()  # of alpha
+    given = arguments.arguments
+    backend = given.pop("backend")
+    check_flag("return_lse", given.pop("return_lse", False))
+    call, _ = parse(name, **given)
+    part = _part_of(call)
+    return choose(call if part is None else part.call, backend)

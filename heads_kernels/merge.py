@@ -1,4 +1,4 @@
-"""Attention over all keys, from partial results over parts of them."""
+"""Attention over all keys from results over parts of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     .. math:: lse = \log \sum_n e^{lse_n}, \quad out = \sum_n e^{lse_n - lse} \, out_n
 
-    A gate multiplies each part, or the result. A sink is to be in one part only, e.g. in none of the calls, but merged
-    as a part whose output is 0 and whose `lse` is the sink. Differentiable.
+    Apply a gate to each part or to the result. Count a sink once: in one of the calls, or as a part of its own whose
+    output is 0 and whose `lse` is the sink. Differentiable.
 
     Args:
         outs: `[..., Dv]` each, of one shape, dtype and device.
-        lses: `[...]` each, in the order of `outs`; -inf in rows that see none of the keys of a part. What `outs` has in
-            these rows is not read.
+        lses: `[...]` each, in the order of `outs`; -inf in rows that see no key of the part, where the part of `outs`
+            is not read.
 
     Returns:
-        `(out, lse)`, in the dtypes of the parts. Rows that see no key in any part have `out` 0 and `lse` -inf, and
-        gradients of 0.
+        `(out, lse)`, in the dtypes of the parts. In rows that see no key in any part, `out` is 0, `lse` is -inf and
+        gradients are 0.
 
     Raises:
         ValueError, TypeError: the parts do not fit each other; the message names the argument.

@@ -1,4 +1,4 @@
-"""A bias of the scores that depends only on the offset of the key from the query row."""
+"""A bias on the scores that depends only on the offset of the key from the query row."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from heads_kernels.checks import (
     shown,
 )
 
-#: Of T5's buckets, which are computed in float32: it holds whole numbers up to here.
+#: Largest `max_distance` of T5's buckets, which are computed in float32: it represents all integers up to here.
 _MAX_DISTANCE: Final = 1 << 24
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class OffsetBias:
-    r"""A bias of the scores that depends only on the offset `j - i` of key j from query row i.
+    r"""A bias on the scores that depends only on the offset `j - i` of key j from query row i.
 
     .. math:: bias_{hij} = table_h[clamp(j - i - first,\ 0,\ n - 1)]
 
@@ -79,7 +79,7 @@ class OffsetBias:
     def t5(cls, weight: Tensor, bidirectional: bool = True, max_distance: int = 128) -> OffsetBias:
         """Relative position buckets of T5 (Raffel et al. 2020).
 
-        Half of the buckets hold one distance each, the other half ranges that grow geometrically up to `max_distance`.
+        Half of the buckets cover one distance each, the other half ranges that grow geometrically up to `max_distance`.
 
         Args:
             weight: `[buckets, H]`, the weight of transformers' `relative_attention_bias`. Differentiable.
@@ -113,7 +113,7 @@ class OffsetBias:
         """`[H or 1, T + S - 1]`, at least one column: the bias at offsets `-(T - 1)` to `S - 1`, for the kernels."""
         count = max(T + S - 1, 1)
         first, columns = 1 - T - self.start, self.values.shape[1]
-        # Compiled, the comparison would bind the program to these lengths.
+        # In compiled code the comparison would specialize the program to these lengths.
         if (
             self.kind == "table"
             and not torch.compiler.is_compiling()
@@ -138,14 +138,14 @@ class OffsetBias:
 
 
 def diagonals(table: Tensor, T: int, S: int) -> Tensor:
-    """`[H, T, S]` of a table `[H, T + S - 1]`: element (i, j) is that of offset j - i."""
+    """The bias `[H, T, S]` from a table `[H, T + S - 1]`: element (i, j) is the entry of offset j - i."""
     rows = torch.arange(T, device=table.device)[:, None]
     keys = torch.arange(S, device=table.device)
     return table[:, keys - rows + T - 1]
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """So that distances are exact, and the gradient of an entry that many offsets read is summed in float32."""
+    """In float32 or wider distances are exact, and so is the sum of gradients of an entry that many offsets share."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -165,7 +165,7 @@ def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance
     if max_distance <= exact:
         instead = f"pass more than {exact}: smaller distances have one bucket each"
         refuse("max_distance", f"is {max_distance}", instead)
-    # In T5's order of operations: bucket borders fall on whole numbers, where rounding decides.
+    # T5's order of operations: bucket borders are at integers, where rounding decides.
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     wide = exact + (share * (buckets - exact)).long()
     return behind + torch.where(distance < exact, distance, wide.clamp(max=buckets - 1))

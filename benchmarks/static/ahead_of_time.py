@@ -27,48 +27,41 @@ import torch
 import triton
 
 from benchmarks.static.binaries import TARGETS, Kernel, recorded
-from heads_kernels.ops import support
-from heads_kernels.ops.attention_statistics import SIGNATURE, statistics_op
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.backends import TRITON_INTERPRETED
+from heads_kernels.ops.attention import attention_op, backward_op
 from heads_kernels.ops.philox import seed_of
-from heads_kernels.problem import Problem
+from heads_kernels.ops.statistics import statistics_op
+from heads_kernels.parse import parse
 from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask
 
 _DTYPES: Final = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
 }  # fmt: skip
-_OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATIVE, ENTMAX)}
 
 
 # ---------------------------------------------------------------------- calls
 def _attention(inputs: Inputs, seed: torch.Tensor | None) -> None:
     """Forward, with what the backward reads (without a gate also without that), and backward."""
-    p = inputs.problem()
-    operator = _OPERATORS[p.operator]
-    arguments = operator.pack(p, seed)
-    if p.gate is None:
-        operator.forward_op(*arguments, False, "triton")
-    out, attended, lse = operator.forward_op(*arguments, True, "triton")
-    saved = inputs.dout, out if p.gate is None else attended, lse, None
-    needs = [getattr(p, name) is not None for name in operator.operands]
-    operator.backward_op(*saved, *arguments, True, needs, "triton")
+    call = inputs.parsed()._replace(seed=seed)
+    if call.gate is None:
+        attention_op(*call, False, "triton")
+    out, attended, lse = attention_op(*call, True, "triton")
+    saved = inputs.dout, out if call.gate is None else attended, lse, None
+    needs = [operand is not None for operand in call.operands]
+    backward_op(*saved, *call, needs, "triton")
 
 
 def _forward(inputs: Inputs, seed: torch.Tensor | None) -> None:
-    p = inputs.problem()
-    operator = _OPERATORS[p.operator]
-    operator.forward_op(*operator.pack(p, seed), True, "triton")
+    attention_op(*inputs.parsed()._replace(seed=seed), True, "triton")
 
 
 def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
     given = {name: tensor for name, tensor in inputs.tensors.items() if name != "value"}
     softcap = inputs.options.get("softcap")
-    p = Problem.statistics(**given, softcap=softcap, is_causal=True)  # type: ignore[arg-type]
-    for excluded in (None, torch.zeros(p.B, p.S, dtype=torch.bool)):
-        statistics_op(*SIGNATURE.pack(p), excluded, "triton")
+    call, _ = parse("attention_statistics", **given, softcap=softcap, is_causal=True)
+    for excluded in (None, torch.zeros(call.B, call.S, dtype=torch.bool)):
+        statistics_op(*call._replace(exclude_keys=excluded), "triton")
 
 
 @dataclass(frozen=True)
@@ -356,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, print a table and the broken bounds; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if support.TRITON_INTERPRETED:
+    if TRITON_INTERPRETED:
         parser.error("TRITON_INTERPRET is set; interpreted kernels are not compiled")
     works = [w for w in WORKS if options.only is None or fnmatchcase(w.name, f"*{options.only}*")]
     if not works:

@@ -151,7 +151,7 @@ def log_kept() -> Iterator[None]:
 
 
 def _name(function: Any) -> str:
-    """The operator and the pass: `heads_kernels.ops.gated_attention.triton_keys` is "gated_attention.keys"."""
+    """The operator and the pass: `heads_kernels.ops.triton.gated_keys` is "gated_attention.keys"."""
     folder, module = function.__module__.split(".")[-2:]
     return f"{folder}.{module.removeprefix('triton_')}"
 

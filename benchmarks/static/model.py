@@ -3,7 +3,8 @@
 Compiles the Triton kernels and reads the CUDA C++ kernels from the built module; needs no GPU. For every loop with
 tensor-core instructions it prints how many instructions its hot path has (`sass.py`), the cycles that each
 pipe takes for one iteration of a block (`pipes.py` has the rates of each part), the slowest pipe and the
-TFLOP/s that it allows, spills on the hot path, registers, shared memory and blocks of a multiprocessor.
+TFLOP/s that it allows, and the instructions for spilled registers. `ahead_of_time` and `cuda_resources` report what
+whole kernels take: registers, spills and shared memory.
 
 The result is an upper limit, not a forecast: latencies, barriers and memory are not in it, and an inner loop counts as
 one iteration. FLOPs are those of the products that the kernel executes, recomputed ones included.
@@ -33,7 +34,7 @@ import triton
 
 from benchmarks.results import commit
 from benchmarks.static import ahead_of_time, cuda_resources, pipes, sass
-from heads_kernels.ops import support
+from heads_kernels.backends import TRITON_INTERPRETED
 
 KEPT: Final = Path(__file__).parents[1] / "results" / "static-model.json"
 BACKENDS: Final = ("triton", "cuda")
@@ -62,15 +63,10 @@ class Row:
     variant: int  # among the kernels with this name: of Triton's in the order of their launch
     loop: int  # in the order of the code
     warps: int
-    registers: int
-    spilled: int  # bytes of a thread, of the whole kernel
-    shared: int | None  # bytes of a block; of the CUDA kernels the launch decides
-    blocks: int  # that a multiprocessor holds; of the CUDA kernels by registers and warps alone
     instructions: int  # of a warp, in all ways round the loop
     hot: int  # on the hot path
     inner: int  # loops inside it, each counted as one round
     spills: int  # instructions on the hot path that store or load spilled registers
-    kinds: dict[str, int]
     products: int | None  # of a block in one round, multiplied and added
     cycles: dict[str, int]
 
@@ -100,17 +96,13 @@ class Row:
 
 
 # ---------------------------------------------------------------------- kernels
-def _rows(
-    loops: Iterable[sass.Loop], part: pipes.Part, warps: int, shared: int | None, registers: int,
-    **rest: Any,
-) -> Iterator[Row]:  # fmt: skip
+def _rows(loops: Iterable[sass.Loop], warps: int, target: str, **rest: Any) -> Iterator[Row]:
+    part = pipes.PARTS[target]
     for i, loop in enumerate(loops):
         multiplied = pipes.products(loop.hot)
         yield Row(
-            loop=i, warps=warps, shared=shared, registers=registers,
-            blocks=pipes.blocks_at_once(part, warps, registers, shared or 0),
-            instructions=loop.instructions, hot=len(loop.hot), inner=loop.inner,
-            spills=loop.spills, kinds=pipes.kinds(loop.hot),
+            target=target, loop=i, warps=warps, instructions=loop.instructions,
+            hot=len(loop.hot), inner=loop.inner, spills=loop.spills,
             products=None if multiplied is None else multiplied * warps,
             cycles=pipes.cycles(loop.hot, part, warps), **rest,
         )  # fmt: skip
@@ -133,9 +125,8 @@ def of_triton(
         key = (kernel.target, kernel.name, one.work)
         seen[key] += 1
         result += _rows(
-            kernel.loops, pipes.PARTS[kernel.target], kernel.warps, kernel.shared,
-            kernel.registers, backend="triton", target=kernel.target, kernel=kernel.name,
-            work=one.work, variant=seen[key] - 1, spilled=kernel.spilled,
+            kernel.loops, kernel.warps, kernel.target, backend="triton", kernel=kernel.name,
+            work=one.work, variant=seen[key] - 1,
         )  # fmt: skip
     return result
 
@@ -179,9 +170,8 @@ def of_cuda(
             codes = sass.parse(_run(str(Path(tool).with_name("nvdisasm")), "-c", cubin))
             for entry, kernel in found.items():
                 result += _rows(
-                    sass.loops(codes[entry]), pipes.PARTS[target], threads[entry] // 32, None,
-                    kernel.registers, backend="cuda", target=target, kernel=kernel.name,
-                    work=f"{dtype}, width {kernel.numbers[0]}", spilled=kernel.stack,
+                    sass.loops(codes[entry]), threads[entry] // 32, target, backend="cuda",
+                    kernel=kernel.name, work=f"{dtype}, width {kernel.numbers[0]}",
                     variant=sum(kernel.numbers[2:]),  # which sums it writes, or small sizes
                 )  # fmt: skip
     return sorted(result, key=lambda row: (row.work, row.target, row.kernel, row.variant))
@@ -270,26 +260,22 @@ def _more(new: Row, old: Row) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------- the command
-_COLUMNS: Final = (
-    f"{'target':8}{'kernel':40}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}{'blocks':>7}{'instr.':>8}{'hot':>6}"
-    f"{'inner':>6}{'spills':>7} |{''.join(f'{pipe:>8}' for pipe in pipes.PIPES)} | {'pipe':8}{'TFLOP/s':>7}"
-)
-
-
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Lines to print."""
     yield "instructions of a warp; then cycles of a multiprocessor for one round of a block, by pipe"
+    heads = "".join(f"{pipe:>8}" for pipe in pipes.PIPES)
     for work, some in groupby(rows, key=lambda row: (row.backend, row.work)):
         yield f"\n{': '.join(work)}"
-        yield _COLUMNS
+        yield (
+            f"{'target':8}{'kernel':40}{'warps':>6}{'instr.':>8}{'hot':>6}{'inner':>6}{'spills':>7} |{heads} | "
+            f"{'pipe':8}{'TFLOP/s':>7}"
+        )
         for row in some:
-            shared = "" if row.shared is None else row.shared
             bound = "" if row.bound is None else f"{row.bound:.0f}"
             taken = "".join(f"{row.cycles[pipe]:>8}" for pipe in pipes.PIPES)
             yield (
-                f"{row.target:8}{row.label:40}{row.warps:>6}{row.registers:>6}{row.spilled:>7}{shared:>8}"
-                f"{row.blocks:>7}{row.instructions:>8}{row.hot:>6}{row.inner:>6}{row.spills:>7} |{taken} | "
-                f"{row.pipe:8}{bound:>7}"
+                f"{row.target:8}{row.label:40}{row.warps:>6}{row.instructions:>8}{row.hot:>6}{row.inner:>6}"
+                f"{row.spills:>7} |{taken} | {row.pipe:8}{bound:>7}"
             )
 
 
@@ -313,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     backends = tuple(dict.fromkeys(options.backend or BACKENDS))
-    if support.TRITON_INTERPRETED:
+    if TRITON_INTERPRETED:
         parser.error("TRITON_INTERPRET is set; interpreted kernels are not compiled")
     if options.keep and (options.only or options.target):
         parser.error("--keep writes the whole selection: leave out --only and --target")
@@ -323,27 +309,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if fnmatchcase(work.name, pattern)
     ]  # fmt: skip
     module, tool = options.module or cuda_resources.module(), cuda_resources.cuobjdump()
+    in_module: list[Row] = []
     if "cuda" in backends:
         if module is None or not module.is_file():
-            parser.error(
-                "no module heads_kernels._cuda: build the package where nvcc is, name a file with --module, or choose "
-                "--backend triton"
-            )
+            parser.error("no module heads_kernels._cuda: build the package where nvcc is, name a file with --module, "
+                "or choose --backend triton")  # fmt: skip
         if tool is None:
             parser.error("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
-    rows: list[Row] = []
-    if "triton" in backends:
-        targets = options.target or TARGETS["triton"]
-        rows += of_triton(targets, works)
-    if "cuda" in backends and module is not None and tool is not None:
         wanted = options.target or TARGETS["cuda"]
-        found = of_cuda(module, tool, wanted, only=pattern)
-        missing = set(wanted) - {row.target for row in found}
+        in_module = of_cuda(module, tool, wanted, only=pattern)
+        missing = set(wanted) - {row.target for row in in_module}
         if missing and not options.only:
             parser.error(
                 f"{module} has no kernels for {', '.join(sorted(missing))}: build for them"
             )
-        rows += found
+    targets = options.target or TARGETS["triton"]
+    rows = [*(of_triton(targets, works) if "triton" in backends else ()), *in_module]
     if not rows:
         parser.error(f"--only {options.only!r} matches no loop with tensor-core instructions")
     print(*table(rows), sep="\n")

@@ -4,9 +4,9 @@ Cycles are those of one multiprocessor for one round of one block of threads, ev
 the loop from below, as if all others ran beside it. Latencies, waits and the memory of the GPU are not in it.
 
 Where the rates come from:
-- numbers, registers, shared memory, warps and blocks of multiprocessors, results per clock of arithmetic: CUDA C++
-  Programming Guide, "Compute Capabilities" and "Arithmetic Instructions" (32 lanes a warp: 16 special functions a clock
-  are 2 cycles a warp). Integer and logic are stated as 64 up to 9.0, and taken so for newer parts.
+- numbers of multiprocessors, results per clock of arithmetic: CUDA C++ Programming Guide, "Compute Capabilities" and
+  "Arithmetic Instructions" (32 lanes a warp: 16 special functions a clock are 2 cycles a warp). Integer and logic are
+  stated as 64 up to 9.0, and taken so for newer parts.
 - one instruction a clock from each of 4 schedulers; 32 banks of 4 bytes: the same guide.
 - tensor cores: dense peaks of the data sheets (A100 312, L40S 362, H200 989, B200 2,250, RTX 5090 210 TFLOP/s with
   float32 sums), divided by multiprocessors and the clock that they are stated for.
@@ -38,24 +38,19 @@ class Part:
     tensor: int  # products of 16 bits, multiplied and added
     mma_sync: float  # of them, the part that `mma.sync` reaches
     fma: int  # results of float32
-    shared: int  # bytes of shared memory of a multiprocessor
-    warps: int
-    blocks: int
     alu: int = 64  # results of integer, logic, compare, min, max, convert
     mufu: int = 16  # results of exp2 and the like
     bytes_shared: int = 128  # bytes from and to shared memory
-    registers: int = 1 << 16
 
 
 PARTS: Final = {
-    "sm_80": Part("A100", 108, 1.41, 1024, 1.0, 64, 164 << 10, 64, 32),
-    "sm_89": Part("L40S", 142, 2.52, 512, 1.0, 128, 100 << 10, 48, 24),
-    "sm_90": Part("H200", 132, 1.83, 2048, 0.629, 128, 228 << 10, 64, 32),
-    "sm_100": Part("B200", 148, 1.85, 4096, 0.629 / 2, 128, 228 << 10, 64, 32),
-    "sm_120": Part("RTX 5090", 170, 2.41, 256, 1.0, 128, 100 << 10, 48, 24),
+    "sm_80": Part("A100", 108, 1.41, 1024, 1.0, 64),
+    "sm_89": Part("L40S", 142, 2.52, 512, 1.0, 128),
+    "sm_90": Part("H200", 132, 1.83, 2048, 0.629, 128),
+    "sm_100": Part("B200", 148, 1.85, 4096, 0.629 / 2, 128),
+    "sm_120": Part("RTX 5090", 170, 2.41, 256, 1.0, 128),
 }
 
-_OF_BLOCK: Final = 1 << 10  # bytes of shared memory that CUDA takes of each block
 _HMMA: Final = re.compile(r"HMMA\.(16)(8)(16|8|4)\b")
 _HGMMA: Final = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)")
 _WARPGROUP: Final = 4  # warps that share one HGMMA
@@ -93,11 +88,6 @@ def kind(each: Instruction) -> str:
         return "control"
     # The uniform datapath has its own names: UIADD3, UMOV, USEL, ...
     return "uniform" if name.startswith("U") else "alu"
-
-
-def kinds(lines: Iterable[Instruction]) -> dict[str, int]:
-    """Instructions of each kind, the most frequent first."""
-    return dict(Counter(kind(each) for each in lines).most_common())
 
 
 def products(lines: Iterable[Instruction]) -> int | None:
@@ -154,17 +144,6 @@ def _shared_bytes(each: Instruction) -> float:
         match = re.search(r"\.(64|128)\b", each.opcode)
         return 128 * (int(match[1]) // 32 if match else 1)
     return 0
-
-
-def blocks_at_once(part: Part, warps: int, registers: int, shared: int) -> int:
-    """Blocks that a multiprocessor holds: registers go to warps in steps of 8 a thread."""
-    of_warp = -(-registers // 8) * 8 * 32
-    return min(
-        part.blocks,
-        part.warps // warps,
-        part.registers // (of_warp * warps),
-        part.shared // (shared + _OF_BLOCK),
-    )
 
 
 def teraflops(part: Part, multiplied: int, taken: dict[str, int]) -> float:

@@ -1,18 +1,19 @@
 """Loops in the machine code of NVIDIA's GPUs, as nvdisasm prints it.
 
-A kernel's instructions make a graph of blocks; its natural loops are found by dominators, so that code which the
-compiler moved behind the kernel is counted where it runs. Of the ways round a loop the *hot path* is reported: the one
-with the most matrix instructions, then the most asynchronous copies, then the fewest instructions. In attention kernels
-that is a tile that all rows see whole and copies of aligned rows: masks, dropout, unaligned copies and slow paths of
-divisions lie beside it.
+A kernel's instructions make a graph of blocks (networkx, which torch requires); its natural loops are found by
+dominators, so that code which the compiler moved behind the kernel is counted where it runs. Of the ways round a loop
+the *hot path* is reported: the one with the most matrix instructions, then the most asynchronous copies, then the
+fewest instructions. In attention kernels that is a tile that all rows see whole and copies of aligned rows: masks,
+dropout, unaligned copies and slow paths of divisions lie beside it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import networkx
 
 _FUNCTION: Final = re.compile(r"^\.text\.(\S+):")
 _LABEL: Final = re.compile(r"^\s*(\.L_x?_?\w+):")
@@ -93,39 +94,28 @@ def parse(text: str) -> dict[str, Code]:
 
 
 # ---------------------------------------------------------------------- the graph of blocks
-@dataclass(frozen=True)
-class _Graph:
-    """Blocks of instructions [start, end) and the blocks that may follow each; block 0 is the kernel's entry."""
-
-    ranges: tuple[tuple[int, int], ...]
-    after: tuple[tuple[int, ...], ...]
-
-
-def _graph(code: Code) -> _Graph:
+def _graph(code: Code) -> Any:
+    """A `networkx.DiGraph` of blocks by their first instruction, each with its `lines`; 0 is the kernel's entry."""
     lines = code.instructions
     leaders = {0, *(at for at in code.labels.values() if at < len(lines))}
     leaders |= {i + 1 for i, each in enumerate(lines[:-1]) if _leaves(each)}
     starts = sorted(leaders)
-    block_at = {start: i for i, start in enumerate(starts)}
-    ranges = tuple(zip(starts, [*starts[1:], len(lines)], strict=True))
     synced = _reconvergence(code)
-    after: list[tuple[int, ...]] = []
-    for start, end in ranges:
-        if start == end:
-            after.append(())
-            continue
+    graph: Any = networkx.DiGraph()
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        graph.add_node(start, lines=lines[start:end])
         last = lines[end - 1]
-        follows = []
-        if last.name in ("BRA", "BSYNC"):
-            target = last.target if last.name == "BRA" else synced.get(end - 1)
-            if target is not None and code.labels.get(target, len(lines)) < len(lines):
-                follows.append(block_at[code.labels[target]])
+        target = synced.get(end - 1) if last.name == "BSYNC" else last.target
+        jump = code.labels.get(target or "", len(lines))
+        jumps = last.name in ("BRA", "BSYNC") and jump < len(lines)
+        if jumps:
+            graph.add_edge(start, jump)
         goes_on = last.predicated or (last.name == "BRA" and not last.operands.startswith("`"))
-        plain = last.name not in {*_ENDS, "BRA"} and not (last.name == "BSYNC" and follows)
+        plain = last.name not in {*_ENDS, "BRA"} and not (last.name == "BSYNC" and jumps)
         if (plain or goes_on) and end < len(lines):
-            follows.append(block_at[end])
-        after.append(tuple(dict.fromkeys(follows)))
-    return _Graph(ranges, tuple(after))
+            graph.add_edge(start, end)
+    # What nothing leads to is padding behind the kernel.
+    return graph.subgraph({0, *networkx.descendants(graph, 0)})
 
 
 def _leaves(each: Instruction) -> bool:
@@ -145,61 +135,18 @@ def _reconvergence(code: Code) -> dict[int, str]:
     return result
 
 
-def _dominators(graph: _Graph) -> list[set[int]]:
-    """Of each block those that every way to it goes through; of blocks that nothing leads to, none."""
-    order = _reverse_postorder(graph)
-    before: dict[int, list[int]] = {block: [] for block in order}
-    for block in order:
-        for follows in graph.after[block]:
-            before[follows].append(block)
-    all_blocks = set(order)
-    result = [all_blocks if block in before else set() for block in range(len(graph.ranges))]
-    result[0] = {0}
-    changed = True
-    while changed:
-        changed = False
-        for block in order[1:]:
-            new = set.intersection(*(result[p] for p in before[block])) | {block}
-            if new != result[block]:
-                result[block], changed = new, True
-    return result
-
-
-def _reverse_postorder(graph: _Graph, root: int = 0) -> list[int]:
-    seen, order = {root}, []
-    stack: list[tuple[int, Iterator[int]]] = [(root, iter(graph.after[root]))]
-    while stack:
-        block, follows = stack[-1]
-        for each in follows:
-            if each not in seen:
-                seen.add(each)
-                stack.append((each, iter(graph.after[each])))
-                break
-        else:
-            order.append(block)
-            stack.pop()
-    return order[::-1]
-
-
-def _bodies(graph: _Graph) -> dict[int, set[int]]:
-    """The blocks of every natural loop, by its first block."""
-    dominators = _dominators(graph)
-    before: dict[int, set[int]] = {}
-    for block, follows in enumerate(graph.after):
-        for each in follows:
-            before.setdefault(each, set()).add(block)
+def _bodies(graph: Any) -> dict[int, set[int]]:
+    """The blocks of every natural loop, by its first block: what reaches a jump back to it without passing it."""
+    dominator = networkx.immediate_dominators(graph, 0)
     result: dict[int, set[int]] = {}
-    for block, follows in enumerate(graph.after):
-        for head in follows:
-            if head not in dominators[block]:
-                continue
-            body = result.setdefault(head, {head})
-            left = [block]
-            while left:
-                each = left.pop()
-                if each not in body and dominators[each]:
-                    body.add(each)
-                    left += before.get(each, ())
+    for block, head in graph.edges:
+        above = block
+        while above not in (head, 0):
+            above = dominator[above]
+        if above == head:
+            inside = graph.subgraph(set(graph) - {head})
+            body = networkx.ancestors(inside, block) | {block} if block != head else set()
+            result.setdefault(head, {head}).update(body)
     return result
 
 
@@ -239,45 +186,34 @@ def loops(code: Code) -> list[Loop]:
     for head in sorted(bodies, key=lambda head: len(bodies[head])):  # inner ones first
         inside = [each for each in bodies if each != head and bodies[each] < bodies[head]]
         direct = [each for each in inside if not any(bodies[each] < bodies[o] for o in inside)]
-        path = paths[head] = _hot_path(code, graph, head, bodies, direct, paths)
+        path = paths[head] = _hot_path(graph, head, bodies, direct, paths)
         if any(MATRIX.match(each.name) for each in path.own):
-            size = sum(end - start for start, end in (graph.ranges[b] for b in bodies[head]))
+            size = sum(len(graph.nodes[block]["lines"]) for block in bodies[head])
             result[head] = Loop(size, path.own, path.inner)
     return [result[head] for head in sorted(result)]
 
 
 def _hot_path(
-    code: Code, graph: _Graph, head: int, bodies: dict[int, set[int]], direct: list[int],
-    paths: dict[int, _Path],
-) -> _Path:  # fmt: skip
+    graph: Any, head: int, bodies: dict[int, set[int]], direct: list[int], paths: dict[int, _Path]
+) -> _Path:
     """The hot path round the loop at `head`; the loops right inside it, `direct`, are one step each."""
-    body = bodies[head]
-    step_of = {block: each for each in direct for block in bodies[each]}
-
-    def follows(step: int) -> set[int]:
-        blocks = bodies[step] if step in direct else {step}
-        reached = {each for block in blocks for each in graph.after[block]} & body
-        return {step_of.get(each, each) for each in reached - blocks if each != head}
-
-    def ends(step: int) -> bool:
-        blocks = bodies[step] if step in direct else {step}
-        return any(head in graph.after[block] for block in blocks)
-
-    steps = {block: tuple(follows(block)) for block in {step_of.get(b, b) for b in body}}
-    numbered = {block: i for i, block in enumerate(steps)}
-    small = _Graph(
-        tuple((0, 0) for _ in steps),
-        tuple(tuple(numbered[each] for each in after) for after in steps.values()),
-    )
-    blocks = list(steps)
+    step_of = {block: block for block in bodies[head]}
+    step_of |= {block: each for each in direct for block in bodies[each]}
+    steps: Any = networkx.DiGraph()  # of one round, so without the jumps back to `head`
+    steps.add_nodes_from(step_of.values())
+    last = set()  # steps that end a round
+    for block, follows in graph.subgraph(bodies[head]).edges:
+        if follows == head:
+            last.add(step_of[block])
+        elif step_of[block] != step_of[follows]:
+            steps.add_edge(step_of[block], step_of[follows])
     best: dict[int, _Path] = {}  # from a step to the end of the round
-    for i in reversed(_reverse_postorder(small, numbered[head])):
-        block = blocks[i]
-        ways = [best[each] for each in steps[block] if each in best]
-        if ends(block):
+    for step in reversed(list(networkx.topological_sort(steps))):
+        ways = [best[each] for each in steps[step] if each in best]
+        if step in last:
             ways.append(_Path())
         if ways:
-            lines = code.instructions[slice(*graph.ranges[block])]
-            own = paths[block].inside() if block in direct else _Path(lines, lines)
-            best[block] = own.before(max(ways, key=lambda path: path.rank))
+            lines = graph.nodes[step]["lines"]
+            own = paths[step].inside() if step in direct else _Path(lines, lines)
+            best[step] = own.before(max(ways, key=lambda path: path.rank))
     return best[head]

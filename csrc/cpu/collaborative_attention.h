@@ -11,7 +11,7 @@
 
 namespace hk::HK_LEVEL {
 
-constexpr int64_t kMixingChunk = 16;  // MIXING_CHUNK of problem.py
+constexpr int64_t kMixingChunk = 16;  // MIXING_CHUNK of call.py
 static_assert(kVectors<float, BFloat16> == 1 || kMixingChunk % kLoad<float, BFloat16> == 0,
               "a query row is in the order of loads, which begin where chunks do");
 

@@ -3,6 +3,9 @@
 //
 // A matrix that is broadcast, [rows][depth], has its rows' neighbours in a word; one that is read
 // by vectors, [depth][columns], has two neighbouring rows in the words of one row.
+//
+// The instructions flush subnormal numbers to 0: a factor or a sum below 2^-126 may count as 0
+// (tests/ops/test_cpu_levels.py). To check for such numbers would slow down every call.
 #pragma once
 
 #include "cpu/rows.h"

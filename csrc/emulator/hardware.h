@@ -1,4 +1,8 @@
 // The software implementation of cuda/hardware.h, which documents these functions.
+//
+// Both were written from the PTX ISA. tests/ops/test_cuda_wrappers.py checks each function against
+// it, here and on a GPU, where it has to pass before results of the emulator can be trusted.
+// Products truncate as tensor cores of sm_80 do, so that tests see the drift of long sums.
 #pragma once
 
 #include <cmath>

@@ -14,7 +14,8 @@ from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall, blocks
 
 #: Probabilities of all heads that are compared at a time, half a MiB of float32, so that sums and logarithms stay in

@@ -23,7 +23,8 @@ from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.

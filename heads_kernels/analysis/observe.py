@@ -1,4 +1,8 @@
-"""Observe the attention calls of a model while it runs."""
+"""Observe the attention calls of a model while it runs.
+
+Calls of the operators have operands, mask and scale for any model. The mask shows which rows and keys are tokens: a
+token sees itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layer
+from heads_kernels.heads.layers import attention_layers, find_layer
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.multihead import Multihead
 

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.backends import BACKENDS
+from heads_kernels.call import compute_dtype
 from heads_kernels.mask import Intervals, Mask, as_mask
 from heads_kernels.mask.intervals import Device
 from heads_kernels.mask.terms import Term
 from heads_kernels.nn.attention_call import AttentionCall, blocks
 from heads_kernels.ops import formula
-from heads_kernels.ops.buffers import compute_dtype
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.attention import attend_with_lse
 from heads_kernels.ops.scores import NEG_INF
-from heads_kernels.problem import Problem
+from heads_kernels.parse import parse
 
 #: Probabilities of a block of query rows, 1 MiB of float32: they stay in a cache of the second level. A block has
 
@@ -113,19 +113,17 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     # A sink is in `lse`, and no part of a band.
     terms: dict[str, Any] = {"bias": call.bias, "softcap": call.softcap, "scale": call.scale}
     if call.mixing is None:
-        operator = GATED
-        problem = Problem.gated(query, key, value, attn_mask=mask, **terms)
+        of_band, _ = parse("gated_attention", query, key, value, attn_mask=mask, **terms)
     else:
-        operator = COLLABORATIVE
         content_bias = None if call.content_bias is None else call.batched(call.content_bias)
-        problem = Problem.collaborative(
-            query, key, value, call.mixing, content_bias, attn_mask=mask, **terms
+        of_band, _ = parse(
+            "collaborative_attention", query, key, value, call.mixing, content_bias, mask, **terms
         )
-    backend = next(row.name for row in operator.backends if not row.unsupported(problem))
+    backend = next(row.name for row in BACKENDS if not row.unsupported(of_band))
     if backend == "eager":
         return None
     with torch.no_grad():
-        out, band_lse = operator.with_lse(problem, backend)
+        out, band_lse = attend_with_lse(of_band, backend)
     share = torch.exp(band_lse - lse).masked_fill(band_lse == NEG_INF, 0.0)
     weighted: Tensor = share[..., None] * out
     return weighted

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.observe import observe
-from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.gates import FixedGate, HeadGate
 

@@ -22,7 +22,8 @@ from heads_kernels.analysis.relations import (
     Relations,
 )
 from heads_kernels.checks import check_size, refuse
-from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
 

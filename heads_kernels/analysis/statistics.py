@@ -14,7 +14,8 @@ from heads_kernels.analysis.head_scores import HeadScores, grid, scores_of
 from heads_kernels.analysis.observe import Observer, observe
 from heads_kernels.analysis.positions import Band, add_counts, attended, offset_counts, own_keys
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: The measures of each head, in this order, before the token sets.

@@ -16,7 +16,8 @@ from heads_kernels.convert.fitting import AnyMoments
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.rotary import RotaryMoments
-from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.snapshot import undone
 

@@ -17,8 +17,8 @@ from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
 from heads_kernels.convert.fitting import AnyFactors, AnyMoments, fit, spectra_of
 from heads_kernels.convert.install import prepare, put_in, read_heads
-from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.saving import record_in_config
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.snapshot import kept_on_error
 
 _METHODS: Final = ("cp", "ragged")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads_kernels.call import active_widths
 from heads_kernels.checks import refuse
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments, content_weights, whiten
-from heads_kernels.problem import active_widths
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,15 +14,10 @@ from heads_kernels.convert.factors import Factors
 from heads_kernels.convert.fitting import AnyFactors, AnyHeads
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads
-from heads_kernels.heads.layers import (
-    AttentionLayer,
-    Projection,
-    attention_layers,
-    find_layer,
-    is_transposed,
-)
+from heads_kernels.heads.layers import attention_layers, find_layer
 from heads_kernels.heads.reshape import check_can_share, check_has_products, share
 from heads_kernels.heads.saving import record_in_config
+from heads_kernels.heads.weights import AttentionLayer, Projection, is_transposed
 from heads_kernels.nn.snapshot import kept_on_error
 
 

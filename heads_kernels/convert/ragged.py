@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from heads_kernels.call import MIXING_CHUNK
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.convert.factors import Factors, balanced
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.spectrum import HeadSpectrum
-from heads_kernels.problem import MIXING_CHUNK
 
 
 def ragged(

@@ -10,13 +10,13 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
+from heads_kernels.call import MIXING_CHUNK, active_widths
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.convert.cp import Fit, improved
 from heads_kernels.convert.heads import check_factor, weights_of
 from heads_kernels.convert.moments import causal_covariance, covariance_of_all, gram
 from heads_kernels.convert.ragged import chunked
 from heads_kernels.convert.spectrum import Spectrum
-from heads_kernels.problem import MIXING_CHUNK, active_widths
 
 #: Ridge relative to the diagonal of a Gram matrix: above its rounding, below every error of interest.
 _RIDGE: Final = 1e-13

@@ -8,41 +8,29 @@ from typing import Any, Final
 
 import torch
 
-from heads_kernels.dispatch import Backend
-from heads_kernels.ops import (
-    attention_statistics,
-    collaborative_attention,
-    entmax_attention,
-    gated_attention,
-)
-from heads_kernels.ops.support import CUDA_EMULATED, TRITON_INTERPRETED
-from heads_kernels.problem import Problem
+from heads_kernels.backends import TRITON_INTERPRETED
+from heads_kernels.functional import explain
 from heads_kernels.testing import check, find
 from heads_kernels.testing.row_statistics import check_statistics
 
-TABLES: Final[dict[str, tuple[Backend, ...]]] = {
-    "gated_attention": gated_attention.BACKENDS,
-    "collaborative_attention": collaborative_attention.BACKENDS,
-    "entmax_attention": entmax_attention.BACKENDS,
-    "attention_statistics": attention_statistics.BACKENDS,
-}
-
-_GATED, _SHARED, _SPARSE = "gated_attention", "collaborative_attention", "entmax_attention"
+_GATED, _SHARED = "gated_attention", "collaborative_attention"
+_SPARSE, _STATISTICS = "entmax_attention", "attention_statistics"
+OPERATORS: Final = (_GATED, _SHARED, _SPARSE, _STATISTICS)
 #: Operator under test, operator and name of the case; the most telling first, for time may run out.
 CHECKS: Final = tuple(
     (operator, of, name)
     for operator, of, names in (
         (_GATED, _GATED, "transposed_grouped width_128"),
         (_SHARED, _SHARED, "ragged_bias gate_batch_heads"),
-        ("attention_statistics", _GATED, "holes"),
+        (_STATISTICS, _GATED, "holes"),
         (_SPARSE, _SPARSE, "closed_batch_heads transposed"),
         (_GATED, _GATED, "sinks_all sliced"),
         (_SHARED, _SHARED, "sinks_all holes"),
-        ("attention_statistics", _SHARED, "ragged_bias"),
+        (_STATISTICS, _SHARED, "ragged_bias"),
         (_GATED, _GATED, "dense_blocks closed_batch_heads offsets decode window_causal"),
         (_SHARED, _SHARED, "offsets width_384 dense_heads decode"),
         (_SPARSE, _SPARSE, "holes bias_shared"),
-        ("attention_statistics", _GATED, "softcap_bias"),
+        (_STATISTICS, _GATED, "softcap_bias"),
         (_GATED, _GATED, "length_1000_causal"),
         (_SHARED, _SHARED, "length_1000"),
     )
@@ -50,48 +38,37 @@ CHECKS: Final = tuple(
 )
 
 
-def is_simulated(backend: str) -> bool:
-    """Whether its kernels for GPUs run on the CPU in this process: right, and far too slow to time."""
-    return (backend == "triton" and TRITON_INTERPRETED) or (backend == "cuda" and CUDA_EMULATED)
-
-
 def dtypes(backend: str, device: torch.device) -> tuple[torch.dtype, ...]:
     """Those that a backend is checked in, the one of most use first."""
-    if backend == "triton" and is_simulated(backend):
+    if backend == "triton" and TRITON_INTERPRETED:
         return (torch.float32,)  # Triton's interpreter multiplies bfloat16 wrongly
     if device.type == "cuda":
         return torch.bfloat16, torch.float32, torch.float16
     return torch.float32, torch.bfloat16
 
 
-def refusal(operator: str, row: Backend, device: torch.device) -> str:
+def refusal(operator: str, backend: str, device: torch.device) -> str:
     """Why a backend can't run on a device; empty where it can."""
     try:
-        query, key = torch.zeros(2, 1, 1, 1, 16, device=device)
+        x = torch.zeros(1, 1, 1, 16, device=device)
     except RuntimeError as error:  # all memory is in use, or the GPU is another process's alone
         return f"no tensor can be made on {device}: {str(error).partition(chr(10))[0]}"
-    if operator == "attention_statistics":
-        problem = Problem.statistics(query, key)
-    elif operator == _SHARED:
-        problem = Problem.collaborative(query[0], key[0], key, torch.ones(1, 16, device=device))
-    else:
-        problem = Problem.gated(query, key, key)
-    return "; ".join(row.unsupported(problem))
+    operands = {_SHARED: (x[0], x[0], x, x[0, 0]), _STATISTICS: (x, x)}.get(operator, (x, x, x))
+    return "; ".join(explain(operator, *operands, backend=backend).refusals.get(backend, []))
 
 
 def run_checks(
     backend: str, operators: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Before each check its "check" and "operator"; after it also "ratio" of the bound, and "wrong" in words or ""."""
-    word = str(dtype).removeprefix("torch.")
+    """Before each check its name, "check"; after it also "ratio" of the bound, and "wrong" in words or ""."""
     for operator, of, name in CHECKS:
         if operator not in operators:
             continue
-        row: dict[str, Any] = {"operator": operator, "check": f"{name} in {word}"}
+        row = {"check": f"{operator} {name} in {str(dtype).removeprefix('torch.')}"}
         yield row
         case = find(of, name)
         try:
-            if operator == "attention_statistics":
+            if operator == _STATISTICS:
                 wrong, ratio = check_statistics(case.make(dtype, device), backend)
             else:
                 report = check(case, dtype, backend, device=device)
@@ -105,9 +82,9 @@ def run_checks(
 
 @dataclass
 class Verdict:
-    """What the checks of one operator on one backend add up to."""
+    """What the checks of one backend on one device add up to."""
 
-    refused: str = ""
+    refused: dict[str, str] = field(default_factory=dict)  # why not, by operator
     planned: int = 0
     passed: int = 0
     failures: list[str] = field(default_factory=list)
@@ -115,30 +92,39 @@ class Verdict:
     worst: float = 0.0  # of the errors, as a part of its bound
 
     @property
-    def word(self) -> str:
-        if self.refused:
-            return "can't run"
-        if self.failures:
-            return "failed"
-        return "verified here" if self.passed else "not verified"
+    def operators(self) -> list[str]:
+        """Those that are checked."""
+        return [name for name in OPERATORS if name not in self.refused]
+
+    @property
+    def is_verified(self) -> bool:
+        return self.passed > 0 and not self.failures
 
     def __str__(self) -> str:
-        if self.refused:
-            return f"can't run: {self.refused}"
+        if not self.operators:
+            return f"can't run: {self.refused[OPERATORS[0]]}"
         if self.failures:
             more = len(self.failures) - 1
             return f"failed: {self.failures[0]}{f'; and {more} more' if more else ''}"
-        words = [f"{self.word}: {self.passed} of {self.planned} checks"]
+        word = "verified here" if self.passed else "not verified"
+        words = [f"{word}: {self.passed} of {self.planned} checks"]
         if self.passed:
             words[0] += f", the largest error {self.worst:.2f} of its bound"
         if self.passed < self.planned:
             words.append("there was no time for the others")
-        return "; ".join([*words, *self.unfinished])
+        refused = [f"not {name}: {why}" for name, why in self.refused.items()]
+        return "; ".join([*words, *self.unfinished, *refused])
 
-    def add(self, row: dict[str, Any]) -> None:
-        """A row of `run_checks` that has a result."""
-        if row["wrong"]:
-            self.failures.append(f"{row['check']} ({row['wrong']})")
-        else:
-            self.passed += 1
-            self.worst = max(self.worst, row["ratio"])
+    def add(self, rows: Sequence[dict[str, Any]], end: str, is_late: bool) -> None:
+        """Add the rows of `run_checks` in a process that ended with `end` before its time, or for lack of time."""
+        done = [row for row in rows if "wrong" in row]
+        self.passed += sum(not row["wrong"] for row in done)
+        self.worst = max([self.worst, *(row["ratio"] for row in done if not row["wrong"])])
+        self.failures += [f"{row['check']} ({row['wrong']})" for row in done if row["wrong"]]
+        begun = rows[-1] if rows and rows[-1] not in done else None
+        if is_late and begun:
+            self.unfinished.append(f"{begun['check']} {end}")
+        elif begun:
+            self.failures.append(f"{begun['check']} ({end})")
+        elif end and not is_late and not any(row["wrong"] for row in done):  # else already reported
+            self.failures.append(end)

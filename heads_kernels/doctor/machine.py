@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+from importlib import metadata
+from pathlib import Path
 
 import torch
 
 import heads_kernels as hk
-from heads_kernels import doctor_record
 
 
 def installed() -> dict[str, str]:
@@ -29,16 +30,37 @@ def installed() -> dict[str, str]:
 def machine() -> dict[str, str]:
     """The same, Triton's version, the processor, the driver and the GPUs."""
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:  # not there, or a build by another name
+        triton = "not installed"
     return {
         **installed(),
-        "Triton": doctor_record.triton_version() or "not installed",
-        "CPU": f"{doctor_record.cpu_name()}, {os.cpu_count()} cores, kernels for {cpu_level()}",
-        "driver": doctor_record.driver_version(),
+        "Triton": triton,
+        "CPU": f"{_cpu()}, {os.cpu_count()} cores, kernels for {_cpu_level()}",
+        "driver": (_lines("/proc/driver/nvidia/version") or ["none of NVIDIA"])[0],
         "GPUs": ", ".join(gpus) or "none",
     }
 
 
-def cpu_level() -> str:
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the processor's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and one GPU of each name."""
+    gpus = {torch.cuda.get_device_name(n): n for n in reversed(range(torch.cuda.device_count()))}
+    return [torch.device("cpu"), *(torch.device("cuda", n) for n in sorted(gpus.values()))]
+
+
+def _cpu() -> str:
+    """The processor's name as Linux has it, else the machine's architecture."""
+    names = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.machine()
+
+
+def _cpu_level() -> str:
     """The instruction-set level that the CPU kernels use here."""
     try:
         level: str = importlib.import_module("heads_kernels._cpu").level()
@@ -47,7 +69,8 @@ def cpu_level() -> str:
     return level
 
 
-def devices() -> list[torch.device]:
-    """The CPU, and one GPU of each name."""
-    gpus = {torch.cuda.get_device_name(n): n for n in reversed(range(torch.cuda.device_count()))}
-    return [torch.device("cpu"), *(torch.device("cuda", n) for n in sorted(gpus.values()))]
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

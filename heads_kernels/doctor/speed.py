@@ -1,9 +1,9 @@
-"""Four shapes, forward and backward together, on every verified backend and on PyTorch's SDPA."""
+"""Four shapes, forward and backward together, on the verified backends and on PyTorch's SDPA."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,17 +27,15 @@ _BATCH: Final = {"cpu": 1, "cuda": 32}
 
 
 def time_backends(
-    verified: Mapping[str, Sequence[str]], device: torch.device, budget_s: float
+    backends: Sequence[str], device: torch.device, budget_s: float
 ) -> Iterator[dict[str, Any]]:
     """For each shape "operator", "shape" and "seconds" by backend, with "sdpa" among them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for operator, name in SHAPES:
-        if not verified.get(operator):
-            continue
         case = replace(find(operator, name), B=_BATCH[device.type])
         inputs = case.make(dtype, device, drawn_on=device).requires_grad()
         calls = {"sdpa": _both(inputs, lambda i=inputs: sdpa(i))}  # type: ignore[misc]
-        for backend in verified[operator]:
+        for backend in backends:
             calls[backend] = _both(inputs, lambda i=inputs, b=backend: i.call(b))  # type: ignore[misc]
         times = time_in_turn(
             calls, device=device, budget_s=budget_s / len(SHAPES), warmup=1, least=3
@@ -46,20 +44,20 @@ def time_backends(
         yield {"operator": operator, "shape": name, "seconds": seconds}
 
 
-def fastest_first(operator: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """`names` by the geometric mean of their times, those that were not timed behind the others as they were."""
+def fastest_first(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The backends that were timed, by the geometric mean of their times."""
 
     def logarithm(name: str) -> float:
-        times = [row["seconds"][name] for row in rows
-                 if row["operator"] == operator and name in row["seconds"]]  # fmt: skip
-        return sum(map(math.log, times)) / len(times) if times else math.inf
+        return sum(math.log(row["seconds"][name]) for row in rows)
 
-    return sorted(names, key=logarithm)
+    return sorted(
+        (name for row in rows[:1] for name in row["seconds"] if name != "sdpa"), key=logarithm
+    )
 
 
 def sdpa(inputs: Inputs) -> Tensor:
     """The same call by `scaled_dot_product_attention`, times the gate; the mixed query is in memory."""
-    p, t = inputs.problem(), inputs.tensors
+    p, t = inputs.parsed(), inputs.tensors
     query, key, mask = t["query"], t["key"], None
     if "mixing" in t:
         query = query[:, None] * t["mixing"].to(query.dtype)[:, None]  # [B, H, T, Ds]

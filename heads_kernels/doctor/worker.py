@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,22 +11,20 @@ from typing import Any, Final
 
 import torch
 
-from heads_kernels import doctor_record
 from heads_kernels.doctor.checks import run_checks
 from heads_kernels.doctor.speed import time_backends
 
 #: Seconds beyond what a worker is given: to start Python and PyTorch, and for the check under way at the end.
-GRACE_S: Final = 15.0
+_GRACE_S: Final = 15.0
 _WORDS: Final = 200  # characters of a message that are kept
 
 
 def ask(job: dict[str, Any]) -> tuple[list[dict[str, Any]], str, bool]:
     """The rows of a worker, how it ended before its time in words or "", and whether time was what ended it."""
     command = [sys.executable, "-m", __name__, json.dumps(job)]
-    env = {**os.environ, doctor_record.VARIABLE: "0"}
     try:
         done = subprocess.run(
-            command, capture_output=True, env=env, timeout=job["seconds"] + GRACE_S, check=False
+            command, capture_output=True, timeout=job["seconds"] + _GRACE_S, check=False
         )
     except subprocess.TimeoutExpired as late:
         return _rows(late.stdout or b""), f"did not end in {late.timeout:.0f} s", True
@@ -50,18 +47,16 @@ def main(job: dict[str, Any]) -> None:
     """Print the rows of a job, until its time is over."""
     device = torch.device(job["device"])
     until = time.monotonic() + job["seconds"]
-    if "verified" in job:
-        for row in time_backends(job["verified"], device, job["seconds"]):
+    if "backends" in job:
+        for row in time_backends(job["backends"], device, job["seconds"]):
             print(json.dumps(row), flush=True)
             if time.monotonic() > until:
-                print(json.dumps({"late": True}), flush=True)
                 return
         return
     torch.set_num_threads(job["threads"])  # workers that check share the cores
     dtype: torch.dtype = getattr(torch, job["dtype"])
     for row in run_checks(job["backend"], job["operators"], dtype, device):
         if "wrong" not in row and time.monotonic() > until:
-            print(json.dumps({"late": True}), flush=True)
             return
         print(json.dumps(row), flush=True)
         if device.type == "cuda" and row.get("wrong"):

@@ -1,11 +1,12 @@
 """Surgery on the heads of a model: its layers and their layouts, gates, pruning, schedules and files."""
 
 from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
-from heads_kernels.heads.layers import AttentionLayer, Projection, attention_layers, register_layout
+from heads_kernels.heads.layers import attention_layers, register_layout
 from heads_kernels.heads.layouts import HeadLayout
 from heads_kernels.heads.pruning import prune
 from heads_kernels.heads.saving import apply_shapes, load, save, shapes
 from heads_kernels.heads.schedule import GateSchedule
+from heads_kernels.heads.weights import AttentionLayer, Projection
 
 __all__ = [
     "AttentionLayer",

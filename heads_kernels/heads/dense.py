@@ -1,4 +1,7 @@
-"""Projections that surgery can read and cut: dense ones, with or without plain LoRA."""
+"""Projections that surgery can read and cut: a weight and a bias, with or without plain LoRA.
+
+This is the only place that decides it; all others are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.layers import AttentionLayer, is_transposed
+from heads_kernels.heads.weights import AttentionLayer, is_transposed
 from heads_kernels.nn.shared import RotaryProjection, SharedProjection
 
 #: The result of `_unlike_dense`: what is wrong with a projection, and what to do about it.

@@ -12,13 +12,8 @@ from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_passes_gradients, check_unpacked
-from heads_kernels.heads.layers import (
-    AttentionLayer,
-    HeadsByLayer,
-    attention_layers,
-    find_layer,
-    heads_of_layers,
-)
+from heads_kernels.heads.layers import HeadsByLayer, attention_layers, find_layer, heads_of_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.gates import FixedGate, HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.snapshot import kept_on_error

@@ -1,4 +1,8 @@
-"""Whether a layout fits the class of a module: a closed head must compute the same as the pruned head."""
+"""Whether a layout fits the class of a module: a closed head must compute the same as the pruned head.
+
+Names are not enough: OLMo 2 has those of Llama, and a norm over all heads. Layouts registered by users are verified in
+the same way.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,9 @@ from heads_kernels.heads.configs import (
     names_attention_function,
     with_attention_function,
 )
-from heads_kernels.heads.layers import AttentionLayer, Projection, existing, layer_of
 from heads_kernels.heads.layouts import HeadLayout, at_path
-from heads_kernels.heads.pruning import read_key_heads
-from heads_kernels.heads.reshape import shrink
+from heads_kernels.heads.reshape import read_key_heads, shrink
+from heads_kernels.heads.weights import AttentionLayer, Projection, existing, layer_of
 from heads_kernels.nn.gates import FixedGate
 from heads_kernels.nn.multihead import Multihead
 

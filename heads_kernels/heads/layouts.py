@@ -1,4 +1,9 @@
-"""Where attention modules keep their projections: known classes by name, and forms that many classes share."""
+"""Where attention modules keep their projections: known classes by name, and forms that many classes share.
+
+Hundreds of classes of transformers share half a dozen sets of names, and every release adds more. So a module is found
+by the names of its projections, and `layout_check` verifies it by running it. The table by class holds what names do
+not show: projections besides the four, and whether scores are products of weights, for conversion.
+"""
 
 from __future__ import annotations
 

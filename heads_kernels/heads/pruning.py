@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from math import gcd
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +11,10 @@ from torch import Tensor, nn
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.dense import check_projections, dense_parts
 from heads_kernels.heads.gating import set_gate
-from heads_kernels.heads.layers import (
-    AttentionLayer,
-    HeadsByLayer,
-    attention_layers,
-    heads_of_layers,
-    is_transposed,
-)
-from heads_kernels.heads.reshape import replace, shrink
+from heads_kernels.heads.layers import HeadsByLayer, attention_layers, heads_of_layers
+from heads_kernels.heads.reshape import read_key_heads, replace, shrink
 from heads_kernels.heads.saving import record_in_config
+from heads_kernels.heads.weights import AttentionLayer, is_transposed
 from heads_kernels.nn.snapshot import kept_on_error
 
 
@@ -121,20 +115,6 @@ def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[li
             refuse("heads", was, instead)
         numbers.append([layer, head - sum(each < head for each in removed)])
     return numbers
-
-
-def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
-    """The key heads that the query heads `left` use, repeated to make groups of equal size.
-
-    Of a layer whose heads share one key, the value heads.
-    """
-    if not left:
-        counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
-        return [0] if counts_tokens and not layer.layout.shared else []
-    group = layer.num_heads // layer.value.heads
-    readers = Counter(head // group for head in left)
-    size = gcd(*readers.values())
-    return [key for key, count in readers.items() for _ in range(count // size)]
 
 
 # ---------------------------------------------------------------------- weights

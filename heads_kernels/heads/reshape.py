@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -12,10 +14,10 @@ from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
-from heads_kernels.heads.layers import AttentionLayer, Projection, existing, is_transposed
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.pruned_calls import check_pruned_call
 from heads_kernels.heads.shared_cache import is_cache, store_shared_keys
+from heads_kernels.heads.weights import AttentionLayer, Projection, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.replacing import put
 from heads_kernels.nn.shared import (
@@ -27,6 +29,20 @@ from heads_kernels.nn.shared import (
 
 
 # ---------------------------------------------------------------------- fewer heads
+def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
+    """The key heads that the query heads `left` use, repeated to make groups of equal size.
+
+    Of a layer whose heads share one key, the value heads.
+    """
+    if not left:
+        counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
+        return [0] if counts_tokens and not layer.layout.shared else []
+    group = layer.num_heads // layer.value.heads
+    readers = Counter(head // group for head in left)
+    size = gcd(*readers.values())
+    return [key for key, count in readers.items() for _ in range(count // size)]
+
+
 def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
     """Keep these heads and key heads of a layer, in this order; key heads may repeat.
 

@@ -17,8 +17,9 @@ from torch import nn
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import own_configs
 from heads_kernels.heads.dense import check_projections
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, find_layers
+from heads_kernels.heads.layers import attention_layers, find_layers
 from heads_kernels.heads.reshape import check_can_share, share, shrink
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.shared import RotaryProjection
 from heads_kernels.nn.snapshot import kept_on_error
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from heads_kernels.call import Call
 from heads_kernels.checks import refuse
 from heads_kernels.ops import eager
-from heads_kernels.ops.attention_statistics import SIGNATURE as STATISTICS
-from heads_kernels.ops.attention_statistics import eager as statistics
-from heads_kernels.ops.attention_statistics import statistics_op
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
-from heads_kernels.ops.operator import Operator
+from heads_kernels.ops.attention import attention_op
+from heads_kernels.ops.statistics import statistics_op
 
 
 def export(
@@ -51,41 +47,26 @@ def export(
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The operators as their formulas, and what masks compute that ONNX lacks; for `run_decompositions`."""
-    operators = {operator.forward_op: _formula(operator) for operator in (GATED, COLLABORATIVE)}
     return {
-        **operators,
-        statistics_op: _statistics,
-        ENTMAX.forward_op: _refuse_entmax,
+        attention_op: _attend,
+        statistics_op: lambda *arguments: tuple(eager.row_statistics(Call(*arguments[:-1]))),
         torch.ops.aten.searchsorted.Tensor: _count_before,
     }
 
 
-def _formula(operator: Operator) -> Callable[..., tuple[Tensor, ...]]:
-    def attend(*arguments: Any) -> tuple[Tensor, ...]:
-        *packed, save, _ = arguments
-        call = operator.unpack(packed)
-        if call.seed is not None:
-            raise ValueError(f"{operator.name} has dropout; export the model in evaluation mode.")
-        results = eager.attend(call)
-        out, attended = (each.to(call.query.dtype) for each in results[:2])
-        none = out.new_empty(0)
-        return (
-            out,
-            attended if save and call.gate is not None else none,
-            results.lse if save else none,
-        )
-
-    return attend
-
-
-def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    *packed, excluded, _ = arguments
-    return tuple(statistics.of_call(STATISTICS.unpack(packed), excluded))
-
-
-def _refuse_entmax(*arguments: Any) -> NoReturn:
-    was = "calls entmax_attention, and ONNX has no loop that finds its thresholds"
-    refuse("program", was, "use gated_attention, or run the program of torch.export")
+def _attend(*arguments: Any) -> tuple[Tensor, ...]:
+    *fields, save, _ = arguments
+    call = Call(*fields)
+    if call.seed is not None:
+        raise ValueError(f"{call.operator} has dropout; export the model in evaluation mode.")
+    if call.alpha is not None:
+        was = "calls entmax_attention, and ONNX has no loop that finds its thresholds"
+        refuse("program", was, "use gated_attention, or run the program of torch.export")
+    results = eager.attend(call)
+    out, attended = (each.to(call.query.dtype) for each in results[:2])
+    none = out.new_empty(0)
+    kept = attended if save and call.gate is not None else none
+    return out, kept, results.lse if save else none
 
 
 def _count_before(

@@ -1,5 +1,10 @@
 """Masks are data: one half-open interval of visible keys per query row.
 
+Causal masks and windows are two integers (a band), masks that depend on data (lengths, documents, prefixes) two int32
+vectors, a key mask with holes one more byte per key, and any other bool mask one byte per pair. A kernel intersects the
+parts that are given, skips tiles outside of them, and needs no mask arithmetic in tiles inside. It does not know which
+mask it serves.
+
 mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
 terms.py      the terms; each gives its `Intervals`
 intervals.py  `Intervals`, as kernels read them

@@ -16,7 +16,7 @@ Record = TypeVar("Record")
 
 
 def by_identity(record: type[Record]) -> type[Record]:
-    """Compare a NamedTuple by identity: its tensors cannot be compared to one bool."""
+    """Compare a NamedTuple by identity, because `==` of two tensors is not a bool."""
     for name in ("__eq__", "__ne__", "__hash__"):
         setattr(record, name, getattr(object, name))
     return record
@@ -52,7 +52,7 @@ class Intervals(NamedTuple):
         )
 
     def laid_out(self, T: int) -> Intervals:
-        """The same with bounds as kernels read them; without `k_lo` it is 0."""
+        """The same with bounds in the form that kernels read; `k_lo` is 0 if it is missing."""
         if self.k_hi is None:
             return self
         k_hi = _vectors(self.k_hi.expand(-1, T))
@@ -60,14 +60,14 @@ class Intervals(NamedTuple):
         return self._replace(k_lo=k_lo, k_hi=k_hi)
 
     def from_row(self, row: int) -> Intervals:
-        """The band of a call whose first row is `row` of this one; tensors are unchanged."""
+        """The same with the band of a call that starts at row `row` of this one; tensors are unchanged."""
         lo, hi = self.band_lo, self.band_hi
         return self._replace(
             band_lo=lo + row if lo > -UNBOUNDED else lo, band_hi=hi + row if hi < UNBOUNDED else hi
         )
 
     def at_keys(self, T: int, positions: Tensor) -> Intervals:
-        """Those of a call of the same T rows and the keys at `positions` of this one, int64, ascending."""
+        """The intervals of a call with the same T rows and only the keys at `positions` (int64, ascending)."""
         i = torch.arange(T, device=positions.device)[None]  # [1, T]
         lo, hi = i + self.band_lo, i + self.band_hi
         if self.k_lo is not None and self.k_hi is not None:
@@ -77,7 +77,7 @@ class Intervals(NamedTuple):
             visible = visible[:, positions]
         if dense is not None and dense.shape[3] != 1:
             dense = dense[..., positions]
-        # Of ascending positions, those within [lo, hi) are neighbours.
+        # Positions ascend, so that those within [lo, hi) are consecutive.
         k_lo, k_hi = (torch.searchsorted(positions, each, out_int32=True) for each in (lo, hi))
         return Intervals(k_lo=k_lo, k_hi=k_hi, key_visible=visible, dense=dense)
 

@@ -1,8 +1,10 @@
-"""What masks cache on a device, and how they know that it is still valid. Nothing here synchronises with a GPU.
+"""What masks cache on a device, and when it is still valid. Nothing here synchronises with a GPU.
 
-While a CUDA graph is captured, nothing is cached and nothing cached is used: what is computed then belongs to the
-graph, and a graph that reads something cached would read the same in every replay. Results of one stream are not used
-on another, which would have to wait for it.
+The layers of a model share one mask, and computing its intervals costs as much as a short call: on a GPU about nine
+small kernels for a `key_mask`.
+
+While a CUDA graph is captured, the cache is neither filled nor read: a graph that read it would read the same values in
+every replay. Results of one stream are not used on another, which would have to wait for them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def traced() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether tensors may stand for others now: traced, transformed, or in a mode such as that of fake tensors."""
+    """Whether tensors may be placeholders: traced, transformed, or in a mode such as that of fake tensors."""
     return traced() or bool(torch._C._len_torch_dispatch_stack())
 
 
@@ -42,7 +44,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
-    """Equal in two calls only if `tensors` hold the same values; None if that cannot be known.
+    """A state that is equal in two calls only if `tensors` hold the same values; None if that cannot be known.
 
     On the CPU these are the bytes of the tensors. On a GPU, where reading them would synchronise: their addresses, and
     PyTorch's counts of writes to them.
@@ -100,7 +102,7 @@ def _distances(S: int, device: torch.device) -> Tensor:
 
 
 def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Without a copy from the host, which no graph can hold: a kernel for each length."""
+    """`lengths` on `device` without a copy from the host, which a graph cannot contain: one kernel per length."""
     filled = torch.empty(len(lengths), dtype=torch.int64, device=device)
     for place, length in zip(filled.unbind(), lengths, strict=True):
         place.fill_(length)
@@ -108,7 +110,7 @@ def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _keeps(device: torch.device) -> bool:
-    if device.type == "cuda":  # before it is initialized, tensors there are so by name only
+    if device.type == "cuda":  # before CUDA is initialized, tensors on it are fake
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return device.type == "meta"
 

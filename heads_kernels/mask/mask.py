@@ -33,7 +33,7 @@ from heads_kernels.mask.terms import (
 
 
 class Mask:
-    """Which keys every query row may see. Several arguments, and `a & b`, hide what any of them hides.
+    """Which keys each query row may see. Several arguments, like `a & b`, hide every pair that any of them hides.
 
     For row i of T, key j of S and batch b:
 
@@ -70,7 +70,7 @@ class Mask:
 
     _terms: tuple[Term, ...]
     _last: tuple[object, Intervals] | None = None  # the last (call, its intervals)
-    _is_snapshot: bool = False  # whether nobody else has its tensors
+    _is_snapshot: bool = False  # whether its tensors are copies that nothing writes to
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class Mask:
         return mask
 
     def snapshot(self) -> Mask:
-        """The mask as it is now: later writes to its tensors do not change what is returned, which has copies.
+        """A copy of the mask and its tensors: later writes to the original tensors do not change it.
 
-        Nobody writes to the copies, so that calls of the same sizes on the CPU need not compare them.
+        Calls of the same sizes on the CPU need not compare the tensors of a snapshot, because nothing writes to them.
         """
         mask = Mask.of(
             tuple(
@@ -169,10 +169,10 @@ class Mask:
     __iand__ = __and__  # for Dynamo of PyTorch 2.11, which traces no &= without it
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
-        """Its `Intervals` for a call of these sizes on `device` (default: the device of its tensors).
+        """The `Intervals` of the mask for a call of these sizes on `device` (default: the device of its tensors).
 
-        With only `causal` and `window` they have no tensors. Otherwise the last ones are cached and reused
-        while the tensors hold the same values (`kept.state_of`), so that the layers of a model share them.
+        With only `causal` and `window` they have no tensors. Otherwise the last result is cached and reused while
+        the tensors hold the same values (`kept.state_of`), so that the layers of a model share it.
         """
         if self._is_snapshot and not is_watched():
             last = self._last  # read once: another thread may replace it
@@ -202,8 +202,8 @@ class Mask:
     def rows(self, positions: Tensor, B: int, H: int, T: int, S: int) -> Mask:
         """The mask of the query rows at `positions` of a call of these sizes.
 
-        A call of these rows alone, in this order, sees what they see in the whole call: for example the rows that one
-        process of context parallelism has.
+        A call of only these rows, in this order, sees the same keys as they do in the whole call. An example are the
+        rows of one process in context parallelism.
 
         Args:
             positions: integers `[rows]` in [0, T), on the device of the query.
@@ -229,7 +229,7 @@ class Mask:
         return Mask.of(terms)
 
     def work_out(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        """Its `Intervals`, not cached: for a mask that is used once."""
+        """The `Intervals` of the mask, not cached: for a mask that is used once."""
         if not self.terms:
             return Intervals()
         parts = (term.intervals(B, H, T, S, device) for term in self.terms)

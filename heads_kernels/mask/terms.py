@@ -21,7 +21,7 @@ Alignment = Literal["upper_left", "lower_right"]
 
 
 class Term(ABC):
-    """One reason to hide keys: a frozen dataclass of tensors, strings, tuples of integers and None.
+    """One condition that hides keys: a frozen dataclass of tensors, strings, tuples of integers and None.
 
     `argument` is its name in errors and `repr`; its first field is the value of that argument.
     """
@@ -31,14 +31,14 @@ class Term(ABC):
 
     @abstractmethod
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        """Its `Intervals` for a call of these sizes; raises ValueError if it does not fit.
+        """The `Intervals` of this term for a call of these sizes; raises ValueError if it does not fit them.
 
-        Before `laid_out`: bounds have any integer dtype and are `[B or 1, T or 1]`; `k_lo` may be None for 0. Those of
-        int32 share no memory with tensors of the caller.
+        Bounds may have any integer dtype, sizes `[B or 1, T or 1]` and `k_lo` None for 0: `laid_out` comes later. Those
+        of int32 share no memory with tensors of the caller.
         """
 
     def values(self) -> list[Any]:
-        """Those of its fields, in order."""
+        """The values of its fields, in order."""
         return [getattr(self, name) for name in self.__match_args__]
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ def _offset(align: Alignment, T: int, S: int) -> int:
 
 
 def _within(limit: int) -> int:
-    """`limit` clamped to what int32 holds, with the same meaning; a symbolic one unchanged."""
+    """`limit` clamped to +/- `UNBOUNDED`, which means the same and fits int32; symbolic limits are unchanged."""
     return max(-UNBOUNDED, min(limit, UNBOUNDED)) if is_int(limit) else limit
 
 
@@ -225,7 +225,7 @@ def describe(value: object) -> str:
 def _check_rows(
     argument: str, tensor: Tensor, B: int, size: int, letter: str, device: Device
 ) -> None:
-    """`tensor` is `[B or 1, size]` on `device`."""
+    """Check that `tensor` is `[B or 1, size]` on `device`."""
     batch, width = tensor.shape
     if (batch != 1 and batch != B) or width != size:
         was = f"has shape {list(tensor.shape)}, but B is {B} and {letter} is {size}"
@@ -244,7 +244,7 @@ def _check_device(argument: str, tensor: Tensor, device: Device) -> None:
 
 
 def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """`attn_mask` broadcasts to `shape`, aligned right."""
+    """Check that `attn_mask` broadcasts to `shape`, aligned right."""
     got, wanted = list(attn_mask.shape), list(shape)[4 - attn_mask.dim() :]
     if any(size != 1 and size != want for size, want in zip(got, wanted, strict=True)):
         instead = "make every size equal, or 1"

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.call import compute_dtype
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import entmax_attention, gated_attention
 from heads_kernels.nn.multihead import Multihead, head_width
 from heads_kernels.nn.state_dict import load_torch_projections, split_projections
-from heads_kernels.ops.buffers import compute_dtype
 
 
 class GatedMultiheadAttention(Multihead):

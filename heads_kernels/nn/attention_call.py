@@ -11,20 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads_kernels.batch import Batch, unflatten
+from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_excluded, check_size, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops import formula, scores
-from heads_kernels.ops.attention_statistics import (
-    BACKENDS,
-    SIGNATURE,
-    AttentionStatistics,
-    attention_statistics,
-)
-from heads_kernels.ops.buffers import compute_dtype
-from heads_kernels.ops.entmax_attention import eager as entmax
-from heads_kernels.problem import Problem
+from heads_kernels.ops import eager, scores
+from heads_kernels.ops.statistics import AttentionStatistics, measure
+from heads_kernels.parse import parse
 
 #: 8 rows at least, for fewer make slow products. Heuristic.
 _BLOCK: Final = 1 << 18
@@ -129,9 +123,10 @@ class AttentionCall:
         )
 
     @cached_property
-    def _problem(self) -> Problem:
+    def _scores(self) -> Call:
         content_bias = self.content_bias
-        return Problem.statistics(
+        call, _ = parse(
+            "attention_statistics",
             self.batched(self.query),
             self.batched(self.key),
             mixing=self.mixing,
@@ -142,6 +137,7 @@ class AttentionCall:
             sinks=self.sinks,
             scale=self.scale,
         )
+        return call
 
     def batched(self, tensor: Tensor) -> Tensor:
         """`tensor` `[B, ...]` with the batch dimensions of `bias`."""
@@ -149,7 +145,7 @@ class AttentionCall:
 
     @property
     def _intervals(self) -> Intervals:
-        return self._problem.intervals
+        return self._scores.intervals
 
     @cached_property
     def _dense(self) -> Tensor | None:
@@ -193,10 +189,10 @@ class AttentionCall:
             ValueError: the call has entmax in the place of softmax.
         """
         self.check_softmax("statistics")
-        problem = self._problem
-        excluded = check_excluded(exclude_keys, problem.query, (self.B, self.S))
-        problem = problem._replace(exclude_keys=excluded)
-        return attention_statistics(problem, select(BACKENDS, problem))
+        call = self._scores
+        excluded = check_excluded(exclude_keys, call.query, (self.B, self.S))
+        call = call._replace(exclude_keys=excluded)
+        return measure(call, select(call))
 
     @torch.no_grad()
     def probabilities(self, rows: slice) -> Tensor:
@@ -208,12 +204,11 @@ class AttentionCall:
             rows: a slice with a start and a stop.
         """
         start, stop, _ = rows.indices(self.T)
-        call = SIGNATURE.unpack(SIGNATURE.pack(self._problem))
-        call = scores.of_rows(call, start, stop)
+        call = scores.of_rows(self._scores, start, stop)
         if self.alpha is not None:
             alpha = self.alpha.detach().to(compute_dtype(self.query.dtype))
-            return entmax.row_probabilities(call._replace(alpha=alpha))
-        return formula.row_probabilities(call)
+            call = call._replace(alpha=alpha)
+        return eager.row_probabilities(call)
 
     def support_sizes(self) -> Tensor:
         """int64 `[B, H, T]`: the number of keys to which each row gives a probability above 0.

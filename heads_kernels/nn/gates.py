@@ -1,4 +1,8 @@
-"""The protocol of head gates, and fixed gates."""
+"""The protocol of head gates, and fixed gates.
+
+Closing, Hard Concrete gates, importance, pruning and saving use this protocol, so that they do not depend on the model,
+and models do not depend on the kind of gate.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.gate import activate, as_4d
+from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class _OwnForward:
@@ -38,11 +38,21 @@ class _OwnForward:
 
 
 class Context(Protocol):
-    """Calls operators where this process has a part of each sequence; masks are those of whole ones."""
+    """Calls operators where this process has a part of each sequence; masks are those of whole ones.
+
+    It is a `ContextParallel` of `hk.integrations.distributed`, which has the words.
+    """
+
+    mesh: Any
+    length: int | None
 
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor: ...
 
     def whole_length(self, part: int) -> int: ...
+
+    def split(self, sequence: Tensor, dim: int) -> Tensor: ...
+
+    def join(self, part: Tensor, dim: int) -> Tensor: ...
 
 
 class Multihead(nn.Module, ABC):

@@ -1,4 +1,8 @@
-"""The projections of a converted layer of transformers, whose module expects queries and keys per head."""
+"""The projections of a converted layer of transformers, whose module expects queries and keys per head.
+
+The module keeps its forward, with its dropout, norms, caches and masks; the attention function separates what these
+projections return. So conversion needs no code per family.
+"""
 
 from __future__ import annotations
 

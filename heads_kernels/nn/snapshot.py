@@ -1,4 +1,8 @@
-"""Undo structural changes of a model."""
+"""Undo structural changes of a model.
+
+Functions that change a model check and compute first and change it last, inside `kept_on_error`. That copies no
+weights, since such functions replace parameters and never write to them.
+"""
 
 from __future__ import annotations
 

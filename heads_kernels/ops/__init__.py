@@ -1,1 +1,7 @@
-"""The operators: each has a folder that declares it and its table of backends; modules here are shared."""
+"""The operators as torch ops, and the backends that run them.
+
+attention.py, statistics.py   the ops: schema, fake, FLOPs, autograd
+eager.py, cpu.py, cuda.py, triton/   the backends (see `heads_kernels.backends`)
+direct.py   small calls on the CPU without an op
+sharding.py   calls with DTensors
+"""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from heads_kernels.call import Call
 from heads_kernels.mask import Intervals
-from heads_kernels.ops.operator import Call
 
 #: bias, offset_bias, sinks, softcap; None where all are absent
 Terms = tuple[Tensor | None, Tensor | None, Tensor | None, float] | None
@@ -29,7 +29,7 @@ def scores_of(call: Call) -> Scores:
 def terms_of(
     bias: Tensor | None, offset_bias: Tensor | None, sinks: Tensor | None, softcap: float
 ) -> Terms:
-    """The terms that follow the product of query and key, or None."""
+    """The terms applied to the product of query and key; None without any."""
     if bias is None and offset_bias is None and sinks is None and not softcap:
         return None
     return bias, offset_bias, sinks, softcap
@@ -47,5 +47,5 @@ def mask_of(intervals: Intervals) -> MaskParts:
 
 
 def asked_for(tensor: Tensor | None) -> Tensor | None:
-    """The output to fill; None where it is empty, which means not requested."""
+    """The output to fill; None if it is empty, which means that it is not requested."""
     return tensor if tensor is not None and tensor.numel() else None

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from heads_kernels.call import Call
+
 
 class _FirstOrderOnly(torch.autograd.Function):
     """Passes gradients through and raises where they are differentiated again."""
@@ -22,8 +24,8 @@ class _FirstOrderOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
-            f"{ctx.operator} has no second derivative: its backward pass is a fused kernel. Use plain PyTorch "
-            "operations where gradients of gradients are needed, or leave out create_graph=True."
+            f'{ctx.operator} has no second derivative: its backward pass is a fused kernel. Pass backend="eager" '
+            "where gradients of gradients are needed, or leave out create_graph=True."
         )
 
 
@@ -37,24 +39,30 @@ def first_order_only(
     return tuple(marked)
 
 
-def is_recorded(operator: str, inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether the call goes through its `autograd.Function`: an input requires a gradient.
+def is_recorded(call: Call) -> bool:
+    """Whether an operand of the call requires a gradient."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.operands)
+
+
+def needs_formula(call: Call, backend: str) -> bool:
+    """Whether the call needs derivatives that its op does not have, and `derivatives` has.
 
     Raises:
-        RuntimeError: under forward-mode differentiation or a `torch.func` transform, where the call would otherwise
-            silently have no derivative.
+        RuntimeError: `backend` is not "eager", and would silently have no derivative.
     """
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    if not torch.compiler.is_compiling():
-        forward_mode = forward_ad._current_level >= 0 and any(_has_tangent(t) for t in inputs)
-        transformed = recorded and torch._C._are_functorch_transforms_active()
-        if forward_mode or transformed:
-            raise RuntimeError(
-                f"{operator} has a reverse-mode derivative only, outside of torch.func; use torch.autograd.grad or "
-                "backward(), or write the call in plain PyTorch operations where jvp, grad or jacrev of torch.func "
-                "are needed."
-            )
-    return recorded
+    if torch.compiler.is_compiling():
+        return False
+    forward_mode = forward_ad._current_level >= 0 and any(map(_has_tangent, call.operands))
+    transformed = torch._C._are_functorch_transforms_active()
+    if backend == "eager":
+        return bool(forward_mode or transformed)
+    if forward_mode or (transformed and is_recorded(call)):
+        raise RuntimeError(
+            f"{call.operator} has a reverse-mode derivative only, outside of torch.func, on backend {backend!r}; use "
+            'torch.autograd.grad or backward(), or pass backend="eager" where jvp, grad or jacrev of torch.func are '
+            "needed."
+        )
+    return False
 
 
 def _has_tangent(tensor: Tensor | None) -> bool:

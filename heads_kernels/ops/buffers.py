@@ -1,5 +1,11 @@
-"""Buffers that kernels fill: their dtype and memory order, the same for kernels and for the fakes used in tracing, and
-the partial sums of sums over heads, or over keys, that are split over the GPU.
+"""Output buffers of kernels, and partial sums on the GPU.
+
+The dtype and memory order of an output are the same for kernels and for the fakes used in tracing.
+
+On the GPU every gradient has one owner: tiles of keys for `dkey` and `dvalue`, tiles of query rows for `dquery`, and
+for the gradient of a bias its own tiles or diagonals of tiles. Each pass recomputes the scores, so there are no
+atomics. Where a sum over heads, or over keys, has too few tiles to fill the GPU, it is split over programs, and their
+float32 parts are added in order.
 """
 
 from __future__ import annotations
@@ -10,11 +16,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
-FARTHEST_ROW: Final = 1 << 23
-#: Queries of at most so many rows are short: decoding. It is as many as tensor cores multiply at least.
+from heads_kernels.backends import FARTHEST_ROW
+
+#: Queries of at most this many rows are short (decoding): the fewest rows that tensor cores multiply.
 SHORT_QUERY: Final = 16
-#: Tiles of keys of a split: fewer would be computed before the next ones have arrived. Heuristic.
+#: Fewest tiles of keys per split: fewer would be computed before the next ones have arrived. Heuristic.
 _LEAST_TILES: Final = 4
 #: Programs per multiprocessor. With one, 133 programs on 132 multiprocessors take as long as 264; with three at most a
 #: quarter of the time is lost that way, and the parts stay small. Heuristic.
@@ -49,15 +55,10 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if near else tensor.contiguous()
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of scores, lse and accumulators."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def splits_of(count: int, programs: int, like: Tensor) -> int:
-    """The number of programs to split a sum over `count` (heads) into, so that multiprocessors are busy to the end.
+    """The number of programs over which a sum of `count` terms (heads) is split, so that no multiprocessor idles.
 
-    There are `programs` such sums. Every split has `cdiv(count, splits)` of them, the last the rest; none is empty.
+    There are `programs` such sums. Each split has `cdiv(count, splits)` terms, the last one the rest; none is empty.
     """
     if count <= 1:
         return 1
@@ -68,10 +69,10 @@ def splits_of(count: int, programs: int, like: Tensor) -> int:
 def key_splits(T: int, programs: int, tiles: int, like: Tensor) -> int:
     """The number of programs that the keys of a tile of query rows are split over in the forward pass; 1: no split.
 
-    There are `programs` tiles of query rows, and each sees up to `tiles` tiles of keys. Only a short query leaves most
-    of a GPU idle while its programs read one key after the other. It depends on sizes and the kind of device alone, so
-    the same call gives the same bits. On the CPU (interpreter, emulator, compiling ahead of time) it is the number for
-    one tile of rows, down to one tile of keys each: splits occur there in short sequences too.
+    There are `programs` tiles of query rows, and each sees up to `tiles` tiles of keys. Only a short query, with one
+    tile per head, leaves most of a GPU idle. The result depends only on sizes and the kind of device, so the same call
+    gives the same bits. On the CPU (interpreter, emulator, ahead-of-time compilation) it is computed as if there were
+    one tile of rows, with splits of at least one tile of keys, so that short sequences are split too.
     """
     if T > SHORT_QUERY:
         return 1
@@ -81,8 +82,10 @@ def key_splits(T: int, programs: int, tiles: int, like: Tensor) -> int:
 
 
 def split_attended(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers for what each split leaves of `out` [B, H, T, Dv]: `acc` [splits, B, H, T, Dv] before the division by
-    `row_sum`, and `row_max`, `row_sum` [splits, B, H, T]; all float32."""
+    """Float32 buffers for the partial results of each split of `out` [B, H, T, Dv].
+
+    `acc` [splits, B, H, T, Dv], before the division by `row_sum`, and `row_max` and `row_sum` [splits, B, H, T].
+    """
     row_max, row_sum = out.new_empty((2, splits, *out.shape[:3]), dtype=torch.float32)
     return out.new_empty((splits, *out.shape), dtype=torch.float32), row_max, row_sum
 
@@ -105,7 +108,7 @@ def sum_parts(parts: Tensor, grad: Tensor, splits: int) -> None:
 
 @functools.cache
 def _programs_wanted(device: torch.device) -> int:
-    """Programs that keep the GPU busy; 4 where kernels run on the CPU, so that splits occur there too."""
+    """The number of programs that keeps the GPU busy; 4 if kernels run on the CPU, so that splits occur there too."""
     if device.type != "cuda":
         return 4
     return _WAVES * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,8 +1,8 @@
-"""Both operators, and their statistics, on the `cuda` backend: the sequence of launches of the kernels in `csrc/cuda/`.
+"""Gated and collaborative attention, and statistics, on the `cuda` backend: the order of the kernels in `csrc/cuda/`.
 
 The compiled extension `heads_kernels._cuda` launches them on the device and the current stream of their tensors
-(emulated: on CPU tensors); a call without mixing runs the kernels of gated attention. Gradients that several blocks of
-threads contribute to are written as parts and added up in order afterwards (`buffers.py`).
+(emulated: on CPU tensors). A call without mixing runs the kernels of gated attention. Gradients to which several thread
+blocks contribute are written as parts, which are then added in order (`buffers.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.backends import CUDA_EMULATED
+from heads_kernels.call import Call
 from heads_kernels.ops.arguments import (
     Options,
     Scores,
@@ -21,6 +23,7 @@ from heads_kernels.ops.arguments import (
     options_of,
     scores_of,
 )
+from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.buffers import (
     SHORT_QUERY,
     contiguous_rows,
@@ -31,8 +34,7 @@ from heads_kernels.ops.buffers import (
     sum_parts,
 )
 from heads_kernels.ops.gate import can_close, is_elementwise
-from heads_kernels.ops.operator import Call, Gradients, Results, Saved
-from heads_kernels.ops.support import CUDA_EMULATED
+from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING or not CUDA_EMULATED:
     from heads_kernels import _cuda
@@ -49,7 +51,7 @@ _Read = tuple[Tensor, Tensor, Tensor]
 
 
 class _Arguments(NamedTuple):
-    """What every pass over scores takes."""
+    """The arguments of every pass over scores."""
 
     scores: Scores
     value: Tensor
@@ -74,8 +76,8 @@ def forward(call: Call, results: Results) -> None:
 
 
 def _splits(call: Call) -> int:
-    """How many parts of the outputs are combined in a second pass, each of some of the keys; 0: one pass."""
-    B, H, T, S, *_ = call.sizes
+    """The number of splits of the keys, whose partial outputs a second pass combines; 0: a single pass."""
+    B, H, T, S = call.sizes
     if is_decoding(call):
         tiles, Hk = _tiles(call, "decode"), call.key.shape[1]
         blocks = B * Hk * -(-H * T // max(Hk * tiles.block_m, 1))
@@ -88,23 +90,28 @@ def _splits(call: Call) -> int:
 
 
 def is_decoding(call: Call) -> bool:
-    """Whether the kernel for few query rows serves the call: it reads a key once for the heads that share it."""
-    _, _, T, S, *_ = call.sizes
+    """Whether the call runs on the kernel for few query rows, which reads a key once for all heads that share it."""
+    _, _, T, S = call.sizes
     return call.mixing is None and T <= SHORT_QUERY and _tiles(call, "decode").block_n < S
 
 
-def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`, except empty ones."""
     arguments, dout = _arguments(call), contiguous_rows(saved.dout)
     gate, activation, seed, dropout_p = arguments.options
     delta, dattended = _rows_pass(arguments, dout, saved, gradients)
-    if closed_grad and gradients.dgate.numel() and gate is not None and can_close(gate, activation):
+    if (
+        call.closed_grad
+        and gradients.dgate.numel()
+        and gate is not None
+        and can_close(gate, activation)
+    ):
         _cuda.attention_closed(*arguments, dout, gradients.dgate, _launch_target(dout))
     if dattended is not dout:  # it includes the gate
         arguments = arguments._replace(options=(None, activation, seed, dropout_p))
     read = dattended, saved.lse, delta
     _keys_pass(call, arguments, read, gradients)
-    _queries_pass(call, arguments, read, closed_grad, gradients)
+    _queries_pass(call, arguments, read, gradients)
     _bias_pass(call, arguments, read, gradients)
 
 
@@ -132,7 +139,7 @@ def _keys_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
     )
     if not (dkey.numel() or dvalue.numel() or dcontent_bias is not None):
         return
-    B, H, _, S, width, _ = call.sizes
+    B, H, S, width = call.B, call.H, call.S, call.D
     tiles = _tiles(call, "keys")
     if call.mixing is None:
         Hk = call.key.shape[1]
@@ -150,18 +157,16 @@ def _keys_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
     sum_parts(dvalue_parts, dvalue, splits)
 
 
-def _queries_pass(
-    call: Call, arguments: _Arguments, read: _Read, closed_grad: bool, gradients: Gradients
-) -> None:
+def _queries_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradients) -> None:
     """Fill `dquery` and `dmixing`."""
     dquery, dmixing = gradients.dquery, asked_for(gradients.dmixing)
     if not dquery.numel() and dmixing is None:
         return
-    target = _launch_target(read[0])
+    target, closed_grad = _launch_target(read[0]), call.closed_grad
     if call.mixing is None:
         _cuda.attention_queries(*arguments, read, (dquery, None), 1, closed_grad, target)
         return
-    B, H, T, _, width, _ = call.sizes
+    B, H, T, width = call.B, call.H, call.T, call.D
     if H == 0:
         dquery.zero_()  # the kernel writes nothing without heads
         return
@@ -179,7 +184,7 @@ def _queries_pass(
 def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradients) -> None:
     """Fill `dbias` or `doffset_bias`."""
     dbias, doffset_bias = gradients.dbias, gradients.doffset_bias
-    B, H, T, S = call.scores
+    B, H, T, S = call.sizes
     block = _tiles(call, "bias").block_m
     target = _launch_target(read[0])
     if dbias.numel():
@@ -205,10 +210,12 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
             doffset_bias.zero_()
 
 
-def statistics(call: Call, excluded: Tensor | None, results: tuple[Tensor, ...]) -> None:
+def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results` of `attention_statistics`: lse, max_prob, argmax, entropy."""
     target = _launch_target(results[0])
-    _cuda.attention_statistics(_scores(call), excluded, _mask(call), results, target)
+    _cuda.attention_statistics(
+        _scores(call), call.exclude_keys, _mask(call), tuple(results), target
+    )
 
 
 def _arguments(call: Call) -> _Arguments:
@@ -226,7 +233,7 @@ def _scores(call: Call) -> Scores:
 
 
 def _mask(call: Call) -> _Mask:
-    return *mask_of(call.intervals), _dense_cells(call.intervals.dense)
+    return *mask_of(call.intervals), _dense_cells(call.dense_mask)
 
 
 def _single(tensor: Tensor | None) -> Tensor | None:
@@ -253,7 +260,7 @@ def _dense_cells(dense: Tensor | None) -> Tensor | None:
 
 def _tiles(call: Call, name: str) -> _Tiles:
     operator = "gated_attention" if call.mixing is None else "collaborative_attention"
-    terms = call.bias, call.offset_bias, call.intervals.dense
+    terms = call.bias, call.offset_bias, call.dense_mask
     has_terms = call.softcap != 0.0 or any(term is not None for term in terms)
     if name in ("forward", "decode"):  # its kernels with terms have the sinks too
         has_terms = has_terms or call.sinks is not None

@@ -1,6 +1,4 @@
-"""What the eager backends share.
-
-Raw scores, visible pairs, the softmax, products that hidden NaN does not enter, dropout and gates.
+"""The parts of the eager backend: raw scores, softmax, products that hidden NaN does not enter, dropout and gates.
 
 Tensors are in the compute dtype (float32, or float64 for float64 inputs) unless they are arguments of an op.
 """
@@ -14,19 +12,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from heads_kernels.call import Call, closed_heads, compute_dtype
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.buffers import compute_dtype
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.philox import keep_mask
-from heads_kernels.ops.scores import NEG_INF, finish, visible_pairs
-from heads_kernels.problem import closed_heads
+from heads_kernels.ops.scores import NEG_INF
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 def without_autocast(backend: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`backend`, shielded from the caller's autocast: it would cast the products inside to half."""
+    """Run `backend` without the caller's autocast, which would cast its products to half precision."""
 
     @functools.wraps(backend)
     def shielded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -89,13 +85,6 @@ def softmax(scores: Tensor, visible: Tensor | None, sinks: Tensor | None) -> tup
     return _only(visible, p if sinks is None else p[..., :-1], lse), lse
 
 
-@without_autocast
-def row_probabilities(call: Call) -> Tensor:
-    """Probabilities `[B, H, T, S]` of a call, before dropout."""
-    raw = raw_scores(call, *operands_of_scores(call))
-    return softmax(finish(call, raw)[0], visible_pairs(call), call.sinks)[0]
-
-
 def probabilities(scores: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
     """`exp(scores - lse)`: the probabilities of `softmax`, from the `lse` that it returned."""
     return _only(visible, torch.exp(scores - lse[..., None]), lse)
@@ -128,7 +117,7 @@ def product(weights: Tensor, operand: Tensor, touched: Tensor | None) -> Tensor:
 def kept_share(
     seed: Tensor | None, dropout_p: float, shape: Iterable[int], like: Tensor
 ) -> Tensor | None:
-    """What dropout multiplies probabilities by: 0 or `1 / (1 - dropout_p)`; None without dropout.
+    """The dropout factor of each probability, 0 or `1 / (1 - dropout_p)`; None without dropout.
 
     `shape` is [B, H, T, S]; `like` gives dtype and device.
     """
@@ -139,7 +128,7 @@ def kept_share(
 
 
 def times(tensor: Tensor, factor: Tensor | None) -> Tensor:
-    """`tensor * factor`, where None stands for ones."""
+    """`tensor * factor`; a factor of None is 1."""
     return tensor if factor is None else tensor * factor
 
 
@@ -151,7 +140,7 @@ def opened(gate: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor |
 
 
 def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -> Tensor | None:
-    """Visible pairs of open heads, `[B|1, H|1, T|1, S|1]`; None where that is all of them.
+    """Visible pairs of open heads, `[B|1, H|1, T|1, S|1]`; None if these are all pairs.
 
     Only these take part in the output and in the gradients of queries, keys and values.
     """
@@ -163,25 +152,13 @@ def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -
 
 
 def only_rows(tensor: Tensor, pairs: Tensor | None) -> Tensor:
-    """`tensor` `[B, H, T, W]` with exact zeros in the rows that none of `pairs` belongs to."""
+    """`tensor` `[B, H, T, W]`, exactly 0 in rows without any of `pairs`."""
     return tensor if pairs is None else tensor.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
 
 
-def score_gradient(
-    dattended: Tensor,
-    delta: Tensor,
-    value: Tensor,
-    p: Tensor,
-    kept: Tensor | None,
-    pairs: Tensor | None,
-) -> Tensor:
-    """`p * (dp - delta)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `pairs`.
-
-    `dp = kept * (dattended @ value^T)`; `delta = rowsum(dattended * attended) - dlse` `[B, H, T]`, where the row sum is
-    `rowsum(p * dp)`.
-    """
-    dp = times(dattended @ value.mT, kept)
-    return only(pairs, p * (dp - delta[..., None]))
+def score_gradient(slopes: Tensor, dp: Tensor, center: Tensor, inside: Tensor | None) -> Tensor:
+    """`slopes * (dp - center)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `inside`."""
+    return only(inside, slopes * (dp - center))
 
 
 def gate_rows(

@@ -1,28 +1,28 @@
-"""What a gate is, for every backend: its activation, its broadcast to `[B, H, T, Dv]`, and its gradient.
+"""Gates on every backend: activation, broadcasting to `[B, H, T, Dv]`, and gradient.
 
 A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank determines its kind: `[H]` per head,
 `[B, H]` per batch and head, `[B, H, T]` per token, `[B, H, T, Dv]` elementwise; dimensions of size 1 broadcast.
+
+GPU kernels compute a closed head as one whose rows see no key: each program reads its own gate, its loops run zero
+times, and it stores zeros. So the host never waits for the values of a gate, and a captured CUDA graph can be replayed
+with other heads closed. Open heads are not compacted into a list first: a program without work costs as much as writing
+its zeros, and a list would cost a launch.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_activation
-from heads_kernels.ops.buffers import compute_dtype
-
-#: The activation of ops that is the identity, but of which 0 closes no head: `lse` is asked for of every head.
-LINEAR: Final = "linear"
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
-    """The values that multiply the output, from the gate as it was passed (logits where an activation is named)."""
-    if activation == LINEAR:
-        return gate
+    """The values that multiply the output, from the `gate` argument (logits unless the activation is "identity")."""
     check_activation(activation)
     if activation == "sigmoid":
         return torch.sigmoid(gate)
@@ -31,11 +31,32 @@ def activate(gate: Tensor, activation: str) -> Tensor:
     return gate
 
 
-def without_closed_heads(out: Tensor, gate: Tensor | None, activation: str) -> Tensor:
-    """`out` with exact zeros where a linear gate closes a head, which may have visible values that are not finite."""
-    if gate is None or activation != LINEAR or not can_close(gate, "identity"):
-        return out
-    return out.masked_fill(as_4d(gate) == 0, 0.0)
+def multiply(attended: Tensor, call: Call, seen: Tensor) -> Tensor:
+    """`act(gate) * attended` of a call that ran without its gate, in the dtype of the call.
+
+    Rows that see no key, False in `seen` `[B, H, T]`, and closed heads are exactly 0, whatever their gates and values.
+    """
+    gate, activation = call.gate, call.gate_activation
+    assert gate is not None
+    if activation == "identity" and not call.closed_grad:
+        gate = torch.where(gate == 0, gate.detach(), gate)
+    factor = as_4d(activate(gate.to(compute_dtype(attended.dtype)), activation))
+    product = attended * torch.where(seen[..., None], factor, 0.0)
+    if can_close(gate, activation):
+        product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
+    return product.to(call.query.dtype)
+
+
+class _Closed(torch.autograd.Function):
+    """Write zeros for closed heads and pass the gradient through, because their gates have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, closed: Tensor) -> Tensor:
+        return product.masked_fill(closed, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
 
 
 def sizes_4d(gate: Tensor) -> tuple[int, ...]:
@@ -45,7 +66,7 @@ def sizes_4d(gate: Tensor) -> tuple[int, ...]:
 
 
 def as_4d(gate: Tensor) -> Tensor:
-    """A view of the gate with those sizes."""
+    """A view of the gate with the sizes of `sizes_4d`."""
     return gate.reshape(sizes_4d(gate))
 
 
@@ -63,27 +84,22 @@ def can_close(gate: Tensor, activation: str) -> bool:
     )
 
 
-def empty_rows(
-    gate: Tensor | None, needed: bool, query: Tensor, B: int, H: int, T: int, Dv: int
-) -> Tensor:
-    """A buffer for what a backward kernel computes for the gate: `dout * attended` in the compute dtype.
+def shape_of_rows(gate: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """The shape of what a backward kernel computes for the gate, `dout * attended`.
 
-    `[B, H, T]`, summed over the width of the head, or `[B, H, T, Dv]` for an elementwise gate.
+    `[B, H, T]`, summed over the width of the head, or `full` = (B, H, T, Dv) for an elementwise gate.
     """
-    dtype = compute_dtype(query.dtype)
-    if gate is None or not needed:
-        return query.new_empty(0, dtype=dtype)
-    return query.new_empty((B, H, T, Dv) if is_elementwise(gate) else (B, H, T), dtype=dtype)
+    return full if gate is not None and is_elementwise(gate) else full[:3]
 
 
 def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool) -> Tensor:
-    """Gradient of the gate as it was passed, from the kernel's `rows` (see `empty_rows`).
+    """Gradient of the `gate` argument, from the kernel's `rows` (see `shape_of_rows`).
 
-    Sums over what the gate was broadcast along, applies the slope of the activation, and with `closed_grad=False`
-    reports 0 for every entry of an identity gate that is exactly 0.
+    Sums over the broadcast dimensions and multiplies by the slope of the activation. With `closed_grad=False`, entries
+    of an identity gate that are exactly 0 get gradient 0.
     """
     grad = rows.sum_to_size(sizes_4d(gate)[: rows.dim()]).reshape(gate.shape)
-    if activation in ("identity", LINEAR):
+    if activation == "identity":
         if not closed_grad:
             grad = grad.masked_fill(gate == 0, 0.0)
     else:

@@ -1,7 +1,7 @@
-"""The torch library `heads_kernels`: how every op of the package is defined.
+"""The torch library `heads_kernels`: how the ops of the package are defined.
 
-An op has one schema, one implementation that imports the backend it is to run, a fake that allocates what the
-kernel would, and a FLOP formula. Gradients are an `autograd.Function` around the op, in the op's own file.
+An op has one schema, one implementation, which imports the backend that it runs on, a fake that allocates the same
+outputs, and a FLOP formula. All registration is in Python, once for all backends.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from heads_kernels.after_import import after_import
-from heads_kernels.dispatch import Backend
+from heads_kernels.backends import find
+from heads_kernels.call import SCHEMA, Call
+from heads_kernels.checks import refuse
+from heads_kernels.parse import check_op, check_ranks
 
 NAMESPACE = "heads_kernels"
+#: The fields of a `Call` as the arguments of a torch schema.
+FIELDS: Final = ", ".join(f"{type} {name}" for name, type in SCHEMA.items())
+_COMPILED: Final = ("cpu", "cuda")
 
 
 def _library() -> torch.library.Library:
@@ -54,18 +61,48 @@ def define_op(
 
 
 def _register_flops(packet: Any, flops: Callable[..., int]) -> None:
-    """Make a formula known to PyTorch's FLOP counter, whose import is slow where Triton is installed."""
+    """Register a formula with PyTorch's FLOP counter, whose import is slow if Triton is installed."""
     from torch.utils.flop_counter import register_flop_formula
 
     register_flop_formula(packet)(flops)
 
 
+def dense_sizes(shapes: Any) -> tuple[int, int, int]:
+    """Number of pairs over all heads, width of scores and width of values, from the shapes of an op's arguments."""
+    call: Any = Call(*shapes[: len(Call._fields)])
+    B, *heads, T, width = call.query
+    H = call.mixing[0] if call.mixing else heads[0]
+    return B * H * T * call.key[-2], width, call.value[-1] if call.value else 0
+
+
+def check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> None:
+    """Check that the tensors of an op are given and fit each other; `backend` is None in its fake.
+
+    The package's own calls are valid, but an op may be called directly, and a kernel would read past the end of a
+    tensor that is too small. The compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
+    """
+    if backend in _COMPILED:
+        check_ranks(call, **saved)
+        return
+    check_op(call, **saved)
+    if backend == "triton":  # its kernels compute addresses from these strides
+        of_rows = saved.get("lse"), saved.get("dlse"), call.k_lo, call.k_hi
+        dense = *of_rows, call.key_visible, call.exclude_keys
+        if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
+            names = "lse, dlse, k_lo, k_hi, key_visible or exclude_keys"
+            refuse(names, "is not contiguous", "copy it")
+        attended = saved.get("attended")
+        for name, tensor in (
+            ("query", call.query),
+            ("key", call.key),
+            ("value", call.value),
+            ("attended", attended),
+        ):
+            if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                refuse(name, f"has stride {tensor.stride(-1)} in its last dimension", "it needs 1")
+
+
 @functools.cache
-def load(table: tuple[Backend, ...], name: str) -> ModuleType:
+def load(name: str) -> ModuleType:
     """The module of backend `name`, imported the first time an op runs on it."""
-    for row in table:
-        if row.name == name:
-            return importlib.import_module(row.module)
-    raise ValueError(
-        f"backend is {name!r}; use one of {', '.join(repr(row.name) for row in table)}."
-    )
+    return importlib.import_module(find(name).module)

@@ -11,15 +11,12 @@ import math
 import torch
 from torch import Tensor
 
+from heads_kernels.call import SEED_LENGTH
+
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
-
-#: An op's `seed` is int64 `[5]`: the number that PyTorch's generator drew, then the index (b, h, i, j) of the call's
-#: first element in the whole, which is not 0 where a process computes a part of the batch, the heads or the rows.
-#: j must be a multiple of 4, the elements of a counter.
-SEED_LENGTH = 5
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -2,8 +2,8 @@
 
     score = softcap * tanh(scale * raw / softcap) + bias
 
-`raw` is `q_i . k_j`, mixed and with its content bias where the operator has them; a sink is one more score of each row,
-without a key. These are the functions of the eager backend; kernels have their own in each language.
+`raw` is `q_i . k_j`, mixed and with a content bias in collaborative attention. A sink is one extra score per row that
+belongs to no key. These functions serve the eager backend; the kernels of each language have their own.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import bias_batches, expand_bias
+from heads_kernels.call import Call
 from heads_kernels.offset_bias import diagonals
-from heads_kernels.ops.operator import Call
 
 NEG_INF = float("-inf")
 
 
 def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scores `[B, H, T, S]` of the raw products, in their dtype; and the slope of the cap, None without one."""
+    """Scores `[B, H, T, S]` from the raw products, in their dtype, and the slope of the cap, None without a cap."""
     scores, slope = call.scale * raw, None
     if call.softcap:
         share = torch.tanh(scores / call.softcap)
@@ -30,16 +30,17 @@ def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def dense_bias(call: Call) -> Tensor | None:
     """The biases of all pairs, `[B or 1, H or 1, T or 1, S or 1]`; None where there is none."""
-    B, _, T, S = call.scores
+    B, _, T, S = call.sizes
     if call.offset_bias is not None:
         return diagonals(call.offset_bias, T, S)[None]
     return None if call.bias is None else expand_bias(call.bias, B)
 
 
 def visible_pairs(call: Call) -> Tensor | None:
-    """bool `[B or 1, H or 1, T, S]`, True = visible: by the mask, and by a bias that is not -inf. None: all are."""
-    T, S = call.scores[2:]
-    visible = call.intervals.to_dense(T, S, call.query.device) if call.intervals.hides else None
+    """bool `[B or 1, H or 1, T, S]`, True where the mask shows the pair and its bias is not -inf. None: everywhere."""
+    _, _, T, S = call.sizes
+    mask = call.intervals
+    visible = mask.to_dense(T, S, call.query.device) if mask.hides else None
     bias = dense_bias(call)
     if bias is not None:
         shown = (bias != NEG_INF).expand(-1, -1, T, S)
@@ -48,7 +49,7 @@ def visible_pairs(call: Call) -> Tensor | None:
 
 
 def of_rows(call: Call, start: int, stop: int) -> Call:
-    """The call of query rows `start` to `stop - 1` alone."""
+    """The call of only the query rows `start` to `stop - 1`."""
     rows, S = slice(start, stop), call.key.shape[-2]
     query = call.query[..., rows, :]
     bias, table = call.bias, call.offset_bias
@@ -58,17 +59,17 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
         T, count = call.query.shape[-2], query.shape[-2]
         first = T - (start + count)
         table = table[:, first : first + max(count + S - 1, 1)]
-    mask, dense = call.intervals, call.intervals.dense
+    mask, dense = call.intervals, call.dense_mask
     mask = mask.from_row(start)._replace(
         k_lo=None if mask.k_lo is None else mask.k_lo[:, rows],
         k_hi=None if mask.k_hi is None else mask.k_hi[:, rows],
         dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
     )
-    return call._replace(query=query, bias=bias, offset_bias=table, intervals=mask)
+    return call._replace(query=query, bias=bias, offset_bias=table).under(mask)
 
 
 def bias_gradient(dscores: Tensor, grad: Tensor) -> None:
-    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over the dimensions of broadcasting."""
+    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over the broadcast dimensions."""
     batches = bias_batches(grad, dscores.shape[0])
     grad.copy_(dscores.reshape(*batches, *dscores.shape[1:]).sum_to_size(grad.shape))
 

@@ -3,7 +3,10 @@
 Attention is independent along the batch, the heads and the query rows, so operands may be sharded along these
 dimensions. What the parts share is replicated and its gradient summed: a query or key of all heads, and, where rows are
 split, keys and values, which are gathered if they are sharded along the sequence. The part is a call on local tensors:
-`redistribute`, `to_local` and `from_local` are differentiable, and all communication is theirs.
+`redistribute`, `to_local` and `from_local` are differentiable, traced by `torch.compile`, and do all communication.
+
+DTensors do not reach the ops: rules for DTensor's dispatcher would be private API, one for each op and direction, and
+could not give dropout the index of the part's first element, which `seed` contains.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from heads_kernels.batch import expand_bias
+from heads_kernels.call import Call
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded, of_first, replicated
-from heads_kernels.problem import Problem
 
-#: The dimensions of operands; where heads share the query, those of `_SHARED` differ.
+#: The dimensions of operands. `_SHARED` replaces those that differ in collaborative attention.
 _LAYOUTS: Final = {
     "query": "B H T D",
     "key": "B Hk S D",
@@ -32,21 +35,24 @@ _LAYOUTS: Final = {
     "bias": "one B H T S",
     "offset_bias": "H offset",
     "sinks": "H",
+    "k_lo": "B T",
+    "k_hi": "B T",
+    "key_visible": "B S",
+    "dense_mask": "B H T S",
     "exclude_keys": "B S",
 }
 _SHARED: Final = {"query": "B T D", "key": "B S D", "value": "B Hv S Dv"}
 _GATES: Final = {1: "H", 2: "B H", 3: "B H T", 4: "B H T Dv"}
-_INTERVALS: Final = {"k_lo": "B T", "k_hi": "B T", "key_visible": "B S", "dense": "B H T S"}
 _OUTPUT: Final = "B H T Dv"
-#: The dimensions that may be sharded, and along which of the call they are.
+#: The dimensions that may be sharded, and the dimension of the call to which each belongs.
 _SPLIT: Final = {"B": "B", "H": "H", "Hk": "H", "Hv": "H", "T": "T"}
-#: The dimension that every row needs whole: what is sharded along it is gathered.
+#: Every row needs all keys: operands that are sharded along this dimension are gathered.
 _KEYS: Final = "S"
 
 Span = tuple[int, int]  # first, count
 
 
-def part_of(problem: Problem) -> Part | None:
+def part_of(call: Call) -> Part | None:
     """The part that this process computes; None if no operand is a `DTensor`.
 
     Plain tensors beside DTensors count as replicated.
@@ -55,7 +61,7 @@ def part_of(problem: Problem) -> Part | None:
         ValueError: operands are sharded along other dimensions, or differently, or heads that share a key or
             value head would be split. Every process of the mesh raises it.
     """
-    operands = _operands(problem)
+    operands = _operands(call)
     sharded = [(name, t) for name, t, _ in operands if is_sharded(t)]
     if not sharded:
         return None
@@ -64,26 +70,26 @@ def part_of(problem: Problem) -> Part | None:
         if tensor.device_mesh != mesh:
             was = f"is on the mesh {tensor.device_mesh}, but {first} is on {mesh}"
             refuse(name, was, "distribute both over one mesh")
-    return Part(problem, operands, mesh)
+    return Part(call, operands, mesh)
 
 
 class Part:
-    """One process's part of a call; `problem` has its tensors, which are not DTensors."""
+    """One process's part of a call; `call` has its tensors, which are not DTensors."""
 
-    def __init__(self, problem: Problem, operands: list[_Operand], mesh: Any) -> None:
+    def __init__(self, call: Call, operands: list[_Operand], mesh: Any) -> None:
         self.mesh = mesh
-        self._sizes = {"B": problem.B, "H": problem.H, "T": problem.T}
-        #: For each dimension of the mesh what it splits, of `_sizes`; "": all of its processes compute the same.
+        self._sizes = {"B": call.B, "H": call.H, "T": call.T}
+        #: For each dimension of the mesh, the dimension in `_sizes` that it splits; "": its processes compute the same.
         self.splits = [
             "" if self._sizes.get(split) == 1 else split for split in _splits(operands, mesh)
         ]
-        #: The places of the mesh. Dynamo of PyTorch 2.11 does not know its `shape`.
+        #: The shape of the mesh. Dynamo of PyTorch 2.11 cannot trace its `shape`.
         self._counts = [mesh.size(dim) for dim in range(mesh.ndim)]
         self._spans = {letter: self._all_spans(letter, n) for letter, n in self._sizes.items()}
-        #: Of the heads that groups of query heads share.
-        self._shared_spans = _shared_spans(problem, self._spans["H"])
+        #: The same for heads of key or value that groups of query heads share.
+        self._shared_spans = _shared_spans(call, self._spans["H"])
         self._at = mesh.get_coordinate()
-        self.problem = self._of(problem, operands)
+        self.call = self._of(call, operands)
 
     def whole(self, result: Tensor) -> Tensor:
         """A result `[B, H, T, ...]` of the part, as a DTensor of the whole call."""
@@ -102,17 +108,15 @@ class Part:
             stride=tuple(strides),
         )
 
-    def seed(self, seed: Tensor | None) -> Tensor | None:
+    def seed(self, seed: Tensor) -> Tensor:
         """The seed of the first process of the mesh, at the first element of this part."""
-        if seed is None:
-            return None
         shared = of_first(seed, self.mesh)
         first = [self._span(letter)[0] for letter in self._sizes]
         return shared + shared.new_tensor([0, *first, 0])
 
     # ------------------------------------------------------------------ which part
     def _all_spans(self, letter: str, size: int) -> dict[tuple[int, ...], Span]:
-        """What the process at each place of the mesh has of a dimension, as `Shard` splits it."""
+        """The part of a dimension that the process at each place of the mesh has, as `Shard` splits it."""
         spans = {}
         for place in itertools.product(*map(range, self._counts)):
             first, count = 0, size
@@ -127,20 +131,19 @@ class Part:
     def _span(self, letter: str) -> Span:
         return self._spans[letter][tuple(self._at)]
 
-    def _of(self, problem: Problem, operands: list[_Operand]) -> Problem:
+    def _of(self, call: Call, operands: list[_Operand]) -> Call:
         parts: dict[str, Any] = {
             name: self._local(t, layout.split()) for name, t, layout in operands
         }
-        bounds: Any = {name: parts.pop(name) for name in _INTERVALS}
         row, rows = self._span("T")
         if (
             table := parts["offset_bias"]
         ) is not None:  # offsets from -(T - 1): those of the last row come first
             parts["offset_bias"] = table.narrow(
-                1, problem.T - row - rows, max(table.shape[1] - problem.T + rows, 1)
+                1, call.T - row - rows, max(table.shape[1] - call.T + rows, 1)
             )
-        intervals = problem.intervals.from_row(row)._replace(**bounds)
-        return problem._replace(**parts, intervals=intervals)
+        band = call.intervals.from_row(row)
+        return call._replace(**parts, band_lo=band.band_lo, band_hi=band.band_hi)
 
     # ------------------------------------------------------------------ tensors
     def _placements(self, layout: Sequence[str], shape: torch.Size) -> list[Placement]:
@@ -170,7 +173,7 @@ class Part:
             # Query heads of several processes share one of its heads.
             placements = [Replicate() if p == Shard(1) else p for p in placements]
             narrowed = spans[tuple(self._at)]
-        # Of what all processes have, each one's gradient is a term of the sum.
+        # The gradient of a replicated tensor is the sum of the gradients of all processes.
         terms = [
             Partial() if split and placement == Replicate() else placement
             for split, placement in zip(self.splits, placements, strict=True)
@@ -186,31 +189,28 @@ class _Operand(NamedTuple):
     layout: str
 
 
-def _operands(problem: Problem) -> list[_Operand]:
+def _operands(call: Call) -> list[_Operand]:
     """Every tensor of a call, with its dimensions."""
-    layouts = {**_LAYOUTS, **(_SHARED if problem.mixing is not None else {})}
-    tensors = {name: getattr(problem, name) for name in layouts}
-    bias = problem.bias
+    layouts = {**_LAYOUTS, **(_SHARED if call.mixing is not None else {})}
+    tensors = {name: getattr(call, name) for name in layouts}
+    bias = call.bias
     if bias is not None:
         ones, size = bias.shape[:2]
         if ones != 1:  # one batch in the call's own terms
             bias = (
                 bias.transpose(0, 1)
-                if size == 1 and ones == problem.B
-                else expand_bias(bias, problem.B)[None]
+                if size == 1 and ones == call.B
+                else expand_bias(bias, call.B)[None]
             )
         tensors["bias"] = bias
     operands = [_Operand(name, tensors[name], layout) for name, layout in layouts.items()]
-    gate = problem.gate
+    gate = call.gate
     operands.append(_Operand("gate", gate, _GATES[1 if gate is None else gate.dim()]))
-    return operands + [
-        _Operand(name, getattr(problem.intervals, name), layout)
-        for name, layout in _INTERVALS.items()
-    ]
+    return operands
 
 
 def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
-    """For each dimension of the mesh "B" or "H", which operands are sharded along; "" where none is."""
+    """For each dimension of the mesh, the dimension "B", "H" or "T" that it shards; "" if none."""
     splits = [""] * mesh.ndim
     by = [""] * mesh.ndim
     for name, tensor, layout in operands:
@@ -234,19 +234,17 @@ def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
     return splits
 
 
-def _shared_spans(
-    problem: Problem, heads: dict[tuple[int, ...], Span]
-) -> dict[tuple[int, ...], Span]:
-    """The heads of key and value that the query heads of each process read; where the key has none, of the value."""
-    shared, name = (problem.Hk, "key") if problem.mixing is None else (problem.Hv, "value")
-    group = problem.H // max(shared, 1)
+def _shared_spans(call: Call, heads: dict[tuple[int, ...], Span]) -> dict[tuple[int, ...], Span]:
+    """The heads of key and value (of the value alone, with mixing) that the query heads of each process read."""
+    shared, name = (call.Hk, "key") if call.mixing is None else (call.Hv, "value")
+    group = call.H // max(shared, 1)
     spans = {}
     for place, (first, count) in heads.items():
         last = first + max(count, 1) - 1
         whole = first % group == 0 and count % group == 0
         if not whole and first // group != last // group:
-            was = f"has {problem.H} heads, of which one process would have {first} to {last}"
+            was = f"has {call.H} heads, of which one process would have {first} to {last}"
             instead = f"shard over a number of processes that splits no group of {group} that share a {name} head"
-            refuse("query" if problem.mixing is None else "mixing", was, instead)
+            refuse("query" if call.mixing is None else "mixing", was, instead)
         spans[place] = first // group, -(-count // group)
     return spans

@@ -29,9 +29,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.dispatch import select
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.entmax_attention import OPERATOR as ENTMAX
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
@@ -42,8 +40,6 @@ FACTOR = 2.0
 
 #: Standard deviations that a normal variable exceeds once in a million.
 _ONE_IN_A_MILLION: Final = 4.75
-
-_OPERATORS: Final = {operator.name: operator for operator in (GATED, COLLABORATIVE, ENTMAX)}
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ class Reference:
 
     def limits(self, backend: str | None) -> dict[str, Limits]:
         """By quantity, for what `backend` rounds."""
-        shared = self.inputs.operator == COLLABORATIVE.name
+        shared = self.inputs.operator == "collaborative_attention"
         return self._of(mixed_unit(self.inputs.dout.dtype, backend) if shared else 0.0)
 
     def arithmetic(self) -> dict[str, Limits]:
@@ -210,9 +206,10 @@ def run(inputs: Inputs, backend: str | None, backward: bool = True) -> dict[str,
 
 
 def _lse(inputs: Inputs, backend: str | None) -> Tensor:
-    p, operator = inputs.problem(), _OPERATORS[inputs.operator]
+    call = inputs.parsed()._replace(seed=_seed(inputs), gate=None, gate_activation="identity")
     with torch.no_grad():
-        return operator.with_lse(p, select(operator.backends, p, backend), _seed(inputs))[1]
+        lse: Tensor = attention_op(*call, True, select(call, backend))[2]
+    return lse if call.alpha is None else lse.sum(0)
 
 
 def _seed(inputs: Inputs) -> Tensor | None:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from heads_kernels.call import MIXING_CHUNK
 from heads_kernels.checks import DTYPES, GateActivation
-from heads_kernels.problem import MIXING_CHUNK
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.masks import MaskBuilder, Sizes
 from heads_kernels.testing.poison import surrounded

@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads_kernels.call import Call, compute_dtype
 from heads_kernels.functional import collaborative_attention, entmax_attention, gated_attention
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.buffers import compute_dtype
-from heads_kernels.problem import Problem
+from heads_kernels.parse import parse
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gated_attention": gated_attention,
     "collaborative_attention": collaborative_attention,
     "entmax_attention": entmax_attention,
-}
-_PROBLEMS: dict[str, Callable[..., Problem]] = {
-    "gated_attention": Problem.gated,
-    "collaborative_attention": Problem.collaborative,
-    "entmax_attention": Problem.entmax,
 }
 
 
@@ -76,9 +71,9 @@ class Inputs:
         grads = torch.autograd.grad(results, list(leaves.values()), starts)
         return out.detach(), dict(zip(leaves, grads, strict=True))
 
-    def problem(self, **options: Any) -> Problem:
-        """The parsed call."""
-        return _PROBLEMS[self.operator](**self.arguments(**options))
+    def parsed(self, **options: Any) -> Call:
+        """The call, with the batch dimensions in one."""
+        return parse(self.operator, **self.arguments(**options))[0]
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in `dtype`; quantised inputs in float64 are what the oracle reads."""

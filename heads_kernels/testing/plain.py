@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads_kernels.batch import expand_bias
+from heads_kernels.call import Call
 from heads_kernels.offset_bias import diagonals
 from heads_kernels.ops.philox import keep_mask
-from heads_kernels.problem import Problem
 
 
 class Plain(NamedTuple):
@@ -25,9 +25,9 @@ class Plain(NamedTuple):
     probabilities: Tensor
 
 
-def plain(problem: Problem, seed: Tensor | None = None) -> Plain:
+def plain(call: Call, seed: Tensor | None = None) -> Plain:
     """The formula of a parsed call, differentiable; `seed` is for dropout."""
-    p = problem
+    p = call
     if p.mixing is None:
         group = p.H // max(p.Hk, 1)
         scores = p.query @ p.key.repeat_interleave(group, 1).mT

@@ -53,7 +53,7 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
 
     Also returns which elements those are, by argument.
     """
-    p = inputs.problem()
+    p = inputs.parsed()
     masked = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)
     visible = masked if p.bias is None else masked & (expand_bias(p.bias, p.B) > -torch.inf)
     fully_masked, unseen = ~visible.any(3), ~visible.any(2)  # [B, H, T], [B, H, S]

@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import bias_batches, expand_bias
+from heads_kernels.call import Call
 from heads_kernels.offset_bias import diagonals
-from heads_kernels.ops.entmax_attention import formula as entmax
+from heads_kernels.ops import entmax
 from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.philox import keep_mask
-from heads_kernels.problem import Problem
 from heads_kernels.testing import mean_error
 from heads_kernels.testing.inputs import Inputs
 
@@ -143,7 +143,7 @@ def limits(
         torch.finfo(compute).smallest_normal,
         mixed,
     )
-    p = inputs.to(torch.float64).problem()
+    p = inputs.to(torch.float64).parsed()
     assert p.value is not None
     wide = inputs.dout.double()
     B, H, T, S = p.B, p.H, p.T, p.S
@@ -239,7 +239,7 @@ def limits(
 class _Weigh:
     """The reference as weights of the numbers of one head; see `mean_error`."""
 
-    def __init__(self, inputs: Inputs, values: dict[str, Tensor], p: Problem, dout: Tensor) -> None:
+    def __init__(self, inputs: Inputs, values: dict[str, Tensor], p: Call, dout: Tensor) -> None:
         self.p, self.dout = p, dout
         self.values = {name: value.nan_to_num(0.0, 0.0, 0.0) for name, value in values.items()}
         self.table = inputs.tensors.get("offset_table")

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import expand_bias
+from heads_kernels.call import Call
 from heads_kernels.functional import attention_statistics
 from heads_kernels.offset_bias import diagonals
-from heads_kernels.ops.attention_statistics import AttentionStatistics
-from heads_kernels.problem import Problem
+from heads_kernels.ops.statistics import AttentionStatistics
+from heads_kernels.parse import parse
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.plain import plain
 from heads_kernels.testing.rounding import unit
@@ -38,11 +39,11 @@ def check_statistics(inputs: Inputs, backend: Any) -> tuple[list[str], float]:
     got = attention_statistics(**given, backend=backend)
     wide = statistics_arguments(inputs.to(torch.float64))
     want = attention_statistics(**wide, backend="eager")
-    exact = Problem.statistics(**wide)
+    exact, _ = parse("attention_statistics", **wide)
     return _judge(got, want, plain(exact).probabilities, _score_error(exact, inputs.dout.dtype))
 
 
-def _score_error(p: Problem, dtype: torch.dtype) -> Tensor:
+def _score_error(p: Call, dtype: torch.dtype) -> Tensor:
     """`[B, H, T]`: the largest error of a visible score of every row that rounding explains; `p` is in float64."""
     u, query, key = unit(torch.float32), p.query, p.key
     if p.mixing is None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import heads_kernels as hk
+from tests.support.alike import assert_alike
+from tests.support.nn_layers import Layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,9 @@ def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
     }
     if not model.config.is_encoder_decoder:
         maps = torch.stack([each for each in out.attentions if each is not None])
-        real = _real(rows["encoder"], maps)
+        mask = rows["encoder"]
+        real = torch.ones(maps.shape[1], maps.shape[3]) if mask is None else mask
+        real = real.bool()
         kinds = [layer.kind for layer in hk.heads.attention_layers(model)]
         return {kinds[0]: Maps(maps, real, real)}
     found = {}
@@ -84,25 +88,6 @@ def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
         maps = torch.stack(out[f"{kind}_attentions"])
         found[kind] = Maps(maps, rows[queries].bool(), rows[keys].bool())
     return found
-
-
-def _real(mask: Tensor | None, maps: Tensor) -> Tensor:
-    return (
-        torch.ones(maps.shape[1], maps.shape[3], dtype=torch.bool) if mask is None else mask.bool()
-    )
-
-
-class Layers(nn.Module):
-    """Attention layers of the package one after the other, with residuals; `padding` `[B, T]` is True where hidden."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor, padding: Tensor | None = None, **options: Any) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x, key_padding_mask=padding, **options)[0]
-        return x
 
 
 def maps_of_layers(model: Layers, x: Tensor, visible: Tensor) -> Maps:
@@ -126,3 +111,28 @@ def maps_of_layers(model: Layers, x: Tensor, visible: Tensor) -> Maps:
         maps.append(p)
     real = visible.diagonal(0, 1, 2)
     return Maps(torch.stack(maps), real, real)
+
+
+def of_kind(scores: hk.analysis.HeadScores, kind: str) -> Tensor:
+    chosen = [i for i, each in enumerate(scores.kinds) if each == kind]
+    return torch.stack([scores.scores[i] for i in chosen])
+
+
+def assert_reads(found: hk.analysis.HeadStatistics, maps: Maps, kind: str = "encoder") -> None:
+    for name, expected in maps.measures().items():
+        got = of_kind(getattr(found, name), kind)
+        assert got.dtype == torch.float64
+        if len(got) < len(expected):  # one layer that runs several times
+            expected = expected.mean(0, keepdim=True)
+        assert_alike(got, expected, dtype=torch.float32, name=name)
+    kinds = found.confidence.kinds
+    runs = len(maps.maps) // kinds.count(kind)
+    rows = [n for n, each in zip(found.rows, kinds, strict=True) if each == kind]
+    assert rows == [int(maps.rows.sum()) * runs] * len(rows)
+    best = maps.maps[:runs].argmax(-1)  # of the first layer, [runs, B, H, T]
+    offsets = maps.offsets[:, None].expand(*best.shape, -1).gather(-1, best[..., None])[..., 0]
+    counts = found.offsets[kinds.index(kind)]
+    N = counts.shape[1] // 2
+    for of_head, own in zip(offsets.unbind(2), counts, strict=True):
+        chosen = of_head[:, maps.rows].flatten() + N
+        assert torch.equal(own, torch.bincount(chosen, minlength=2 * N + 1))

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import heads_kernels as hk
-from tests.analysis.importance_formulas import (
-    REDUCED,
-    by_name,
-    derivatives,
-    embeddings,
-    losses,
-    pair,
-    sums,
-)
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import formula, layer_of
+from tests.support.nn_layers import Gates, Layers, formula, layer_of
+from tests.support.tiny_models import as_linear, batch, build
 
 importance = hk.analysis.importance
 
@@ -27,15 +21,87 @@ LOSSLESS = ("gradient", "fisher", "leave_one_out")
 #: Of the norms of stock models in float64.
 NORMS = torch.float32
 #: Families: padding, a causal model, position biases, an encoder-decoder, layers that run twice, grouped heads.
-FAMILIES = ["bert", "distilbert", "gpt2", "t5", "bart", "albert", "llama"]
+FAMILIES = ["bert", "gpt2", "t5", "albert", "llama"]
 
 
+# ---------------------------------------------------------------------- derivatives by explicit factors
+def examples_of(model: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What the model says of real tokens, `[B, T, width]`, 0 elsewhere; and weights of them that differ everywhere."""
+    values = model(**arguments)[0]
+    real = arguments.get("decoder_attention_mask", arguments["attention_mask"])[
+        :, : values.shape[1]
+    ]
+    weights = torch.linspace(-1, 1, values[0].numel(), dtype=values.dtype).view(values[0].shape)
+    return torch.where(real[..., None] != 0, values, 0), weights
+
+
+def losses(model: Any, arguments: dict[str, Tensor]) -> Tensor:
+    """`[B]`, not linear."""
+    values, weights = examples_of(model, arguments)
+    return (values + weights).square().sum((1, 2)) / 10
+
+
+def embeddings(model: Any, arguments: dict[str, Tensor]) -> Tensor:
+    """`[B, width]`."""
+    return examples_of(model, arguments)[0].sum(1)
+
+
+def derivatives(
+    model: Any, arguments: dict[str, Tensor], objective: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """By factors of 1 before each output projection: `[B, H, T]`, runs one behind the other; padded rows 0."""
+    layers, found = hk.heads.attention_layers(model), {}
+    factors: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+
+    def multiply(layer: hk.heads.AttentionLayer, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        ones = torch.ones(B, layer.num_heads, T, dtype=x.dtype, requires_grad=True)
+        factors[layer.name].append(ones)
+        heads = x.unflatten(2, (layer.num_heads, -1)) * ones.transpose(1, 2)[..., None]
+        return heads.flatten(2)
+
+    handles = [
+        layer.output.linear.register_forward_pre_hook(
+            lambda _, args, layer=layer: multiply(layer, args[0])
+        )
+        for layer in layers
+    ]
+    value = objective(model, arguments).sum()
+    for handle in handles:
+        handle.remove()
+    for layer in layers:
+        is_target = model.config.is_encoder_decoder and layer.kind != "encoder"
+        real = arguments["decoder_attention_mask" if is_target else "attention_mask"].double()
+        slopes = torch.autograd.grad(value, factors[layer.name], retain_graph=True)
+        found[layer.name] = torch.cat([slope * real[:, None] for slope in slopes], 2)
+    return found
+
+
+def pair(family: str) -> tuple[Any, Any, dict[str, Tensor]]:
+    """A model in stock eager attention, the same one in use, both in float64, and a padded batch."""
+    stock = build(family).double()
+    arguments = batch(stock)
+    return stock, hk.integrations.transformers.use(copy.deepcopy(stock)), arguments
+
+
+def by_name(scores: hk.analysis.HeadScores) -> dict[str, Tensor]:
+    return dict(zip(scores.layers, scores.scores, strict=True))
+
+
+REDUCED = {
+    "token": lambda terms: terms.abs().sum((0, 2)) / len(terms),
+    "example": lambda terms: terms.sum(2).abs().mean(0),
+    "batch": lambda terms: terms.sum((0, 2)).abs() / len(terms),
+}
+
+
+# ---------------------------------------------------------------------- transformers models
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_factors_in_stock_attention(family: str) -> None:
     stock, ours, arguments = pair(family)
     expected = derivatives(stock, arguments, losses)
     for reduce, reduced in REDUCED.items():
-        found = importance(ours, [arguments], sums, reduce=reduce)
+        found = importance(ours, [arguments], lambda *args: losses(*args).sum(), reduce=reduce)
         assert_alike(
             by_name(found), {n: reduced(terms) for n, terms in expected.items()}, dtype=NORMS
         )
@@ -59,9 +125,7 @@ def test_signs_stand_for_labels() -> None:
             expected[name] = expected.get(name, 0) + each.sum(2).square().mean(0)
     many = [{name: each.repeat(400, 1) for name, each in arguments.items()}]
     found = importance(ours, many, narrow, method="fisher")
-    for name, scores in by_name(
-        found
-    ).items():  # 1200 draws of three signs: a tenth is 2 to 3 sigma
+    for name, scores in by_name(found).items():  # 1200 draws of 3 signs: a tenth is 2 to 3 sigma
         assert (scores - expected[name]).abs().max() < 0.1 * max(1.0, expected[name].max())
     again = importance(ours, many, narrow, method="fisher")
     assert_alike(by_name(again), by_name(found))
@@ -83,8 +147,7 @@ def test_leaving_out_is_cutting_columns_of_the_output_projection(family: str) ->
             linear = layer.output.linear
             for head in (0, layer.num_heads - 1):
                 before = linear.weight.clone()
-                columns = linear.weight if type(linear).__name__ == "Conv1D" else linear.weight.T
-                columns[layer.output.features([head])] = 0
+                as_linear(linear, linear.weight)[:, layer.output.features([head])] = 0
                 change = losses(stock, arguments) - whole[0]
                 moved = embeddings(stock, arguments) - whole[1]
                 linear.weight.copy_(before)
@@ -130,36 +193,29 @@ def test_layers_that_no_pass_reaches_score_nothing() -> None:
 def test_a_bar_is_shown(
     method: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal alone."""
+    """On a terminal alone, where it is asked for."""
     pytest.importorskip("rich", reason="the bar is drawn by rich")
     _, ours, arguments = pair("bert")
-    importance(ours, [arguments], losses, method=method, progress=True)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    importance(ours, [arguments], losses, method=method)
-    assert capsys.readouterr() == ("", "")
-    importance(ours, [arguments], losses, method=method, progress=True)
-    assert "importance" in capsys.readouterr().err
+    for color, progress in (("", True), ("1", False), ("1", True)):
+        monkeypatch.setenv("FORCE_COLOR", color)
+        importance(ours, [arguments], losses, method=method, progress=progress)
+        assert ("importance" in capsys.readouterr().err) == bool(color and progress)
 
 
 # ---------------------------------------------------------------------- modules of the package
-class Encoder(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x, key_padding_mask=hidden)[0]
-        return x.masked_fill(hidden[..., None], 0)
 
 
 X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).double()
 HIDDEN = torch.tensor([[False] * 7, [True] * 2 + [False] * 5])
+VISIBLE = ~(HIDDEN[:, None, :, None] | HIDDEN[:, None, None, :]).expand(2, 4, 7, 7)
 
 
 def of_encoder(model: Any, data: tuple[Tensor, Tensor]) -> Tensor:
-    return model(*data).square().sum((1, 2))
+    return of_real(model(*data))
+
+
+def of_real(x: Tensor) -> Tensor:
+    return x.masked_fill(HIDDEN[..., None], 0).square().sum((1, 2))
 
 
 def test_a_module_by_its_formula_beside_learned_gates() -> None:
@@ -167,14 +223,12 @@ def test_a_module_by_its_formula_beside_learned_gates() -> None:
     gate = hk.nn.HardConcrete(4, stretch=(-0.1, 1.1))
     gate.log_alpha.data = torch.tensor([-3.0, -1.0, 0.5, 4.0]).double()  # closed, two between, open
     layer.head_gate = gate
-    model = Encoder(layer).train()
+    model = Layers(layer).train()
     with pytest.warns(UserWarning, match="disagree"):
         gates = gate.export()
     assert gates[0] == 0
     ones = torch.ones(2, 4, 7, dtype=torch.float64, requires_grad=True)
-    visible = ~(HIDDEN[:, None, :, None] | HIDDEN[:, None, None, :])
-    heads = formula(layer, X, X, visible.expand(2, 4, 7, 7), (ones * gates[:, None])[..., None])
-    out = (X + heads).masked_fill(HIDDEN[..., None], 0).square().sum((1, 2))
+    out = of_real(X + formula(layer, X, X, VISIBLE, (ones * gates[:, None])[..., None]))
     terms = torch.autograd.grad(out.sum(), ones)[0] * ~HIDDEN[:, None]
     for reduce, reduced in REDUCED.items():
         found = importance(model, [(X, HIDDEN)], of_encoder, reduce=reduce)
@@ -186,35 +240,25 @@ def test_a_module_by_its_formula_beside_learned_gates() -> None:
     for head in (1, 2, 3):
         some = gates.clone()
         some[head] = 0
-        heads = formula(layer, X, X, visible.expand(2, 4, 7, 7), some[:, None, None])
-        without = (X + heads).masked_fill(HIDDEN[..., None], 0).square().sum((1, 2))
+        without = of_real(X + formula(layer, X, X, VISIBLE, some[:, None, None]))
         assert_alike(left_out[head], (without - out).mean().detach())
     assert layer.head_gate is gate
 
 
 def test_one_head_is_left_out_beside_gates_that_depend_on_the_example() -> None:
-    class ByExample(hk.nn.HeadGate):
-        num_heads = 4
-
+    class ByExample(Gates):
         def forward(self, batch_size: int, length: int) -> Tensor:
             return torch.arange(1.0, 1 + batch_size * 4).view(batch_size, 4).double() / 4
 
-        def export(self) -> Tensor:
-            return torch.ones(4).double()
-
-        def keep(self, heads: Any) -> None:
-            raise AssertionError
-
     layer = layer_of()
-    layer.head_gate = ByExample()
+    layer.head_gate = ByExample([1.0] * 4)
     gates = layer.head_gate(2, 7)
-    visible = ~(HIDDEN[:, None, :, None] | HIDDEN[:, None, None, :]).expand(2, 4, 7, 7)
 
     def expected(gates: Tensor) -> Tensor:
-        heads = formula(layer, X, X, visible, gates[:, :, None, None])
-        return (X + heads).masked_fill(HIDDEN[..., None], 0).square().sum((1, 2)).mean().detach()
+        heads = formula(layer, X, X, VISIBLE, gates[:, :, None, None])
+        return of_real(X + heads).mean().detach()
 
-    model = Encoder(layer)
+    model = Layers(layer)
     found = importance(model, [(X, HIDDEN)], of_encoder, method="leave_one_out").scores[0]
     for head in range(4):
         without = gates.clone()
@@ -261,7 +305,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda m, b: m(**b)[0].argmax()}, "loss gave a tensor of torch.int64"),
     (
         {"loss": lambda m, b: m(**b)[0].flatten(0, 1).sum(1)},
-        r"loss gave shape \[27\] for a batch of 3; return a scalar that is the sum",
+        r"loss gave shape \[27\] .* batch of 3",
     ),
     ({"loss": lambda m, b: losses(m, b) * torch.nan}, "loss gave NaN or infinity"),
     (
@@ -274,14 +318,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda m, b: torch.ones(())}, "loss ran no layer that has heads"),
     (
         {"loss": lambda m, b: m(**b)[0].sum() * 0, "method": "leave_one_out"},
-        "loss is the same whichever head is left out",
+        "loss is the same which",
     ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD)
-def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused() -> None:
     _, ours, arguments = pair("bert")
-    call = {"data": [arguments], "loss": losses} | changes
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        importance(ours, call.pop("data"), call.pop("loss"), **call)
+    for changes, message in BAD:
+        call = {"loss": losses} | changes
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            importance(ours, [arguments], call.pop("loss"), **call)

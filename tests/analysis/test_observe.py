@@ -9,9 +9,10 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
 from heads_kernels.heads.layouts import LAYOUTS
-from heads_kernels.problem import Problem
+from heads_kernels.nn import attention_call
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import HOUSE, House
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 
@@ -66,7 +67,7 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
         for keys in excluded
     ]
     assert call.real_queries.all()
-    monkeypatch.setattr(Problem, "statistics", None)
+    monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys), statistics, strict=True):
             assert torch.equal(found, each)
@@ -152,37 +153,25 @@ def test_bad_use_is_refused() -> None:
         pass
 
 
-class OwnAttention(nn.Module):
-    """As users write it: projections of the names that are known, and one call of the operator."""
+class Observed(House):
+    """It may forget to call its observer."""
 
-    def __init__(self, calls_observer: bool) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim, self.calls_observer = 4, 4, calls_observer
-        self.observer = None
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+    observer, calls_observer = None, True
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mask = hk.Mask(causal=True)
         if self.observer is not None and self.calls_observer:
-            self.observer(AttentionCall(query, key, value, None, None, mask, self.head_dim**-0.5))
-        head_gate = getattr(self, "head_gate", None)
-        gate = None if head_gate is None else head_gate(*x.shape[:2])
-        out = hk.gated_attention(query, key, value, attn_mask=mask, gate=gate)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+            self.observer(AttentionCall(*self.operands(x), None, None, None, self.width**-0.5))
+        return super().forward(x)
 
 
 def test_a_module_of_ones_own_calls_its_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heads_kernels.heads.layers.LAYOUTS", table := dict(LAYOUTS))
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", table)
-    hk.heads.register_layout("OwnAttention", hk.heads.HeadLayout("num_heads"), OwnAttention(True))
-    x = torch.randn(2, 6, 16)
-    model = nn.Sequential(OwnAttention(True))
+    hk.heads.register_layout("Observed", HOUSE, Observed())
+    model, x = nn.Sequential(Observed()), torch.randn(2, 6, 32)
     [(name, call)] = calls_of(model, x)
     assert (name, call.H, call.T) == ("0", 4, 6)
     model(x)  # nobody looks on any more
-    with pytest.raises(ValueError, match=r"layer 0 \('0'\) is a OwnAttention, which does not call"):
-        calls_of(nn.Sequential(OwnAttention(False)), x)
+    model[0].calls_observer = False
+    with pytest.raises(ValueError, match=r"layer 0 \('0'\) is a Observed, which does not call"):
+        calls_of(model, x)

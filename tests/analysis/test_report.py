@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.__main__ import main
-from heads_kernels.report import command, page, pictures, stages
+from heads_kernels.report import command, drawing, page, pictures, stages
 from heads_kernels.report.page import SECTIONS
 from heads_kernels.report.stages import STAGES
+from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.check
 
@@ -53,28 +54,22 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without what takes most of their time."""
+    monkeypatch.setattr(drawing, "svg", lambda _: "<svg/>")
+
+
+@pytest.fixture
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take most of the time of a tiny report."""
     monkeypatch.setattr(page, "html", lambda *_: "")
 
 
 def saved(path: Path, family: str, special: bool, **options: Any) -> Path:
-    """A model of random weights, so large that attention is not uniform, with a tokenizer of words."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        family, **sizes(family), initializer_range=0.2, **options
-    )
-    transformers.AutoModel.from_config(config).save_pretrained(path)
+    """A tiny model of random weights, with a tokenizer of words."""
+    build(family, **options).save_pretrained(path)
     save_tokenizer(path, special)
     return path
-
-
-def sizes(family: str) -> dict[str, int]:
-    words = {"vocab_size": len(WORDS)}
-    if family == "gpt2":
-        return {**words, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    widths = {"hidden_size": 32, "intermediate_size": 40, "max_position_embeddings": 64}
-    return {**words, **widths, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def save_tokenizer(path: Path, special: bool) -> None:
@@ -99,52 +94,29 @@ def read(out: Path, stage: str) -> dict[str, Any]:
     return found
 
 
-class Page(HTMLParser):
-    """What a page holds and points to."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text, self.code = text, ""
-        self.links: list[str] = []
-        self.ids: set[str] = set()
-        self.tags: list[str] = []
-        self.tables: set[str] = set()
-        self.alts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        self.tags.append(tag)
-        self.ids.add(given.get("id") or "")
-        self.links += [value for name in ("href", "src") if (value := given.get(name))]
-        self.tables |= {given["download"]} if "download" in given else set()
-        self.alts += [given["alt"]] if tag == "img" else []
-
-    def handle_data(self, data: str) -> None:
-        self.code += data if self.tags[-1:] == ["code"] else ""
+def page_of(out: Path) -> str:
+    return (out / "index.html").read_text(encoding="utf-8")
 
 
-def page_of(out: Path) -> Page:
-    return Page((out / "index.html").read_text(encoding="utf-8"))
+def values(page: str, attribute: str) -> list[str]:
+    return re.findall(rf' {attribute}="([^"]*)"', page)
 
 
 def check_whole(out: Path) -> None:
     """Every stage, a page that needs no other file, nothing half written, no file that nobody reads."""
-    names = {path.name for path in out.iterdir()}
-    assert names == {f"{stage}.{kind}" for stage in STAGES for kind in ("csv", "json")} | {
-        "index.html"
-    }
-    found = page_of(out)
-    assert {section.anchor for section in SECTIONS} <= found.ids
-    assert found.tables == {f"{stage}.csv" for stage in STAGES}
-    for link in found.links:
-        assert link[1:] in found.ids if link.startswith("#") else link.startswith("data:")
-    assert not {"script", "link", "iframe"} & {*found.tags}
-    assert not re.search(r"https?://|@import|url\(", found.text)
-    sections = re.findall(r"<section id=.*?</section>", found.text, re.S)
+    files = {f"{stage}.{kind}" for stage in STAGES for kind in ("csv", "json")}
+    assert {path.name for path in out.iterdir()} == files | {"index.html"}
+    page = page_of(out)
+    ids, alts = values(page, "id"), values(page, "alt")
+    assert {section.anchor for section in SECTIONS} <= {*ids}
+    assert {*values(page, "download")} == {f"{stage}.csv" for stage in STAGES}
+    for link in values(page, "href") + values(page, "src"):
+        assert link[1:] in ids if link.startswith("#") else link.startswith("data:")
+    assert not re.search(r"<(script|link|iframe)\b|https?://|@import|url\(", page)
+    sections = re.findall(r"<section id=.*?</section>", page, re.S)
     assert all("<img" in content for content in sections)
-    assert len({*found.alts}) == found.tags.count("img") == found.tags.count("figcaption")
-    assert all(re.search(r"\d", alt) and alt.endswith(".") for alt in found.alts)
+    assert len({*alts}) == page.count("<img") == page.count("<figcaption")
+    assert all(re.search(r"\d", alt) and alt.endswith(".") for alt in alts)
 
 
 # ---------------------------------------------------------------------- the whole command
@@ -173,6 +145,38 @@ def test_decoder_without_special_tokens(text: Path, tmp_path: Path, no_page: Non
     assert read(out, "maps")["tokens"] == TEXT.splitlines()[0].split()
 
 
+def test_layers_and_positions_of_other_models(text: Path, tmp_path: Path, no_page: None) -> None:
+    """A layer that runs twice; RoBERTa, whose 64 positions take 62 tokens where padding is token 1."""
+    out, long = tmp_path / "out", tmp_path / "long.txt"
+    albert = saved(tmp_path / "albert", "albert", special=True)
+    assert report(albert, text, out, "--only", "statistics", "distance", "maps") == 0
+    assert len(read(out, "statistics")["table"]) == 4
+    assert [layer["layer"] for layer in read(out, "maps")["layers"]] == [0, 1]
+    assert {row["layer"] for row in read(out, "distance")["table"]} == {0, 1}
+    long.write_text("the cat sat on the mat " * 20)
+    roberta = saved(tmp_path / "roberta", "roberta", special=True, pad_token_id=1)
+    assert report(roberta, long, out, "--only", "statistics") == 0
+    assert read(out, "model")["tokens"] == 62
+
+
+def test_layers_without_energy(bert: Path, text: Path, tmp_path: Path) -> None:
+    """Rotary positions, converted layers; then the page has no picture."""
+    out, converted = tmp_path / "out", tmp_path / "converted"
+    assert (
+        report(saved(tmp_path / "llama", "llama", special=False), text, out, "--only", "energy")
+        == 0
+    )
+    assert "rotary" in read(out, "energy")["skipped"][1]["reason"]
+    assert "rotary" in page_of(out)
+    assert "<img" not in page_of(out)
+    model = transformers.AutoModel.from_pretrained(bert)
+    hk.convert.collaborate(model, 32, method="ragged", layers=[1], progress=False)
+    model.save_pretrained(converted)
+    save_tokenizer(converted, special=True)
+    assert report(converted, text, out, "--only", "energy") == 0
+    assert "collaborative" in read(out, "energy")["skipped"][0]["reason"]
+
+
 def check_tables(out: Path, heads: list[tuple[int, int]]) -> None:
     """A row for each head, in JSON as in CSV."""
     for stage in ("statistics", "roles", "distance", "importance"):
@@ -180,31 +184,6 @@ def check_tables(out: Path, heads: list[tuple[int, int]]) -> None:
         assert [(row["layer"], row["head"]) for row in rows] == heads
         with (out / f"{stage}.csv").open(newline="") as file:
             assert [[*row] for row in csv.DictReader(file)] == [[*row] for row in rows]
-
-
-def test_layer_that_runs_twice(text: Path, tmp_path: Path, no_page: None) -> None:
-    model, out = saved(tmp_path / "albert", "albert", True, embedding_size=16), tmp_path / "out"
-    assert report(model, text, out, "--only", "statistics", "distance", "maps") == 0
-    assert len(read(out, "statistics")["table"]) == 4
-    assert [layer["layer"] for layer in read(out, "maps")["layers"]] == [0, 1]
-    assert {row["layer"] for row in read(out, "distance")["table"]} == {0, 1}
-
-
-def test_rotary_positions_have_no_energy(text: Path, tmp_path: Path) -> None:
-    model, out = saved(tmp_path / "llama", "llama", special=False), tmp_path / "out"
-    assert report(model, text, out, "--only", "energy") == 0
-    assert "rotary" in read(out, "energy")["skipped"][1]["reason"]
-    assert "rotary" in (out / "index.html").read_text()
-    assert "img" not in page_of(out).tags
-
-
-def test_positions_after_that_of_padding(text: Path, tmp_path: Path, no_page: None) -> None:
-    """RoBERTa with 64 positions takes 62 tokens where padding is token 1."""
-    model, out = saved(tmp_path / "roberta", "roberta", True, pad_token_id=1), tmp_path / "out"
-    text = tmp_path / "long.txt"
-    text.write_text("the cat sat on the mat " * 20)
-    assert report(model, text, out, "--only", "statistics") == 0
-    assert read(out, "model")["tokens"] == 62
 
 
 def test_numbers_are_those_of_the_readings(
@@ -245,23 +224,8 @@ def test_numbers_are_those_of_the_readings(
     assert [row["closed"] for row in curve[:2]] == [0, 1]
     assert curve[-1]["importance"] == curve[-1]["reversed"]
     found = torch.tensor([curve[i]["importance"] for i in (0, 1, -1)])
-    closed: list[dict[int, Any]] = [
-        {},
-        {least["layer"]: [least["head"]]},
-        {0: range(4), 1: range(4)},
-    ]
-    assert_alike(found, torch.stack([cosine(heads) for heads in closed]))
-
-
-def test_converted_layers_have_no_energy(
-    bert: Path, text: Path, tmp_path: Path, no_page: None
-) -> None:
-    model, converted = transformers.AutoModel.from_pretrained(bert), tmp_path / "converted"
-    hk.convert.collaborate(model, 32, method="ragged", layers=[1], progress=False)
-    model.save_pretrained(converted)
-    save_tokenizer(converted, special=True)
-    assert report(converted, text, tmp_path / "out", "--only", "energy") == 0
-    assert "collaborative" in read(tmp_path / "out", "energy")["skipped"][0]["reason"]
+    one, every = {least["layer"]: [least["head"]]}, {0: range(4), 1: range(4)}
+    assert_alike(found, torch.stack([cosine({}), cosine(one), cosine(every)]))
 
 
 def test_maps_are_for_bertviz(bert: Path, text: Path, tmp_path: Path) -> None:
@@ -275,7 +239,7 @@ def test_maps_are_for_bertviz(bert: Path, text: Path, tmp_path: Path) -> None:
     assert len(attention) == len(found["attention"])
     for got, want in zip(found["attention"], attention, strict=True):
         assert_alike(torch.tensor(got), want.detach(), dtype=torch.float32)
-    text = page_of(out).text
+    text = page_of(out)
     assert "0:1 attends most to" in text
     assert "1:3 attends most to" in text
     assert "1:2 attends most to" not in text
@@ -304,17 +268,16 @@ def test_snippet_prunes_the_heads_of_the_curve(
     curve = [row for row in read(out, "pruning")["table"] if row["importance"] >= 0.2]
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(page_of(out).code, names)
+    [code] = re.findall("<code>(.*?)</code>", page_of(out), re.S)
+    exec(html.unescape(code), names)
     model = names["model"]
     assert sum(map(len, names["heads"].values())) == curve[-1]["closed"] > 0
-    assert (
-        sum(layer.num_heads for layer in hk.heads.attention_layers(model))
-        == 8 - curve[-1]["closed"]
-    )
+    left = sum(layer.num_heads for layer in hk.heads.attention_layers(model))
+    assert left == 8 - curve[-1]["closed"]
     assert (tmp_path / "pruned" / "config.json").exists()
 
 
-def test_fast(bert: Path, text: Path, tmp_path: Path, passes: list[int]) -> None:
+def test_fast(bert: Path, text: Path, tmp_path: Path, passes: list[int], no_drawing: None) -> None:
     """Fewer passes, said on the page; the full report replaces it, and is not replaced by it."""
     out = tmp_path / "out"
     only = "--only", "importance", "pruning"
@@ -322,10 +285,10 @@ def test_fast(bert: Path, text: Path, tmp_path: Path, passes: list[int]) -> None
     fast, passes[0] = passes[0], 0
     assert "leave_one_out" not in read(out, "importance")["table"][0]
     assert [row["closed"] for row in read(out, "pruning")["table"]] == [0, 2, 3, 5, 6, 8]
-    assert f"Made with --fast: {stages.LEFT_OUT}." in page_of(out).text
+    assert f"Made with --fast: {stages.LEFT_OUT}." in page_of(out)
     assert report(bert, text, out, *only) == 0
     assert passes[0] > 1.8 * fast
-    assert "Made with --fast" not in page_of(out).text
+    assert "Made with --fast" not in page_of(out)
     passes[0] = 0
     assert report(bert, text, out, *only, "--fast") == 0
     assert passes[0] == 0
@@ -371,15 +334,17 @@ def test_only_what_is_new_is_computed(
     assert computed(other, "--limit", "3") == 0
 
 
-def test_no_results_of_another_text_remain(bert: Path, text: Path, tmp_path: Path) -> None:
+def test_no_results_of_another_text_remain(
+    bert: Path, text: Path, tmp_path: Path, no_drawing: None
+) -> None:
     """Neither files nor sections; results of this text remain, and so does what another program wrote."""
     out = tmp_path / "out"
     report(bert, text, out, "--only", "roles")
     report(bert, text, out, "--only", "energy")
-    assert page_of(out).tables == {"model.csv", "roles.csv", "energy.csv"}
+    assert {*values(page_of(out), "download")} == {"model.csv", "roles.csv", "energy.csv"}
     (out / "maps.json").write_text('{"fingerprint": "of another program"}')
     report(bert, text, out, "--only", "energy", "--limit", "2")
-    assert page_of(out).tables == {"model.csv", "energy.csv"}
+    assert {*values(page_of(out), "download")} == {"model.csv", "energy.csv"}
     assert {path.name for path in out.iterdir()} == {
         "model.csv", "model.json", "energy.csv", "energy.json", "index.html", "maps.json",
     }  # fmt: skip
@@ -411,7 +376,7 @@ def test_interrupted_run_leaves_whole_files(
 
 
 def test_interrupted_write_leaves_what_was_there(
-    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_drawing: None
 ) -> None:
     out = tmp_path / "out"
     report(bert, text, out, "--only", "energy")
@@ -427,9 +392,23 @@ def test_interrupted_write_leaves_what_was_there(
 
 
 # ---------------------------------------------------------------------- refused
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
+def assert_refused(capsys: pytest.CaptureFixture[str], said: list[str], *words: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *words])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert all(each in message for each in said)
+
+
+def test_bad_options(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("blank.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    good = {"--model": str(bert), "--text": str(text), "--out": "out"}
+    for option, value, said in (
         ("--model", "nowhere", "no config.json"),
         ("--text", "blank.txt", "no text"),
         ("--text", "latin.txt", "not UTF-8"),
@@ -437,41 +416,13 @@ def test_interrupted_write_leaves_what_was_there(
         ("--limit", "0", "1 or more"),
         ("--heads", "2:0", "layers 0 to 1"),
         ("--sentence", "cat " * 80, "at most 64"),
-    ],
-)
-def test_bad_options(
-    option: str, value: str, said: str, bert: Path, text: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("blank.txt").write_text("\n \n")
-    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    given = {"--model": str(bert), "--text": str(text), "--out": "out", option: value}
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", *(word for pair in given.items() for word in pair)])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert option in message
-    assert said in message
-
-
-def pairs_of_texts(path: Path) -> None:
-    transformers.AutoConfig.for_model("t5").save_pretrained(path)
-
-
-def unknown_attention(path: Path) -> None:
-    transformers.AutoConfig.for_model("mobilebert").save_pretrained(path)
-
-
-def images(path: Path) -> None:
-    small = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 40,
-    }
-    transformers.ViTModel(transformers.ViTConfig(**small)).save_pretrained(path)
-    save_tokenizer(path, special=True)
+    ):
+        given = good | {option: value}
+        assert_refused(capsys, [option, said], *(word for pair in given.items() for word in pair))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    given = good | {"--limit": "2"}
+    extra = "pip install 'heads_kernels[report]'"
+    assert_refused(capsys, [extra], *(word for pair in given.items() for word in pair))
 
 
 def truncated_weights(path: Path) -> None:
@@ -489,36 +440,25 @@ def tokenizer_of_another_model(path: Path) -> None:
     model.save_pretrained(path)
 
 
+def no_weights(family: str) -> Callable[[Path], None]:
+    return lambda path: transformers.AutoConfig.for_model(family).save_pretrained(path)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (pairs_of_texts, "encoder-decoder"),
-        (unknown_attention, "cannot be read"),
-        (images, "takes pixel_values (vit), not text"),
+        (no_weights("t5"), "encoder-decoder"),
+        (no_weights("mobilebert"), "cannot be read"),
+        (lambda path: saved(path, "vit", special=True), "takes pixel_values (vit), not text"),
         (truncated_weights, "cannot be read"),
         (no_tokenizer, "has no tokenizer"),
         (tokenizer_of_another_model, "embeddings of 8 tokens"),
     ],
 )
 def test_models_that_are_refused(
-    make: Callable[[Path], None], said: str, text: Path, tmp_path: Path,
+    make: Callable[[Path], Any], said: str, text: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     make(tmp_path / "model")
-    with pytest.raises(SystemExit) as stopped:
-        report(tmp_path / "model", text, tmp_path / "out")
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert "--model" in message
-    assert said in message
-
-
-def test_missing_extra(
-    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stopped:
-        report(bert, text, tmp_path / "out")
-    assert stopped.value.code == 2
-    assert "pip install 'heads_kernels[report]'" in capsys.readouterr().err
+    words = "--model", str(tmp_path / "model"), "--text", str(text), "--out", str(tmp_path / "out")
+    assert_refused(capsys, ["--model", said], *words)

@@ -204,19 +204,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"relations": [{}]}, "relations has 1 entries, but data has more examples"),
     ({"relations": [{}, {}, {}]}, "relations has 3 entries, but data has 2 examples"),
     ({"relations": [{}, {"x": [(0, 5)]}]}, "relations names a token beyond the 4 of example 1"),
-    ({"relations": [{}, {"x": [(0, 99)]}]}, "relations names a token beyond the 4 of example 1"),
     ({"relations": [{"x": [(0, -1)]}, {}]}, r"relations\[0\]\['x'\] has \(0, -1\)"),
-    ({"relations": [{"x": [(0, 1, 2)]}, {}]}, r"relations\[0\]\['x'\] has \(0, 1, 2\)"),
     ({"relations": [[(0, 1)], {}]}, r"relations\[0\] is a list"),
     ({"relations": [{"x": [3]}, {}]}, r"relations\[0\]\['x'\] has 3"),
     ({"relations": [{"x": 3}, {}]}, r"relations\[0\]\['x'\] is 3"),
-    ({"relations": [{"x": [(0.5, 1)]}, {}]}, r"relations\[0\]\['x'\] has \(0.5, 1\)"),
     ({"relations": 5}, "relations is a int"),
     ({"counts": {}}, "counts is empty"),
     ({"counts": {"word": 3}}, "counts holds something else than ints"),
     ({"counts": {-1: 4}}, "counts has a negative token id"),
     ({"counts": {3: -4}}, "counts has the count -4"),
-    ({"counts": torch.tensor([1, -2])}, "counts has the count -2"),
     ({"counts": torch.ones(3)}, r"counts is torch.float32 \[3\]"),
     ({"counts": [1, 2]}, "counts is a list"),
     ({"common": -1}, "common is -1"),
@@ -235,26 +231,3 @@ def test_bad_arguments() -> None:
     data["padding"] = torch.ones(2, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match="data has no word that reaches layer 0"):
         hk.analysis.roles(Planted(), [data])
-
-
-# ---------------------------------------------------------------------- a pretrained model
-@pytest.mark.check
-def test_positional_heads_of_a_pretrained_model() -> None:
-    """MiniLM has heads in its first layers that look at the token before or behind."""
-    minilm = pytest.importorskip("benchmarks.minilm", reason="needs the extra bench")
-    try:
-        model = use(minilm.load(attn_implementation="sdpa"))
-    except minilm.Unavailable as error:
-        pytest.skip(str(error))
-    tokens, lengths = minilm.tokens(24)
-    real = torch.arange(tokens.shape[1]) < lengths[:, None]
-    data = [{"input_ids": tokens, "attention_mask": real.long()}]
-    found = hk.analysis.roles(model, data, special=[101, 102])  # [CLS], [SEP]
-    positional = {(role.layer, role.head): role.what for role in found.positional()}
-    assert positional == {
-        ("encoder.layer.0.attention.self", 2): "offset -1",
-        ("encoder.layer.1.attention.self", 8): "offset +1",
-    }
-    statistics = hk.analysis.statistics(model, data, exclude_keys=[101, 102])
-    assert statistics.to_previous.scores[0][2] > 0.5
-    assert statistics.to_next.scores[1][8] > 0.5

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import heads_kernels as hk
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
+from tests.support.model_state import state
 
 Heads = tuple[tuple[str, int], ...]  # a layer's name and a head each
 Found = dict[tuple[str, Heads], Tensor]
@@ -240,14 +241,8 @@ def test_the_model_is_put_back(name: str) -> None:
     model.embeddings.requires_grad_(False)
     hk.heads.close(model, {0: [1]})
 
-    def state() -> list[Any]:
-        gates = [layer.gate for layer in hk.heads.attention_layers(model)]
-        modules = [
-            (part.training, list(part._forward_hooks), list(part._forward_pre_hooks))
-            for part in model.modules()
-        ]
-        asking = [(p.requires_grad, p.grad) for p in model.parameters()]
-        return [gates, modules, asking, [vars(part).get("observer") for part in model.modules()]]
+    def all_of_it() -> list[Any]:
+        return [*state(model), *((p.requires_grad, p.grad) for p in model.parameters())]
 
     passes: list[int] = []
 
@@ -261,32 +256,32 @@ def test_the_model_is_put_back(name: str) -> None:
 
     last = 0
     model.encoder.layer[1].register_forward_hook(look)
-    before = state()
+    before = all_of_it()
     READ[name](model, data)
     assert passes
-    assert state() == before
+    assert all_of_it() == before
     last, passes[:] = len(passes), []
     with pytest.raises(KeyboardInterrupt):
         READ[name](model, data)
-    assert state() == before
+    assert all_of_it() == before
 
 
 # ---------------------------------------------------------------------- what is refused
-BAD: dict[str, tuple[Any, str]] = {
-    "no batches": ([], "data has no batches"),
-    "used up": (iter(()), "data has no batches"),
-    "a batch": (batch_of(*SENTENCES), r"data is a dict; .*\[batch\] for a single one"),
-    "a tensor": (torch.ones(2, 3), "data is a Tensor"),
-}
+BAD: list[tuple[Any, str]] = [
+    ([], "data has no batches"),
+    (iter(()), "data has no batches"),
+    (batch_of(*SENTENCES), r"data is a dict; .*\[batch\] for a single one"),
+    (torch.ones(2, 3), "data is a Tensor"),
+]
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name not in ("maps", *VARIANTS)])
-@pytest.mark.parametrize("what", BAD)
-def test_bad_data(name: str, what: str) -> None:
+def test_bad_data(name: str) -> None:
     """`maps` takes a batch."""
-    data, words = BAD[what]
-    with pytest.raises((TypeError, ValueError), match=words):
-        READ[name](model_of(), data)
+    model = model_of()
+    for data, words in BAD:
+        with pytest.raises((TypeError, ValueError), match=words):
+            READ[name](model, data)
 
 
 @pytest.mark.parametrize("name", ["statistics", "confidence", "relevance", "distance", "maps"])
@@ -316,7 +311,6 @@ def test_text() -> None:
 
 @each_function
 def test_a_model_that_is_not_in_use(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"call hk\.integrations\.transformers\.use\(model\) first"
-    ):
+    message = r"call hk\.integrations\.transformers\.use\(model\) first"
+    with pytest.raises(ValueError, match=message):
         READ[name](tiny_models.build("bert"), [batch_of(*SENTENCES)])

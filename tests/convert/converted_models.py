@@ -133,12 +133,3 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         rows = layer.value.features(range(H))
         same[f"{layer.name}: value"] = as_linear(linear, linear.weight.grad)[rows]
     return same
-
-
-def row_gradients(layer: Any, head: int) -> tuple[Tensor, Tensor]:
-    """Of the weights of one head's query and key, `[D, D_in]` each."""
-    query, key = (
-        as_linear(projection.linear, projection.linear.weight.grad)[projection.features([head])]
-        for projection in (layer.query, layer.key)
-    )
-    return query, key

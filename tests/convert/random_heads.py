@@ -8,13 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heads_kernels.convert import (
-    Factors,
-    Heads,
-    Moments,
-    cp,
-    ragged,
-)
+from heads_kernels.convert import Factors, Heads, Moments, cp, ragged
 from tests.support.alike import assert_alike
 
 H, D, D_in, D_in_k = 4, 6, 20, 18
@@ -29,10 +23,8 @@ def random_heads(
     H: int = H, D: int = D, D_in: int = D_in, D_in_k: int = D_in_k, bias: bool = True
 ) -> Heads:
     """Heads whose singular values fall, and differ from head to head."""
-    fall = (
-        torch.logspace(0, -1, D, dtype=torch.float64)[:, None]
-        / (1 + torch.arange(H))[:, None, None]
-    )
+    by_head = (1 + torch.arange(H))[:, None, None]
+    fall = torch.logspace(0, -1, D, dtype=torch.float64)[:, None] / by_head
     query_bias = normal(H, D) if bias else None
     return Heads(normal(H, D, D_in) * fall, normal(H, D, D_in_k), D**-0.5, query_bias)
 

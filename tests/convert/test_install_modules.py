@@ -133,22 +133,18 @@ def test_pruned_then_converted_and_converted_then_pruned(left: int) -> None:
 
 
 # ---------------------------------------------------------------------- on disk
-@pytest.mark.parametrize("prunes", [False, True])
-def test_save_and_load(prunes: bool, tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     options = {"num_key_heads": 2}
     saved = Model(**options)
     convert(saved, 11)
-    if prunes:
-        hk.heads.prune(saved, {0: [2], 1: range(H)})
+    hk.heads.prune(saved, {0: [2], 1: range(H)})
     hk.heads.save(saved, tmp_path / "model.safetensors")
-    with torch.random.fork_rng():
-        loaded = Model(**options)
+    loaded = Model(**options)
     hk.heads.load(loaded, tmp_path / "model.safetensors")
     assert loaded.state_dict().keys() == saved.state_dict().keys()
     assert_alike(loaded(*inputs()), saved(*inputs()))
     assert loaded.self_attn.ragged
-    if prunes:
-        assert loaded.self_attn.kept_heads.tolist() == [0, 1, 3]
+    assert loaded.self_attn.kept_heads.tolist() == [0, 1, 3]
     again = Model(**options)  # converted already, and not pruned
     convert(again, 11)
     hk.heads.load(again, tmp_path / "model.safetensors")
@@ -156,9 +152,8 @@ def test_save_and_load(prunes: bool, tmp_path: Path) -> None:
     other = Model(**options)
     convert(other, 10)
     before = state(other)
-    with pytest.raises(
-        ValueError, match=r"of widths 11 and 6; the model has .* of widths 10 and 6"
-    ):
+    message = r"of widths 11 and 6; the model has .* of widths 10 and 6"
+    with pytest.raises(ValueError, match=message):
         hk.heads.load(other, tmp_path / "model.safetensors")
     assert state(other) == before
 

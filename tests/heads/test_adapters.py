@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import collaborate, install, ragged, read_heads
+from heads_kernels.convert import collaborate
 from heads_kernels.heads import attention_layers
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
@@ -52,19 +52,13 @@ class Dora(Lora):
         self.lora_magnitude_vector = nn.ParameterDict({"default": torch.ones(self.out_features)})
 
 
-class Scaled(nn.Module):
+class Scaled(Lora):
     """Another adapter, such as IA3."""
 
     def __init__(self, base_layer: Any) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        super().__init__(base_layer)
+        del self.lora_A, self.lora_B
         self.scales = nn.ParameterDict({"default": torch.ones(self.out_features)})
-
-    weight, bias = Lora.weight, Lora.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) * self.scales["default"]
 
 
 def packed(linear: nn.Linear) -> nn.Linear:
@@ -75,12 +69,13 @@ def packed(linear: nn.Linear) -> nn.Linear:
 
 
 class Slow(nn.Linear):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features)
-        self.load_state_dict(linear.state_dict())
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
+
+
+def slow(linear: nn.Linear) -> nn.Linear:
+    linear.__class__ = Slow
+    return linear
 
 
 def hooked(linear: nn.Linear) -> nn.Linear:
@@ -97,13 +92,6 @@ def offloaded(linear: Any) -> Any:
     """As accelerate does: a hook with the weights, and a forward that asks it for them."""
     linear._hf_hook = types.SimpleNamespace(offload=True)
     return patched(linear)
-
-
-def dispatched(linear: Any) -> Any:
-    """As accelerate does with weights that are there."""
-    linear._hf_hook, forward = types.SimpleNamespace(offload=False), linear.forward
-    linear.forward = lambda x: forward(x)
-    return linear
 
 
 def masked(linear: nn.Linear) -> nn.Linear:
@@ -152,7 +140,7 @@ def test_lora_is_pruned_with_its_projections(name: str) -> None:
 
 
 def test_pruned_lora_is_saved_and_loaded(tmp_path: Any) -> None:
-    """Gates are folded into projections and adapters; hooks of accelerate stay."""
+    """Gates are folded into projections and adapters."""
     model, other = adapted(), adapted()
     hk.heads.gate(model, lambda heads: hk.nn.FixedGate(torch.linspace(0.0, 2.0, heads)))
     expected = outputs(model)
@@ -182,7 +170,7 @@ REFUSED = {
     Dora: r"has an adapter, .*Dora with lora_magnitude_vector; merge .*merge_and_unload",
     Scaled: r"has an adapter, .*Scaled; merge .*merge_and_unload",
     packed: r"has a Parameter of dtype torch.uint8 as its weight; {} the model before it is quantised",
-    Slow: r"is a .*Slow; {} a model of nn\.Linear or Conv1D, before it is quantised or wrapped",
+    slow: r"is a .*Slow; {} a model of nn\.Linear or Conv1D, before it is quantised or wrapped",
     hooked: r"has forward hooks; remove them first",
     patched: r"has a replaced forward; restore its forward",
     offloaded: r"is offloaded; load the model whole",
@@ -209,12 +197,12 @@ def test_quantised_models() -> None:
     quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
     assert torch.isfinite(outputs(quantised)).all()  # heads may be closed before
     hk.heads.reopen(quantised)
-    instead = "before it is quantised"
     for call in (
         lambda: hk.heads.close(quantised, {0: [1]}),
         lambda: hk.heads.gate(quantised, hk.nn.HardConcrete),
     ):
-        with pytest.raises(ValueError, match=rf"output projection is a .*quantized.*; .*{instead}"):
+        message = r"output projection is a .*quantized.*; .*before it is quantised"
+        with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(ValueError, match=r"query projection is a .*quantized"):
         hk.heads.prune(quantised, {0: [1]})
@@ -258,56 +246,33 @@ def test_replaced_modules_may_not_have_hooks() -> None:
     collaborate(model, 4, progress=False)
 
 
-# ---------------------------------------------------------------------- gates
-
-
 # ---------------------------------------------------------------------- peft itself
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("LoraConfig", {"r": 4, "init_lora_weights": False}),
-    "lora with biases": ("LoraConfig", {"r": 4, "init_lora_weights": False, "lora_bias": True}),
-    "dora": ("LoraConfig", {"r": 4, "use_dora": True}),
-    "ia3": ("IA3Config", {"feedforward_modules": []}),
-    "adalora": ("AdaLoraConfig", {"total_step": 10}),
-    "oft": ("OFTConfig", {"oft_block_size": 4, "r": 0}),
-}
 
 
-def with_peft(kind: str, targets: list[str]) -> Any:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LoraConfig", {"r": 4, "init_lora_weights": False, "lora_bias": True}),
+        ("IA3Config", {"feedforward_modules": []}),
+    ],
+)
+def test_peft(kind: str, options: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft", reason="a model with adapters")
-    config, options = KINDS[kind]
-    made = getattr(peft, config)(target_modules=targets, **options)
-    return peft.get_peft_model(adapted(parts=()), made).eval()
-
-
-def peft_outputs(model: Any) -> Tensor:
-    return model(**batch(adapted(parts=())))[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_peft(kind: str) -> None:
-    model = with_peft(kind, ["query", "key", "value", "attention.output.dense"])
+    targets = ["query", "key", "value", "attention.output.dense"]
+    config = getattr(peft, kind)(target_modules=targets, **options)
+    model = peft.get_peft_model(adapted(parts=()), config).eval()
+    arguments = batch(adapted(parts=()))
     hk.heads.close(model, {0: [1, 2], 1: [0]})
-    expected, before = peft_outputs(model), state(model)
-    if kind.startswith("lora"):
+    expected, before = model(**arguments)[0], state(model)
+    if kind == "LoraConfig":
         hk.heads.prune(model, hk.heads.closed(model))
         for each in (model, model.merge_and_unload()):
-            assert_alike(peft_outputs(each), expected)
-    else:
+            assert_alike(each(**arguments)[0], expected)
+        return
+    for change in (
+        lambda: hk.heads.prune(model, hk.heads.closed(model)),
+        lambda: collaborate(model, 8),
+    ):
         with pytest.raises(ValueError, match=r"has an adapter, peft.*merge_and_unload"):
-            hk.heads.prune(model, hk.heads.closed(model))
+            change()
         assert state(model) == before
-        with pytest.raises(ValueError, match=r"has an adapter, peft.*merge_and_unload"):
-            collaborate(model, 8)
-        assert state(model) == before
-        hk.heads.reopen(model)
-        model = model.merge_and_unload()
-    layer = attention_layers(model)[0]
-    install(model, layer, ragged(read_heads(layer), 8), ragged=True)
-
-
-def test_peft_on_a_converted_layer() -> None:
-    peft = pytest.importorskip("peft", reason="a model with adapters")
-    model = adapted(parts=())
-    collaborate(model, 20, progress=False)
-    with pytest.raises(ValueError, match=r"SharedProjection.* is not supported"):
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))

@@ -43,23 +43,14 @@ def test_projections_beside_the_four() -> None:
 
 # ---------------------------------------------------------------------- the package's own modules
 def test_layers_of_the_packages_own_modules() -> None:
-    model = nn.ModuleDict(
-        {
-            "encoder": hk.nn.GatedMultiheadAttention(32, 4, num_key_heads=2, value_dim=3),
-            "decoder": nn.ModuleDict(
-                {
-                    "self_attn": hk.nn.CollaborativeMultiheadAttention(32, 4, 12),
-                    "multihead_attn": hk.nn.GatedMultiheadAttention(32, 4, output_gate="head"),
-                }
-            ),
-        }
-    )
-    gated, collaborative, cross = hk.heads.attention_layers(model)
-    assert [layer.kind for layer in (gated, collaborative, cross)] == [
-        "encoder",
-        "decoder",
-        "cross",
-    ]
+    decoder = {
+        "self_attn": hk.nn.CollaborativeMultiheadAttention(32, 4, 12),
+        "multihead_attn": hk.nn.GatedMultiheadAttention(32, 4, output_gate="head"),
+    }
+    encoder = hk.nn.GatedMultiheadAttention(32, 4, num_key_heads=2, value_dim=3)
+    model = nn.ModuleDict({"encoder": encoder, "decoder": nn.ModuleDict(decoder)})
+    gated, collaborative, cross = layers = hk.heads.attention_layers(model)
+    assert [layer.kind for layer in layers] == ["encoder", "decoder", "cross"]
     assert (gated.num_heads, gated.num_key_heads, gated.head_dim, gated.value_dim) == (4, 2, 8, 3)
     assert (collaborative.num_heads, collaborative.head_dim, collaborative.value_dim) == (4, 12, 8)
     assert collaborative.query.heads == collaborative.key.heads == 1
@@ -68,15 +59,12 @@ def test_layers_of_the_packages_own_modules() -> None:
 
 
 # ---------------------------------------------------------------------- models that the table doesn't know
-
-
 def test_a_model_without_attention_of_the_table_is_refused() -> None:
     class OddAttention(nn.Module):
         pass
 
-    with pytest.raises(
-        ValueError, match=r"but OddAttention; known are those of hk.nn .*register_layout adds"
-    ):
+    message = r"but OddAttention; known are those of hk.nn .*register_layout adds"
+    with pytest.raises(ValueError, match=message):
         hk.heads.attention_layers(nn.Sequential(OddAttention()))
     with pytest.raises(ValueError, match=r"no attention layer that is known; known are"):
         hk.heads.attention_layers(nn.Linear(2, 2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,11 +17,8 @@ def test_a_growing_cache_is_copied_seldom() -> None:
     layer, cache, rooms = layer_of(), hk.nn.KeyValueCache(), set()
     for _ in range(33):
         layer(torch.randn(B, 1, E).double(), cache=cache)
-        rooms.add(
-            cache.append(torch.empty(B, 0, H, 6).double(), torch.empty(B, 0, H, 6).double())[
-                0
-            ].data_ptr()
-        )
+        nothing = torch.empty(B, 0, H, 6).double()
+        rooms.add(cache.append(nothing, nothing)[0].data_ptr())
     assert cache.length == 33
     assert len(rooms) <= 7  # 1, 2, 4, 8, 16, 32, 64
 
@@ -40,31 +39,30 @@ def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:
-    layer, x = layer_of(), torch.randn(B, S, E).double()
-    with pytest.raises(ValueError, match=r"cache is filled while gradients.*no_grad"):
-        layer(x, cache=hk.nn.KeyValueCache())
-    with pytest.raises(ValueError, match=r"cache is filled while gradients.*no_grad"):
-        layer(x, x.clone(), cache=hk.nn.KeyValueCache())
+    layer, x, cache = layer_of(), torch.randn(B, S, E).double(), hk.nn.KeyValueCache(max_length=8)
+    for source in (None, x.clone()):
+        with pytest.raises(ValueError, match=r"cache is filled while gradients.*no_grad"):
+            layer(x, source, cache=hk.nn.KeyValueCache())
     with torch.no_grad():
-        cache = hk.nn.KeyValueCache(max_length=8)
         layer(x, cache=cache)
-        with pytest.raises(ValueError, match="max_length is 8, but 14 positions"):
-            layer(x, cache=cache)
-        with pytest.raises(ValueError, match=r"cache holds float64\[2, S, 4, 6\].*\[1, S, 4, 6\]"):
-            layer(x[:1, :1], cache=cache)
-        with pytest.raises(ValueError, match="cache holds the tokens of self-attention"):
-            layer(x, x.clone(), cache=cache)
-        source = hk.nn.KeyValueCache()
-        layer(x, x.clone(), cache=source)
-        with pytest.raises(ValueError, match="cache holds the source of encoder-decoder"):
-            layer(x, cache=source)
-        with pytest.raises(ValueError, match="cache holds batch 2, but query has batch 1"):
-            layer(x[:1], x[:1].clone(), cache=source)
-        for bad, error in ((torch.ones(2), TypeError), (torch.tensor([[0]]), ValueError)):
-            with pytest.raises(error, match="beams has"):
-                cache.reorder(bad)
-        with pytest.raises(TypeError, match="beams is"):
-            cache.reorder([0, 1])  # type: ignore[arg-type]
-    for bad, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="max_length is"):
-            hk.nn.KeyValueCache(bad)  # type: ignore[arg-type]
+        layer(x, x.clone(), cache=(of_source := hk.nn.KeyValueCache()))
+    refused: list[tuple[Any, str]] = [
+        (lambda: layer(x, cache=cache), "max_length is 8, but 14 positions"),
+        (
+            lambda: layer(x[:1, :1], cache=cache),
+            r"cache holds float64\[2, S, 4, 6\].*\[1, S, 4, 6\]",
+        ),
+        (lambda: layer(x, x.clone(), cache=cache), "cache holds the tokens of self-attention"),
+        (lambda: layer(x, cache=of_source), "cache holds the source of encoder-decoder"),
+        (
+            lambda: layer(x[:1], x[:1].clone(), cache=of_source),
+            "cache holds batch 2, but query has",
+        ),
+        (lambda: cache.reorder(torch.ones(2)), "beams has"),
+        (lambda: cache.reorder(torch.tensor([[0]])), "beams has"),
+        (lambda: cache.reorder([0, 1]), "beams is"),  # type: ignore[arg-type]
+        *((lambda n=n: hk.nn.KeyValueCache(n), "max_length is") for n in (0, 2.0, True)),
+    ]
+    for call, words in refused:
+        with torch.no_grad(), pytest.raises((TypeError, ValueError), match=words):
+            call()

@@ -75,18 +75,15 @@ def test_initial_values() -> None:
 
 
 # ---------------------------------------------------------------------- sampling
-@pytest.mark.parametrize("temperature", [0.33, 2 / 3])
-def test_samples_agree_with_the_closed_form(temperature: float) -> None:
+def test_samples_agree_with_the_closed_form() -> None:
     """40,000 draws a head: an estimated probability is within 4.5 standard deviations."""
     draws = 40_000
-    gate = gates_at(-3, -1, 0, 1, 2, 5, temperature=temperature, per_sample=True)
+    gate = gates_at(-3, -1, 0, 1, 2, 5, temperature=2 / 3, per_sample=True)
     torch.manual_seed(0)
     sample = gate(draws, 1)
     assert sample.shape == (draws, 6)
-    for seen, expected in (
-        (sample == 0, gate.probability_zero()),
-        (sample == 1, gate.probability_one()),
-    ):
+    for value, expected in ((0, gate.probability_zero()), (1, gate.probability_one())):
+        seen = sample == value
         deviation = (expected * (1 - expected) / draws).sqrt()
         assert ((seen.double().mean(0) - expected).abs() < 4.5 * deviation).all()
     count = (sample != 0).sum(1).double().mean()
@@ -101,9 +98,7 @@ def test_a_sample_is_the_formula_of_its_noise() -> None:
     torch.manual_seed(3)
     logits = (torch.log(u) - torch.log(1 - u) + gate.log_alpha) / 0.33
     stretched = 1 / (1 + torch.exp(-logits)) * 1.2 - 0.1
-    assert_alike(
-        gate(7, 1), torch.minimum(torch.ones(()), torch.maximum(torch.zeros(()), stretched))
-    )
+    assert_alike(gate(7, 1), stretched.clamp(0, 1))
 
 
 def test_noise() -> None:
@@ -144,7 +139,7 @@ def test_half_precision_models_have_float32_gates() -> None:
 
 
 # ---------------------------------------------------------------------- gradients
-@pytest.mark.parametrize("what", ["sample", "probability_open", "probability_one", "penalty"])
+@pytest.mark.parametrize("what", ["sample", "probability_one", "penalty"])
 def test_gradients(what: str) -> None:
     """Of a sample and of the closed forms."""
     gate = gates_at(-3.0, -1.0, 0.0, 0.5, 1.0, 2.0, per_sample=True)
@@ -219,9 +214,8 @@ def test_rules_of_evaluation() -> None:
 
 def test_rules_that_disagree_warn_once_and_name_the_heads() -> None:
     gate = gates_at(-3.0, -1.0, 2.0, 0.0)
-    with pytest.warns(
-        UserWarning, match=r"heads \[1, 3\] of 4: open by 'mean', closed by 'binary'"
-    ):
+    said = r"heads \[1, 3\] of 4: open by 'mean', closed by 'binary'"
+    with pytest.warns(UserWarning, match=said):
         gate.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -263,48 +257,35 @@ def test_settle_fixes_every_sample_and_both_rules(options: dict[str, Any]) -> No
 
 
 # ---------------------------------------------------------------------- in a model
-class Layer(nn.Module):
-    """The smallest attention with a gate."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.head_gate = hk.nn.HardConcrete(4, openness=0.5, **options)
-        self.project = nn.Linear(32, 96)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.project(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        gate = self.head_gate(*x.shape[:2])
-        closed_grad = self.head_gate.closed_grad
-        out = hk.gated_attention(query, key, value, gate=gate, closed_grad=closed_grad)
-        return out.transpose(1, 2).flatten(2)
-
-
-def gradients(layer: Layer, run: Any, x: Tensor, seed: int) -> list[Tensor]:
-    """Output and gradients of all weights, the L0 penalty included."""
-    torch.manual_seed(seed)
-    layer.zero_grad()
-    out = run(x)
-    loss = out.square().mean() + hk.nn.l0_penalty(layer)
-    torch.rand(7)  # something else draws before the backward pass
-    loss.backward()
-    return [out.detach(), *(p.grad.clone() for p in layer.parameters())]
 
 
 @pytest.mark.filterwarnings("ignore:The rules of HardConcrete disagree")
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_compiled_and_checkpointed(per_sample: bool) -> None:
     """They draw the same gates, and sampled closed heads have the gradients of the full backward pass."""
-    layer, x = Layer(per_sample=per_sample), torch.randn(3, 5, 32, requires_grad=True)
-    expected = gradients(layer, layer, x, 4)
-    layer.head_gate.closed_grad = True
-    assert_alike(gradients(layer, layer, x, 4), expected)
-    layer.head_gate.closed_grad = False
+    layer, x = hk.nn.GatedMultiheadAttention(32, 4), torch.randn(3, 5, 32, requires_grad=True)
+    gate = layer.head_gate = hk.nn.HardConcrete(4, openness=0.5, per_sample=per_sample)
+
+    def results(run: Any) -> list[Tensor]:
+        """Output and gradients of all weights, the L0 penalty included."""
+        torch.manual_seed(4)
+        layer.zero_grad()
+        out = run(x)[0]
+        loss = out.square().mean() + hk.nn.l0_penalty(layer)
+        torch.rand(7)  # something else draws before the backward pass
+        loss.backward()
+        return [out.detach(), *(p.grad.clone() for p in layer.parameters())]
+
+    expected = results(layer)
+    gate.closed_grad = True
+    assert_alike(results(layer), expected)
+    gate.closed_grad = False
     for reentrant in (False, True):
-        again = gradients(layer, lambda x, r=reentrant: checkpoint(layer, x, use_reentrant=r), x, 4)
+        again = results(lambda x, r=reentrant: checkpoint(layer, x, use_reentrant=r))
         assert_alike(again, expected)
     layer.train(per_sample)  # in training per sample, in evaluation shared
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert_alike(gradients(layer, compiled, x, 4), gradients(layer, layer, x, 4))
+    assert_alike(results(compiled), results(layer))
 
 
 def test_penalty_of_a_model() -> None:
@@ -318,10 +299,9 @@ def test_penalty_of_a_model() -> None:
     assert not hk.nn.expected_open(model).requires_grad
     hk.nn.l0_penalty(model).backward()
     assert all((gate.log_alpha.grad > 0).all() for gate in model)
+    refusal = r"model is a Linear without HardConcrete.*heads\.gate"
     for function in (hk.nn.l0_penalty, hk.nn.expected_open):
-        with pytest.raises(
-            ValueError, match=r"model is a Linear without HardConcrete.*heads\.gate"
-        ):
+        with pytest.raises(ValueError, match=refusal):
             function(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="reduce is 'mean'; use one of 'sum', 'mean_layers'"):
         hk.nn.l0_penalty(model, reduce="mean")
@@ -331,20 +311,16 @@ def test_penalty_of_a_model() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_heads": 0}, "num_heads is 0; pass an int of at least 1"),
     ({"num_heads": 8.0}, "num_heads is a float"),
-    ({"num_heads": True}, "num_heads is a bool"),
     *(({"temperature": each}, f"temperature is {each}") for each in (0, -0.3, math.nan)),
-    ({"temperature": 10**400}, "temperature is 10"),
     *(
         ({"stretch": each}, "stretch is")
         for each in ((0.0, 1.1), (-0.1, 1.0), (0.1, 0.9), 0.1, (-0.1, 0.5, 1.1))
     ),
-    ({"eps": 0}, "eps is 0; pass a float in"),
     ({"eps": 0.5}, "eps is 0.5"),
     ({"evaluate": "median"}, "evaluate is 'median'; use one of 'mean', 'binary'"),
     ({"log_alpha": "glorot"}, "log_alpha is 'glorot'; pass a finite float or 'voita'"),
     ({"log_alpha": math.inf}, "log_alpha is inf"),
     ({"openness": 0.0}, r"openness is 0\.0; pass a probability in \[eps, 1 - eps\]"),
-    ({"openness": 1.5}, "openness is 1.5"),
     ({"openness": 0.5, "log_alpha": 1.0}, "openness comes with log_alpha = 1.0; pass one"),
     ({"generator": 3}, "generator is 3 .*; pass a CPU generator"),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -63,21 +63,21 @@ def test_variance_falls_with_depth(kdim: int | None) -> None:
                     assert matrix.abs().max() <= math.sqrt(3 * variance) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: hk.nn.mixing_init_(torch.zeros(4, 3)), "4 heads share 3 features; use Ds of 4"),
-        (lambda: hk.nn.mixing_init_(torch.zeros(4, 8), "uniform"), "kind is 'uniform'"),
-        (lambda: hk.nn.mixing_init_(torch.zeros(4), "ones"), r"tensor has shape \[4\]"),
-        (lambda: hk.nn.mixing_init_(torch.zeros(4, 8).long()), "tensor has dtype torch.int64"),
-        (lambda: hk.nn.mixing_init_([[1.0]]), r"tensor is \[\[1\.0\]\]"),  # type: ignore[arg-type]
-        (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 0), "layer is 0; pass an int of at least 1"),
-        (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 1.0), "layer is a float"),  # type: ignore[arg-type]
-        (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 1, math.nan), "alpha is nan"),
-        (lambda: hk.nn.ds_init_(nn.LayerNorm(2), 1), r"module is a LayerNorm without nn\.Linear"),
-        (lambda: hk.nn.ds_init_(torch.zeros(2), 1), "module is a Tensor"),  # type: ignore[type-var]
-    ],
-)
-def test_bad_arguments(call: Any, match: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=match):
-        call()
+BAD: list[tuple[Callable[[], object], str]] = [
+    (lambda: hk.nn.mixing_init_(torch.zeros(4, 3)), "4 heads share 3 features; use Ds of 4"),
+    (lambda: hk.nn.mixing_init_(torch.zeros(4, 8), "uniform"), "kind is 'uniform'"),
+    (lambda: hk.nn.mixing_init_(torch.zeros(4), "ones"), r"tensor has shape \[4\]"),
+    (lambda: hk.nn.mixing_init_(torch.zeros(4, 8).long()), "tensor has dtype torch.int64"),
+    (lambda: hk.nn.mixing_init_([[1.0]]), r"tensor is \[\[1\.0\]\]"),  # type: ignore[arg-type]
+    (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 0), "layer is 0; pass an int of at least 1"),
+    (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 1.0), "layer is a float"),  # type: ignore[arg-type]
+    (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 1, math.nan), "alpha is nan"),
+    (lambda: hk.nn.ds_init_(nn.LayerNorm(2), 1), r"module is a LayerNorm without nn\.Linear"),
+    (lambda: hk.nn.ds_init_(torch.zeros(2), 1), "module is a Tensor"),  # type: ignore[type-var]
+]
+
+
+def test_bad_arguments() -> None:
+    for call, match in BAD:
+        with pytest.raises((TypeError, ValueError), match=match):
+            call()

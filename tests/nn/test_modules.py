@@ -14,7 +14,18 @@ from torch.export import Dim
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import PADDED, B, E, Gates, H, S, T, assert_as_accurate_as, spread
+from tests.support.nn_layers import (
+    PADDED,
+    B,
+    E,
+    Gates,
+    H,
+    S,
+    T,
+    assert_as_accurate_as,
+    gradients,
+    spread,
+)
 
 Module = Any  # one of hk.nn, with float64 weights unless asked otherwise
 
@@ -80,11 +91,8 @@ def inputs(length: int = S) -> Tensor:
 
 def results(layer: Module, x: Tensor, **options: Any) -> list[Tensor]:
     """Output and gradients of all weights."""
-    layer.zero_grad()
     out = run(layer, x, **options)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    (out * weights).sum().backward()
-    return [out.detach(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+    return [out.detach(), *gradients(out, *layer.parameters())]
 
 
 # ---------------------------------------------------------------------- what must not matter
@@ -107,17 +115,21 @@ def test_padding_changes_no_real_row(name: str, left: bool) -> None:
 def test_closed_heads_are_pruned_heads(name: str) -> None:
     """Outputs and the gradient of the input, of neighbouring heads, which may share a key; and of all heads.
 
-    Checkpoints of pruned layers load.
+    Gates of open heads are folded into weights, all of which have gradients. Checkpoints of pruned layers load.
     """
-    for heads in ([0, 1], [0, 1, 2, 3]):
+    for heads in ([1], [0, 1], [0, 1, 2, 3]):
         model, x = nn.ModuleDict({"layer": made(name)}), inputs().requires_grad_()
-        hk.heads.close(model, {0: heads})
+        gates = torch.tensor([0.3, 0.9, 1.0, 0.5]).double().index_fill(0, torch.tensor(heads), 0.0)
+        hk.heads.gate(model, lambda H, gates=gates: hk.nn.FixedGate(gates))
         found = []
         for _ in range(2):
             out = run(model["layer"], x, key_padding_mask=PADDED)
-            found.append([out, torch.autograd.grad(out.square().sum(), x, allow_unused=True)[0]])
+            slope = torch.autograd.grad(out.sum(), x, allow_unused=True, retain_graph=True)[0]
+            found.append([out, slope])
             hk.heads.prune(model, hk.heads.closed(model))
-        assert model["layer"].num_heads == H - len(heads)
+        assert (model["layer"].num_heads, model["layer"].head_gate) == (H - len(heads), None)
+        out.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
         loaded = nn.ModuleDict({"layer": made(name)})
         hk.heads.apply_shapes(loaded, hk.heads.shapes(model))
         loaded.load_state_dict(model.state_dict())
@@ -191,8 +203,7 @@ def test_packed_is_padded(name: str, causal: bool) -> None:
             out = pad_back(run(layer, packed, mask=mask & hk.Mask(causal=causal)))
         else:
             out = run(layer, x, key_padding_mask=~real, is_causal=causal)
-        weights = [p for p in layer.parameters() if p.requires_grad]
-        found.append([out[real], *torch.autograd.grad(out[real].square().sum(), weights)])
+        found.append([out[real], *gradients(out[real], *layer.parameters())])
     assert_alike(found[1], found[0])
 
 
@@ -224,9 +235,8 @@ def test_gates_multiply_heads(name: str) -> None:
         slopes = [
             torch.autograd.grad(each.sum(), gates, retain_graph=True)[0] for each in (out, expected)
         ]
-        if not layer.closed_grad:  # of ragged attention: gates of 0 have no gradient
-            slopes = [each.masked_fill(gates == 0, 0.0) for each in slopes]
-        assert_alike(*slopes)
+        has_one = (gates != 0) | layer.closed_grad  # of ragged attention, gates of 0 have none
+        assert_alike(slopes[0][has_one], slopes[1][has_one])
 
 
 @each_module
@@ -389,7 +399,6 @@ def test_gradcheck(name: str) -> None:
 # ---------------------------------------------------------------------- bad arguments
 OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embed_dim": 0}, ValueError, "embed_dim is 0"),
-    ({"embed_dim": 8.0}, TypeError, "embed_dim is a float"),
     ({"num_heads": 0}, ValueError, "num_heads is 0"),
     ({"num_heads": 5}, ValueError, "embed_dim is 24, but num_heads is 5"),
     ({"kdim": -1}, ValueError, "kdim is -1"),
@@ -397,7 +406,6 @@ OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"value_dim": True}, TypeError, "value_dim is a bool"),
     ({"bias": 1}, TypeError, "bias is a int"),
     ({"dropout": 1.0}, ValueError, "dropout is 1.0"),
-    ({"dropout": "no"}, TypeError, "dropout is a str"),
     ({"scale": float("nan")}, ValueError, "scale is nan"),
     ({"scale": torch.ones(())}, TypeError, "scale is a tensor"),
     ({"output_gate": "row"}, ValueError, "output_gate is 'row'; use None, 'head' or 'element'"),
@@ -413,7 +421,6 @@ OF_COLLABORATIVE = [
     ({"shared_dim": 3}, ValueError, "kind is 'concatenate', but 4 heads share 3 features"),
     ({"mixing_init": "uniform"}, ValueError, "kind is 'uniform'; use one of 'concatenate'"),
     ({"num_value_heads": 3}, ValueError, "num_value_heads is 3, but num_heads is 4"),
-    ({"num_value_heads": 0}, ValueError, "num_value_heads is 0"),
     ({"qk_bias": None}, TypeError, "qk_bias is a NoneType"),
     ({"content_bias": 1}, TypeError, "content_bias is a int"),
     ({"ragged": "yes"}, TypeError, "ragged is a str"),
@@ -453,7 +460,6 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key_padding_mask": PADDED.long()}, TypeError, "key_padding_mask has dtype torch.int64"),
     ({"key_padding_mask": PADDED * -1e4}, ValueError, "key_padding_mask holds floats other than"),
     ({"query_padding_mask": PADDED}, ValueError, r"query_padding_mask has shape \[2, 7\]"),
-    ({"query_padding_mask": [0]}, TypeError, "query_padding_mask is a list"),
     ({"attn_mask": CAUSAL}, ValueError, r"attn_mask has shape \[7, 7\].*\[5, 7\] or \[8, 5, 7\]"),
     ({"mask": PADDED}, TypeError, "mask is a Tensor; pass a hk.Mask"),
     ({"is_causal": 1}, TypeError, "is_causal is a int"),

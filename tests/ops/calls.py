@@ -1,4 +1,4 @@
-"""How tests call an operator on each backend of its table, skipping those that cannot serve it.
+"""How tests call an operator on each backend, skipping those that cannot serve it.
 
 Tensors are made on PyTorch's default device, which `pytest --device` sets.
 """
@@ -12,42 +12,34 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.dispatch import Backend, choose
-from heads_kernels.ops import (
-    attention_statistics,
-    collaborative_attention,
-    entmax_attention,
-    gated_attention,
-)
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
+from heads_kernels.backends import BACKENDS
+from heads_kernels.call import Call
+from heads_kernels.dispatch import choose
+from heads_kernels.parse import parse
 from heads_kernels.testing import Case, Inputs
 from tests.support.alike import assert_alike
 
-TABLES: dict[str, tuple[Backend, ...]] = {
-    "gated_attention": gated_attention.BACKENDS,
-    "collaborative_attention": collaborative_attention.BACKENDS,
-    "entmax_attention": entmax_attention.BACKENDS,
-    "attention_statistics": attention_statistics.BACKENDS,
-}
-
 #: The operators with softmax, by name; tests/ops/test_entmax.py has what is particular to entmax.
-OPERATORS = {operator.name: operator for operator in (GATED, COLLABORATIVE)}
+OPERATORS = ("gated_attention", "collaborative_attention")
+
+NAMES = [row.name for row in BACKENDS]
 
 #: Every (operator, backend) of them: their results have a gradient.
-DIFFERENTIABLE = [(operator, row.name) for operator in OPERATORS for row in TABLES[operator]]
+DIFFERENTIABLE = [(operator, name) for operator in OPERATORS for name in NAMES]
 
 #: The same and statistics of rows.
-EVERY = [
-    *DIFFERENTIABLE,
-    *(("attention_statistics", row.name) for row in attention_statistics.BACKENDS),
-]
+EVERY = [*DIFFERENTIABLE, *(("attention_statistics", name) for name in NAMES)]
+
+
+def parsed(operator: str, *arguments: Any, **options: Any) -> Call:
+    """The call of these arguments."""
+    return parse(operator, *arguments, **options)[0]
 
 
 def inputs_of(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs:
     """The tensors of a case; skips the test where `backend` cannot serve it."""
     inputs = case.make(dtype)
-    choice = choose(TABLES[case.operator], inputs.problem(), backend)
+    choice = choose(inputs.parsed(), backend)
     if choice.backend is None:
         pytest.skip(str(choice))
     return inputs

@@ -37,4 +37,6 @@ def with_offsets(arguments: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_seed", lambda problem: seed_of(2**40 + 1, b=1, h=2, i=3, j=4))
+    monkeypatch.setattr(
+        functional, "draw_seed", lambda device: seed_of(2**40 + 1, b=1, h=2, i=3, j=4)
+    )

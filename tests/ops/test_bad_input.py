@@ -11,11 +11,10 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels.ops import gate as gates
+from heads_kernels.ops.attention import Results
 from heads_kernels.ops.library import load
-from heads_kernels.ops.operator import Results
-from heads_kernels.problem import Problem
 from tests.ops.bad_calls import B, Bad, D, Dv, H, Hk, S, T, f32, good
-from tests.ops.calls import OPERATORS, TABLES, serve
+from tests.ops.calls import NAMES, parsed, serve
 
 GATED, COLLABORATIVE, STATISTICS = (
     ("gated_attention",),
@@ -173,15 +172,13 @@ def test_an_unknown_activation_is_no_identity() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4])
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_no_backend_takes_an_unknown_activation(backend: str, rank: int) -> None:
     """Its own code: behind what checks the call."""
     sizes = (H,) if rank == 1 else (B, H, T, Dv)[:rank]
-    problem = Problem.gated(**good("gated_attention"), gate=torch.ones(sizes))
+    problem = parsed("gated_attention", **good("gated_attention"), gate=torch.ones(sizes))
     serve("gated_attention", backend, **good("gated_attention"))
-    operator = OPERATORS["gated_attention"]
-    packed = dict(zip(operator.types, operator.pack(problem, None), strict=True))
-    made = operator.unpack([*{**packed, "gate_activation": "relu"}.values()])
+    made = problem._replace(gate_activation="relu")
     results = Results(torch.empty(B, H, T, Dv), torch.empty(0), torch.empty(0))
     with pytest.raises(Exception, match="gate_activation"):
-        load(operator.backends, backend).forward(made, results)
+        load(backend).forward(made, results)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
-from heads_kernels.problem import Problem
-from tests.ops.calls import DIFFERENTIABLE, EVERY, TABLES, assert_same_bits, call
+from tests.ops.calls import DIFFERENTIABLE, EVERY, NAMES, assert_same_bits, call, parsed
 from tests.support.alike import assert_alike
 
 H, T, S, D = 4, 5, 7, 8
@@ -28,7 +27,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("own", [(2, 1), (1, 0), (2, 0)], ids=str)
 def test_a_bias_of_an_empty_batch(own: tuple[int, ...], backend: str) -> None:
     query = torch.randn(2, 0, H, T, D, requires_grad=True)
@@ -113,7 +112,7 @@ def test_on_every_backend(operator: str, backend: str) -> None:
 @pytest.mark.parametrize("batch", [(2,), (2, 3)], ids=["one", "two"])
 @pytest.mark.parametrize(
     ("operator", "backend"),
-    [*DIFFERENTIABLE, *(("entmax_attention", row.name) for row in TABLES["entmax_attention"])],
+    [*DIFFERENTIABLE, *(("entmax_attention", name) for name in NAMES)],
 )
 def test_entries_of_an_expanded_operand_have_their_own_gradients(
     operator: str, backend: str, batch: tuple[int, ...]
@@ -196,7 +195,7 @@ def test_lengths_count_the_product_of_the_batch_dimensions() -> None:
 def test_operands_are_views_where_one_stride_serves() -> None:
     """Broadcasting and flattening copy nothing with one batch dimension, or several in memory order."""
     wide, key = torch.randn(2, 3, H, T, D), torch.randn(1, 1, H, S, D)
-    problem = Problem.gated(wide, key, key)
+    problem = parsed("gated_attention", wide, key, key)
     assert problem.query.data_ptr() == wide.data_ptr()
     assert problem.key.data_ptr() == key.data_ptr()
     assert problem.key.stride(0) == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from heads_kernels.ops.operator import OPERANDS
+from heads_kernels.call import OPERANDS
 from tests.ops.calls import OPERATORS
 
 cpu = pytest.importorskip("heads_kernels._cpu", reason="pip install, with a C++ compiler")

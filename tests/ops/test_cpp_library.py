@@ -137,7 +137,7 @@ good |= dict.fromkeys(("gate", "bias", "offset_bias", "sinks"))
 good |= {"band_lo": -U, "band_hi": U} | dict.fromkeys(("k_lo", "k_hi", "key_visible", "dense_mask"))
 good |= {"scale": 0.5, "softcap": 0.0, "seed": None, "gate_activation": "identity"}
 good |= {"dropout_p": 0.0, "save": False, "backend": "cpu"}
-op = torch.ops.heads_kernels.gated_attention.default
+op = torch.ops.heads_kernels.attention.default
 op(*good.values())
 wrong = [
     ("backend", "eager"), ("gate_activation", "relu"), ("key", torch.zeros(2, 3, 7, 8)), ("gate", torch.ones(5)),

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
-from heads_kernels.problem import Problem
+from heads_kernels.ops.attention import attend_with_lse
 from heads_kernels.testing import Inputs, compare, reference
 from heads_kernels.testing.accuracy import run
-from tests.ops.calls import tensors
+from tests.ops.calls import parsed, tensors
 
 _cpu = pytest.importorskip("heads_kernels._cpu")
 
@@ -97,7 +96,7 @@ def test_a_row_with_one_key_has_no_score_gradient(
     _, grads = inputs.backward("cpu")
     dattended = arguments["gate"][..., None] * inputs.dout.float()
     size = (dattended * arguments["value"].float()).abs().sum(-1)  # [B, H, T]
-    off = 2 * (Dv + 1) * torch.finfo(torch.float32).eps * size * inputs.problem().scale
+    off = 2 * (Dv + 1) * torch.finfo(torch.float32).eps * size * inputs.parsed().scale
     if operator == "collaborative_attention":
         assert (grads["content_bias"].abs() <= off.sum(-1, keepdim=True)).all()
         mixed = arguments["mixing"][None] * arguments["key"].float()  # [B, H, Ds]
@@ -122,7 +121,7 @@ def test_the_mixed_query_is_not_rounded(level: str, std: float) -> None:
     terms = torch.einsum(
         "btd,hd,bsd->bhts", *(arguments[name].double().abs() for name in ("query", "mixing", "key"))
     )
-    size = inputs.problem().scale * (
+    size = inputs.parsed().scale * (
         terms + arguments["content_bias"].double().abs()[:, :, None]
     ).amax(-1)
     assert ((lse - exact).abs() <= 2.0**-15 * size + 2.0**-20 * (1 + exact.abs())).all()
@@ -175,8 +174,8 @@ def test_lse_is_rounded_once(level: str) -> None:
     query, key = torch.zeros(most, 1, 1, 8), torch.zeros(most, 1, most, 8)
     query[:, 0, 0, 0], key[..., 0] = r, 1.0
     mask = hk.Mask(key_lengths=n)
-    problem = Problem.gated(query, key, key, mask, scale=1.0)
-    found = GATED.with_lse(problem, "cpu")[1].double().flatten()
+    problem = parsed("gated_attention", query, key, key, attn_mask=mask, scale=1.0)
+    found = attend_with_lse(problem, "cpu")[1].double().flatten()
     wanted = r.double() + n.double().log()
     half = torch.finfo(torch.float32).eps / 2
     assert ((found - wanted).abs() <= half * wanted).all()

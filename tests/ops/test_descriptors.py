@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
-from heads_kernels.ops.support import TRITON_INTERPRETED
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.triton import forward, tiles
 from heads_kernels.ops.triton.descriptors import describable, tiles_in
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks

@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels import doctor_record
-from heads_kernels.doctor_record import Found
-from heads_kernels.ops import direct, support
+from heads_kernels import backends, dispatch
+from heads_kernels.ops import direct
 from tests.ops.calls import tensors
 from tests.ops.functions import B, D, Dv, H, S, T
 
-pytestmark = pytest.mark.skipif(not support.CPU_EXTENSION, reason="the extension is not built")
+pytestmark = pytest.mark.skipif(not backends.CPU_EXTENSION, reason="the extension is not built")
 
 OPERATORS = ("gated_attention", "collaborative_attention")
 
@@ -33,14 +32,14 @@ OPERATORS = ("gated_attention", "collaborative_attention")
 def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """For every call the way that it took, "direct" or "op"."""
     taken: list[str] = []
-    forward = direct.forward
+    attend = direct.attend
 
     def watched(*arguments: Any) -> Tensor | None:
-        out = forward(*arguments)
+        out = attend(*arguments)
         taken.append("op" if out is None else "direct")
         return out
 
-    monkeypatch.setattr(direct, "forward", watched)
+    monkeypatch.setattr(direct, "attend", watched)
     return taken
 
 
@@ -155,7 +154,7 @@ BAD: dict[str, dict[str, Any]] = {
 def test_bad_terms_are_refused_by_name(name: str, ways: list[str]) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
         hk.gated_attention(**tensors("gated_attention", dtype=torch.float32), **BAD[name])
-    assert ways == ["op"]
+    assert "direct" not in ways
 
 
 def test_batch_dimensions(ways: list[str]) -> None:
@@ -163,7 +162,7 @@ def test_batch_dimensions(ways: list[str]) -> None:
     expected = hk.gated_attention(query[None], key[None], value[None])
     assert ways == ["direct"]
     assert torch.equal(hk.gated_attention(query, key, value), expected[0])
-    assert ways == ["direct", "op"]
+    assert ways == ["direct", "direct"]
 
 
 def test_rows_that_are_not_contiguous_are_served_by_another_backend(ways: list[str]) -> None:
@@ -188,18 +187,24 @@ def test_a_tensor_without_memory_is_refused_as_by_the_op() -> None:
         hk.gated_attention(zero, key, key)
 
 
-def test_a_failed_backend_is_not_taken(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"gated_attention": Found(failed=(("cpu", "failed plain"),), source="a test")}
-    monkeypatch.setattr(doctor_record, "IGNORED", False)
-    monkeypatch.setattr(doctor_record, "_READ", {torch.device("cpu"): found})
+@pytest.mark.parametrize(
+    ("value", "way"), [("cuda,triton,cpu", "direct"), ("eager,cpu", "op"), ("eager", "op")]
+)
+def test_the_order_of_backends(
+    value: str, way: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backends of GPUs before `cpu` take nothing from it."""
+    if backends.SIMULATED:
+        pytest.skip("a backend of GPUs serves CPU tensors in this process")
+    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read(value))
     arguments = tensors("gated_attention", dtype=torch.float64)
     hk.gated_attention(**arguments)
     hk.gated_attention(**arguments, backend="cpu")
-    assert ways == ["op", "direct"]
+    assert ways == [way, "direct"]
 
 
 # ---------------------------------------------------------------------- what acts on ops
-NAME = "heads_kernels::gated_attention"
+NAME = "heads_kernels::attention"
 
 
 def attend(*operands: Tensor) -> Tensor:
@@ -242,14 +247,14 @@ def test_dispatch_modes_see_the_op() -> None:
 def test_function_modes_see_the_op() -> None:
     with SeesFunctions() as seen:
         attend(*operands())
-    assert "heads_kernels.gated_attention.default" in seen.names
+    assert "heads_kernels.attention.default" in seen.names
 
 
 def test_subclasses_see_the_op() -> None:
     query, key, value = operands()
     Wrapped.names.clear()
     out = attend(query, key.as_subclass(Wrapped), value)
-    assert "heads_kernels.gated_attention.default" in Wrapped.names
+    assert "heads_kernels.attention.default" in Wrapped.names
     assert type(out) is Wrapped
 
 
@@ -276,7 +281,7 @@ def test_fake_tensors_run_nothing(ways: list[str]) -> None:
 
 def test_make_fx_records_the_op() -> None:
     graph = make_fx(attend)(*operands())
-    assert "heads_kernels.gated_attention.default" in graph.code
+    assert "heads_kernels.attention.default" in graph.code
 
 
 def test_export_records_the_op() -> None:
@@ -285,7 +290,7 @@ def test_export_records_the_op() -> None:
             return attend(*operands)
 
     program = torch.export.export(Module(), operands(), strict=False)
-    assert "heads_kernels.gated_attention.default" in program.graph_module.code
+    assert "heads_kernels.attention.default" in program.graph_module.code
 
 
 def test_compile_records_the_op() -> None:
@@ -297,14 +302,14 @@ def test_compile_records_the_op() -> None:
         return graph
 
     torch.compile(attend, backend=backend, fullgraph=True)(*operands())
-    assert "torch.ops.heads_kernels.gated_attention.default" in "".join(seen)
+    assert "torch.ops.heads_kernels.attention.default" in "".join(seen)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_jit_trace_does_not_record_a_constant(ways: list[str]) -> None:
     with contextlib.suppress(
         RuntimeError, SystemError
-    ):  # sizes are tensors in it, which a `Problem` is not made for
+    ):  # sizes are tensors in it, which calls are not made for
         torch.jit.trace(attend, operands(), check_trace=False)
     assert "direct" not in ways
 

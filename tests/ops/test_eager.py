@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
-from heads_kernels.problem import Problem
+from heads_kernels.ops.attention import attend_with_lse
 from tests.ops.calls import (
     DIFFERENTIABLE,
     EVERY,
+    NAMES,
     OPERATORS,
-    TABLES,
     assert_same_bits,
     call,
+    parsed,
     tensors,
 )
 from tests.support.alike import assert_alike
@@ -116,7 +116,7 @@ def test_closed_heads(
         assert dgate[..., ::2].all()
 
 
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["collaborative_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_closed_grad_of_mixing(backend: str) -> None:
     """With closed_grad=False the zeros of mixing report no slope; all others keep theirs."""
     arguments = tensors("collaborative_attention", D=64, grad=True)
@@ -171,6 +171,6 @@ def test_zero_is_judged_in_its_own_dtype(operator: str, backend: str, name: str)
 @pytest.mark.parametrize("T", [5, 40])
 def test_lse_without_values(T: int) -> None:
     query, key = torch.randn(2, 4, T, 8), torch.randn(2, 2, 6, 8)
-    problem = Problem.gated(query, key, torch.empty(2, 2, 6, 0))
+    problem = parsed("gated_attention", query, key, torch.empty(2, 2, 6, 0))
     scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
-    assert_alike(GATED.with_lse(problem, "cpu")[1], torch.logsumexp(scores, -1))
+    assert_alike(attend_with_lse(problem, "cpu")[1], torch.logsumexp(scores, -1))

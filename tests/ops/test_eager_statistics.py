@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import TABLES, assert_same_bits, call, serve, tensors
+from tests.ops.calls import NAMES, assert_same_bits, call, serve, tensors
 from tests.support.alike import assert_alike
 from tests.support.reference import masks, pairs
 
 B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
 INF, NAN = float("inf"), float("nan")
-STATISTICS = [row.name for row in TABLES["attention_statistics"]]
+STATISTICS = NAMES
 
 
 def brute_statistics(scores: Tensor, visible: Tensor, excluded: Tensor) -> list[Tensor]:

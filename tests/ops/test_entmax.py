@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import heads_kernels as hk
-from heads_kernels.ops.entmax_attention import BACKENDS
+from heads_kernels.ops.attention import attention_op
 from heads_kernels.testing import ENTMAX, check, find
-from tests.ops.calls import call
+from tests.ops.calls import NAMES, call, parsed
 from tests.support.alike import assert_alike
 
 B, H, T, S, D, DV = 2, 4, 7, 9, 5, 6
@@ -61,7 +61,7 @@ def test_gradient_of_alpha_is_exact_near_1(attend):
     torch.testing.assert_close(alpha.grad, expected)
 
 
-@pytest.mark.parametrize("backend", [row.name for row in BACKENDS])
+@pytest.mark.parametrize("backend", NAMES)
 def test_values_outside_of_the_support_reach_nothing(backend):
     query, key, value = operands(torch.float32)
     attend = functools.partial(call, "entmax_attention", backend)
@@ -84,12 +84,8 @@ def test_values_outside_of_the_support_reach_nothing(backend):
 @pytest.mark.slow
 def test_opcheck(attend):
     query, key, value = operands()
-    arguments = (
-        *(query, key, value, None, None, None, torch.full((H,), 1.5, dtype=torch.float64)),
-        *hk.Mask(causal=True).intervals(B, H, T, S, device=query.device),
-        *(D**-0.5, 0.0, None, "identity", 0.0, True, attend.keywords["backend"]),
-    )
-    torch.library.opcheck(torch.ops.heads_kernels.entmax_attention.default, arguments)
+    given = parsed("entmax_attention", query, key, value, is_causal=True, alpha=1.5)
+    torch.library.opcheck(attention_op, (*given, True, attend.keywords["backend"]))
 
 
 @pytest.mark.parametrize(

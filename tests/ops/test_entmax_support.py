@@ -9,11 +9,10 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
-from heads_kernels.ops import scores
-from heads_kernels.ops.entmax_attention import OPERATOR, eager
-from heads_kernels.ops.entmax_attention.triton_centers import centers_pass
-from heads_kernels.ops.operator import Call, Saved
+from heads_kernels.ops import eager, scores
+from heads_kernels.ops.attention import Saved, attention_op
 from heads_kernels.ops.philox import seed_of
+from heads_kernels.ops.triton.entmax_centers import centers_pass
 from heads_kernels.ops.triton.rows import first_pass
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles
@@ -35,9 +34,8 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     inputs = find("entmax_attention", name).make(torch.float32)
     inputs.tensors["key"] *= 8  # large scores have few keys above 0
     seed = seed_of(0) if inputs.options.get("dropout_p") else None
-    arguments = OPERATOR.pack(inputs.problem(), seed)
-    call: Call = OPERATOR.unpack(arguments)
-    out, attended, lse = OPERATOR.forward_op(*arguments, True, backend)
+    call = inputs.parsed()._replace(seed=seed)
+    out, attended, lse = attention_op(*call, True, backend)
     nothing = out.new_empty(0)
     saved = Saved(inputs.dout, out if call.gate is None else attended, lse, None)
     first = first_pass(call, saved, inputs.dout, nothing, nothing)
@@ -46,7 +44,7 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
 
     above = eager.row_probabilities(call) > 0
     if call.gate is not None and call.gate_activation == "identity" and call.gate.dim() < 3:
-        above &= (call.gate != 0).expand(call.scores[:2])[..., None, None]
+        above &= (call.gate != 0).expand(call.sizes[:2])[..., None, None]
     cells = support.ptr != 0
     assert torch.equal(cells, any_of_tiles(above, support.block_m, support.block_n))
     visible = scores.visible_pairs(call)
@@ -54,8 +52,8 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     assert (seen & ~above).any()
 
     # The passes over keys have other tiles.
-    of, tiles = first.operands, Tiles(16, 64, 0, 0, 4, 1)
-    T, S = call.scores[2:]
+    of, tiles = first.operands, Tiles(16, 64, num_warps=4, num_stages=1)
+    T, S = call.sizes[2:]
     supported = cells.repeat_interleave(support.block_m, 2)[:, :, :T]
     supported = supported.repeat_interleave(support.block_n, 3)[..., :S]
     visited = any_of_tiles(seen & supported, tiles.block_m, tiles.block_n)
@@ -63,5 +61,5 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
         lists = visible_to_tiles(call, of.terms, of.visible, tiles, by_keys, support).lists
         assert lists is not None
         assert torch.equal(
-            lists.counts.sum(1).view(*call.scores[:2], -1), visited.sum(2 if by_keys else 3)
+            lists.counts.sum(1).view(*call.sizes[:2], -1), visited.sum(2 if by_keys else 3)
         )

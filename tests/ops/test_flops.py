@@ -11,25 +11,25 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
+from heads_kernels.call import Call
 from heads_kernels.flops import backward_flops, forward_flops
-from heads_kernels.problem import Problem
 from heads_kernels.testing import CASES, Case, Inputs, find, plain
-from tests.ops.calls import DIFFERENTIABLE, call
+from tests.ops.calls import DIFFERENTIABLE, call, parsed
 
 QUICK = [case for case in CASES if "model" not in case.tags]
 
 B, H, T, S, D, Dv, Ds = 2, 4, 32, 48, 16, 24, 64
 
 
-def gated(**options: Any) -> Problem:
+def gated(**options: Any) -> Call:
     gate = options.pop("gate", None)
     sizes = torch.empty(B, H, T, D), torch.empty(B, H, S, D), torch.empty(B, H, S, Dv)
-    return Problem.gated(*sizes, gate=gate, **options)
+    return parsed("gated_attention", *sizes, gate=gate, **options)
 
 
-def collaborative(mixing: torch.Tensor, **options: Any) -> Problem:
+def collaborative(mixing: torch.Tensor, **options: Any) -> Call:
     shared = torch.empty(B, T, Ds), torch.empty(B, S, Ds), torch.empty(B, H, S, Dv)
-    return Problem.collaborative(*shared, mixing, **options)
+    return parsed("collaborative_attention", *shared, mixing, **options)
 
 
 def counted(run: Any) -> int:
@@ -47,7 +47,7 @@ def counted(run: Any) -> int:
 def test_dense_count_is_that_of_the_plain_formula(case: Case) -> None:
     """Forward: two matrix products. Backward: four more, and the scores are computed again."""
     inputs = case.make(requires_grad=True)
-    problem = inputs.problem()
+    problem = inputs.parsed()
     leaves = list(inputs.tensors.values())
     forward = counted(lambda: plain(problem))
     assert problem.flops(dense=True) == forward
@@ -60,7 +60,7 @@ def test_dense_count_is_that_of_the_plain_formula(case: Case) -> None:
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_the_ops_are_counted(operator: str, backend: str) -> None:
     inputs: Inputs = find(operator, "small").make(requires_grad=True)
-    problem = inputs.problem()
+    problem = inputs.parsed()
     leaves = inputs.tensors
     forward = counted(lambda: call(operator, backend, **leaves))
     assert forward == problem.flops(dense=True) == problem.flops()
@@ -90,7 +90,7 @@ print(counter.get_total_flops())
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
 def test_executed_by_asking_every_pair(case: Case) -> None:
     """Visible pairs of open heads, one by one, over the features that are not in a zero chunk."""
-    p = case.make(requires_grad=True).problem()
+    p = case.make(requires_grad=True).parsed()
     visible = p.intervals.to_dense(p.T, p.S).expand(p.B, p.H, p.T, p.S)
     total = 0
     for h in range(p.H):
@@ -138,13 +138,13 @@ def test_a_chunk_counts_whole_and_the_last_may_be_narrow() -> None:
     mixing = torch.zeros(3, 40)
     mixing[0, 17], mixing[1, 39], mixing[2] = 1.0, torch.nan, 1.0
     shared = torch.empty(1, 2, 40), torch.empty(1, 3, 40), torch.empty(1, 3, 3, 5)
-    assert Problem.collaborative(*shared, mixing).score_widths().tolist() == [16, 8, 40]
+    assert parsed("collaborative_attention", *shared, mixing).score_widths().tolist() == [16, 8, 40]
 
 
 def test_causal_is_the_lower_triangle() -> None:
     problem = gated(is_causal=True)
     assert problem.flops() == forward_flops(B * H * T * (T + 1) // 2, D, Dv)
-    square = Problem.gated(*(torch.empty(1, 1, 1000, 8),) * 3, is_causal=True)
+    square = parsed("gated_attention", *(torch.empty(1, 1, 1000, 8),) * 3, is_causal=True)
     assert square.flops() / square.flops(dense=True) == pytest.approx(0.5, abs=1e-3)
 
 
@@ -202,7 +202,7 @@ def test_backward_of_mixing(learned: bool, closed_grad: bool) -> None:
 
 
 def test_statistics_count_scores_only() -> None:
-    problem = Problem.statistics(torch.empty(B, H, T, D), torch.empty(B, H, S, D))
+    problem = parsed("attention_statistics", torch.empty(B, H, T, D), torch.empty(B, H, S, D))
     assert problem.flops() == problem.flops(dense=True) == 2 * B * H * T * S * D
     with pytest.raises(ValueError, match="attention_statistics has no backward pass"):
         problem.flops(backward=True)

@@ -10,13 +10,13 @@ import torch
 from torch.utils import deterministic
 
 from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase
-from tests.ops.calls import TABLES, assert_same_bits, serve
+from tests.ops.calls import NAMES, assert_same_bits, serve
 from tests.support.alike import assert_alike
 
 EVERY = [
-    (operator, row.name)
+    (operator, name)
     for operator in ("gated_attention", "collaborative_attention", "entmax_attention")
-    for row in TABLES[operator]
+    for name in NAMES
 ]
 #: Each kind of gate, beside a dense bias or a table of offsets.
 TERMS: dict[str, dict[str, Any]] = {

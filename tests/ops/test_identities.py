@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.ops import buffers
-from tests.ops.calls import DIFFERENTIABLE, TABLES, assert_same_bits, call
+from tests.ops.calls import DIFFERENTIABLE, NAMES, assert_same_bits, call
 from tests.support.alike import assert_alike
 
-GATED = [row.name for row in TABLES["gated_attention"]]
-COLLABORATIVE = [row.name for row in TABLES["collaborative_attention"]]
+GATED = NAMES
+COLLABORATIVE = NAMES
 
 Tensors = dict[str, Tensor]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from heads_kernels.call import Call
 from heads_kernels.ops import buffers
-from heads_kernels.ops.operator import Results
-from heads_kernels.problem import Problem
+from heads_kernels.ops.attention import Results, attend_with_lse, attention_op
 from heads_kernels.testing import (
     Case,
     CollaborativeCase,
@@ -24,16 +24,15 @@ from heads_kernels.testing import (
     masks,
 )
 from heads_kernels.testing.masks import Sizes
-from tests.ops.calls import OPERATORS, serve
+from tests.ops.calls import parsed, serve
 
 #: The module of each backend that splits keys, as it names `buffers.key_splits`.
 MODULES = {"triton": "heads_kernels.ops.triton.forward", "cuda": "heads_kernels.ops.cuda"}
 
 
-def forward(operator: str, problem: Problem, backend: str, seed: Tensor | None = None) -> Results:
+def forward(operator: str, call: Call, backend: str, seed: Tensor | None = None) -> Results:
     """What the kernels write, saved for a backward pass."""
-    op = OPERATORS[operator]
-    return Results(*op.forward_op(*op.pack(problem, seed), True, backend))
+    return Results(*attention_op(*call._replace(seed=seed), True, backend))
 
 
 def parts_of_rows(sizes: Sizes, device: torch.device) -> Tensor:
@@ -122,7 +121,7 @@ def test_what_is_not_finite(backend: str, grouped: bool, bad: float) -> None:
     gate = torch.tensor([0.0, 1.0, 0.5, 0.0])
     given = {"gate": gate, "sinks": torch.randn(H), "attn_mask": hk.Mask(key_mask=~hidden)}
     serve("gated_attention", backend, query=query, key=key, value=value, **given)
-    problem = Problem.gated(query, key, value, **given)
+    problem = parsed("gated_attention", query, key, value, **given)
     with in_one_pass(backend):
         one = forward("gated_attention", problem, backend)
     with with_splits(backend, 4):
@@ -139,7 +138,7 @@ def test_what_is_not_finite(backend: str, grouped: bool, bad: float) -> None:
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-1]], ids=str)
 @pytest.mark.parametrize("backend", MODULES)
 def test_the_same_bits_again(backend: str, case: Case) -> None:
-    problem = case.make(torch.bfloat16).problem()
+    problem = case.make(torch.bfloat16).parsed()
     seed = torch.tensor([1, 0, 0, 0, 0]) if case.dropout_p else None
     first = forward(case.operator, problem, backend, seed)
     for _ in range(2):
@@ -151,9 +150,9 @@ def test_the_same_bits_again(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", MODULES)
 def test_keys_are_read_once_for_the_heads_that_share_them(backend: str) -> None:
     module = importlib.import_module(MODULES[backend])
-    problem = GatedCase("", 3, 8, 1, 200, D=16, Dv=16, Hk=2).make(torch.float32).problem()
+    problem = GatedCase("", 3, 8, 1, 200, D=16, Dv=16, Hk=2).make(torch.float32).parsed()
     with mock.patch.object(module, "key_splits", return_value=2) as key_splits:
-        OPERATORS["gated_attention"].with_lse(problem, backend)
+        attend_with_lse(problem, backend)
     _, programs, *_ = key_splits.call_args.args
     assert programs == 3 * 2
 

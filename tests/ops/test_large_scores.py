@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import TABLES, call, tensors
+from tests.ops.calls import DIFFERENTIABLE, NAMES, call, tensors
 from tests.support.alike import assert_alike
 
 LEAST, MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 INF = torch.inf
-EVERY = [(operator, row.name) for operator in TABLES for row in TABLES[operator]]
+EVERY = [
+    *DIFFERENTIABLE,
+    *(
+        (operator, name)
+        for operator in ("entmax_attention", "attention_statistics")
+        for name in NAMES
+    ),
+]
 #: Two tiles of keys; one row of them may be split.
 S = 70
 

@@ -68,7 +68,7 @@ def test_compiled_kernel_is_kept_for_arguments_like_its_own() -> None:
     kernel = Searched()
     memory = torch.zeros(64, dtype=torch.int32)
     words, bias = memory.view(2, 2, 4, 4), Bias(memory, 1, 0, 0, 8, 4, 1)
-    tiles, terms = Tiles(32, 32, 0, 0, 4, 1), Terms(bias, None, 0.5, memory, None)
+    tiles, terms = Tiles(32, 32, num_warps=4, num_stages=1), Terms(bias, None, 0.5, memory, None)
     rows = Rows(words, 32, 16, 4)
     base: dict[str, Any] = {"rows": rows, "terms": terms, "flags": memory, "size": 16, "factor": 0.5,
         "BLOCK": 32, "KIND": "rows", "tiles": tiles}  # fmt: skip
@@ -109,13 +109,13 @@ def test_compiled_kernel_is_kept_for_arguments_like_its_own() -> None:
 
 def test_fused_multiply_add_is_asked_for() -> None:
     """Triton 3.10 fuses only where it is asked to; 3.9 warns of it where it is not."""
-    assert options_of(Tiles(32, 32, 0, 0, 4, 1))["enable_fp_fusion"] is True
+    assert options_of(Tiles(32, 32, num_warps=4, num_stages=1))["enable_fp_fusion"] is True
 
 
 def test_registers_are_limited_where_tiles_say_so() -> None:
     """AMD's compiler refuses the option: it is left out without a limit."""
-    assert "maxnreg" not in options_of(Tiles(32, 32, 0, 0, 4, 1))
-    assert options_of(Tiles(32, 32, 0, 0, 4, 1, maxnreg=128))["maxnreg"] == 128
+    assert "maxnreg" not in options_of(Tiles(32, 32, num_warps=4, num_stages=1))
+    assert options_of(Tiles(32, 32, num_warps=4, num_stages=1, maxnreg=128))["maxnreg"] == 128
 
 
 def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> None:

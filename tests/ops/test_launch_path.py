@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import heads_kernels.ops
-from heads_kernels.ops.support import TRITON_INTERPRETED
+from heads_kernels.backends import TRITON_INTERPRETED
 
 triton = pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 if TRITON_INTERPRETED:

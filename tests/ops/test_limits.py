@@ -10,12 +10,13 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels import checks
+from heads_kernels.call import Call
 from heads_kernels.mask import UNBOUNDED, Intervals
 from heads_kernels.mask.terms import QueryLengths
-from heads_kernels.ops.attention_statistics import SIGNATURE
-from heads_kernels.problem import Problem
+from heads_kernels.ops.attention import attention_op
+from heads_kernels.ops.statistics import statistics_op
 from tests.ops.bad_calls import BOTH, GATED, Bad, good
-from tests.ops.calls import EVERY, OPERATORS, TABLES, tensors
+from tests.ops.calls import EVERY, parsed, tensors
 
 B, H, T, S, Dv = 2, 4, 5, 7, 6
 
@@ -71,7 +72,7 @@ def test_the_longest_call_that_is_served() -> None:
     most = checks.MAX_LENGTH
     windows = hk.Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
     for T, S in ((most, 1), (1, most)):
-        problem = Problem.gated(**long(GATED, T=T, S=S), attn_mask=windows)
+        problem = parsed("gated_attention", **long(GATED, T=T, S=S), attn_mask=windows)
         lo, hi = problem.intervals.band_lo, problem.intervals.band_hi
         assert -UNBOUNDED <= lo <= hi <= UNBOUNDED
         assert most + 1024 + UNBOUNDED <= 2**31
@@ -80,19 +81,15 @@ def test_the_longest_call_that_is_served() -> None:
 
 @pytest.mark.parametrize("operator", [*BOTH, "attention_statistics"])
 def test_the_op_itself_refuses_them(operator: str) -> None:
-    """Where sizes are symbolic a `Problem` cannot judge them."""
+    """Where sizes are symbolic the call cannot judge them."""
     arguments = long(operator, S=2**31)
-    signature = OPERATORS.get(operator, SIGNATURE)
-    values = {**dict.fromkeys(signature.types), **arguments, "band_lo": -9, "band_hi": 9}
-    values |= {"scale": 1.0, "softcap": 0.0}
-    if operator == "attention_statistics":
-        given = [*values.values(), None]
-    else:
-        values |= {"dropout_p": 0.0, "gate_activation": "identity"}
-        given = [*values.values(), False]
+    call = Call(**arguments, band_lo=-9, band_hi=9)
     for backend in ("cpu", "eager"):
+        op, save = (attention_op, [False])
+        if operator == "attention_statistics":
+            op, save = (statistics_op, [])
         with pytest.raises(ValueError, match=r"^key (has S = 2147483648|is too long)"):
-            getattr(torch.ops.heads_kernels, operator)(*given, backend)
+            op(*call, *save, backend)
 
 
 def test_explain_refuses_as_the_call_does() -> None:
@@ -134,7 +131,7 @@ def test_an_explicit_backend_never_falls_back(operator: str, backend: str) -> No
         run(**arguments)  # somebody serves it
 
 
-@pytest.mark.parametrize("operator", TABLES)
+@pytest.mark.parametrize("operator", [*BOTH, "entmax_attention", "attention_statistics"])
 def test_no_fused_kernel_takes_strided_rows_silently(operator: str) -> None:
     """The reason names the tensor, its stride and what would do."""
     arguments = good(operator)

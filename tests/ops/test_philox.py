@@ -94,7 +94,7 @@ def test_the_mask_that_an_operator_draws(
     """
     B, H, T, S, p = 2, 2, 6, 9, 0.3
     seed = 2**45 + 3
-    monkeypatch.setattr(functional, "_seed", lambda problem: seed_of(seed, b=1, h=2, i=3, j=4))
+    monkeypatch.setattr(functional, "draw_seed", lambda device: seed_of(seed, b=1, h=2, i=3, j=4))
     arguments = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=4, Dv=S, dtype=torch.float32)
     arguments["value"] = torch.eye(S).expand(B, H, S, S)
     plain = call(operator, backend, **arguments)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from heads_kernels.backends import BACKENDS
 from heads_kernels.testing import (
     CASES,
     ENTMAX,
@@ -22,7 +23,7 @@ from heads_kernels.testing import (
     hide,
     surrounded,
 )
-from tests.ops.calls import TABLES, assert_same_bits, call, inputs_of
+from tests.ops.calls import NAMES, assert_same_bits, call, inputs_of
 from tests.support.alike import assert_alike, rounding
 
 QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
@@ -34,9 +35,9 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 def rows(cases: list[Case]) -> list[object]:
     return [
-        pytest.param(case, row.name, id=f"{case.operator}-{case}-{row.name}")
+        pytest.param(case, name, id=f"{case.operator}-{case}-{name}")
         for case in cases
-        for row in TABLES[case.operator]
+        for name in NAMES
     ]
 
 
@@ -80,17 +81,17 @@ def test_hidden_values_reach_nothing(case: Case, backend: str, bad: float) -> No
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_hidden_values_reach_nothing_in_other_dtypes(operator: str, dtype: torch.dtype) -> None:
-    for row in TABLES[operator]:
+    for row in BACKENDS:
         for name in ("padded", "holes", "padded_causal"):
             inputs = find(operator, name).make(dtype)
-            if row.unsupported(inputs.problem()):
+            if row.unsupported(inputs.parsed()):
                 continue
             got, want = (each.backward(row.name) for each in (hide(inputs, torch.nan)[0], inputs))
             assert_same_bits(row.name, got, want)
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     """NaN in the query, key and value of a closed head; with closed_grad=False in gradients too."""
     inputs = inputs_of(find("gated_attention", "closed_heads"), backend)
@@ -136,7 +137,7 @@ def test_zeros_of_closed_heads_are_written(
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
     """The tile on the diagonal holds visible and hidden keys at once."""
     inputs = inputs_of(find("gated_attention", "length_65_causal"), backend)
@@ -151,7 +152,7 @@ def test_a_causal_row_does_not_see_a_later_nan(backend: str) -> None:
         assert out[:, :, j:].isnan().all(), j
 
 
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_values_as_large_as_a_float_holds(backend: str) -> None:
     """A row that sees one key has its value, the largest number that there is too."""
     largest = torch.finfo(torch.float32).max
@@ -162,7 +163,7 @@ def test_values_as_large_as_a_float_holds(backend: str) -> None:
     torch.testing.assert_close(out, value, rtol=rounding(torch.float32), atol=0.0)
 
 
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_a_hidden_pair_may_overflow(backend: str) -> None:
     """The product of a query and a key that it does not see is infinite; both are finite."""
     torch.manual_seed(0)
@@ -183,7 +184,7 @@ def test_a_hidden_pair_may_overflow(backend: str) -> None:
 
 
 @pytest.mark.parametrize("T", [41, 64])
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["gated_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_an_infinite_key_meets_no_row_that_is_not_there(backend: str, T: int) -> None:
     """A key that every row sees gives NaN where they do, and nothing through unused lanes."""
     torch.manual_seed(0)
@@ -200,7 +201,7 @@ def test_an_infinite_key_meets_no_row_that_is_not_there(backend: str, T: int) ->
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["collaborative_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_the_mixing_vector_of_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     inputs = inputs_of(find("collaborative_attention", "closed_all"), backend)
     poisoned = {**inputs.tensors, "mixing": torch.full_like(inputs.tensors["mixing"], bad)}
@@ -211,7 +212,7 @@ def test_the_mixing_vector_of_a_closed_head_is_not_read(backend: str, bad: float
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("backend", [row.name for row in TABLES["collaborative_attention"]])
+@pytest.mark.parametrize("backend", NAMES)
 def test_rows_that_see_nothing_do_not_read_the_mixing_vector(backend: str, bad: float) -> None:
     query, key, mixing = torch.randn(2, 5, 16), torch.randn(2, 6, 16), torch.full((3, 16), bad)
     leaves = [t.requires_grad_() for t in (query, key, mixing)]

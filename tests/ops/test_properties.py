@@ -18,7 +18,7 @@ from heads_kernels.dispatch import choose
 from heads_kernels.mask import as_mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes
-from tests.ops.calls import DIFFERENTIABLE, TABLES
+from tests.ops.calls import DIFFERENTIABLE
 from tests.support.alike import assert_alike
 
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
@@ -141,7 +141,7 @@ def test_any_call_is_accurate(
     operator: str, backend: str, data: st.DataObject, dtype: torch.dtype, seed: int
 ) -> None:
     inputs = data.draw(cases(operator)).make(dtype, seed=seed)
-    choice = choose(TABLES[operator], inputs.problem(), backend)
+    choice = choose(inputs.parsed(), backend)
     assume(choice.backend is not None)
     report = compare(reference(inputs), backend)
     assert report.ok, str(report)
@@ -189,7 +189,7 @@ def test_any_strides(operator: str, backend: str, argument: str, strides: str) -
         changed = {**tensors, argument: t}
         dout = changed.pop("dout")
         call = type(inputs)(operator, changed, inputs.options, dout)
-        choice = choose(TABLES[operator], call.problem(), backend)
+        choice = choose(call.parsed(), backend)
         if choice.backend is None:
             pytest.skip(str(choice))
         return call.backward(backend)

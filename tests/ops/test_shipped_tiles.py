@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from heads_kernels.ops.support import TRITON_INTERPRETED
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks
 
 if not TRITON_INTERPRETED:

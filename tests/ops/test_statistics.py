@@ -11,12 +11,11 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.batch import expand_bias
-from heads_kernels.problem import Problem
 from heads_kernels.testing import CASES, Case, peak_memory, plain, row_statistics
-from tests.ops.calls import TABLES, assert_same_bits, call, serve
+from tests.ops.calls import NAMES, assert_same_bits, call, parsed, serve
 from tests.support.alike import assert_alike
 
-BACKENDS = [row.name for row in TABLES["attention_statistics"]]
+BACKENDS = NAMES
 QUICK = [case for case in CASES if "model" not in case.tags and not case.dropout_p]
 
 
@@ -33,7 +32,7 @@ def widened(value: object) -> object:
 def brute_force(given: dict[str, object], excluded: Tensor | None = None) -> hk.AttentionStatistics:
     """From the whole matrix of probabilities in float64; `excluded` is `[B or 1, S]`."""
     wide = {name: widened(value) for name, value in given.items()}
-    problem = Problem.statistics(**wide)
+    problem = parsed("attention_statistics", **wide)
     _, lse, p = plain(problem)
     entropy = torch.where(p > 0, -p * p.clamp(min=5e-324).log(), 0.0).sum(-1)
     visible = problem.intervals.to_dense(problem.T, problem.S).expand(p.shape)

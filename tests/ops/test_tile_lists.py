@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads_kernels.ops.gated_attention import OPERATOR
-from heads_kernels.ops.support import TRITON_INTERPRETED
-from heads_kernels.problem import Problem
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.testing import check, find, masks
+from tests.ops.calls import parsed
 
 if not TRITON_INTERPRETED:
     pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
@@ -47,8 +46,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_lists(name: str, by_keys: bool) -> None:
-    problem = Problem.gated(*(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
-    call = OPERATOR.unpack(OPERATOR.pack(problem))
+    call = parsed("gated_attention", *(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
     seen = call.intervals.to_dense(T, S).expand(B, H, T, S)
     lists = visible_to_tiles(call, terms_of(call), visible_of(call.intervals), TILES, by_keys).lists
     assert lists is not None

@@ -33,6 +33,12 @@ def layer_of(**options: Any) -> hk.nn.GatedMultiheadAttention:
     return spread(hk.nn.GatedMultiheadAttention(**{**sizes, **options}))
 
 
+def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Under a loss that weighs each number of `out` differently."""
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.autograd.grad((out * weight).sum(), leaves)
+
+
 def assert_as_accurate_as(out: Tensor, plain: Tensor, exact: Tensor) -> None:
     """The accuracy rule: an error of at most twice that of the plain formula, and the rounding of `out` itself."""
     rounding = torch.finfo(out.dtype).eps / 2 * exact.abs().max()
@@ -47,9 +53,10 @@ def formula(
     visible: Tensor | None = None,
     gates: Tensor | None = None,
     bias: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`,
-    `bias` of any that broadcasts to `visible`."""
+    `bias` of any that broadcasts to `visible`; `kept` as in `reference.attention`."""
     D, Dv, Hk = layer.head_dim, layer.value_dim, layer.num_key_heads
     shape = x.shape[0], layer.num_heads, x.shape[1], y.shape[1]
     added = {} if bias is None else {"bias": bias}
@@ -62,9 +69,23 @@ def formula(
         },
         torch.ones(shape, dtype=torch.bool) if visible is None else visible,
         layer.scale,
+        kept=kept,
     )
     heads = heads if gates is None else heads * gates
     return layer.out_proj(heads.transpose(1, 2).flatten(2))
+
+
+class Layers(nn.Module):
+    """Attention layers of the package one after the other, with residuals; `padding` `[B, T]` is True where hidden."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None, **options: Any) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, key_padding_mask=padding, **options)[0]
+        return x
 
 
 class Gates(hk.nn.HeadGate):
@@ -83,3 +104,33 @@ class Gates(hk.nn.HeadGate):
 
     def keep(self, heads: Any) -> None:
         self.gates = nn.Parameter(self.gates[heads])
+
+
+class House(nn.Module):
+    """Attention of a user, on the operators."""
+
+    def __init__(self, H: int = 4, *, heads_first: bool = True, gated: bool = True) -> None:
+        super().__init__()
+        self.width = 8
+        self.heads_first, self.gated = heads_first, gated
+        for name in ("q", "k", "v", "out"):
+            setattr(self, name, nn.Linear(8 * H, 8 * H))
+
+    def split(self, x: Tensor) -> Tensor:
+        if self.heads_first:
+            return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
+        return x.unflatten(-1, (self.width, -1)).permute(0, 3, 1, 2)
+
+    def operands(self, x: Tensor) -> list[Tensor]:
+        return [self.split(getattr(self, name)(x)) for name in "qkv"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = getattr(self, "head_gate", None) if self.gated else None
+        gates = None if gate is None else gate(len(x), x.shape[1])
+        heads = hk.gated_attention(*self.operands(x), gate=gates)
+        order = (0, 2, 1, 3) if self.heads_first else (0, 2, 3, 1)
+        out: Tensor = self.out(heads.permute(order).flatten(2))
+        return out
+
+
+HOUSE = hk.heads.HeadLayout("house", "q", "k", "v", "out", head_dim="width")

@@ -126,7 +126,7 @@ def shares_the_pool() -> str:
 def loads_without_the_package() -> str:
     """The library of ops, in a process that does not import the package."""
     library = hk.integrations.cpp.library_path()
-    code = f"import torch; torch.ops.load_library({str(library)!r}); print(torch.ops.heads_kernels.gated_attention)"
+    code = f"import torch; torch.ops.load_library({str(library)!r}); print(torch.ops.heads_kernels.attention)"
     run = [sys.executable, "-c", code]
     return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert import read_heads
-from heads_kernels.heads.layers import AttentionLayer, find_layers
+from heads_kernels.heads.layers import find_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.integrations.transformers import TESTED, from_pretrained, release, tested, use
 from heads_kernels.integrations.transformers.tested import OF_A_FORM
 from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert

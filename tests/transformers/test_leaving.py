@@ -19,7 +19,7 @@ import transformers
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import use
 from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.ops.attention_statistics import AttentionStatistics
+from heads_kernels.ops.statistics import AttentionStatistics
 from tests.support.tiny_models import batch, build, outputs, small, with_gradients
 
 #: One of each kind: plain, made by name, grouped, encoder-decoders without and with a bias, a gated output, a layer

@@ -12,9 +12,9 @@ from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.head_scores import HeadScores
 from heads_kernels.analysis.lrp.tape import RelevanceTape
 from heads_kernels.analysis.observe import observe
+from heads_kernels.call import compute_dtype
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.ops.buffers import compute_dtype
 
 #: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the initial relevance of its elements.
 Output: TypeAlias = Callable[[Any, Any], Any]

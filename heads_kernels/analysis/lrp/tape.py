@@ -25,13 +25,12 @@ from heads_kernels.analysis.lrp.functions import (
     operands,
     refusing,
 )
-from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: Functions that compute a layer's attention, after `RelevanceTape.see` has announced the layer.
 _ATTENTION: Final = {
-    "heads_kernels::gated_attention",
-    "heads_kernels::collaborative_attention",
+    "heads_kernels::attention",
     "scaled_dot_product_attention",
 }
 #: Arguments that add to scores; relevance does not pass through them.
@@ -148,6 +147,8 @@ class RelevanceTape(TorchFunctionMode):
         inputs, back = attention_step(call, given, self.full)
         if self.full and any(map(self.carries, map(given.get, _ADDED))):
             back = refusing("attention", "whose bias depends on heads")
+        if given.get("alpha") is not None:
+            back = refusing("entmax_attention", "which has no rule")
         self._record(inputs, back, [heads], layer)
         if gate is not None:
             self._record(*gate_step(self.carries, heads, gate, given["gate_activation"]), [out])

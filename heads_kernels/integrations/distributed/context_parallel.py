@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from heads_kernels.batch import unflatten
+from heads_kernels.call import Call
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.dtensor import is_sharded, of_first
@@ -19,22 +21,17 @@ from heads_kernels.integrations.distributed.ring import OF_KEYS, Ring, RingCall
 from heads_kernels.mask import Mask, as_mask
 from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
-from heads_kernels.ops.collaborative_attention import OPERATOR as COLLABORATIVE
-from heads_kernels.ops.gated_attention import OPERATOR as GATED
-from heads_kernels.ops.operator import Operator
+from heads_kernels.ops.attention import attend
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.ops.sharding import part_of
-from heads_kernels.problem import Problem
+from heads_kernels.parse import parse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Method = Literal["all_gather", "ring"]
 METHODS: Final = get_args(Method)
-_OPERATORS: Final[dict[Any, tuple[Operator, Callable[..., Problem]]]] = {
-    gated_attention: (GATED, Problem.gated),
-    collaborative_attention: (COLLABORATIVE, Problem.collaborative),
-}
+_OPERATORS: Final = (gated_attention, collaborative_attention)
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -210,33 +207,32 @@ class ContextParallel:
             refuse("operator", was, instead)
         given = {name: each for name, each in arguments.items() if each is not None}
         self._check(given)
-        declared, parse = _OPERATORS[operator]
         mask = self._mask_of_rows(given)
         if self.method == "all_gather":
             keys = {name: dim for name, dim in OF_KEYS.items() if name in given}
             given |= {name: self.join(given[name], dim) for name, dim in keys.items()}
         apart = ("attn_mask", "is_causal", "backend", "return_lse")
-        problem = parse(**{name: each for name, each in given.items() if name not in apart})
-        T, S = problem.T, problem.S
+        call, batch = parse(
+            operator.__name__, **{name: each for name, each in given.items() if name not in apart}
+        )
+        T, S = call.T, call.S
         if self.method == "ring":
             S = self.whole_length(S)
-        device, first = problem.query.device, self._first(self.whole_length(T))
-        problem = problem._replace(intervals=mask.intervals(problem.B, problem.H, T, S, device))
+        device, first = call.query.device, self._first(self.whole_length(T))
+        call = call.under(mask.intervals(call.B, call.H, T, S, device))
         if (bias := given.get("bias")) is not None:
-            problem = problem._replace(offset_bias=bias.starting_at(first).table(T, S))
-        part = part_of(problem)
-        here = problem if part is None else part.problem
-        seed: Any = None
-        if problem.dropout_p:
+            call = call._replace(offset_bias=bias.starting_at(first).table(T, S))
+        part = part_of(call)
+        here = call if part is None else part.call
+        if call.dropout_p:
             seed = of_first(draw_seed(device), self.mesh)
-            seed = seed if part is None else part.seed(seed)
-            seed = seed + seed.new_tensor([0, 0, 0, first, 0])
-        chosen = select(declared.backends, here, given.get("backend"))
-        if self.method == "ring":
-            out = RingCall(declared, chosen, here, seed, self._ring(problem, S)).attend()
-        else:
-            out = declared(here, chosen, seed)
-        return problem.unflatten(out if part is None else part.whole(out))
+            if part is not None:
+                seed = part.seed(seed)
+            here = here._replace(seed=seed + seed.new_tensor([0, 0, 0, first, 0]))
+        chosen = select(here, given.get("backend"))
+        ring = self._ring(call, S) if self.method == "ring" else None
+        out = attend(here, chosen) if ring is None else RingCall(chosen, here, ring).attend()
+        return unflatten(out if part is None else part.whole(out), batch)
 
     def _check(self, given: dict[str, Any]) -> None:
         """Refuse what a call on parts cannot serve."""
@@ -267,12 +263,12 @@ class ContextParallel:
             mask = mask & Mask(causal=True)
         return mask.rows(self.positions(T, query.device), B, H, T, S)
 
-    def _ring(self, problem: Problem, S: int) -> Ring:
+    def _ring(self, call: Call, S: int) -> Ring:
         """The processes, and the positions of the keys of each among S."""
-        device = problem.query.device
+        device = call.query.device
         positions = [self._positions_of(rank, S, device) for rank in range(self._count)]
-        if problem.dropout_p and self._count > 1 and len(positions[0]) % 4:
-            was = f"is {problem.dropout_p}, and {self._count} processes have {len(positions[0])} tokens each"
+        if call.dropout_p and self._count > 1 and len(positions[0]) % 4:
+            was = f"is {call.dropout_p}, and {self._count} processes have {len(positions[0])} tokens each"
             refuse("dropout_p", was, "pad sequences so that they have a multiple of 4")
         return Ring(self.mesh.get_group(self.mesh.ndim - 1), positions)
 

@@ -12,11 +12,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from heads_kernels.call import OPERANDS, Call, closed_heads, compute_dtype
 from heads_kernels.merge import merge_attention
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.buffers import compute_dtype
-from heads_kernels.ops.operator import Operator, Saved, finish
-from heads_kernels.problem import Problem, closed_heads
+from heads_kernels.ops.attention import Saved, attention_op, backward_op, finish
 
 #: The operands of keys, which pass round, with their dimension of keys.
 OF_KEYS: Final = {"key": -2, "value": -2, "content_bias": -1}
@@ -76,14 +75,12 @@ class Shift(NamedTuple):
 class RingCall(NamedTuple):
     """A call on the rows of this process and the keys of all.
 
-    `problem` has the keys of this process; its intervals, and the columns of its table of offsets, are those of its
-    rows and all keys. `seed` is that of dropout at its first row.
+    `call` has the keys of this process. Its mask, and the columns of its table of offsets, are those of its rows and
+    all keys; its seed is that of dropout at its first row.
     """
 
-    operator: Operator
     backend: str
-    problem: Problem
-    seed: Tensor | None
+    call: Call
     ring: Ring
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between two processes have no graph
@@ -93,86 +90,78 @@ class RingCall(NamedTuple):
         Blocks are computed without gate and sinks, which belong to the result. A closed head costs no work unless the
         gradient of its gate is asked for.
         """
-        p, skipped = self.problem, None
-        gate, activation, sinks = p.gate, p.gate_activation, p.sinks
-        closed = closed_heads(gate, activation)
+        call, skipped = self.call, None
+        gate, sinks = call.gate, call.sinks
+        closed = closed_heads(gate, call.gate_activation)
         if gate is not None and closed is not None:
-            asked = p.closed_grad and gate.requires_grad and torch.is_grad_enabled()
-            skipped = None if asked else (~closed).to(compute_dtype(p.query.dtype))
-        bare = p._replace(gate=skipped, gate_activation="identity", sinks=None)
-        operands = [getattr(p, name) for name in _names(self.operator)]
+            asked = call.closed_grad and gate.requires_grad and torch.is_grad_enabled()
+            skipped = None if asked else (~closed).to(compute_dtype(call.query.dtype))
+        bare = call._replace(gate=skipped, gate_activation="identity", sinks=None)
+        operands = [getattr(call, name) for name in _NAMES]
         attended: Tensor
         lse: Tensor
-        attended, lse = _Blocks.apply(self._replace(problem=bare), *operands)  # type: ignore[no-untyped-call]
-        blank = (lse == _NEG_INF)[..., None]
+        attended, lse = _Blocks.apply(self._replace(call=bare), *operands)  # type: ignore[no-untyped-call]
+        seen = lse.detach() != _NEG_INF
         if sinks is not None:
             sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
             attended, _ = merge_attention([attended, torch.zeros_like(attended)], [lse, sink])
-        if gate is None:
-            return attended
-        if activation == "identity" and not p.closed_grad:
-            gate = torch.where(gate == 0, gate.detach(), gate)
-        factor = gates.as_4d(gates.activate(gate.to(lse.dtype), activation))
-        return (attended * torch.where(blank, 0.0, factor)).to(p.query.dtype)
+        return attended if gate is None else gates.multiply(attended, call, seen)
 
-    def block(self, step: int, keys: Tensors) -> tuple[Any, ...]:
-        """The arguments of an op for the keys at `step`."""
-        p, positions = self.problem, self.ring.positions[self.ring.source(step)]
-        table, seed = p.offset_bias, self.seed
+    def block(self, step: int, keys: Tensors) -> Call:
+        """The call of the keys at `step`."""
+        call, positions = self.call, self.ring.positions[self.ring.source(step)]
+        table, seed = call.offset_bias, call.seed
         if table is not None:
             table = table.narrow(1, *self.columns(step))
         if seed is not None:
             first = int(positions[0]) if len(positions) else 0
             seed = seed + seed.new_tensor([0, 0, 0, 0, first])
-        intervals = p.intervals.at_keys(p.T, positions)
-        operands: dict[str, Any] = {**keys}
-        problem = p._replace(**operands, intervals=intervals, offset_bias=table)
-        return self.operator.pack(problem, seed)
+        operands: dict[str, Any] = {**keys, "offset_bias": table, "seed": seed}
+        return call._replace(**operands).under(call.intervals.at_keys(call.T, positions))
 
     def columns(self, step: int) -> tuple[int, int]:
         """The first column and the number of columns of the table of offsets that the keys at `step` use."""
         positions = self.ring.positions[self.ring.source(step)]
         # Without rows nothing reads the table, which may end before these keys.
-        first = int(positions[0]) if len(positions) and self.problem.T else 0
-        return first, max(self.problem.T + len(positions) - 1, 1)
+        first = int(positions[0]) if len(positions) and self.call.T else 0
+        return first, max(self.call.T + len(positions) - 1, 1)
 
     def add(self, sums: Tensors, name: str, found: Tensor, step: int) -> None:
         """Add what `found`, a gradient of the operand `name` from the keys at `step`, is to its sum."""
-        p = self.problem
+        call = self.call
         if name not in sums:
-            of_all = p.offset_bias.shape[1:] if p.offset_bias is not None else ()
+            of_all = call.offset_bias.shape[1:] if call.offset_bias is not None else ()
             shape = found.shape if name != "offset_bias" else (*found.shape[:2], *of_all)
-            sums[name] = found.new_zeros(shape, dtype=compute_dtype(p.query.dtype))
+            sums[name] = found.new_zeros(shape, dtype=compute_dtype(call.query.dtype))
         total = sums[name]
         if name == "offset_bias":
             total = total.narrow(2, *self.columns(step))
         total.add_(found)
 
 
-def _names(operator: Operator) -> list[str]:
-    """The operands of blocks."""
-    return [name for name in operator.operands if name not in ("gate", "sinks")]
+#: The operands of blocks.
+_NAMES: Final = tuple(name for name in OPERANDS if name not in ("gate", "sinks", "alpha"))
 
 
 class _Blocks(torch.autograd.Function):
     """The output and `lse` of a `RingCall` without gate and sinks, as a function of its operands."""
 
     @staticmethod
-    def forward(ctx: Any, call: RingCall, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
-        ring, p = call.ring, call.problem
-        dtype = compute_dtype(p.query.dtype)
-        W, keys = len(ring.positions), _keys(p)
+    def forward(ctx: Any, of: RingCall, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+        ring, call = of.ring, of.call
+        dtype = compute_dtype(call.query.dtype)
+        W, keys = len(ring.positions), _keys(call)
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         for step in range(W):
             shift = ring.shift(step, keys) if step + 1 < W else None
-            out, _, lse = call.operator.forward_op(*call.block(step, keys), True, call.backend)
+            out, _, lse = attention_op(*of.block(step, keys), True, of.backend)
             both = merge_attention([*outs, out.to(dtype)], [*lses, lse])
             outs, lses = [both[0]], [both[1]]
             keys = {} if shift is None else shift.wait()
-        attended, lse = outs[0].to(p.query.dtype), lses[0]
-        no_operands: dict[str, Any] = dict.fromkeys(_names(call.operator))
-        ctx.call = call._replace(problem=p._replace(**no_operands))
+        attended, lse = outs[0].to(call.query.dtype), lses[0]
+        no_operands: dict[str, Any] = dict.fromkeys(_NAMES)
+        ctx.of = of._replace(call=call._replace(**no_operands))
         ctx.needs = ctx.needs_input_grad[1:]
         ctx.save_for_backward(attended, lse, *operands)
         return attended, lse
@@ -181,25 +170,24 @@ class _Blocks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         attended, lse, *operands = ctx.saved_tensors
-        names = _names(ctx.call.operator)
-        given = dict(zip(names, operands, strict=True))
-        call: RingCall = ctx.call._replace(problem=ctx.call.problem._replace(**given))
-        ring, p, operator = call.ring, call.problem, call.operator
-        dtype = compute_dtype(p.query.dtype)
+        call: Call = ctx.of.call._replace(**dict(zip(_NAMES, operands, strict=True)))
+        of: RingCall = ctx.of._replace(call=call)
+        ring = of.ring
+        dtype = compute_dtype(call.query.dtype)
         saved = Saved(dout, attended, lse, dlse.contiguous())
-        needed = {name for name, need in zip(names, ctx.needs, strict=True) if need}
-        keys = _keys(p)
+        needed = {name for name, need in zip(_NAMES, ctx.needs, strict=True) if need}
+        keys = _keys(call)
         # All processes pass on the gradients of all operands of keys: another one may need them.
-        needs = [name in needed or name in keys for name in operator.operands]
+        needs = [name in needed or name in keys for name in OPERANDS]
+        names = [name for name, need in zip(OPERANDS, needs, strict=True) if need]
         sums: Tensors = {}
         W, own, gradients = len(ring.positions), {}, None
         for step in range(W):
             shift = ring.shift(step, keys) if step + 1 < W else None
-            arguments = call.block(step, keys)
-            rows = operator.backward_op(*saved, *arguments, p.closed_grad, needs, call.backend)
-            found = dict(zip(operator.operands, rows, strict=True))
+            parts = backward_op(*saved, *of.block(step, keys), needs, of.backend)
+            found = dict(zip(names, parts, strict=True))
             for name in needed - keys.keys():
-                call.add(sums, name, found[name], step)
+                of.add(sums, name, found[name], step)
             of_keys = {name: found[name].to(dtype) for name in keys}
             if gradients is not None:  # those of the processes that have had these keys
                 of_keys = {name: sum_ + of_keys[name] for name, sum_ in gradients.wait().items()}
@@ -211,15 +199,12 @@ class _Blocks(torch.autograd.Function):
         if gradients is not None:
             own = {name: sum_ + own[name] for name, sum_ in gradients.wait().items()}
         sums |= own
-        of_call = operator.unpack(operator.pack(p, call.seed))
         return None, *(
-            finish(name, sums[name], of_call, p.closed_grad).to(operand.dtype)
-            if name in needed
-            else None
-            for name, operand in zip(names, operands, strict=True)
+            finish(name, sums[name], call).to(operand.dtype) if name in needed else None
+            for name, operand in zip(_NAMES, operands, strict=True)
         )
 
 
-def _keys(problem: Problem) -> Tensors:
-    operands = {name: getattr(problem, name) for name in OF_KEYS}
+def _keys(call: Call) -> Tensors:
+    operands = {name: getattr(call, name) for name in OF_KEYS}
     return {name: operand for name, operand in operands.items() if operand is not None}

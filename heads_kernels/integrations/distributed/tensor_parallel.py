@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn import CollaborativeMultiheadAttention, HardConcrete
 from heads_kernels.nn.multihead import Multihead
 from heads_kernels.nn.shared import FusedProjection

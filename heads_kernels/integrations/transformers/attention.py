@@ -30,8 +30,8 @@ from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.attention_statistics import AttentionStatistics
 from heads_kernels.ops.gate import activate
+from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

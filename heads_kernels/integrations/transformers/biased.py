@@ -1,4 +1,8 @@
-"""Replacements for attention classes of transformers that compute biased scores themselves: they call the operator."""
+"""Replacements for attention classes of transformers that compute biased scores themselves: they call the operator.
+
+ALiBi stays the bias by key position that BLOOM and MPT compute: it is as small as a table of offsets and, unlike a
+function of the distance, exact if padding has holes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
-from heads_kernels.ops.attention_statistics import AttentionStatistics
+from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class Biased(Replacement):

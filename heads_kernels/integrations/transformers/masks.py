@@ -1,4 +1,9 @@
-"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors."""
+"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors.
+
+A forward pass has one mask, in the form of a flex attention mask, which models pass on unread. What intervals cannot
+express becomes a bool tensor; what is added to scores becomes the operator's `bias`. Padded query rows are computed,
+since some models read them; the modules of `hk.nn` hide them in self-attention.
+"""
 
 from __future__ import annotations
 

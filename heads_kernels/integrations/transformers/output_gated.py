@@ -17,7 +17,7 @@ from heads_kernels.checks import GateActivation
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.replacement import Replacement
-from heads_kernels.ops.attention_statistics import AttentionStatistics
+from heads_kernels.ops.statistics import AttentionStatistics
 
 Positions = tuple[Tensor, Tensor]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from copy import copy
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -22,9 +23,7 @@ from heads_kernels.integrations.transformers.head_masks import PLACE
 from heads_kernels.integrations.transformers.packed_check import differ, outputs_of
 from heads_kernels.integrations.transformers.support import family
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
-
-if TYPE_CHECKING:
-    from heads_kernels.integrations.distributed import ContextParallel
+from heads_kernels.nn.multihead import Context
 
 #: The attribute of attention modules that holds their `ContextParallel`, as in layers of `hk.nn`.
 CONTEXT: Final = "context"
@@ -33,7 +32,7 @@ CONTEXT: Final = "context"
 _TRIAL: Final = 8
 
 
-def split_attention(model: PreTrainedModel, context: ContextParallel) -> list[nn.Module]:
+def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]:
     """The attention modules of a model that `context` may be given to; checks the calls of the model from now on.
 
     The model is tried, in evaluation mode: its outputs for parts must be those for whole sequences.
@@ -46,7 +45,8 @@ def split_attention(model: PreTrainedModel, context: ContextParallel) -> list[nn
         was = f"is a {family(model)} with DTensors, or mesh has two dimensions"
         instead = "pass mesh['cp'], without tensor parallelism and before fully_shard"
         refuse("module", was, instead)
-    trial = type(context)(context.mesh, context.method, balanced=context.balanced)
+    trial = copy(context)
+    trial.length = None
     with _under(attention, trial):
         _try(model, attention, trial)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -73,7 +73,7 @@ def _attention(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextmanager
-def _under(attention: list[nn.Module], context: ContextParallel | None) -> Iterator[None]:
+def _under(attention: list[nn.Module], context: Context | None) -> Iterator[None]:
     """These modules under another context; afterwards each has the one that it had."""
     before = [getattr(module, CONTEXT, None) for module in attention]
     for module in attention:
@@ -85,7 +85,7 @@ def _under(attention: list[nn.Module], context: ContextParallel | None) -> Itera
             setattr(module, CONTEXT, own)
 
 
-def _try(model: PreTrainedModel, attention: list[nn.Module], context: ContextParallel) -> None:
+def _try(model: PreTrainedModel, attention: list[nn.Module], context: Context) -> None:
     """Compare what a model gives for parts with what it gives for whole sequences, and refuse it if they differ."""
     mesh, device = context.mesh, model.device
     T = _TRIAL * mesh.size()
@@ -120,7 +120,7 @@ def _check_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Refuse what a model cannot compute from a part."""
     contexts = (getattr(module, CONTEXT, None) for module in model.modules())
-    context: ContextParallel | None = next((each for each in contexts if each is not None), None)
+    context: Context | None = next((each for each in contexts if each is not None), None)
     if context is None:
         return None
     given = inspect.signature(model.forward).bind(*args, **kwargs).arguments | kwargs

@@ -37,7 +37,7 @@ from heads_kernels.integrations.transformers.support import (
     computes_itself,
     family,
 )
-from heads_kernels.ops.attention_statistics import AttentionStatistics
+from heads_kernels.ops.statistics import AttentionStatistics
 
 #: The attribute of every model, and of every model in it, that holds its `Pass`.
 PASS: Final = "_heads_kernels_pass"

@@ -5,8 +5,6 @@ It has the same causal and window terms, and the padding of all parts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -14,14 +12,10 @@ from heads_kernels.checks import refuse
 from heads_kernels.integrations.transformers.masks import PreparedMask
 from heads_kernels.mask import Mask
 from heads_kernels.mask.terms import Causal, KeyMask, Term, Window
-
-if TYPE_CHECKING:
-    from heads_kernels.integrations.distributed import ContextParallel
+from heads_kernels.nn.multihead import Context
 
 
-def whole_mask(
-    module: nn.Module, context: ContextParallel, attention_mask: PreparedMask | Tensor
-) -> Mask:
+def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask | Tensor) -> Mask:
     """The mask of whole sequences whose part is `attention_mask`; made once for a pass."""
     if not isinstance(attention_mask, PreparedMask) or isinstance(attention_mask.mask, Tensor):
         was = f"of {type(module).__name__} is a tensor of pairs, of which this process has a part"

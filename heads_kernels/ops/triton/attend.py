@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.entmax_attention.triton_forward import attend_sparse
 from heads_kernels.ops.triton.chunks import (
     active_chunks,
     active_features,
@@ -22,6 +21,7 @@ from heads_kernels.ops.triton.chunks import (
     mixed,
 )
 from heads_kernels.ops.triton.descriptors import load_keys
+from heads_kernels.ops.triton.entmax_forward import attend_sparse
 from heads_kernels.ops.triton.load import load_columns, load_features, load_tile
 from heads_kernels.ops.triton.operands import Pairs
 from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+from heads_kernels.call import Call
+from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.buffers import contiguous_rows
-from heads_kernels.ops.collaborative_attention import triton_keys as collaborative_keys
-from heads_kernels.ops.collaborative_attention import triton_queries as collaborative_queries
-from heads_kernels.ops.entmax_attention import formula as entmax
-from heads_kernels.ops.entmax_attention.triton_centers import centers_pass
-from heads_kernels.ops.gated_attention import triton_keys as gated_keys
-from heads_kernels.ops.gated_attention import triton_queries as gated_queries
-from heads_kernels.ops.operator import Call, Gradients, Results, Saved
+from heads_kernels.ops.entmax import check_alpha_values
+from heads_kernels.ops.triton import (
+    collaborative_keys,
+    collaborative_queries,
+    gated_keys,
+    gated_queries,
+)
 from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
+from heads_kernels.ops.triton.entmax_centers import centers_pass
 from heads_kernels.ops.triton.forward import closed_pass, forward_pass
 from heads_kernels.ops.triton.rows import first_pass
+from heads_kernels.ops.triton.statistics import statistics
+
+__all__ = ["backward", "forward", "statistics"]
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`; empty ones are not kept."""
     if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU the host does not wait for it
-        entmax.check_alpha_values(call.alpha)
+        check_alpha_values(call.alpha)
     forward_pass(call, results)
 
 
-def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) -> None:
+def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`; empty ones are not computed."""
     g, dout = gradients, contiguous_rows(saved.dout)
     first = first_pass(call, saved, dout, g.dgate, g.dsinks)
-    if g.dgate.numel() and closed_grad:
+    if g.dgate.numel() and call.closed_grad:
         closed_pass(call, first.operands, first.reads, g.dgate)
     if call.alpha is not None:
         first = centers_pass(call, first, g.dalpha)
@@ -35,6 +41,6 @@ def backward(call: Call, saved: Saved, closed_grad: bool, gradients: Gradients) 
         gated_queries.queries_pass(call, first, g.dquery)
     else:
         collaborative_keys.keys_pass(call, first, g.dkey, g.dvalue, g.dcontent_bias)
-        collaborative_queries.queries_pass(call, first, closed_grad, g.dquery, g.dmixing)
+        collaborative_queries.queries_pass(call, first, g.dquery, g.dmixing)
     bias_pass(call, first, g.dbias)
     offsets_pass(call, first, g.doffset_bias)

@@ -1,6 +1,6 @@
 """The gradients of biases in Triton, for both operators: sums of dscores over what shares an element of the bias.
 
-    dscores = p * (dp - delta)        before cap and scale; the formulas stand in `gated_attention.triton_keys`
+    dscores = p * (dp - delta)        before cap and scale; the other formulas are in `gated_keys`
 
 Scores are computed again, tile by tile. Every element of the bias has one owner, which adds up in a fixed order.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads_kernels.batch import bias_batches
+from heads_kernels.call import Call
 from heads_kernels.ops.buffers import splits_of
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
 from heads_kernels.ops.triton.entmax import gradient_of_tile, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
@@ -146,7 +146,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     """Fill `dbias` `[B1, B2, H or 1, T or 1, S or 1]` unless it is empty."""
     if not dbias.numel():
         return
-    B, H, T, S = call.scores
+    B, H, T, S = call.sizes
     outer, inner, heads = dbias.shape[:3]
     if 0 in (B, H, T, S):
         dbias.zero_()
@@ -205,7 +205,7 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     """Fill `doffset_bias` `[B, H, T + S - 1]` unless it is empty."""
     if not doffset_bias.numel():
         return
-    B, H, T, S = call.scores
+    B, H, T, S = call.sizes
     if T == 0 or S == 0:
         doffset_bias.zero_()
         return

@@ -1,7 +1,9 @@
 """Tiles of keys and values through tensor descriptors: on NVIDIA's sm_90 and newer one thread asks for a whole tile.
 
-The copy takes no addresses, registers or instructions of the other threads, so that tiles may be larger. Partial tiles,
-and rows that no descriptor can describe, are loaded through pointers (`load.load_tile`).
+The copy takes no addresses, registers or instructions of the other threads, so that a step takes two tiles. Partial
+tiles, which would spill, and rows that no descriptor can describe are loaded through pointers (`load.load_tile`). So
+are those of collaborative attention: heads gather features of the key, and descriptors of the value alone make two of
+its three loops longer.
 
 Descriptors are made on the host, per call: both take 25 us of its time, most of it in Triton's launcher. Those made in
 a kernel need `triton.set_allocator`, global state of the user's process. They are arguments of their own, because

@@ -19,9 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from heads_kernels.ops.buffers import FARTHEST_ROW, key_splits, split_attended
+from heads_kernels.backends import FARTHEST_ROW
+from heads_kernels.call import Call
+from heads_kernels.ops.attention import Results
+from heads_kernels.ops.buffers import key_splits, split_attended
 from heads_kernels.ops.gate import can_close
-from heads_kernels.ops.operator import Call, Results
 from heads_kernels.ops.triton.attend import (
     KeyTiles,
     Share,
@@ -218,7 +220,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
     call = _with_positive_scale(call)
-    B, H, T, S, _, Dv = call.sizes
+    (B, H, T, S), Dv = call.sizes, call.Dv
     tiles = _tiles(call)
     key_tiles = -(-S // tiles.block_n)
     grouped, splits = False, 1
@@ -249,14 +251,14 @@ def forward_pass(call: Call, outputs: Results) -> None:
 
 def is_grouped(call: Call) -> bool:
     """Whether tiles have the heads that share a key head as rows, so that a key is read once for them all."""
-    _, H, T, *_ = call.sizes
+    H, T = call.H, call.T
     if call.mixing is not None or T != 1 or call.query.stride(1) >= FARTHEST_ROW:
         return False
     return H > call.key.shape[1] > 0
 
 
 def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
-    B, H, T, *_ = call.sizes
+    B, H, T, _ = call.sizes
     heads, rows = (call.key.shape[1], H // call.key.shape[1]) if grouped else (H, T)
     return B * heads * -(-rows // tiles.block_m)
 
@@ -327,13 +329,13 @@ def _descriptors(
 
 
 def _tiles(call: Call) -> Tiles:
-    *_, width, Dv = call.sizes
+    width, Dv = call.D, call.Dv
     terms, descriptors = has_terms(call), _has_descriptors(call)
     return tiles_for(f"{operator_of(call)}.forward", call.query, width, Dv, terms, descriptors)
 
 
 def _compiled(call: Call, tiles: Tiles) -> TileConstants:
-    *_, width, Dv = call.sizes
+    width, Dv = call.D, call.Dv
     return tile_constants(
         tiles, width, Dv, mixes=call.mixing is not None, gate=gate_kind(call.gate), activation=call.gate_activation
     )  # fmt: skip

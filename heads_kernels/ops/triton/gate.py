@@ -22,10 +22,7 @@ def activate(values, ACTIVATION: tl.constexpr):
         log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
         values = tl.maximum(values, 0.0) + log1p
     else:
-        # of a linear gate 0 closes no head
-        tl.static_assert(
-            ACTIVATION == "identity" or ACTIVATION == "linear", "an unknown gate_activation"
-        )
+        tl.static_assert(ACTIVATION == "identity", "an unknown gate_activation")
     return values
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import bias_batches
+from heads_kernels.call import Call
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.gate import is_elementwise
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.philox import threshold
 
 
@@ -121,7 +121,7 @@ class TileLists(NamedTuple):
 
 
 class Support(NamedTuple):
-    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `triton_centers`.
+    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax_centers`.
 
     Tiles have `block_m` rows and `block_n` keys.
     """
@@ -205,9 +205,7 @@ class Operands(NamedTuple):
     visible: Visible
     dropout: Dropout | None
     grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
-    in_reach: (
-        Tensor | None
-    )  # int32 [programs, tiles of keys] for `entmax_attention.triton_forward` to write
+    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax_forward` to write
 
 
 #: Tuples of a pointer and numbers.
@@ -232,7 +230,7 @@ def operands_of(call: Call, grouped: bool = False) -> Operands:
 
 def sizes_of(call: Call) -> Sizes:
     """The numbers of a call that its kernels read."""
-    _, H, T, S = call.scores
+    _, H, T, S = call.sizes
     return Sizes(H, T, S, max(H // max(call.value.shape[1], 1), 1), call.scale)
 
 
@@ -267,7 +265,7 @@ def operator_of(call: Call) -> str:
 
 def has_terms(call: Call) -> bool:
     """Whether the loops over tiles read a bias, a cap or a dense mask, draw random numbers, or have entmax."""
-    parts = call.bias, call.offset_bias, call.intervals.dense, call.alpha
+    parts = call.bias, call.offset_bias, call.dense_mask, call.alpha
     return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
 
@@ -279,7 +277,7 @@ def terms_of(call: Call) -> Terms:
 
 
 def _bias_of(call: Call) -> Bias | None:
-    B, _, T, _ = call.scores
+    B, _, T, _ = call.sizes
     if call.offset_bias is not None:  # row i reads columns T - 1 - i and on
         of_head, of_key = _strides(call.offset_bias)
         return Bias(call.offset_bias[:, T - 1 :], 1, 0, 0, of_head, -of_key, of_key)

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.ops.operator import Call, Saved
+from heads_kernels.call import Call
+from heads_kernels.ops.attention import Saved
 from heads_kernels.ops.triton.gate import element_gates, row_gates
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
@@ -240,7 +241,7 @@ def first_pass(
 
 def _seeing(call: Call, operands: Operands) -> Rows | None:
     """bytes `[B or 1, H or 1, T]`, 1 for rows that see a key; None where `lse` says it: without sinks, or all do."""
-    _, _, T, S = call.scores
+    _, _, T, S = call.sizes
     biased = call.bias is not None or call.offset_bias is not None
     if call.sinks is None or (S > 0 and not biased and not call.intervals.hides):
         return None

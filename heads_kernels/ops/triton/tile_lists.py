@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.operator import Call
+from heads_kernels.call import Call
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import Pairs, Support, Terms, TileLists, Visible
 from heads_kernels.ops.triton.scores import load_bias
@@ -97,7 +97,7 @@ def visible_to_tiles(
     """
     if visible.dense is None and terms.bias is None and support is None:
         return visible
-    B, H, T, S = call.scores
+    B, H, T, S = call.sizes
     batches, heads = varying_pairs(call) if support is None else (B, H)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
@@ -115,7 +115,7 @@ def visible_to_tiles(
 
 def varying_pairs(call: Call) -> tuple[int, int]:
     """Batches and heads that may see different pairs: those of the call, or 1 where all see the same."""
-    B, H, _, _ = call.scores
+    B, H, _, _ = call.sizes
     i, bias, table = call.intervals, call.bias, call.offset_bias
     of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense) if part is not None]
     of_heads = [] if i.dense is None else [i.dense.shape[1]]

@@ -10,6 +10,8 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
   other.
 - In the passes over keys scores are transposed: query rows are the columns of a tile and take a register each. So tiles
   have few query rows and 128 keys.
+- In the backward passes of collaborative attention 16 rows (or keys) stand beside 128 keys (or rows): 32 spill in the
+  loop over keys, and ptxas serializes their products in the loop over rows.
 - A tile of keys that comes through a descriptor takes no registers for addresses, so that a step over full tiles has
   two of them. Heads of 64 features have none: two would not leave 128 registers, and one is hardly shorter (3 %).
 - float32 is multiplied without tensor cores; an operand is in registers then, and tiles are small.
@@ -21,7 +23,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from importlib import resources
 from typing import Final
 
@@ -30,12 +32,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.buffers import SHORT_QUERY
-from heads_kernels.ops.support import TRITON_INTERPRETED
 from heads_kernels.ops.triton.chunks import MOST_CHUNKS
-
-#: Fields of `Tiles`: block_m, block_n, block_d, block_slice, num_warps, num_stages, and of the others as many as matter
-Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,9 @@ class Tiles:
 
     block_m: int
     block_n: int
-    block_d: int
-    block_slice: int
+    _: KW_ONLY
+    block_d: int = 0
+    block_slice: int = 0
     num_warps: int
     num_stages: int
     partial_stages: int = 1
@@ -157,7 +157,7 @@ def _chosen(
     variant = "terms" if terms else "descriptors" if descriptors and not short else ""
     if shared and D > _MOST_RESIDENT:
         variant = "wide"
-    tiles = Tiles(*_numbers_of_kind(kind, kernel, dtype.itemsize == 2, width, variant))
+    tiles = _of_kind(kind, kernel, dtype.itemsize == 2, width, variant)
     if short:  # larger tiles would multiply rows that are not there
         tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
     return _within(tiles, D) if shared else tiles
@@ -175,7 +175,13 @@ def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
     block_m, block_n = (16, 64) if T <= 16 else (32, 32) if T <= 128 else (128, 128)
     step = padded(-(-D // 8))
     return Tiles(
-        block_m, block_n, step, max(step, min(64, padded(D))), 4, 1, full_tiles=2 * descriptors
+        block_m,
+        block_n,
+        block_d=step,
+        block_slice=max(step, min(64, padded(D))),
+        num_warps=4,
+        num_stages=1,
+        full_tiles=2 * descriptors,
     )
 
 
@@ -201,7 +207,9 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
         return {}
     names = [field.name for field in fields(Tiles)]
     return {
-        (row["kernel"], row["dtype"], row["D"], row["Dv"]): Tiles(*(row[name] for name in names))
+        (row["kernel"], row["dtype"], row["D"], row["Dv"]): Tiles(
+            **{name: row[name] for name in names}
+        )
         for row in json.loads(path.read_text(encoding="utf-8"))["tiles"]
     }
 
@@ -211,137 +219,234 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
 _MOST_RESIDENT: Final = 256
 
 # ---------------------------------------------------------------------- kinds of GPU
-#: kernel -> widest head (padded; of collaborative attention the value's) -> numbers. 16-bit operands.
-_HALF: Final[dict[str, dict[str, dict[int, Numbers]]]] = {
+#: kernel -> widest head (padded; of collaborative attention the value's) -> tiles. 16-bit operands.
+_HALF: Final[dict[str, dict[str, dict[int, Tiles]]]] = {
     "sm_90": {
         "gated_attention.forward": {
-            64: (128, 64, 0, 0, 8, 3, 1, 128),
-            128: (128, 64, 0, 0, 8, 3, 3),
-            256: (128, 32, 0, 0, 8, 2),
+            64: Tiles(128, 64, num_warps=8, num_stages=3, maxnreg=128),
+            128: Tiles(128, 64, num_warps=8, num_stages=3, partial_stages=3),
+            256: Tiles(128, 32, num_warps=8, num_stages=2),
         },
-        "gated_attention.forward, terms": {64: (128, 64, 0, 0, 8, 3)},
+        "gated_attention.forward, terms": {64: Tiles(128, 64, num_warps=8, num_stages=3)},
         "gated_attention.forward, descriptors": {
-            128: (128, 64, 0, 0, 8, 2, 3, 0, 2),
-            256: (128, 32, 0, 0, 8, 2, 1, 0, 2),
+            128: Tiles(128, 64, num_warps=8, num_stages=2, partial_stages=3, full_tiles=2),
+            256: Tiles(128, 32, num_warps=8, num_stages=2, full_tiles=2),
         },
-        "gated_attention.keys": {64: (64, 128, 0, 0, 8, 2), 256: (32, 128, 0, 0, 8, 2)},
+        "gated_attention.keys": {
+            64: Tiles(64, 128, num_warps=8, num_stages=2),
+            256: Tiles(32, 128, num_warps=8, num_stages=2),
+        },
         "gated_attention.queries": {
-            64: (128, 64, 0, 0, 8, 3),
-            128: (128, 64, 0, 0, 8, 2),
-            256: (128, 32, 0, 0, 8, 2),
+            64: Tiles(128, 64, num_warps=8, num_stages=3),
+            128: Tiles(128, 64, num_warps=8, num_stages=2),
+            256: Tiles(128, 32, num_warps=8, num_stages=2),
         },
         "collaborative_attention.forward": {
-            64: (128, 64, 64, 256, 8, 2),
-            256: (128, 32, 64, 256, 8, 2),
+            64: Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=2),
+            256: Tiles(128, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2),
         },
         "collaborative_attention.keys": {
-            64: (16, 128, 64, 256, 8, 3),
-            128: (16, 128, 64, 128, 8, 3),
-            256: (32, 128, 64, 64, 8, 2),
+            64: Tiles(16, 128, block_d=64, block_slice=256, num_warps=8, num_stages=3),
+            128: Tiles(16, 128, block_d=64, block_slice=128, num_warps=8, num_stages=3),
+            256: Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2),
         },
-        "collaborative_attention.queries": {256: (128, 16, 64, 256, 8, 3)},
-        "collaborative_attention.keys, wide": {64: (32, 128, 64, 128, 8, 2)},
-        "collaborative_attention.queries, wide": {256: (128, 32, 64, 128, 8, 2)},
-        "gated_attention.biases": {64: (64, 64, 0, 0, 4, 2), 256: (64, 64, 0, 0, 8, 1)},
-        "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
-        "entmax_attention.forward": {128: (128, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 2)},
-        "entmax_attention.centers": {128: (128, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 2)},
+        "collaborative_attention.queries": {
+            256: Tiles(128, 16, block_d=64, block_slice=256, num_warps=8, num_stages=3)
+        },
+        "collaborative_attention.keys, wide": {
+            64: Tiles(32, 128, block_d=64, block_slice=128, num_warps=8, num_stages=2)
+        },
+        "collaborative_attention.queries, wide": {
+            256: Tiles(128, 32, block_d=64, block_slice=128, num_warps=8, num_stages=2)
+        },
+        "gated_attention.biases": {
+            64: Tiles(64, 64, num_warps=4, num_stages=2),
+            256: Tiles(64, 64, num_warps=8, num_stages=1),
+        },
+        "collaborative_attention.biases": {
+            256: Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)
+        },
+        "entmax_attention.forward": {
+            128: Tiles(128, 32, num_warps=8, num_stages=2),
+            256: Tiles(64, 32, num_warps=8, num_stages=2),
+        },
+        "entmax_attention.centers": {
+            128: Tiles(128, 32, num_warps=8, num_stages=2),
+            256: Tiles(64, 32, num_warps=8, num_stages=2),
+        },
         "entmax_attention.keys": {
-            64: (32, 128, 0, 0, 8, 2),
-            128: (32, 64, 0, 0, 8, 2),
-            256: (16, 64, 0, 0, 8, 2),
+            64: Tiles(32, 128, num_warps=8, num_stages=2),
+            128: Tiles(32, 64, num_warps=8, num_stages=2),
+            256: Tiles(16, 64, num_warps=8, num_stages=2),
         },
-        "entmax_attention.queries": {128: (128, 32, 0, 0, 8, 2), 256: (64, 16, 0, 0, 8, 2)},
-        "entmax_attention.biases": {256: (64, 64, 0, 0, 8, 1)},
-        "attention_statistics": {256: (128, 64, 64, 0, 8, 3)},
-        "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
+        "entmax_attention.queries": {
+            128: Tiles(128, 32, num_warps=8, num_stages=2),
+            256: Tiles(64, 16, num_warps=8, num_stages=2),
+        },
+        "entmax_attention.biases": {256: Tiles(64, 64, num_warps=8, num_stages=1)},
+        "attention_statistics": {256: Tiles(128, 64, block_d=64, num_warps=8, num_stages=3)},
+        "backward.rows": {256: Tiles(64, 0, num_warps=4, num_stages=1)},
     },
     "sm_80": {
         "gated_attention.forward": {
-            64: (128, 64, 0, 0, 8, 3),
-            128: (128, 32, 0, 0, 8, 2),
-            256: (64, 32, 0, 0, 8, 2),
+            64: Tiles(128, 64, num_warps=8, num_stages=3),
+            128: Tiles(128, 32, num_warps=8, num_stages=2),
+            256: Tiles(64, 32, num_warps=8, num_stages=2),
         },
         "gated_attention.keys": {
-            64: (32, 128, 0, 0, 8, 2),
-            128: (32, 64, 0, 0, 8, 2),
-            256: (32, 64, 0, 0, 8, 1),
+            64: Tiles(32, 128, num_warps=8, num_stages=2),
+            128: Tiles(32, 64, num_warps=8, num_stages=2),
+            256: Tiles(32, 64, num_warps=8, num_stages=1),
         },
-        "gated_attention.queries": {128: (64, 64, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 1)},
-        "collaborative_attention.forward": {256: (64, 32, 64, 256, 8, 2)},
+        "gated_attention.queries": {
+            128: Tiles(64, 64, num_warps=8, num_stages=2),
+            256: Tiles(64, 32, num_warps=8, num_stages=1),
+        },
+        "collaborative_attention.forward": {
+            256: Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)
+        },
         "collaborative_attention.keys": {
-            64: (32, 32, 64, 256, 8, 2),
-            256: (32, 64, 64, 128, 8, 2),
+            64: Tiles(32, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2),
+            256: Tiles(32, 64, block_d=64, block_slice=128, num_warps=8, num_stages=2),
         },
-        "collaborative_attention.queries": {256: (64, 32, 64, 256, 8, 2)},
-        "collaborative_attention.keys, wide": {64: (32, 64, 64, 128, 8, 2)},
-        "collaborative_attention.queries, wide": {256: (64, 32, 64, 128, 8, 2)},
-        "gated_attention.forward, terms": {64: (128, 32, 0, 0, 8, 3)},
-        "gated_attention.queries, terms": {64: (64, 32, 0, 0, 4, 2)},
-        "gated_attention.biases": {64: (64, 64, 0, 0, 8, 2), 256: (32, 32, 0, 0, 4, 1)},
-        "collaborative_attention.biases": {256: (64, 64, 64, 0, 8, 2)},
-        "entmax_attention.forward": {128: (64, 32, 0, 0, 8, 2), 256: (32, 32, 0, 0, 8, 1)},
-        "entmax_attention.keys": {128: (32, 64, 0, 0, 8, 2), 256: (32, 64, 0, 0, 8, 1)},
-        "entmax_attention.centers": {128: (64, 32, 0, 0, 8, 2), 256: (64, 32, 0, 0, 8, 1)},
-        "attention_statistics": {256: (128, 64, 64, 0, 8, 2)},
-        "backward.rows": {256: (64, 0, 0, 0, 4, 1)},
+        "collaborative_attention.queries": {
+            256: Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)
+        },
+        "collaborative_attention.keys, wide": {
+            64: Tiles(32, 64, block_d=64, block_slice=128, num_warps=8, num_stages=2)
+        },
+        "collaborative_attention.queries, wide": {
+            256: Tiles(64, 32, block_d=64, block_slice=128, num_warps=8, num_stages=2)
+        },
+        "gated_attention.forward, terms": {64: Tiles(128, 32, num_warps=8, num_stages=3)},
+        "gated_attention.queries, terms": {64: Tiles(64, 32, num_warps=4, num_stages=2)},
+        "gated_attention.biases": {
+            64: Tiles(64, 64, num_warps=8, num_stages=2),
+            256: Tiles(32, 32, num_warps=4, num_stages=1),
+        },
+        "collaborative_attention.biases": {
+            256: Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)
+        },
+        "entmax_attention.forward": {
+            128: Tiles(64, 32, num_warps=8, num_stages=2),
+            256: Tiles(32, 32, num_warps=8, num_stages=1),
+        },
+        "entmax_attention.keys": {
+            128: Tiles(32, 64, num_warps=8, num_stages=2),
+            256: Tiles(32, 64, num_warps=8, num_stages=1),
+        },
+        "entmax_attention.centers": {
+            128: Tiles(64, 32, num_warps=8, num_stages=2),
+            256: Tiles(64, 32, num_warps=8, num_stages=1),
+        },
+        "attention_statistics": {256: Tiles(128, 64, block_d=64, num_warps=8, num_stages=2)},
+        "backward.rows": {256: Tiles(64, 0, num_warps=4, num_stages=1)},
     },
     "other": {
         "gated_attention.forward": {
-            64: (64, 32, 0, 0, 4, 1),
-            128: (64, 16, 0, 0, 4, 1),
-            256: (32, 32, 0, 0, 4, 1),
+            64: Tiles(64, 32, num_warps=4, num_stages=1),
+            128: Tiles(64, 16, num_warps=4, num_stages=1),
+            256: Tiles(32, 32, num_warps=4, num_stages=1),
         },
-        "gated_attention.keys": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
-        "gated_attention.queries": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
-        "collaborative_attention.forward": {256: (64, 32, 32, 128, 4, 1)},
-        "collaborative_attention.keys": {64: (32, 32, 32, 128, 4, 1), 256: (32, 32, 32, 64, 4, 1)},
+        "gated_attention.keys": {
+            128: Tiles(32, 32, num_warps=4, num_stages=1),
+            256: Tiles(16, 16, num_warps=4, num_stages=1),
+        },
+        "gated_attention.queries": {
+            128: Tiles(32, 32, num_warps=4, num_stages=1),
+            256: Tiles(16, 16, num_warps=4, num_stages=1),
+        },
+        "collaborative_attention.forward": {
+            256: Tiles(64, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)
+        },
+        "collaborative_attention.keys": {
+            64: Tiles(32, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1),
+            256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1),
+        },
         "collaborative_attention.queries": {
-            64: (32, 16, 32, 256, 4, 1),
-            256: (32, 32, 32, 64, 4, 1),
+            64: Tiles(32, 16, block_d=32, block_slice=256, num_warps=4, num_stages=1),
+            256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1),
         },
-        "collaborative_attention.keys, wide": {64: (32, 32, 32, 64, 4, 1)},
-        "collaborative_attention.queries, wide": {64: (32, 32, 32, 64, 4, 1)},
-        "gated_attention.biases": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
-        "collaborative_attention.biases": {256: (32, 32, 32, 0, 4, 1)},
-        "entmax_attention.forward": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
-        "entmax_attention.centers": {128: (32, 32, 0, 0, 4, 1), 256: (16, 16, 0, 0, 4, 1)},
-        "attention_statistics": {256: (64, 32, 32, 0, 4, 1)},
-        "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
+        "collaborative_attention.keys, wide": {
+            64: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)
+        },
+        "collaborative_attention.queries, wide": {
+            64: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)
+        },
+        "gated_attention.biases": {
+            128: Tiles(32, 32, num_warps=4, num_stages=1),
+            256: Tiles(16, 16, num_warps=4, num_stages=1),
+        },
+        "collaborative_attention.biases": {
+            256: Tiles(32, 32, block_d=32, num_warps=4, num_stages=1)
+        },
+        "entmax_attention.forward": {
+            128: Tiles(32, 32, num_warps=4, num_stages=1),
+            256: Tiles(16, 16, num_warps=4, num_stages=1),
+        },
+        "entmax_attention.centers": {
+            128: Tiles(32, 32, num_warps=4, num_stages=1),
+            256: Tiles(16, 16, num_warps=4, num_stages=1),
+        },
+        "attention_statistics": {256: Tiles(64, 32, block_d=32, num_warps=4, num_stages=1)},
+        "backward.rows": {256: Tiles(32, 0, num_warps=4, num_stages=1)},
     },
 }
 
 #: An accumulator of 128 keys and 256 features, in a loop for each width, compiles to a trap for sm_100.
 _HALF["sm_100"] = _HALF["sm_90"] | {
     "collaborative_attention.keys": {
-        64: (16, 64, 64, 256, 4, 2),
-        256: (32, 128, 64, 64, 8, 2),
+        64: Tiles(16, 64, block_d=64, block_slice=256, num_warps=4, num_stages=2),
+        256: Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2),
     },
-    "collaborative_attention.keys, wide": {64: (32, 128, 64, 64, 8, 2)},
+    "collaborative_attention.keys, wide": {
+        64: Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)
+    },
 }
 
 #: The same for float32 on every kind.
-_FLOAT: Final[dict[str, dict[int, Numbers]]] = {
-    "gated_attention.forward": {64: (32, 32, 0, 0, 8, 2), 256: (32, 16, 0, 0, 8, 1)},
-    "gated_attention.keys": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
-    "gated_attention.queries": {
-        64: (32, 32, 0, 0, 8, 1),
-        128: (32, 16, 0, 0, 8, 1),
-        256: (16, 16, 0, 0, 8, 1),
+_FLOAT: Final[dict[str, dict[int, Tiles]]] = {
+    "gated_attention.forward": {
+        64: Tiles(32, 32, num_warps=8, num_stages=2),
+        256: Tiles(32, 16, num_warps=8, num_stages=1),
     },
-    "collaborative_attention.forward": {256: (32, 32, 32, 64, 8, 1)},
-    "collaborative_attention.keys": {256: (32, 32, 32, 64, 8, 1)},
-    "collaborative_attention.queries": {256: (32, 32, 32, 64, 8, 1)},
-    "gated_attention.biases": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
-    "collaborative_attention.biases": {256: (32, 32, 32, 0, 8, 1)},
-    "entmax_attention.forward": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
-    "entmax_attention.centers": {64: (32, 32, 0, 0, 8, 1), 256: (16, 16, 0, 0, 8, 1)},
-    "attention_statistics": {256: (32, 32, 32, 0, 8, 1)},
-    "backward.rows": {256: (32, 0, 0, 0, 4, 1)},
+    "gated_attention.keys": {
+        64: Tiles(32, 32, num_warps=8, num_stages=1),
+        256: Tiles(16, 16, num_warps=8, num_stages=1),
+    },
+    "gated_attention.queries": {
+        64: Tiles(32, 32, num_warps=8, num_stages=1),
+        128: Tiles(32, 16, num_warps=8, num_stages=1),
+        256: Tiles(16, 16, num_warps=8, num_stages=1),
+    },
+    "collaborative_attention.forward": {
+        256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)
+    },
+    "collaborative_attention.keys": {
+        256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)
+    },
+    "collaborative_attention.queries": {
+        256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)
+    },
+    "gated_attention.biases": {
+        64: Tiles(32, 32, num_warps=8, num_stages=1),
+        256: Tiles(16, 16, num_warps=8, num_stages=1),
+    },
+    "collaborative_attention.biases": {256: Tiles(32, 32, block_d=32, num_warps=8, num_stages=1)},
+    "entmax_attention.forward": {
+        64: Tiles(32, 32, num_warps=8, num_stages=1),
+        256: Tiles(16, 16, num_warps=8, num_stages=1),
+    },
+    "entmax_attention.centers": {
+        64: Tiles(32, 32, num_warps=8, num_stages=1),
+        256: Tiles(16, 16, num_warps=8, num_stages=1),
+    },
+    "attention_statistics": {256: Tiles(32, 32, block_d=32, num_warps=8, num_stages=1)},
+    "backward.rows": {256: Tiles(32, 0, num_warps=4, num_stages=1)},
 }
 
 
-def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: str = "") -> Numbers:
+def _of_kind(kind: str, kernel: str, half: bool, width: int, variant: str = "") -> Tiles:
     """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
 
     Passes of entmax attention that have no row run with the tiles of gated attention's. Some kernels have rows of their
@@ -354,7 +459,7 @@ def _numbers_of_kind(kind: str, kernel: str, half: bool, width: int, variant: st
     if kernel not in table:
         kernel = kernel.replace("entmax_attention", "gated_attention")
     rows = table[kernel] | table.get(f"{kernel}, {variant}", {})
-    return next(numbers for widest, numbers in sorted(rows.items()) if width <= widest)
+    return next(tiles for widest, tiles in sorted(rows.items()) if width <= widest)
 
 
 def _kind_of(capability: tuple[int, int] | None) -> str:

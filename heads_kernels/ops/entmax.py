@@ -3,7 +3,7 @@
     p = [(alpha - 1) s - tau]_+ ^ (1 / (alpha - 1)) = [1 + order (s - threshold)]_+ ^ (1 / order)
 
 with `order = alpha - 1` in (0, 1] and `threshold = (tau + 1) / order`, which tends to the log of the sum of exp(s) as
-alpha tends to 1: neither form of it cancels there, as `tau` would.
+alpha tends to 1. Unlike `tau`, it does not cancel there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,20 @@ def check_alpha_values(alpha: Tensor) -> None:
         )
 
 
+def order_of(alpha: Tensor) -> Tensor:
+    """`alpha - 1`, `[H, 1, 1]`; refuses values for which entmax is not defined."""
+    check_alpha_values(alpha)
+    return (alpha - 1.0)[:, None, None]
+
+
+def row_logs(finished: Tensor, threshold: Tensor, order: Tensor, pairs: Tensor | None) -> Tensor:
+    """`ln p` `[B, H, T, S]` of finished scores, -inf outside of `pairs` and in rows that see no key."""
+    top, above = threshold[..., None]
+    logs = log_probabilities(finished - top, above, order)
+    logs = logs.masked_fill(top == NEG_INF, NEG_INF)
+    return logs if pairs is None else logs.masked_fill(~pairs, NEG_INF)
+
+
 def log_probabilities(scores: Tensor, threshold: Tensor, order: Tensor) -> Tensor:
     """`ln p` of `scores` `[B, H, T, S]`, -inf outside of the support.
 
@@ -42,10 +56,10 @@ def slopes(logs: Tensor, order: Tensor) -> Tensor:
 def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
     """The threshold at which the visible probabilities of a row add up to 1, in two numbers, `[2, B, H, T]`.
 
-    They are the largest score of the row, -inf if it sees no key, and how far the threshold is above it.
-    Newton's method for `sum(p) ^ order = 1`, from the largest score. The left side is a norm of what exceeds the
-    threshold, so it is convex and falls: the threshold only increases, to where rounding no longer lets it. For equal
-    scores, and towards softmax, the first step is exact.
+    They are the largest score of the row, -inf if it sees no key, and the distance of the threshold above it.
+    Newton's method solves `sum(p) ^ order = 1`, from the largest score. The left side is a norm of the excess over the
+    threshold, so it is convex and decreasing: the threshold only increases, until rounding stops it. For equal scores,
+    and in the limit of softmax, the first step is exact.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, NEG_INF)
@@ -73,7 +87,7 @@ def alpha_derivative(logs: Tensor, order: Tensor) -> Tensor:
 
         (p - share) / order^2 - (p ln p + share * entropy) / order,   share = p^(2 - alpha) / sum p^(2 - alpha),
 
-    is a difference of large terms where alpha is near 1. Here their first-order parts are cancelled by hand.
+    is a difference of large terms where alpha is near 1. Here their first-order parts are cancelled analytically.
     """
     inside = logs.masked_fill(logs == NEG_INF, 0.0)
     p = logs.exp()

@@ -3,8 +3,11 @@
     dmixed_h = dscores_h key
     dquery = sum over h of mixing_h * dmixed_h        dmixing_h = colsum(query * dmixed_h)
 
-The other formulas are those of `triton_keys`. A head's features are gathered as in the forward pass (`attend`): its
-mixed query stays on chip, and a tile of keys is loaded once, for the scores and for `dmixed`.
+The other formulas are in `collaborative_keys`. A head's features are gathered as in the forward pass (`attend`): its
+mixed query stays on chip, and a tile of keys is loaded once, for the scores and for `dmixed`. A head's sum is added to
+`dquery` in memory, in float32: heads gather different features, and sums for all of them do not fit beside those of one
+head. The loop over heads hoists nothing (`disable_licm`): addresses that heads share would take registers from the
+loops over tiles.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import (
     ALL_CHUNKS,
     Chunks,
@@ -260,13 +263,11 @@ def _queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE: tl.constexpr
                     )
 
 
-def queries_pass(
-    call: Call, first: FirstPass, closed_grad: bool, dquery: Tensor, dmixing_rows: Tensor
-) -> None:
+def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Tensor) -> None:
     """Fill `dquery` and `dmixing_rows`; an empty one is not computed."""
     if not (dquery.numel() or dmixing_rows.numel()):
         return
-    B, H, T, _, Ds, Dv = call.sizes
+    B, H, T, Ds, Dv = call.B, call.H, call.T, call.D, call.Dv
     if H == 0:
         dquery.zero_()  # no head writes it
         return
@@ -278,7 +279,7 @@ def queries_pass(
     of = first.operands
     of = of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles))
     written = QueriesWritten(rows_of(part) if dquery.numel() else None, mixing_parts)
-    skips = int(mixing_parts is None or not closed_grad)
+    skips = int(mixing_parts is None or not call.closed_grad)
     launch(
         _queries_kernel, B * row_tiles * splits, call.query, tiles,
         of, first.reads, written, sizes_of(call), Splits(B, splits), skips,

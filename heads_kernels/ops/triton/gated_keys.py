@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.entmax import dropped, gradient_of_tile, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch

@@ -1,6 +1,8 @@
-"""What each backend can serve: for a `Problem`, the list of reasons against it (empty: it can).
+"""The table of backends, the same for every operator.
 
-torch only, so that the choice of a backend traces under `torch.compile`; the backends themselves are not imported.
+For a `Call`, each backend returns the list of reasons why it cannot serve it; an empty list means that it can. Only
+torch is imported here, so that the choice of a backend can be traced by `torch.compile`; backends themselves are
+imported when an op runs on them, and never import each other.
 """
 
 from __future__ import annotations
@@ -9,21 +11,25 @@ import functools
 import importlib
 import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
 from heads_kernels.build_info import build_info
+from heads_kernels.call import Call
 from heads_kernels.checks import is_int
-from heads_kernels.ops.buffers import FARTHEST_ROW
-from heads_kernels.problem import Problem
+
+#: The names in the table.
+BackendName = Literal["cpu", "triton", "cuda", "eager"]
 
 #: Whether the kernels for the CPU are built.
 CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
 _OLDEST_TRITON: Final = (3, 6)
-#: Compute capability: Triton compiles older ones without tensor cores, and spills kilobytes of registers there.
+#: Compute capability. For older GPUs Triton compiles without tensor cores and spills kilobytes of registers.
 _OLDEST_PART: Final = (8, 0)
 
 
@@ -34,7 +40,7 @@ def _triton_missing() -> str:
         return f"Triton is not installed ({get})"
     try:
         found = metadata.version("triton")
-    except metadata.PackageNotFoundError:  # of a build by another name
+    except metadata.PackageNotFoundError:  # a build under another name
         return ""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TRITON:
@@ -61,8 +67,8 @@ def _cuda_missing() -> str:
 
 _CUDA_MISSING: Final = _cuda_missing()
 
-#: Whether kernels are interpreted, in the words that Triton understands. Triton decides it for every kernel where the
-#: kernel is defined, so that a later change of the variable means nothing.
+#: Whether Triton interprets kernels, by the values that Triton accepts. Triton reads the variable where a kernel is
+#: defined, so that a later change has no effect.
 TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
     "1",
     "true",
@@ -71,39 +77,46 @@ TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
     "y",
 }
 
-#: A head's rows of a tile are on chip whole, and 256 wide ones still fit.
+#: Backends whose kernels for GPUs run on CPU tensors in this process.
+SIMULATED: Final = {
+    name for name, is_on in (("triton", TRITON_INTERPRETED), ("cuda", CUDA_EMULATED)) if is_on
+}
+
+#: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
+FARTHEST_ROW: Final = 1 << 23
+#: A tile holds whole rows of a head on chip; rows of width 256 still fit.
 _WIDEST_HEAD: Final = 256
-#: The width that heads share is read in slices: the widest that is tested.
+#: A query and key that heads share are read in slices; this is the largest width that is tested.
 _WIDEST_SHARED: Final = 1024
-#: Programs of a launch, the first and only dimension of its grid.
+#: Programs per launch: grids have one dimension.
 _MOST_PROGRAMS: Final = (1 << 31) - 1
 #: Rows or keys of the smallest tile of any kernel (csrc/cuda/attention_rows.cu).
 _LEAST_ROWS: Final = 8
 
 
-def eager(problem: Problem) -> list[str]:
-    """The formula in plain PyTorch serves every valid problem."""
+def eager(call: Call) -> list[str]:
+    """The formula in plain PyTorch serves every valid call."""
     return []
 
 
-def cpu(problem: Problem) -> list[str]:
+def cpu(call: Call) -> list[str]:
     """The C++ kernels read tensors in CPU memory, rows contiguous, and every mask."""
     reasons = []
     if not CPU_EXTENSION:
         reasons.append(
             "the extension heads_kernels._cpu is not built (install the package with a C++ compiler)"
         )
-    if problem.query.device.type != "cpu":
-        reasons.append(f"tensors are on {problem.query.device}; it serves CPU tensors")
-    return reasons + _rows_apart(problem)
+    if call.query.device.type != "cpu":
+        reasons.append(f"tensors are on {call.query.device}; it serves CPU tensors")
+    return reasons + _rows_apart(call)
 
 
-def triton(problem: Problem) -> list[str]:
+def triton(call: Call) -> list[str]:
     """The Triton kernels read tensors in GPU memory (interpreted: in any), rows contiguous, and every mask."""
     reasons = []
     if _TRITON_MISSING:
         reasons.append(_TRITON_MISSING)
-    device = problem.query.device
+    device = call.query.device
     if device.type == "cpu" and not TRITON_INTERPRETED:
         reasons.append(
             f"tensors are on {device}; it serves CUDA tensors, and CPU tensors in Triton's interpreter "
@@ -113,15 +126,9 @@ def triton(problem: Problem) -> list[str]:
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
     elif device.type == "cuda" and not reasons and (words := _unsupported_by_triton(device.index)):
         reasons.append(words)
-    if problem.query.dtype == torch.float64:
+    if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return (
-        reasons
-        + _too_wide(problem)
-        + _far_rows(problem)
-        + _too_many(problem)
-        + _rows_apart(problem)
-    )
+    return reasons + _too_wide(call) + _far_rows(call) + _too_many(call) + _rows_apart(call)
 
 
 def _unsupported_by_triton(index: int) -> str:
@@ -139,7 +146,7 @@ def _unsupported_by_triton(index: int) -> str:
 def _triton_start_error() -> str:
     """Why Triton does not start in this process; empty where it does.
 
-    Its driver module is compiled when it starts for the first time on a machine, and read from Triton's cache after.
+    Triton compiles its driver module when it first starts on a machine, and reads it from its cache later.
     """
     try:
         importlib.import_module("triton.runtime").driver.active.utils  # noqa: B018
@@ -151,10 +158,12 @@ def _triton_start_error() -> str:
     return ""
 
 
-def cuda(problem: Problem) -> list[str]:
+def cuda(call: Call) -> list[str]:
     """The CUDA kernels read tensors in GPU memory (emulated: in CPU memory), rows contiguous, and every mask."""
     reasons = [_CUDA_MISSING] if _CUDA_MISSING else []
-    device = problem.query.device
+    if call.alpha is not None:
+        reasons.append("it has no kernels of entmax attention")
+    device = call.query.device
     if CUDA_EMULATED:
         if device.type != "cpu":
             reasons.append(f"tensors are on {device}; emulated it serves CPU tensors")
@@ -162,9 +171,9 @@ def cuda(problem: Problem) -> list[str]:
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
     elif not reasons and (words := _unsupported_device(device.index)):
         reasons.append(words)
-    if problem.query.dtype == torch.float64:
+    if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(problem) + _too_many(problem) + _rows_apart(problem)
+    return reasons + _too_wide(call) + _too_many(call) + _rows_apart(call)
 
 
 def _unsupported_device(index: int) -> str:
@@ -176,12 +185,12 @@ def _unsupported_device(index: int) -> str:
 _unsupported_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _unsupported_by_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-#: Devices that can: an answer that stays. What a device lacks may be lacking for a moment (memory).
+#: Devices that can run the kernels. Refusals are not cached: their cause, such as a lack of memory, may pass.
 _CAPABLE: Final[set[int]] = set()
 
 
 def _device_words(index: int) -> str:
-    """The extension's own answer, or why it cannot be asked."""
+    """The answer of the extension, or why it does not load."""
     if index in _CAPABLE:
         return ""
     try:
@@ -197,11 +206,14 @@ def _device_words(index: int) -> str:
     return words
 
 
-def _far_rows(problem: Problem) -> list[str]:
-    """The tensors of which a tile of rows spans more elements than 32 bits count; `contiguous_rows` copies dout."""
-    tensors = {"query": problem.query, "key": problem.key, "value": problem.value}
+def _far_rows(call: Call) -> list[str]:
+    """Tensors whose rows are so far apart that offsets within a tile need more than 32 bits.
+
+    `dout` is not among them: `buffers.contiguous_rows` copies it.
+    """
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
     apart = {name: t.stride(-2) for name, t in tensors.items() if t is not None}
-    apart["the output"] = problem.H * problem.Dv  # where heads are inside rows
+    apart["the output"] = call.H * call.Dv  # where heads are inside rows
     return [
         f"rows of {name} are {elements} elements apart; it serves less than {FARTHEST_ROW} (.contiguous())"
         for name, elements in apart.items()
@@ -209,34 +221,66 @@ def _far_rows(problem: Problem) -> list[str]:
     ]
 
 
-def _too_many(problem: Problem) -> list[str]:
-    """Where a launch may need more programs than a grid has; symbolic sizes are left to the launch."""
-    programs = problem.B * problem.H * -(-max(problem.T, problem.S) // _LEAST_ROWS)
+def _too_many(call: Call) -> list[str]:
+    """Whether a launch may need more programs than a grid can have; symbolic sizes are checked by the launch."""
+    programs = call.B * call.H * -(-max(call.T, call.S) // _LEAST_ROWS)
     if not is_int(programs) or programs <= _MOST_PROGRAMS:
         return []
-    sizes = f"B = {problem.B}, H = {problem.H}, T = {problem.T} and S = {problem.S}"
+    sizes = f"B = {call.B}, H = {call.H}, T = {call.T} and S = {call.S}"
     return [f"{sizes} may need {programs} programs; a launch takes {_MOST_PROGRAMS}"]
 
 
-def _too_wide(problem: Problem) -> list[str]:
-    most = _WIDEST_HEAD if problem.mixing is None else _WIDEST_SHARED
+def _too_wide(call: Call) -> list[str]:
+    most = _WIDEST_HEAD if call.mixing is None else _WIDEST_SHARED
     return [
         f"{what} {width} wide; it serves widths up to {limit}"
         for what, width, limit in (
-            ("query and key are", problem.D, most),
-            ("value is", problem.Dv, _WIDEST_HEAD),
+            ("query and key are", call.D, most),
+            ("value is", call.Dv, _WIDEST_HEAD),
         )
         if width > limit
     ]
 
 
-def _rows_apart(problem: Problem) -> list[str]:
+def _rows_apart(call: Call) -> list[str]:
     """The tensors whose rows are not contiguous."""
     reasons = []
     for name in ("query", "key", "value"):
-        tensor = getattr(problem, name)
+        tensor = getattr(call, name)
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             reasons.append(
                 f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
             )
     return reasons
+
+
+@dataclass(frozen=True, eq=False)
+class Backend:
+    """One row of the table.
+
+    `module` runs calls (ops/attention.py, ops/statistics.py); it is imported when an op runs. `unsupported(call)`
+    returns the reasons why this backend cannot serve the call, an empty list if it can.
+    """
+
+    name: BackendName
+    module: str
+    unsupported: Callable[[Call], list[str]]
+
+
+#: In order of preference.
+BACKENDS: Final = (
+    Backend("cpu", "heads_kernels.ops.cpu", cpu),
+    Backend("triton", "heads_kernels.ops.triton.backend", triton),
+    # After Triton, except for float32 (`dispatch`). Heuristic: neither has been measured on a GPU.
+    Backend("cuda", "heads_kernels.ops.cuda", cuda),
+    Backend("eager", "heads_kernels.ops.eager", eager),
+)
+
+
+def find(name: str) -> Backend:
+    """The row of a backend; raises `ValueError` if there is none of this name."""
+    for row in BACKENDS:
+        if row.name == name:
+            return row
+    known = ", ".join(repr(row.name) for row in BACKENDS)
+    raise ValueError(f"backend is {name!r}; use one of {known}, or None to let the package choose.")

@@ -1,4 +1,4 @@
-"""Gated attention backward in Triton: `dquery`, by tiles of query rows (the formulas stand in `triton_keys`)."""
+"""Gated attention backward in Triton: `dquery`, by tiles of query rows (formulas as in `gated_keys`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.ops.operator import Call
+from heads_kernels.call import Call
 from heads_kernels.ops.triton.entmax import gradient_of_tile, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch

@@ -1,8 +1,8 @@
 """Entmax attention forward in Triton: a tile of query rows of a head against every key that it sees.
 
-The threshold of a row is known only after all its scores, which do not fit on chip: they are computed anew in each pass
+The threshold of a row is known only after all its scores, which do not fit on chip: they are recomputed in each pass
 over the keys. A pass finds the largest score, about four search the threshold (Newton's method, as in
-`entmax_attention.formula`), and one adds up the values. The threshold only increases, so a tile of keys below it in all
+`heads_kernels.ops.entmax`), and one adds up the values. The threshold only increases, so a tile of keys below it in all
 rows is out of reach for good: each program keeps a list of the tiles in reach and shortens it in every pass.
 """
 

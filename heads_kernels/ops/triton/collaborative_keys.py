@@ -7,7 +7,8 @@
 Dropout multiplies `p` in `dvalue`, and `dp`, by what it keeps. Tiles of scores are transposed, `[BLOCK_N, BLOCK_M]`.
 
 A head's features are gathered as in the forward pass (`attend`): those of the keys stay on chip for the whole head,
-and a tile of query rows is loaded and mixed once, for the scores and for `dkey`.
+and a tile of query rows is loaded and mixed once, for the scores and for `dkey`. A head's sum is added to `dkey` in
+memory, in float32; `collaborative_queries` has the reason for that and for `disable_licm`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
-from heads_kernels.ops.operator import Call
 from heads_kernels.ops.triton.chunks import (
     Chunks,
     active_chunks,
@@ -259,7 +260,7 @@ def keys_pass(
     """Fill `dkey`, `dvalue` and `dcontent_bias`; an empty one is not computed."""
     if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
         return
-    B, _, _, S, Ds, Dv = call.sizes
+    B, S, Ds, Dv = call.B, call.S, call.D, call.Dv
     groups = max(call.value.shape[1], 1)  # of heads that share a value head
     tiles = tiles_for("collaborative_attention.keys", call.query, Ds, Dv, has_terms(call))
     programs = B * -(-S // tiles.block_n)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import subprocess
 import sys
 import types
 import warnings
@@ -15,32 +16,48 @@ from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from benchmarks import tune
-from heads_kernels import dispatch, doctor_record, functional
-from heads_kernels.ops import buffers, support
-from heads_kernels.problem import Problem
-from tests.ops.calls import DIFFERENTIABLE, TABLES, assert_same_bits, call, tensors
+from heads_kernels import backends, dispatch
+from heads_kernels.call import Call
+from heads_kernels.ops import buffers
+from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, parsed, tensors
 
-Unsupported = Callable[[Problem], list[str]]
+Unsupported = Callable[[Call], list[str]]
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both backends are there and serve CPU tensors."""
-    monkeypatch.setattr(support, "TRITON_INTERPRETED", True)
-    monkeypatch.setattr(support, "_TRITON_MISSING", "")
-    monkeypatch.setattr(support, "CUDA_EMULATED", True)
-    monkeypatch.setattr(support, "_CUDA_MISSING", "")
+    monkeypatch.setattr(backends, "TRITON_INTERPRETED", True)
+    monkeypatch.setattr(backends, "_TRITON_MISSING", "")
+    monkeypatch.setattr(backends, "CUDA_EMULATED", True)
+    monkeypatch.setattr(backends, "_CUDA_MISSING", "")
 
 
-BACKENDS = {"triton": support.triton, "cuda": support.cuda}
+Serving = Callable[..., None]
 
 
-def gated(**changes: Any) -> Problem:
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """A function that makes the named backends serve every call, and the others none."""
+
+    def serve(*names: str) -> None:
+        for row in backends.BACKENDS:
+            refusal = [] if row.name in names else ["a test refuses it"]
+            # Rows are frozen.
+            monkeypatch.setitem(vars(row), "unsupported", lambda _, words=refusal: words)
+
+    return serve
+
+
+BACKENDS = {"triton": backends.triton, "cuda": backends.cuda}
+
+
+def gated(**changes: Any) -> Call:
     given = {**tensors("gated_attention", dtype=torch.float32), **changes}
-    return Problem.gated(**given)
+    return parsed("gated_attention", **given)
 
 
-def wide(D: int, Dv: int) -> Problem:
+def wide(D: int, Dv: int) -> Call:
     return gated(**tensors("gated_attention", D=D, Dv=Dv, dtype=torch.bfloat16))
 
 
@@ -59,16 +76,18 @@ REFUSED = {
     ),
     "wide value": (lambda: wide(8, 300), "value is 300 wide; it serves widths up to 256"),
     "wide shared query": (
-        lambda: Problem.collaborative(**tensors("collaborative_attention", D=1025).copy()),
+        lambda: parsed(
+            "collaborative_attention", **tensors("collaborative_attention", D=1025).copy()
+        ),
         "query and key are 1025 wide; it serves widths up to 1024",
     ),
 }
 
 
-def gate_free(B: int, H: int, T: int) -> Problem:
+def gate_free(B: int, H: int, T: int) -> Call:
     """By stride 0."""
     one = torch.zeros(1, 1, 1, 8)
-    return Problem.gated(one.expand(B, H, T, 8), *(one.expand(B, H, 1, 8),) * 2)
+    return parsed("gated_attention", one.expand(B, H, T, 8), *(one.expand(B, H, 1, 8),) * 2)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -82,15 +101,15 @@ def test_more_programs_than_a_grid_has(unsupported: Unsupported) -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_rows_that_32_bits_do_not_reach() -> None:
     far = torch.empty_strided((1, 2, 3, 8), (8, 8, 2**23, 1), device="meta")
-    problem = Problem.gated(far, far[:, :, :, :], far)
-    assert sum("8388608 elements apart" in reason for reason in support.triton(problem)) == 3
+    problem = parsed("gated_attention", far, far[:, :, :, :], far)
+    assert sum("8388608 elements apart" in reason for reason in backends.triton(problem)) == 3
     many = torch.zeros(1, 1, 1, 256).expand(1, 2**15, 1, 256)  # of the output: 2**15 heads of 256
-    (reason,) = support.triton(Problem.gated(many, many, many))
+    (reason,) = backends.triton(parsed("gated_attention", many, many, many))
     assert reason.startswith("rows of the output are 8388608 elements apart")
     assert buffers.contiguous_rows(far).stride() == (48, 24, 8, 1)
     assert buffers.contiguous_rows(many) is many
     largest = max(tune._BLOCKS)
-    assert (largest - 1) * (buffers.FARTHEST_ROW - 1) + support._WIDEST_SHARED <= 2**31
+    assert (largest - 1) * (buffers.FARTHEST_ROW - 1) + backends._WIDEST_SHARED <= 2**31
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
@@ -117,7 +136,7 @@ def on_gpu(index: int) -> dict[str, torch.Tensor]:
     return {name: torch.empty(t.shape, device=f"cuda:{index}") for name, t in given.items()}
 
 
-def on_meta() -> Problem:
+def on_meta() -> Call:
     return gated(**{name: t.to("meta") for name, t in tensors("gated_attention").items()})
 
 
@@ -134,14 +153,14 @@ def test_refusals(unsupported: Unsupported, case: str) -> None:
 def test_what_is_served(unsupported: Unsupported) -> None:
     assert unsupported(wide(256, 256)) == []
     shared = tensors("collaborative_attention", D=1024, Dv=256, dtype=torch.float16)
-    assert unsupported(Problem.collaborative(**shared)) == []
+    assert unsupported(parsed("collaborative_attention", **shared)) == []
     query, key = torch.randn(2, 1, 2, 5, 256)
-    assert unsupported(Problem.statistics(query, key)) == []
+    assert unsupported(parsed("attention_statistics", query, key)) == []
     assert unsupported(gated(attn_mask=hk.Mask(window=(3, 0), key_lengths=[2, 7]))) == []
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("backend", [support.cpu, support.triton, support.cuda])
+@pytest.mark.parametrize("backend", [backends.cpu, backends.triton, backends.cuda])
 def test_dense_masks_and_every_score_term(backend: Unsupported) -> None:
     terms = {"bias": torch.zeros(4, 5, 7), "softcap": 2.0, "sinks": torch.zeros(4)}
     assert backend(gated(attn_mask=torch.rand(5, 7) < 0.5, **terms)) == []
@@ -149,17 +168,17 @@ def test_dense_masks_and_every_score_term(backend: Unsupported) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "tensors are on meta; it serves CUDA tensors" in support.triton(on_meta())
-    assert "tensors are on meta; emulated it serves CPU tensors" in support.cuda(on_meta())
-    monkeypatch.setattr(support, "CUDA_EMULATED", False)
-    assert "tensors are on meta; it serves CUDA tensors" in support.cuda(on_meta())
-    assert support.cuda(gated()) == ["tensors are on cpu; it serves CUDA tensors"]
+    assert "tensors are on meta; it serves CUDA tensors" in backends.triton(on_meta())
+    assert "tensors are on meta; emulated it serves CPU tensors" in backends.cuda(on_meta())
+    monkeypatch.setattr(backends, "CUDA_EMULATED", False)
+    assert "tensors are on meta; it serves CUDA tensors" in backends.cuda(on_meta())
+    assert backends.cuda(gated()) == ["tensors are on cpu; it serves CUDA tensors"]
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "TRITON_INTERPRETED", False)
-    monkeypatch.setattr(support, "_TRITON_MISSING", "")
-    (reason,) = support.triton(gated())
+    monkeypatch.setattr(backends, "TRITON_INTERPRETED", False)
+    monkeypatch.setattr(backends, "_TRITON_MISSING", "")
+    (reason,) = backends.triton(gated())
     assert reason.startswith(
         "tensors are on cpu; it serves CUDA tensors, and CPU tensors in Triton"
     )
@@ -167,11 +186,11 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
-    words = support._triton_missing()
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    words = backends._triton_missing()
     assert words == "Triton is not installed (pip install 'heads_kernels[triton]')"
-    monkeypatch.setattr(support, "_TRITON_MISSING", words)
-    assert support.triton(gated())[0] == words
+    monkeypatch.setattr(backends, "_TRITON_MISSING", words)
+    assert backends.triton(gated())[0] == words
 
 
 def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,28 +201,28 @@ def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append(index)
         return "GPU 0 is too old" if index == 0 else ""
 
-    monkeypatch.setattr(support, "CUDA_EMULATED", False)
-    monkeypatch.setattr(support, "_CUDA_MISSING", "")
-    monkeypatch.setattr(support, "_device_words", words)
+    monkeypatch.setattr(backends, "CUDA_EMULATED", False)
+    monkeypatch.setattr(backends, "_CUDA_MISSING", "")
+    monkeypatch.setattr(backends, "_device_words", words)
     with FakeTensorMode():
         old, new = (gated(**on_gpu(index)) for index in (0, 1))
-        assert support.cuda(old) == ["GPU 0 is too old"]
-        assert support.cuda(new) == []
+        assert backends.cuda(old) == ["GPU 0 is too old"]
+        assert backends.cuda(new) == []
     assert asked == [0, 1]
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A T4 and an A100, which PyTorch uses and on which Triton is installed."""
-    monkeypatch.setattr(support, "TRITON_INTERPRETED", False)
-    monkeypatch.setattr(support, "_TRITON_MISSING", "")
-    monkeypatch.setattr(support.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(support.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(backends, "TRITON_INTERPRETED", False)
+    monkeypatch.setattr(backends, "_TRITON_MISSING", "")
+    monkeypatch.setattr(backends.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(backends.torch.cuda, "device_count", lambda: 2)
     parts = [(7, 5), (8, 0)]
-    monkeypatch.setattr(support.torch.cuda, "get_device_capability", parts.__getitem__)
-    support._triton_start_error.cache_clear()
+    monkeypatch.setattr(backends.torch.cuda, "get_device_capability", parts.__getitem__)
+    backends._triton_start_error.cache_clear()
     yield
-    support._triton_start_error.cache_clear()
+    backends._triton_start_error.cache_clear()
 
 
 def active_driver(monkeypatch: pytest.MonkeyPatch, start: Callable[[], object]) -> None:
@@ -217,10 +236,10 @@ def test_a_gpu_without_tensor_cores_for_triton(monkeypatch: pytest.MonkeyPatch) 
     active_driver(monkeypatch, lambda: types.SimpleNamespace(utils=None))
     with FakeTensorMode():
         old, new = (gated(**on_gpu(index)) for index in (0, 1))
-        assert support.triton(old) == ["GPU 0 has compute capability 7.5; it serves 8.0 and newer"]
-        assert support.triton(new) == []
-        monkeypatch.setattr(support.torch.version, "hip", "7.0")
-        assert support.triton(old) == []
+        assert backends.triton(old) == ["GPU 0 has compute capability 7.5; it serves 8.0 and newer"]
+        assert backends.triton(new) == []
+        monkeypatch.setattr(backends.torch.version, "hip", "7.0")
+        assert backends.triton(old) == []
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -236,82 +255,125 @@ def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         problem = gated(**on_gpu(1))
         for _ in range(2):
-            (reason,) = support.triton(problem)
+            (reason,) = backends.triton(problem)
         assert reason.startswith("Triton does not start: Failed to find C compiler; it needs a C ")
     assert len(asked) == 1
 
 
 def test_triton_starts_or_says_why() -> None:
     """Without a GPU it has no driver."""
-    error = support._triton_start_error.__wrapped__()
+    error = backends._triton_start_error.__wrapped__()
     assert error == "" or error.startswith("Triton does not start: ")
 
 
-@pytest.mark.parametrize("verified", [(), ("triton", "cuda"), ("triton",)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 def test_float32_prefers_tensor_cores(
-    operator: str, dtype: torch.dtype, verified: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    operator: str, dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the doctor found to be the fastest in bfloat16, but not what it did not verify."""
-    found = doctor_record.Found(verified)
-    monkeypatch.setattr(doctor_record, "found", lambda operator, device: found)
-    table = [dataclasses.replace(row, unsupported=lambda _: []) for row in TABLES[operator]]
-    table = [row for row in table if row.name != "cpu"]
-    first, second = ("triton", "cuda")
-    if dtype == torch.float32 and "cuda" in (verified or ("cuda",)):
-        first, second = second, first
+    """Until the variable names another order."""
+    serving("triton", "cuda", "eager")
     with FakeTensorMode():
         given = {
             name: torch.empty(t.shape, dtype=dtype, device="cuda:0")
             for name, t in tensors(operator).items()
         }
-        make = Problem.gated if operator == "gated_attention" else Problem.collaborative
-        problem = make(**given)
-        choice = dispatch.choose(table, problem)
-        assert choice.backend == dispatch.select(table, problem) == first
+        problem = parsed(operator, **given)
+        choice = dispatch.choose(problem)
+        first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
+        assert choice.backend == dispatch.select(problem) == first
         assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
-        said = "float32 on a GPU 'cuda' before 'triton'" in str(choice)
-        assert said == (dtype == torch.float32)
-        assert dispatch.select(table, problem, second) == second
+        words = ", but 'cuda' first for float32 on a GPU" if dtype == torch.float32 else ""
+        assert choice.order == f"order: that of the table{words}"
+        assert dispatch.select(problem, second) == second
+        monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("triton,cuda"))
+        assert dispatch.select(problem) == "triton"
+
+
+def test_the_order_of_the_variable(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving("cuda", "triton", "eager")
+    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("cpu, cuda,cuda,eager"))
+    problem = gated()
+    choice = dispatch.choose(problem)
+    assert choice.backend == dispatch.select(problem) == "cuda"
+    assert choice.order == "order: HEADS_KERNELS_BACKENDS=cpu,cuda,eager"
+    assert choice.refusals == {
+        "cpu": ["a test refuses it"],
+        "eager": ["could serve it too, but 'cuda' comes first"],
+        "triton": ["HEADS_KERNELS_BACKENDS leaves it out"],
+    }
+    assert dispatch.select(problem, "triton") == "triton"
+    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("cpu"))
+    with pytest.raises(ValueError, match="HEADS_KERNELS_BACKENDS leaves it out"):
+        dispatch.select(problem)
+
+
+@pytest.mark.parametrize("value", ["cuda,tritn", "cuda,", " ", "cuda triton"])
+def test_names_that_are_not_those_of_backends(value: str) -> None:
+    words = f"{dispatch.VARIABLE} is {value!r}; name some of cpu, triton, cuda, eager"
+    with pytest.raises(ValueError, match=words):
+        dispatch._read(value)
+
+
+def test_the_variable_is_read_at_import() -> None:
+    """Compiled calls take the order as a constant."""
+    code = """
+import torch
+import heads_kernels as hk
+
+def run(x):
+    out = hk.gated_attention(x, 2 * x, x - 1) + hk.gated_attention(x, 2 * x, x - 1, backend="cpu")
+    return out.sum() + hk.attention_statistics(x, 2 * x)[0].sum()
+
+x = torch.randn(1, 2, 3, 4, requires_grad=True)
+torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
+print(hk.explain("gated_attention", x, x, x))
+"""
+    for value, words in (
+        ("eager,cuda", "runs on 'eager'"),
+        ("tritn", "ValueError: HEADS_KERNELS_"),
+    ):
+        env = {**os.environ, dispatch.VARIABLE: value}
+        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert words in run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("ask", ["_unsupported_device", "_unsupported_by_triton"])
 def test_a_choice_traces(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_device_words", lambda index: f"GPU {index} is too old")
-    monkeypatch.setattr(support.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(support.torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(support.torch.cuda, "get_device_capability", lambda index: (7, 5))
-    expected = len(getattr(support, ask)(7))
+    monkeypatch.setattr(backends, "_device_words", lambda index: f"GPU {index} is too old")
+    monkeypatch.setattr(backends.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(backends.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(backends.torch.cuda, "get_device_capability", lambda index: (7, 5))
+    expected = len(getattr(backends, ask)(7))
 
     @torch.compile(fullgraph=True, backend="eager")
     def refused(query: torch.Tensor) -> torch.Tensor:
-        return query + len(getattr(support, ask)(7))
+        return query + len(getattr(backends, ask)(7))
 
     assert refused(torch.zeros(1)).item() == expected > 0
 
 
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the build wrote down is the reason, for CPU and CUDA tensors alike."""
-    monkeypatch.setattr(support, "CUDA_EMULATED", False)
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "CUDA_EMULATED", False)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
     missing = {"cuda": {"missing": "there was no nvcc"}}
-    monkeypatch.setattr(support, "build_info", lambda: missing)
-    assert support._cuda_missing() == (
+    monkeypatch.setattr(backends, "build_info", lambda: missing)
+    assert backends._cuda_missing() == (
         "the extension heads_kernels._cuda was not built: there was no nvcc"
     )
-    monkeypatch.setattr(support, "_CUDA_MISSING", support._cuda_missing())
+    monkeypatch.setattr(backends, "_CUDA_MISSING", backends._cuda_missing())
     with FakeTensorMode():
-        assert support.cuda(gated(**on_gpu(0))) == [support._cuda_missing()]
+        assert backends.cuda(gated(**on_gpu(0))) == [backends._cuda_missing()]
 
 
 @pytest.mark.parametrize(
     ("version", "words"), [("3.5.1", "Triton is 3.5.1"), ("3.6.0", ""), ("3.10.0+git1", "")]
 )
 def test_the_oldest_triton(monkeypatch: pytest.MonkeyPatch, version: str, words: str) -> None:
-    monkeypatch.setattr(support, "find_spec", lambda name: object())
-    monkeypatch.setattr(support.metadata, "version", lambda name: version)
-    said = support._triton_missing()
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    monkeypatch.setattr(backends.metadata, "version", lambda name: version)
+    said = backends._triton_missing()
     assert said.startswith(words)
     assert bool(said) == bool(words)
 
@@ -332,6 +394,5 @@ def test_a_call_that_falls_to_the_formula_warns_once() -> None:
         hk.gated_attention(torch.ones(1, 2, 3, 4).double(), key.double()[..., :], key.double())
 
 
-def test_backend_names_are_those_of_the_tables() -> None:
-    tables = [table for _, _, table in functional._OPERATORS.values()]
-    assert {row.name for table in tables for row in table} == {*get_args(dispatch.BackendName)}
+def test_backend_names_are_those_of_the_table() -> None:
+    assert {row.name for row in backends.BACKENDS} == {*get_args(backends.BackendName)}

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.ops.attention_statistics import AttentionStatistics
-from heads_kernels.ops.operator import Call
+from heads_kernels.call import Call
+from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_columns, load_tile
@@ -208,14 +208,14 @@ def _collaborative_kernel(of, written, sizes, TILE: tl.constexpr):
     store_rows(seen, of.terms, h, written, at, rows < T, scale_log2)
 
 
-def forward(call: Call, excluded: Tensor | None, results: AttentionStatistics) -> None:
+def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results`."""
-    (B, H, T, S), width, mixes = call.scores, call.query.shape[-1], call.mixing is not None
+    (B, H, T, S), width, mixes = call.sizes, call.query.shape[-1], call.mixing is not None
     scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
     name = "attention_statistics.collaborative" if mixes else "attention_statistics.gated"
     tiles = tiles_for(name, query, width, 0, has_terms(call))
     terms = terms_of(call)
-    bytes_, stride = bytes_of(excluded)
+    bytes_, stride = bytes_of(call.exclude_keys)
     of = ScoreOperands(
         rows_of(query), rows_of(call.key), None if call.mixing is None else mixing_of(call.mixing),
         content_bias_of(content_bias), terms, visible_to_tiles(call, terms, visible_of(call.intervals), tiles),

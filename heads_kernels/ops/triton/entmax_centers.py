@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from heads_kernels.ops.entmax_attention.triton_forward import masked_scores
-from heads_kernels.ops.operator import Call
+from heads_kernels.call import Call
 from heads_kernels.ops.triton.entmax import above_threshold, dropped, load_order, log1p, powers
+from heads_kernels.ops.triton.entmax_forward import masked_scores
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile

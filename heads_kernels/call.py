@@ -1,0 +1,244 @@
+"""`Call`: the one form of an operator call below the public functions.
+
+`parse` (parse.py) builds it from the arguments of a user. `tuple(call)` are the arguments of the package's torch ops,
+whose schemas follow from its fields.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.mask.intervals import UNBOUNDED, Intervals, by_identity
+
+#: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. Chunks of a
+#: head's mixing vector that are all zero are skipped.
+MIXING_CHUNK: Final = 16
+#: An op's `seed` is int64 `[5]`: the number drawn by PyTorch's generator, then the index (b, h, i, j) in the whole call
+#: of the first element, which is not 0 where a process computes a part of the batch, the heads or the rows. j must be a
+#: multiple of 4, the number of elements per Philox counter (ops/philox.py).
+SEED_LENGTH: Final = 5
+
+#: A tensor that only some operators take. `check` verifies which; for type checkers it is `Any`.
+Operand = Annotated[Any, "Tensor?"]
+
+
+@by_identity
+class Call(NamedTuple):
+    """All tensors and numbers of one call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
+
+    Batch dimensions are flattened: B is their product. Collaborative attention has `mixing`, entmax attention has
+    `alpha`, and `attention_statistics` has no `value`.
+    """
+
+    query: Tensor  # [B, H, T, D]; with mixing [B, T, Ds]
+    key: Tensor  # [B, Hk, S, D]; with mixing [B, S, Ds]
+    value: Operand = None  # [B, Hk, S, Dv]; with mixing [B, Hv, S, Dv]
+    mixing: Operand = None  # [H, Ds]
+    content_bias: Tensor | None = None  # [B, H, S]
+    gate: Tensor | None = None  # [H], [B, H], [B, H, T] or [B, H, T, Dv]; sizes of 1 broadcast
+    bias: Tensor | None = (
+        None  # [B1, B2, H, T, S], each 1 where it broadcasts: `batch.flatten_bias`
+    )
+    offset_bias: Tensor | None = None  # [H or 1, T + S - 1], of offsets j - i from -(T - 1)
+    sinks: Tensor | None = None  # [H]
+    alpha: Operand = None  # [H] in the compute dtype
+    k_lo: Tensor | None = None  # from here to dense_mask, and the band: see `Intervals`
+    k_hi: Tensor | None = None
+    key_visible: Tensor | None = None
+    dense_mask: Tensor | None = None
+    exclude_keys: Tensor | None = None  # bool [B or 1, S]; of statistics
+    seed: Tensor | None = None  # int64 [SEED_LENGTH]
+    band_lo: int = -UNBOUNDED
+    band_hi: int = UNBOUNDED
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
+    dropout_p: float = 0.0
+    gate_activation: str = "identity"
+    closed_grad: bool = True
+
+    # ------------------------------------------------------------------ sizes
+    @property
+    def B(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.query.shape[1] if self.mixing is None else self.mixing.shape[0]
+
+    @property
+    def Hk(self) -> int:
+        """Heads of the key: `H` or fewer, 1 (shared) with mixing."""
+        return self.key.shape[1] if self.mixing is None else 1
+
+    @property
+    def Hv(self) -> int:
+        """Heads of the value, which divide `H`; `H` without a value."""
+        return self.H if self.value is None else self.value.shape[1]
+
+    @property
+    def T(self) -> int:
+        return self.query.shape[-2]
+
+    @property
+    def S(self) -> int:
+        return self.key.shape[-2]
+
+    @property
+    def D(self) -> int:
+        """Width of query and key: `D` of a head, or the shared `Ds`."""
+        return self.query.shape[-1]
+
+    @property
+    def Dv(self) -> int:
+        return 0 if self.value is None else self.value.shape[-1]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, T, S."""
+        return self.B, self.H, self.T, self.S
+
+    # ------------------------------------------------------------------ parts
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """The values of the fields that may have a gradient, `OPERANDS`."""
+        operands: Any = self[: len(OPERANDS)]
+        return operands  # type: ignore[no-any-return]
+
+    @property
+    def operator(self) -> str:
+        """The name of the public function."""
+        if self.value is None:
+            return "attention_statistics"
+        if self.mixing is not None:
+            return "collaborative_attention"
+        return "gated_attention" if self.alpha is None else "entmax_attention"
+
+    @property
+    def intervals(self) -> Intervals:
+        """The mask."""
+        return Intervals(
+            band_lo=self.band_lo,
+            band_hi=self.band_hi,
+            k_lo=self.k_lo,
+            k_hi=self.k_hi,
+            key_visible=self.key_visible,
+            dense=self.dense_mask,
+        )
+
+    def under(self, mask: Intervals) -> Call:
+        """The same call with another mask."""
+        return self._replace(
+            band_lo=mask.band_lo,
+            band_hi=mask.band_hi,
+            k_lo=mask.k_lo,
+            k_hi=mask.k_hi,
+            key_visible=mask.key_visible,
+            dense_mask=mask.dense,
+        )
+
+    # ------------------------------------------------------------------ work counts
+    def open_heads(self) -> Tensor:
+        """`[B, H]` bool: False where an identity gate closes a whole head."""
+        closed = closed_heads(self.gate, self.gate_activation)
+        if closed is None:
+            return torch.ones(self.B, self.H, dtype=torch.bool, device=self.query.device)
+        return ~closed.expand(self.B, self.H)
+
+    def visible_pairs(self) -> Tensor:
+        """`[B, H]` int64: number of visible (query row, key) pairs."""
+        if self.dense_mask is not None and self.dense_mask.shape[1] != 1:
+            pairs = self.intervals.to_dense(self.T, self.S).sum((2, 3))
+        else:
+            pairs = self.intervals.visible_pairs(self.B, self.T, self.S)[:, None]
+        return pairs.expand(self.B, self.H)
+
+    def score_widths(self) -> Tensor:
+        """`[H]` int64: features that the scores of each head use, without all-zero mixing chunks."""
+        if self.mixing is None:
+            return torch.full((self.H,), self.D, device=self.query.device)
+        return active_widths(self.mixing)
+
+    def flops(self, backward: bool = False, dense: bool = False) -> int:
+        """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass only.
+
+        Counts visible pairs of open heads, over the features of each head's active mixing chunks; `dense=True` counts
+        every pair, head and feature, as `torch.utils.flop_counter` does. Tiles at the border of a mask compute more.
+        The backward pass counts the gradients of query, key and value; if mixing requires a gradient, `dS K` at full
+        width `Ds`; if the gate does, one forward pass over the closed heads (neither with `closed_grad=False`). Reads
+        the values of mask, gate and mixing, which synchronises with a GPU.
+        """
+        if backward and self.value is None:
+            raise ValueError(f"backward is True, but {self.operator} has no backward pass.")
+        if dense:
+            count = backward_flops if backward else forward_flops
+            return count(self.B * self.H * self.T * self.S, self.D, self.Dv)
+        is_open = self.open_heads()
+        pairs = self.visible_pairs().to(is_open.device)
+        widths = self.score_widths().tolist()
+        open_pairs = list(zip((pairs * is_open).sum(0).tolist(), widths, strict=True))
+        closed_pairs = zip((pairs * ~is_open).sum(0).tolist(), widths, strict=True)
+        if not backward:
+            return sum(forward_flops(n, D, self.Dv) for n, D in open_pairs)
+        all_features = self.closed_grad and self.mixing is not None and self.mixing.requires_grad
+        wide = self.D if all_features else None
+        total = sum(backward_flops(n, D, self.Dv, wide) for n, D in open_pairs)
+        if self.closed_grad and self.gate is not None and self.gate.requires_grad:
+            total += sum(forward_flops(n, D, self.Dv) for n, D in closed_pairs)
+        return total
+
+
+def _schema() -> dict[str, str]:
+    """The type of every field in the language of torch schemas."""
+    names: dict[Any, str] = {
+        Tensor: "Tensor",
+        int: "SymInt",
+        float: "float",
+        str: "str",
+        bool: "bool",
+    }
+
+    def named(hint: Any) -> str:
+        if get_origin(hint) is Annotated:
+            return str(get_args(hint)[1])
+        if isinstance(hint, types.UnionType):  # Tensor | None
+            return names[get_args(hint)[0]] + "?"
+        return names[hint]
+
+    return {name: named(hint) for name, hint in get_type_hints(Call, include_extras=True).items()}
+
+
+#: The type of every field of `Call` in the schemas of ops.
+SCHEMA: Final = _schema()
+#: The fields that may have a gradient, in field order.
+OPERANDS: Final = Call._fields[: Call._fields.index("k_lo")]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of scores, lse and accumulators."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
+    """`[B or 1, H or 1]` bool, True where an identity gate closes a whole head; None where no gate can."""
+    if gate is None or activation != "identity":
+        return None
+    heads = gate[None] if gate.dim() == 1 else gate
+    if any(size != 1 for size in heads.shape[2:]):
+        return None
+    return heads.reshape(heads.shape[:2]) == 0
+
+
+def active_widths(mixing: Tensor) -> Tensor:
+    """`[H]` int64: features that each head of `mixing` `[H, Ds]` uses, without chunks that are all zero."""
+    Ds = mixing.shape[1]
+    borders = torch.arange(0, Ds, MIXING_CHUNK, device=mixing.device)
+    sizes = (Ds - borders).clamp(max=MIXING_CHUNK)  # [chunks]
+    padded = torch.nn.functional.pad(mixing, (0, -Ds % MIXING_CHUNK))
+    active = (padded != 0).reshape(len(mixing), sizes.numel(), MIXING_CHUNK).any(2)  # [H, chunks]
+    widths: Tensor = (active * sizes).sum(1)
+    return widths

@@ -1,0 +1,277 @@
+"""Attention as torch ops, the same for every operator, and its gradient.
+
+`heads_kernels::attention` and `attention_backward` take the fields of a `Call`, from which their schemas, fakes and
+FLOP counts follow. A backend's module fills the buffers that are allocated here:
+
+    forward(call: Call, results: Results) -> None
+    backward(call: Call, saved: Saved, gradients: Gradients) -> None
+
+Gradients are recorded by an `autograd.Function` around the plain op, which is skipped if nothing requires one: per call
+it costs about half of what a `custom_op` with registered autograd costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads_kernels.call import OPERANDS, SCHEMA, Call, compute_dtype
+from heads_kernels.checks import refuse
+from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.ops import derivatives
+from heads_kernels.ops import gate as gates
+from heads_kernels.ops.autograd import first_order_only, is_recorded, needs_formula
+from heads_kernels.ops.buffers import empty_gradient, empty_heads
+from heads_kernels.ops.library import FIELDS, check_arguments, define_op, dense_sizes, load
+
+
+class Results(NamedTuple):
+    """Outputs of a forward pass; `attended` (out before the gate) and `lse` are empty unless they are saved.
+
+    `attended` is saved because `dgate` is `rowsum(dout * attended)`, and `attended` cannot be recovered from `out` if a
+    gate is 0.
+    """
+
+    out: Tensor  # [B, H, T, Dv] in the memory order of the query, or of the value where the query is shared
+    attended: Tensor  # also empty without a gate
+    #: [B, H, T] in the compute dtype. For entmax [2, B, H, T]: the largest score of each row, and the distance of the
+    #: threshold above it, which would be lost to rounding in their sum if scores are large.
+    lse: Tensor
+
+
+class Saved(NamedTuple):
+    """What a backward pass reads besides the call."""
+
+    dout: Tensor
+    attended: Tensor
+    lse: Tensor
+    dlse: Tensor | None  # [B, H, T]; None: 0. Only in calls without a gate
+
+
+class Gradients(NamedTuple):
+    """Buffers that a backward pass fills, one for each of `OPERANDS`; empty if it is not requested.
+
+    Fields after `dvalue` are partial sums in the compute dtype, which `finish` turns into gradients.
+    """
+
+    dquery: Tensor
+    dkey: Tensor
+    dvalue: Tensor
+    dmixing: Tensor  # [B, H, Ds]
+    dcontent_bias: Tensor  # [B, H, S]
+    dgate: Tensor  # dout * attended, [B, H, T] summed over Dv, or [B, H, T, Dv]
+    dbias: Tensor  # as bias, summed over what it was broadcast along
+    doffset_bias: Tensor  # [B, H, T + S - 1]
+    dsinks: Tensor  # [B, H, T]
+    dalpha: Tensor  # [B, H, T]
+
+
+# ---------------------------------------------------------------------- running a call
+def attend(call: Call, backend: str) -> Tensor:
+    """`out` of a valid call; gradients are recorded where an operand requires one."""
+    if needs_formula(call, backend):
+        return derivatives.attend(call)[0]
+    if is_recorded(call):
+        return _Attention.apply(backend, False, *call)  # type: ignore[no-untyped-call, no-any-return]
+    return attention_op(*call, False, backend)[0]  # type: ignore[no-any-return]
+
+
+def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` `[B, H, T]` of a valid call.
+
+    `lse` does not depend on the gate, so the op runs without it and computes closed heads too; the gate multiplies the
+    result. So a gate of 0 gets its true gradient when partial results are merged.
+    """
+    if needs_formula(call, backend):
+        return derivatives.attend(call)
+    bare = call._replace(gate=None, gate_activation="identity")
+    if is_recorded(call):
+        out, lse = _Attention.apply(backend, True, *bare)  # type: ignore[no-untyped-call]
+    else:
+        out, _, lse = attention_op(*bare, True, backend)
+    if call.gate is None:
+        return out, lse
+    nothing = float("-inf") if call.sinks is None else call.sinks.detach().to(lse.dtype)[:, None]
+    return gates.multiply(out, call, seen=lse.detach() != nothing), lse
+
+
+# ---------------------------------------------------------------------- the ops
+def _prepare(backend: str | None, *arguments: Any) -> tuple[Call, Results]:
+    """The call of the forward op, and its buffers; `backend` is None in a fake."""
+    *fields, save = arguments
+    call = Call(*fields)
+    _check_arguments(backend, call)
+    return call, _allocate(call, save)
+
+
+def _prepare_backward(
+    backend: str | None, *arguments: Any
+) -> tuple[Call, Saved, Gradients, list[bool]]:
+    saved, (*fields, needs) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
+    call = Call(*fields)
+    _check_arguments(backend, call, **saved._asdict())
+    return call, saved, _allocate_gradients(call, needs), needs
+
+
+def _check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> None:
+    if call.value is None:
+        refuse("value", "is None", "pass a tensor: this op reads it", TypeError)
+    check_arguments(backend, call, **saved)
+
+
+def _forward(*arguments: Any) -> Results:
+    *rest, backend = arguments
+    call, results = _prepare(backend, *rest)
+    load(backend).forward(call, results)
+    return results
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    *rest, backend = arguments
+    call, saved, gradients, needs = _prepare_backward(backend, *rest)
+    load(backend).backward(call, saved, gradients)
+    return _requested(gradients, needs)
+
+
+def _forward_fake(*arguments: Any) -> Results:
+    return _prepare(None, *arguments[:-1])[1]
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    *_, gradients, needs = _prepare_backward(None, *arguments[:-1])
+    return _requested(gradients, needs)
+
+
+def _requested(gradients: Gradients, needs: list[bool]) -> list[Tensor]:
+    return [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
+
+
+def _allocate(call: Call, save: bool) -> Results:
+    B, H, T, Dv = call.B, call.H, call.T, call.Dv
+    like = call.query if call.mixing is None else call.value
+    keep = save and call.gate is not None
+    rows = (B, H, T) if call.alpha is None else (2, B, H, T)
+    lse = like.new_empty(rows if save else 0, dtype=compute_dtype(like.dtype))
+    out = empty_heads(like, B, H, T, Dv)
+    return Results(out, empty_heads(like, B, H, T, Dv) if keep else like.new_empty(0), lse)
+
+
+def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
+    B, H, T, S = call.sizes
+    dtype = compute_dtype(call.query.dtype)
+    wanted = {
+        name: need and getattr(call, name) is not None
+        for name, need in zip(OPERANDS, needs, strict=True)
+    }
+
+    def sums(name: str, *shape: int) -> Tensor:
+        return call.query.new_empty(shape if wanted[name] else 0, dtype=dtype)
+
+    return Gradients(
+        empty_gradient(call.query, wanted["query"]),
+        empty_gradient(call.key, wanted["key"]),
+        empty_gradient(call.value, wanted["value"]),
+        sums("mixing", B, H, call.D),
+        sums("content_bias", B, H, S),
+        sums("gate", *gates.shape_of_rows(call.gate, (B, H, T, call.Dv))),
+        sums("bias", *(() if call.bias is None else call.bias.shape)),
+        sums("offset_bias", B, H, max(T + S - 1, 1)),
+        sums("sinks", B, H, T),
+        sums("alpha", B, H, T),
+    )
+
+
+_SAVED = len(Saved._fields)
+
+attention_op = define_op(
+    "attention",
+    f"({FIELDS}, bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)",
+    _forward,
+    _forward_fake,
+    lambda *shapes, **_: forward_flops(*dense_sizes(shapes)),
+)
+#: Returns the gradients, or partial sums of them, of the operands that `needs` names, in their order.
+backward_op = define_op(
+    "attention_backward",
+    f"(Tensor dout, Tensor attended, Tensor lse, Tensor? dlse, {FIELDS}, bool[{len(OPERANDS)}] needs, str backend)"
+    " -> Tensor[]",
+    _backward,
+    _backward_fake,
+    lambda *shapes, **_: backward_flops(*dense_sizes(shapes[_SAVED:])),
+)
+
+
+# ---------------------------------------------------------------------- autograd
+_IS_TENSOR = [type.startswith("Tensor") for type in SCHEMA.values()]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, backend: str, return_lse: bool, *fields: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        out, attended, lse = attention_op(*fields, True, backend)
+        if Call(*fields).gate is None:
+            attended = out
+        pairs = list(zip(fields, _IS_TENSOR, strict=True))
+        ctx.save_for_backward(attended, lse, *(a for a, tensor in pairs if tensor))
+        ctx.constants = [a for a, tensor in pairs if not tensor]
+        ctx.backend = backend
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> Any:
+        attended, lse, *kept = ctx.saved_tensors
+        tensors, constants = iter(kept), iter(ctx.constants)
+        call = Call(*(next(tensors if tensor else constants) for tensor in _IS_TENSOR))
+        needs = list(ctx.needs_input_grad[2 : 2 + len(OPERANDS)])
+        if (
+            torch.is_grad_enabled() and ctx.backend == "eager"
+        ):  # its gradients may be differentiated
+            return None, None, *_gradients_of_formula(call, needs, dout, dlse)
+        saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
+        sums = iter(backward_op(*saved, *call, needs, ctx.backend))
+        grads = tuple(
+            finish(name, next(sums), call) if need else None
+            for name, need in zip(OPERANDS, needs, strict=True)
+        )
+        grads = first_order_only(call.operator, grads, (dout, dlse, *call.operands))
+        return None, None, *grads, *([None] * (len(call) - len(OPERANDS)))
+
+
+def _gradients_of_formula(
+    call: Call, needs: list[bool], dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Differentiable gradients of the fields of a call."""
+    operands: Any = [each for each, need in zip(call.operands, needs, strict=True) if need]
+    results = derivatives.attend(call)[: 1 if dlse is None else 2]
+    starts = (dout,) if dlse is None else (dout, dlse)
+    grads = torch.autograd.grad(results, operands, starts, create_graph=True, allow_unused=True)
+    found = iter(grads)
+    fields = len(call) - len(needs)
+    return *(next(found) if need else None for need in needs), *([None] * fields)
+
+
+def finish(name: str, sums: Tensor, call: Call) -> Tensor:
+    """The gradient of an operand from the `sums` of kernels (see `Gradients`)."""
+    if name == "mixing":
+        grad = sums.sum(0)  # [H, Ds]
+        if not call.closed_grad:
+            grad = grad.masked_fill(call.mixing == 0, 0.0)
+        return grad.to(call.mixing.dtype)
+    if name == "content_bias" and call.content_bias is not None:
+        return sums.to(call.content_bias.dtype)
+    if name == "bias" and call.bias is not None:
+        return sums.to(call.bias.dtype)
+    if name == "offset_bias" and call.offset_bias is not None:
+        shared = (0,) if call.offset_bias.shape[0] == sums.shape[1] else (0, 1)
+        return sums.sum(shared).reshape(call.offset_bias.shape).to(call.offset_bias.dtype)
+    if name == "sinks" and call.sinks is not None:
+        return sums.sum((0, 2)).to(call.sinks.dtype)
+    if name == "alpha":
+        return sums.sum((0, 2))
+    if name == "gate" and call.gate is not None:
+        return gates.gate_gradient(sums, call.gate, call.gate_activation, call.closed_grad)
+    return sums

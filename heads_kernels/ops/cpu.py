@@ -1,0 +1,82 @@
+"""All operators on the `cpu` backend, by the compiled extension `heads_kernels._cpu`.
+
+Its kernels are in `csrc/cpu/` and run on PyTorch's thread pool. A call without mixing runs the kernels of gated
+attention, with entmax if it has `alpha`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from heads_kernels import _cpu
+from heads_kernels.call import Call
+from heads_kernels.ops.arguments import asked_for, mask_of, options_of, scores_of
+from heads_kernels.ops.attention import Gradients, Results, Saved
+from heads_kernels.ops.statistics import AttentionStatistics
+
+
+def attend(call: Call, recording: bool) -> Tensor | None:
+    """Return the output of a call without dropout, or None if the call has to run as an op.
+
+    That is the case for entmax, for empty outputs, and for tensors that are more than their memory: subclasses,
+    negated views and, while `recording`, tensors that require a gradient.
+    """
+    if call.alpha is not None:
+        return None
+    return _cpu.attend(
+        scores_of(call),
+        call.value,
+        mask_of(call.intervals),
+        options_of(call),
+        recording,
+        torch.get_num_threads(),
+    )
+
+
+def forward(call: Call, results: Results) -> None:
+    """Fill `results`, except empty ones."""
+    if not call.value.shape[-1]:
+        call, results = _of_one_column(call, results)
+    _cpu.attention_forward(
+        scores_of(call),
+        call.value,
+        mask_of(call.intervals),
+        options_of(call),
+        [asked_for(result) for result in results],
+        torch.get_num_threads(),
+        call.alpha,
+    )
+
+
+def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
+    """Give values of width 0 one column of zeros: the kernels compute `lse` only together with an output."""
+    value = call.value.new_zeros((*call.value.shape[:-1], 1))
+    out = value.new_empty((*call.sizes[:3], 1))
+    return call._replace(value=value, gate=None), results._replace(out=out)
+
+
+def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
+    """Fill `gradients`, except empty ones."""
+    _cpu.attention_backward(
+        scores_of(call),
+        call.value,
+        mask_of(call.intervals),
+        options_of(call),
+        call.closed_grad,
+        saved,
+        [asked_for(gradient) for gradient in gradients],
+        torch.get_num_threads(),
+        call.alpha,
+    )
+
+
+def statistics(call: Call, results: AttentionStatistics) -> None:
+    """Fill `results`."""
+    _cpu.attention_statistics(
+        scores_of(call),
+        call.exclude_keys,
+        mask_of(call.intervals),
+        tuple(results),
+        torch.get_num_threads(),
+    )

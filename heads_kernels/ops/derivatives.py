@@ -1,0 +1,105 @@
+"""The formula of `eager` as a function that PyTorch differentiates to any order, in either mode.
+
+`eager.backward` has first derivatives in closed form. A call on the eager backend runs as here where those are not
+enough: under forward-mode differentiation, inside of a `torch.func` transform, and to differentiate its gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.call import Call, closed_heads, compute_dtype
+from heads_kernels.ops import entmax, formula, scores
+from heads_kernels.ops.scores import NEG_INF
+
+#: Newton steps from the threshold of entmax that are differentiated; n of them give derivatives up to order 2^n - 1.
+_STEPS: Final = 3
+
+
+@formula.without_autocast
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """`out` in the dtype of the query, and `lse` `[B, H, T]`; of entmax the thresholds."""
+    if not call.closed_grad:
+        gate = call.gate
+        if gate is not None and call.gate_activation == "identity":
+            gate = _without_gradient_at_0(gate)
+        mixing = None if call.mixing is None else _without_gradient_at_0(call.mixing)
+        call = call._replace(gate=gate, mixing=mixing)
+    visible = scores.visible_pairs(call)
+    raw = _product(*formula.operands_of_scores(call))
+    if call.content_bias is not None:
+        raw = raw + call.content_bias[:, :, None].to(raw.dtype)
+    # Before the cap: the derivative of a hidden NaN is NaN times 0.
+    finished = scores.finish(call, formula.only(visible, raw))[0]
+    if visible is not None:
+        finished = finished.masked_fill(~visible, NEG_INF)
+    if call.alpha is None:
+        p, lse = _softmax(finished, call.sinks)
+    else:
+        p, lse = _entmax(finished, entmax.order_of(call.alpha))
+    weights = formula.times(p, formula.kept_share(call.seed, call.dropout_p, p.shape, p))
+    touched = visible if call.alpha is None else weights != 0
+    attended = formula.product(weights, formula.per_head(call.value, p), touched)
+    return _gated(attended, call, visible).to(call.query.dtype), lse
+
+
+def _without_gradient_at_0(tensor: Tensor) -> Tensor:
+    return torch.where(tensor == 0, tensor.detach(), tensor)
+
+
+def _product(query: Tensor, key: Tensor) -> Tensor:
+    """`query @ key^T`, of which numbers that are not finite get no gradient and give none."""
+    finite = [x.masked_fill(~torch.isfinite(x), 0.0) for x in (query, key)]
+    product = finite[0] @ finite[1].mT
+    whole = query.detach() @ key.detach().mT
+    return product + (whole - product.detach())
+
+
+def _softmax(finished: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities and `lse` of scores, of which hidden ones are -inf."""
+    if sinks is not None:
+        sink = sinks.to(finished.dtype)[:, None, None].expand(*finished.shape[:3], 1)
+        finished = torch.cat([finished, sink], -1)
+    blank = (finished == NEG_INF).all(-1, keepdim=True)
+    # The derivative of a row of -inf is NaN.
+    finished = finished.masked_fill(blank, 0.0)
+    p = torch.softmax(finished, -1).masked_fill(blank, 0.0)
+    lse = torch.logsumexp(finished, -1).masked_fill(blank[..., 0], NEG_INF)
+    return (p if sinks is None else p[..., :-1]), lse
+
+
+def _entmax(finished: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and thresholds of scores, of which hidden ones are -inf."""
+    top, above = entmax.threshold(finished.detach(), None, order.detach())[..., None]
+    blank = top == NEG_INF
+    seen = finished > NEG_INF
+    below = torch.where(seen, finished, 0.0) - top.masked_fill(blank, 0.0)
+    inside = seen & (order.detach() * (below.detach() - above) > -1.0)
+
+    def logs_of(threshold: Tensor) -> Tensor:
+        return torch.log1p(torch.where(inside, order * (below - threshold), 0.0)) / order
+
+    for _ in range(_STEPS):
+        logs = logs_of(above)
+        total = formula.only(inside, logs.exp()).sum(-1, keepdim=True).masked_fill(blank, 1.0)
+        excess = -torch.expm1(-order * total.log()) / order * total
+        slopes = formula.only(inside, torch.exp((1.0 - order) * logs)).sum(-1, keepdim=True)
+        above = above + excess / slopes.masked_fill(blank, 1.0)
+    return formula.only(inside, logs_of(above).exp()), (top + above)[..., 0]
+
+
+def _gated(attended: Tensor, call: Call, visible: Tensor | None) -> Tensor:
+    """`act(gate) * attended`, exactly 0 in closed heads and in rows that see no key."""
+    factor = formula.opened(call.gate, call.gate_activation, compute_dtype(call.query.dtype))
+    if factor is None:
+        return attended
+    if visible is not None:  # also of a gate that is NaN there
+        factor = torch.where(visible.any(-1, keepdim=True), factor, 0.0)
+    closed = closed_heads(call.gate, call.gate_activation)
+    if closed is not None:
+        infinite = ~torch.isfinite(attended.detach()) & closed[:, :, None, None]
+        attended = attended.masked_fill(infinite, 0.0)
+    return attended * factor

@@ -1,0 +1,344 @@
+"""From the arguments of the public functions to a `Call`.
+
+`form` builds the call and checks only what it has to read for that; `check` checks the tensors of a call; `parse` does
+both. The CPU extension refuses the calls that `check` refuses, but its messages are not written for users. So a small
+call on the CPU goes from `form` straight to the extension (`ops/direct.py`), and is checked here only if refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.batch import (
+    GROUPED,
+    SHARED,
+    Batch,
+    flatten_bias,
+    flatten_companion,
+    flatten_operands,
+)
+from heads_kernels.call import SEED_LENGTH, Call, compute_dtype
+from heads_kernels.checks import (
+    check_alpha,
+    check_bias,
+    check_companion,
+    check_dropout,
+    check_excluded,
+    check_flag,
+    check_gate,
+    check_grouped_heads,
+    check_mixing,
+    check_offset_table,
+    check_scale,
+    check_sinks,
+    check_sizes,
+    check_softcap,
+    check_tensors,
+    check_value_heads,
+    check_whole_sequence,
+    refuse,
+    shape_of,
+)
+from heads_kernels.dtensor import is_sharded
+from heads_kernels.mask import Intervals, Mask, as_mask
+from heads_kernels.offset_bias import OffsetBias
+
+
+# ---------------------------------------------------------------------- public arguments
+def parse(*args: Any, **kwargs: Any) -> tuple[Call, Batch]:
+    """Build and check a call from the arguments of `form`; returns it and its batch dimensions.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message names it, its value and what would work.
+    """
+    call, batch = form(*args, **kwargs)
+    check(call)
+    return call, batch
+
+
+def form(
+    operator: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    mixing: Tensor | None = None,
+    content_bias: Tensor | None = None,
+    attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    alpha: float | Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_activation: str = "identity",
+    closed_grad: bool = True,
+    bias: Tensor | OffsetBias | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    exclude_keys: Tensor | None = None,
+) -> tuple[Call, Batch]:
+    """Build a call from the arguments of the public function `operator`; returns it and its batch dimensions.
+
+    Tensors are not checked. Arguments that the operator does not take keep their defaults. `seed` is None: it is drawn
+    when the call runs.
+    """
+    shared = mixing is not None or operator == "collaborative_attention"
+    given: dict[str, Any] = {"query": query, "key": key}
+    if value is not None or operator != "attention_statistics":
+        given["value"] = value
+    try:
+        check_whole_sequence()
+        batch, (query, key, *values) = flatten_operands(
+            SHARED if shared else GROUPED, *_autocast(*given.values())
+        )
+        B, T, S, D = query.shape[0], query.shape[-2], key.shape[-2], query.shape[-1]
+        H = mixing.shape[0] if shared else query.shape[1]  # type: ignore[union-attr]
+        check_sizes(B, H, T, S)  # before memory is taken for the mask
+        content_bias = _flatten("content_bias", content_bias, batch, "H, S")
+        attn_mask, dense_bias, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
+        mask = _mask(attn_mask, is_causal, query, (B, H, T, S), batch)
+    except Exception:
+        # Where one of these is no tensor, or does not fit the others, that is what to say.
+        check_tensors(**given)
+        if shared:
+            check_companion("mixing", mixing, query)  # type: ignore[arg-type]
+        raise
+    if enable_gqa is not True:
+        check_grouped_heads(query, key, enable_gqa)
+    if operator == "entmax_attention":
+        alpha = check_alpha(alpha, query, H, compute_dtype(query.dtype))
+    exclude_keys = _flatten("exclude_keys", exclude_keys, batch, "S")
+    check_flag("closed_grad", closed_grad)
+    call = Call(
+        query=query,
+        key=key,
+        value=values[0] if values else None,
+        mixing=mixing,
+        content_bias=content_bias,
+        gate=_flatten_gate(gate, batch),
+        bias=dense_bias,
+        offset_bias=table,
+        sinks=sinks,
+        alpha=alpha,
+        k_lo=mask.k_lo,
+        k_hi=mask.k_hi,
+        key_visible=mask.key_visible,
+        dense_mask=mask.dense,
+        exclude_keys=check_excluded(exclude_keys, query, (B, S)),
+        seed=None,
+        band_lo=mask.band_lo,
+        band_hi=mask.band_hi,
+        scale=check_scale(scale, D / max(H, 1) if shared else D, query.dtype),
+        softcap=check_softcap(softcap),
+        dropout_p=check_dropout(dropout_p),
+        gate_activation=gate_activation,
+        closed_grad=closed_grad,
+    )
+    return call, batch
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast the matrix operands to the autocast dtype; gates, mixing and biases keep their own.
+
+    float64 is not cast, as in PyTorch's own operators.
+    """
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _flatten(argument: str, tensor: Tensor | None, batch: Batch, layout: str) -> Tensor | None:
+    """Apply `flatten_companion` if `tensor` has batch dimensions. That it is a tensor is checked later."""
+    if batch is None or not isinstance(tensor, Tensor) or tensor.dim() <= 1:
+        return tensor
+    return flatten_companion(argument, tensor, batch, layout)
+
+
+def _flatten_gate(gate: Tensor | None, batch: Batch) -> Tensor | None:
+    """Flatten the batch dimensions of a gate `[*batch, H]`, `[*batch, H, T]` or `[*batch, H, T, Dv]`."""
+    if batch is None or not isinstance(gate, Tensor) or gate.dim() == 1:
+        return gate
+    layouts = {1: "H", 2: "H, T", 3: "H, T, Dv"}
+    layout = layouts.get(gate.dim() - len(batch))
+    if layout is None:
+        was = f"has {gate.dim()} dimensions, but the call has {len(batch)} batch dimensions"
+        refuse("gate", was, "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]")
+    return _flatten("gate", gate, batch, layout)
+
+
+def _biases(
+    attn_mask: Mask | Tensor | None,
+    bias: Tensor | OffsetBias | None,
+    query: Tensor,
+    shape: tuple[int, int, int, int],
+    batch: Batch,
+) -> tuple[Mask | Tensor | None, Tensor | None, Tensor | None]:
+    """(`attn_mask` without a float one, the dense bias, the table of offsets), each None if absent."""
+    argument = "bias"
+    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+        if bias is not None:
+            instead = "pass their sum as bias, or a bool attn_mask"
+            refuse("attn_mask", "is a float tensor, and bias is given too", instead)
+        attn_mask, bias, argument = None, attn_mask, "attn_mask"
+    if bias is None:
+        return attn_mask, None, None
+    B, H, T, S = shape
+    if isinstance(bias, OffsetBias):
+        if bias.heads not in (1, H):
+            refuse("bias", f"has {bias.heads} heads", f"pass a table of H = {H} heads, or 1")
+        table = bias.table(T, S)
+        check_companion("bias", table, query)
+        return attn_mask, None, table
+    check_companion(argument, bias, query)
+    lead = (B,) if batch is None else batch
+    return attn_mask, flatten_bias(bias, lead, (H, T, S), argument), None
+
+
+_EVERY_PAIR: Final = Intervals()
+_CAUSAL: Final = Intervals(band_hi=1)
+
+
+def _mask(
+    attn_mask: Mask | Tensor | None,
+    is_causal: bool,
+    query: Tensor,
+    shape: tuple[int, int, int, int],
+    batch: Batch,
+) -> Intervals:
+    """The mask of a call of `shape` = (B, H, T, S)."""
+    check_flag("is_causal", is_causal)
+    if attn_mask is None:
+        return _CAUSAL if is_causal else _EVERY_PAIR
+    if (
+        batch is not None
+        and isinstance(attn_mask, Tensor)
+        and 3 < attn_mask.dim() <= len(batch) + 3
+    ):
+        missing = len(batch) + 3 - attn_mask.dim()
+        attn_mask = _flatten("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
+    mask = as_mask(attn_mask, shape)
+    read = mask.intervals if mask is attn_mask else mask.work_out
+    intervals = read(*shape, device=query.device)
+    return intervals & _CAUSAL if is_causal else intervals
+
+
+# ---------------------------------------------------------------------- calls
+#: For each dimension its size, or the sizes allowed.
+_Sizes = Sequence[int | tuple[int, ...]]
+
+
+def check(call: Call) -> None:
+    """Check that the tensors of a call from `form` fit each other.
+
+    Raises:
+        ValueError, TypeError: the message names the argument, its value and what would work.
+    """
+    query, key, value, mixing = call.query, call.key, call.value, call.mixing
+    given = {"query": query, "key": key, "value": value}
+    check_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
+    if mixing is None:
+        B, H, T, S, _ = check_grouped_heads(query, key)
+        if value is not None and value.shape[1:3] != key.shape[1:3]:
+            was = f"has shape {shape_of(value)}, but key is {shape_of(key)}"
+            instead = "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
+            refuse("value", was, instead)
+    else:
+        B, H, T, S, _ = check_mixing(query, key, mixing, call.content_bias)
+        if value is not None:
+            check_value_heads(value, H, S)
+    check_sizes(B, H, T, S)
+    check_gate(call.gate, call.gate_activation, query, (B, H, T, call.Dv))
+    check_bias(call.bias, query, (B, H, T, S))
+    check_offset_table(call.offset_bias, query, (H, T, S))
+    check_sinks(call.sinks, query, H)
+    if call.content_bias is not None and mixing is None:
+        instead = "pass mixing [H, Ds] too, or leave it out"
+        refuse("content_bias", "is given without mixing", instead)
+    if call.alpha is not None:
+        for name, field in zip(call._fields, call, strict=True):
+            if is_sharded(field):
+                instead = "pass local tensors: entmax_attention serves no DTensors"
+                refuse(name, "is a DTensor", instead)
+
+
+def check_op(call: Call, **saved: Tensor | None) -> None:
+    """Check the arguments of an op, which need not come from `form`, and the tensors `saved` by its forward pass.
+
+    These are `dout`, `attended`, `lse` and `dlse`; `dlse` may be None.
+    """
+    check_ranks(call, **saved)
+    check(call)
+    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys",)
+    if call.alpha is not None:
+        unread = ("mixing", "sinks", *unread)
+    for name in unread:
+        if getattr(call, name) is not None:
+            refuse(name, "is given", f"leave it out: {call.operator} does not read it")
+    if (call.k_lo is None) != (call.k_hi is None):
+        refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
+    B, H, T, S = call.sizes
+    query, key, value = call.query, call.key, call.value
+    heads, rows, keys = (B, H, T, call.Dv), ((1, B), T), ((1, B), S)
+    lse = heads[:3] if call.alpha is None else (2, *heads[:3])
+    dtype, compute = query.dtype, compute_dtype(query.dtype)
+    exact: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
+        ("key", key, (B, *key.shape[1:]), dtype),
+        ("value", value, () if value is None else (B, *value.shape[1:]), dtype),
+        ("alpha", call.alpha, (H,), compute),
+        ("k_lo", call.k_lo, rows, torch.int32),
+        ("k_hi", call.k_hi, rows, torch.int32),
+        ("key_visible", call.key_visible, keys, torch.bool),
+        ("dense_mask", call.dense_mask, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
+        ("exclude_keys", call.exclude_keys, keys, torch.bool),
+        ("seed", call.seed, (SEED_LENGTH,), torch.int64),
+        ("dout", saved.get("dout"), heads, dtype),
+        ("attended", saved.get("attended"), heads, dtype),
+        ("lse", saved.get("lse"), lse, compute),
+        ("dlse", saved.get("dlse"), heads[:3], compute),
+    )
+    for name, tensor, sizes, wanted in exact:
+        if tensor is not None:
+            _check_one(name, tensor, sizes, wanted, query.device)
+
+
+def check_ranks(call: Call, **saved: Tensor | None) -> None:
+    """Check that the tensors that an op reads are given and have the right number of dimensions."""
+    ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
+    given = {name: getattr(call, name) for name in ranks}
+    if call.value is not None:
+        ranks["value"], given["value"] = 4, call.value
+    for name, tensor in saved.items():
+        if tensor is not None or name != "dlse":
+            ranks[name], given[name] = (4 if name in ("dout", "attended") else 3), tensor
+    if "lse" in ranks and call.alpha is not None:
+        ranks["lse"] = 4
+    for name, rank in ranks.items():
+        tensor = given[name]
+        if tensor is None:
+            refuse(name, "is None", "pass a tensor: this op reads it", TypeError)
+        if tensor.dim() != rank:
+            refuse(name, f"has shape {shape_of(tensor)}", f"pass {rank} dimensions")
+
+
+def _check_one(
+    name: str, tensor: Tensor, sizes: _Sizes, dtype: torch.dtype, device: torch.device
+) -> None:
+    allowed = [size if isinstance(size, tuple) else (size,) for size in sizes]
+    if tensor.dim() != len(allowed) or any(
+        got not in those for got, those in zip(tensor.shape, allowed, strict=True)
+    ):
+        words = ", ".join(" or ".join(map(str, those)) for those in allowed)
+        refuse(name, f"has shape {shape_of(tensor)}", f"pass [{words}]")
+    if tensor.dtype != dtype:
+        refuse(name, f"has dtype {tensor.dtype}", f"pass {dtype}", TypeError)
+    if tensor.device != device:
+        refuse(name, f"is on {tensor.device}, but query is on {device}", "move it there")

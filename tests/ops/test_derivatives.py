@@ -1,0 +1,119 @@
+"""Derivatives beyond the first, forward mode and `torch.func`: the eager backend has them, by plain operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads_kernels as hk
+from tests.ops.calls import tensors
+from tests.ops.functions import fixed_seed, with_offsets
+from tests.support.alike import assert_alike
+
+B, H, T, S, D = 2, 2, 3, 4, 4
+SPARSE = "entmax_attention"
+EVERY = ("gated_attention", "collaborative_attention", SPARSE)
+#: The last row of the first example sees nothing.
+MASK = hk.Mask(key_lengths=[2, 4], query_lengths=[2, 3])
+
+#: Options, and tensors beside the operands with their shapes.
+CALLS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "plain": ({}, {}),
+    "gate of heads": ({"attn_mask": MASK}, {"gate": (H,)}),
+    "gate of elements": ({"gate_activation": "sigmoid", "is_causal": True}, {"gate": (B, H, T, D)}),
+    "bias and cap": ({"softcap": 2.0, "attn_mask": MASK}, {"bias": (1, H, T, S)}),
+    "sinks": (
+        {"attn_mask": MASK, "gate_activation": "softplus"},
+        {"sinks": (H,), "gate": (B, H, T)},
+    ),
+    "offsets": ({}, {"offset_table": (H, 5)}),
+    "dropout": ({"dropout_p": 0.3}, {}),
+}
+
+
+def made(operator: str, name: str) -> tuple[Callable[..., Tensor], list[str], list[Tensor]]:
+    """The operator as a function of tensors, their names, and the tensors."""
+    options, beside = CALLS[name]
+    if operator == SPARSE and "sinks" in beside:
+        pytest.skip("entmax attention has no sinks")
+    given = tensors(operator, B=B, H=H, Hk=1, T=T, S=S, D=D, Dv=D, grad=True)
+    shapes = {**beside, **({"alpha": (H,)} if operator == SPARSE else {})}
+    for key, shape in shapes.items():
+        given[key] = torch.randn(shape, dtype=torch.float64)
+    if operator == SPARSE:
+        given["alpha"] = 1.2 + 0.6 * given["alpha"].sigmoid()
+    leaves = [t.detach().requires_grad_() for t in given.values()]
+
+    def run(*values: Tensor) -> Tensor:
+        arguments = with_offsets(dict(zip(given, values, strict=True)))
+        out: Tensor = getattr(hk, operator)(**arguments, **options, backend="eager")
+        return out
+
+    return run, list(given), leaves
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("operator", EVERY)
+def test_second_derivatives(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed_seed(monkeypatch)
+    run, _, leaves = made(operator, name)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("operator", EVERY)
+def test_forward_mode(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The derivative along a direction is its product with the gradient, which `eager.backward` has in closed form."""
+    fixed_seed(monkeypatch)
+    run, _, leaves = made(operator, name)
+    directions = tuple(torch.randn_like(leaf) for leaf in leaves)
+    out = run(*leaves)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, dout)
+    found, along = torch.func.jvp(run, tuple(leaf.detach() for leaf in leaves), directions)
+    assert_alike(found, out.detach())
+    pairs = zip(grads, directions, strict=True)
+    assert_alike((along * dout).sum(), sum((grad * direction).sum() for grad, direction in pairs))
+
+
+@pytest.mark.parametrize("operator", EVERY)
+def test_transforms(operator: str) -> None:
+    run, _, leaves = made(operator, "gate of heads")
+    values = [leaf.detach() for leaf in leaves]
+    expected = torch.autograd.grad(run(*leaves).square().sum(), leaves)
+    every = tuple(range(len(leaves)))
+    assert_alike(torch.func.grad(lambda *x: run(*x).square().sum(), every)(*values), expected)
+    hessian = torch.func.hessian(lambda value: run(*values[:2], value, *values[3:]).sum())
+    assert not hessian(values[2]).any()  # linear in values
+
+
+@pytest.mark.parametrize("closed_grad", [True, False])
+@pytest.mark.parametrize("operator", EVERY)
+def test_closed_heads_and_hidden_nan(operator: str, closed_grad: bool) -> None:
+    """First derivatives are those of `eager.backward`, to which create_graph=True gives way."""
+    given = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=D, Dv=D)
+    for name in ("key", "value"):
+        given[name][0, ..., 2:, :] = torch.nan  # which the mask hides
+    given["gate"] = torch.tensor([0.0, 0.7], dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in given.values()]
+    out = getattr(hk, operator)(**given, attn_mask=MASK, closed_grad=closed_grad, backend="eager")
+    assert not out[:, 0].any()
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert_alike(torch.autograd.grad(out, leaves, dout, create_graph=True), expected)
+    assert bool(expected[-1][0] != 0) == closed_grad
+
+
+def test_lse_has_them_too() -> None:
+    query, key, value = torch.randn(3, B, H, S, D, dtype=torch.float64)
+    gate = torch.rand(H, dtype=torch.float64)
+
+    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return hk.gated_attention(*tensors[:3], gate=tensors[3], return_lse=True, backend="eager")
+
+    leaves = [t.requires_grad_() for t in (query, key, value, gate)]
+    assert torch.autograd.gradgradcheck(run, leaves)
