@@ -63,7 +63,7 @@ class BuildModules(build_ext):
             "commit": commit(),
             "cpu": {
                 "compiler": build.output_of(*build.cxx(), "--version").partition("\n")[0],
-                "levels": [name for flags in build.levels({}).values() for name in flags],
+                "levels": list(build.levels()),
             },
             "cuda": cuda if self.nvcc else {"missing": self.cuda},
         }

@@ -30,11 +30,11 @@ AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width
 # Per architecture, the baseline first: the linker keeps the first copy of an inline function that
 # several objects define, and that copy must run everywhere.
 LEVELS = {
-    "x86_64": {"baseline": "", "avx2": "-mavx2 -mfma", "avx512": AVX512},
-}
-# Levels with products of bfloat16; they use the level HK_PLAIN for other dtypes.
-PAIR_LEVELS = {
     "x86_64": {
+        "baseline": "",
+        "avx2": "-mavx2 -mfma",
+        "avx512": AVX512,
+        # With products of bfloat16; they use the level HK_PLAIN for other dtypes.
         "avx512bf16": f"{AVX512} -mavx512bf16 -DHK_PLAIN=avx512",
         "amx": f"{AVX512} -mavx512bf16 -mamx-tile -mamx-bf16 -DHK_PLAIN=avx512",
     }
@@ -131,27 +131,19 @@ def build(
 
 
 # ---------------------------------------------------------------------- CPU
-def levels(pair_levels: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Flags by level, of level.cpp and of pair_level.cpp, for the compiler's target."""
+def levels() -> dict[str, str]:
+    """Flags by level, for the compiler's target."""
     machine = output_of(*cxx(), "-dumpmachine").partition("-")[0]
-    return {
-        "level": LEVELS.get(machine, {"baseline": ""}),
-        "pair_level": PAIR_LEVELS.get(machine, {}) | pair_levels,
-    }
+    return LEVELS.get(machine, {"baseline": ""})
 
 
-def cpu_kernels(pair_levels: dict[str, str]) -> list[Unit]:
-    """csrc/cpu/, of which level.cpp and pair_level.cpp are compiled once per ISA level."""
+def cpu_kernels(more_levels: dict[str, str]) -> list[Unit]:
+    """csrc/cpu/, of which level.cpp is compiled once per ISA level."""
     compiler = [*cxx(), *COMMON, *CPU, *cxx_flags()]
-    of_levels = levels(pair_levels)
-    units = []
-    for source in sorted(glob("csrc/cpu/*.cpp")):
-        stem = Path(source).stem
-        if stem not in of_levels:
-            units.append(Unit(stem, source, compiler))
-        for level, simd in of_levels.get(stem, {}).items():
-            own = [f"-DHK_LEVEL={level}", *simd.split()]
-            units.append(Unit(f"level_{level}", source, [*compiler, *own]))
+    units = [Unit("dispatch", "csrc/cpu/dispatch.cpp", compiler)]
+    for level, simd in (levels() | more_levels).items():
+        own = [f"-DHK_LEVEL={level}", *simd.split()]
+        units.append(Unit(f"level_{level}", "csrc/cpu/level.cpp", [*compiler, *own]))
     return units
 
 

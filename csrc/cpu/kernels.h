@@ -1,5 +1,5 @@
-// The table of CPU kernels of an ISA level: level.cpp or pair_level.cpp is compiled once per level
-// and defines one table.
+// The table of CPU kernels of an ISA level: level.cpp is compiled once per level and defines one
+// table.
 #pragma once
 
 #include "common/params.h"
