@@ -1,52 +1,19 @@
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-_Terms = tuple[Tensor | None, Tensor | None, Tensor | None, float] | None
-_Scores = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, _Terms]
-_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int]
-_Options = tuple[Tensor | None, str, Tensor | None, float]
+from heads_kernels.call import Call
 
-def attend(
-    scores: _Scores,
-    value: Tensor,
-    mask: _Mask,
-    options: _Options,
-    recording: bool,
-    threads: int,
-    /,
-) -> Tensor | None: ...
-def attention_forward(
-    scores: _Scores,
-    value: Tensor,
-    mask: _Mask,
-    options: _Options,
-    outputs: Sequence[Tensor | None],
-    threads: int,
-    alpha: Tensor | None,
-    /,
-) -> None: ...
+def call_fields() -> str: ...
+def attend(call: Call, recording: bool, threads: int, /) -> Tensor | None: ...
+def attention_forward(call: Call, results: tuple[Tensor, ...], threads: int, /) -> None: ...
 def attention_backward(
-    scores: _Scores,
-    value: Tensor,
-    mask: _Mask,
-    options: _Options,
-    closed_grad: bool,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    gradients: Sequence[Tensor | None],
-    threads: int,
-    alpha: Tensor | None,
-    /,
-) -> None: ...
-def attention_statistics(
-    scores: _Scores,
-    excluded: Tensor | None,
-    mask: _Mask,
-    outputs: Sequence[Tensor],
+    call: Call,
+    saved: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor, ...],
     threads: int,
     /,
 ) -> None: ...
+def attention_statistics(call: Call, results: tuple[Tensor, ...], threads: int, /) -> None: ...
 def available_levels() -> list[str]: ...
 def level() -> str: ...
 def use_level(name: str, /) -> None: ...

@@ -1,10 +1,12 @@
-// What every binding checks of the arguments of a call before it fills in the parameters of a
-// kernel. It ensures memory safety for every caller: tensors have memory on the right device, which
-// the binding ensures, and the sizes and dtypes that the kernels expect. Free of Python and torch.
+// The arguments of a call, and what every binding checks of them before it fills in the parameters
+// of a kernel. It ensures memory safety for every caller: tensors have memory on the right device,
+// which the binding ensures, and the sizes and dtypes that the kernels expect. Free of Python and
+// torch.
 #pragma once
 
 #include <algorithm>
 #include <initializer_list>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -39,6 +41,57 @@ struct Given {
 
   explicit operator bool() const { return static_cast<bool>(tensor); }
 };
+
+// One that no call lacks.
+struct Required : Given {};
+
+// A call as it comes from Python or from a program: the fields of `Call` (heads_kernels/call.py).
+struct CallArguments {
+  Required query, key;
+  Given value, mixing, content_bias, gate, bias, offset_bias, sinks, alpha;
+  Given k_lo, k_hi, key_visible, dense_mask, exclude_keys, seed;
+  int64_t band_lo = 0, band_hi = 0;
+  double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
+  std::string gate_activation;
+  bool closed_grad = true;
+
+  // f(name, field) in the order of `Call`. The kind of a field is its type.
+  template <typename F>
+  void each(F&& f) {
+    f("query", query), f("key", key), f("value", value), f("mixing", mixing);
+    f("content_bias", content_bias), f("gate", gate), f("bias", bias);
+    f("offset_bias", offset_bias), f("sinks", sinks), f("alpha", alpha);
+    f("k_lo", k_lo), f("k_hi", k_hi), f("key_visible", key_visible), f("dense_mask", dense_mask);
+    f("exclude_keys", exclude_keys), f("seed", seed);
+    f("band_lo", band_lo), f("band_hi", band_hi);
+    f("scale", scale), f("softcap", softcap), f("dropout_p", dropout_p);
+    f("gate_activation", gate_activation), f("closed_grad", closed_grad);
+  }
+};
+
+inline const char* type_of(const Required&) { return "Tensor"; }
+inline const char* type_of(const Given&) { return "Tensor?"; }
+inline const char* type_of(int64_t) { return "SymInt"; }
+inline const char* type_of(double) { return "float"; }
+inline const char* type_of(const std::string&) { return "str"; }
+inline const char* type_of(bool) { return "bool"; }
+
+// The fields of a call as the arguments of a torch schema.
+inline std::string call_fields() {
+  std::string schema;
+  CallArguments().each([&](const char* name, const auto& field) {
+    schema += (schema.empty() ? "" : ", ") + std::string(type_of(field)) + " " + name;
+  });
+  return schema;
+}
+
+// f(name, gradient) for the gradients of the operands of a call, in their order.
+template <typename F>
+void each_gradient(BackwardParams& p, F&& f) {
+  f("dquery", p.dquery), f("dkey", p.dkey), f("dvalue", p.dvalue), f("dmixing", p.dmixing);
+  f("dcontent_bias", p.dcontent_bias), f("dgate", p.dgate), f("dbias", p.dbias);
+  f("doffset_bias", p.doffset_bias), f("dsinks", p.dsinks), f("dalpha", p.dalpha);
+}
 
 // A floating-point tensor; an absent one stays absent.
 inline Tensor floating(const Given& given, const char* name) {
@@ -122,58 +175,32 @@ struct Sizes {
   }
 };
 
-// The mask of a call.
-struct GivenMask {
-  Given k_lo, k_hi, key_visible, dense;
-  int64_t band_lo, band_hi;
-};
-
-inline MaskParams mask_of(const GivenMask& mask, const Sizes& n) {
-  MaskParams result;
+inline void set_mask(MaskParams& mask, const CallArguments& call, const Sizes& n) {
   int64_t k_hi_stride = 0;
-  result.k_lo =
-      batched<int32_t>(mask.k_lo, "k_lo", Element::kInt32, n.B, n.T, &result.interval_stride);
-  result.k_hi = batched<int32_t>(mask.k_hi, "k_hi", Element::kInt32, n.B, n.T, &k_hi_stride);
-  require(!result.k_lo == !result.k_hi && result.interval_stride == k_hi_stride, "k_hi",
+  mask.k_lo = batched<int32_t>(call.k_lo, "k_lo", Element::kInt32, n.B, n.T, &mask.interval_stride);
+  mask.k_hi = batched<int32_t>(call.k_hi, "k_hi", Element::kInt32, n.B, n.T, &k_hi_stride);
+  require(!mask.k_lo == !mask.k_hi && mask.interval_stride == k_hi_stride, "k_hi",
           "is not there or shaped as k_lo is");
-  result.key_visible = batched<uint8_t>(mask.key_visible, "key_visible", Element::kBool, n.B, n.S,
-                                        &result.visible_stride);
-  if (mask.dense) {
-    const Tensor& dense = mask.dense.tensor;
+  mask.key_visible = batched<uint8_t>(call.key_visible, "key_visible", Element::kBool, n.B, n.S,
+                                      &mask.visible_stride);
+  if (call.dense_mask) {
+    const Tensor& dense = call.dense_mask.tensor;
     const int64_t full[4] = {n.B, n.H, n.T, n.S};
-    require(dense.rank == 4 && mask.dense.element == Element::kBool, "dense_mask");
+    require(dense.rank == 4 && call.dense_mask.element == Element::kBool, "dense_mask");
     for (int d = 0; d < 4; ++d) {
       require(dense.size[d] == 1 || dense.size[d] == full[d], "dense_mask");
-      result.dense_stride[d] = dense.size[d] == 1 ? 0 : dense.stride[d];
+      mask.dense_stride[d] = dense.size[d] == 1 ? 0 : dense.stride[d];
     }
-    result.dense = static_cast<const uint8_t*>(dense.data);
+    mask.dense = static_cast<const uint8_t*>(dense.data);
   }
-  result.band_lo = mask.band_lo;
-  result.band_hi = mask.band_hi;
-  for (const int64_t limit : {result.band_lo, result.band_hi})
+  mask.band_lo = call.band_lo;
+  mask.band_hi = call.band_hi;
+  for (const int64_t limit : {mask.band_lo, mask.band_hi})
     require(-kUnbounded <= limit && limit <= kUnbounded, "band", "is past 2^30");
-  return result;
-}
-
-inline void check_gate(const Tensor& gate, const int64_t (&full)[4]) {
-  const int first = gate.rank == 1 ? 1 : 0;
-  require(gate.rank <= 4, "gate");
-  for (int d = 0; d < gate.rank; ++d)
-    require(gate.size[d] == 1 || gate.size[d] == full[first + d], "gate");
 }
 
 // Whether the gate varies along the width of a head.
 inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.size[3] != 1; }
-
-inline void check_value(const AttentionParams& p, const Sizes& n) {
-  require(p.value.rank == 4, "value");
-  const int64_t heads = p.mixing ? p.value.size[1] : p.key.size[1];
-  require(
-      is(p.value, {n.B, heads, n.S, p.value.size[3]}) && (heads == 0 ? n.H == 0 : n.H % heads == 0),
-      "value");
-  require(p.value.dtype == p.query.dtype, "value");
-  require(has_rows(p.value), "value", "has rows that are not contiguous");
-}
 
 // Checks that a tensor is contiguous and in the compute type of `operand`; absent ones pass.
 inline void check_rows(DType operand, const Tensor& t, std::initializer_list<int64_t> sizes,
@@ -192,7 +219,6 @@ inline void check_like(const Tensor& t, const Tensor& other, const char* name) {
 
 inline Activation activation_of(const std::string& name) {
   if (name == "identity") return Activation::kIdentity;
-  if (name == "linear") return Activation::kLinear;
   if (name == "sigmoid") return Activation::kSigmoid;
   if (name == "softplus") return Activation::kSoftplus;
   refuse("gate_activation", "is '" + name + "'");
@@ -219,13 +245,7 @@ inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char
   }
 }
 
-// The score terms of a call.
-struct GivenTerms {
-  Given bias, offset_bias, sinks;
-  double softcap = 0.0;
-};
-
-inline void set_terms(ScoreTerms& terms, const GivenTerms& given, const Sizes& n) {
+inline void set_terms(ScoreTerms& terms, const CallArguments& given, const Sizes& n) {
   if ((terms.bias = floating(given.bias, "bias"))) {
     Tensor& bias = terms.bias;
     require(bias.rank == 5, "bias");
@@ -249,6 +269,62 @@ inline void set_terms(ScoreTerms& terms, const GivenTerms& given, const Sizes& n
   require(terms.softcap >= 0.0 && terms.softcap < 1e300, "softcap", "is negative or not finite");
 }
 
+inline void set_gate(AttentionParams& p, const CallArguments& call, const Sizes& n) {
+  p.activation = activation_of(call.gate_activation);
+  p.gate = floating(call.gate, "gate");
+  require(p.gate.rank <= 4, "gate");
+  const int64_t full[4] = {n.B, n.H, n.T, p.value.size[3]};
+  const int first = p.gate.rank == 1 ? 1 : 0;
+  for (int d = 0; d < p.gate.rank; ++d)
+    require(p.gate.size[d] == 1 || p.gate.size[d] == full[first + d], "gate");
+}
+
+// With every pass but statistics, which have no value.
+inline void set_value(AttentionParams& p, const Given& value, const Sizes& n) {
+  p.value = needed(value, "value");
+  require(p.value.rank == 4, "value");
+  const int64_t heads = p.mixing ? p.value.size[1] : p.key.size[1];
+  require(
+      is(p.value, {n.B, heads, n.S, p.value.size[3]}) && (heads == 0 ? n.H == 0 : n.H % heads == 0),
+      "value");
+  require(p.value.dtype == p.query.dtype, "value");
+  require(has_rows(p.value), "value", "has rows that are not contiguous");
+}
+
+// The parameters of every pass.
+inline Sizes set_call(AttentionParams& p, const CallArguments& call, bool has_value = true) {
+  p.query = needed(call.query, "query");
+  p.key = needed(call.key, "key");
+  p.mixing = floating(call.mixing, "mixing");
+  p.content_bias = floating(call.content_bias, "content_bias");
+  p.scale = call.scale;
+  const Sizes n(p);
+  if (has_value) set_value(p, call.value, n);
+  set_gate(p, call, n);
+  set_terms(p.terms, call, n);
+  set_mask(p.mask, call, n);
+  set_dropout(p.dropout, call.seed, call.dropout_p);
+  p.alpha = floating(call.alpha, "alpha");
+  require(!p.alpha || !p.mixing, "alpha", "comes with mixing");
+  require(!p.alpha || !p.terms.sinks, "sinks", "comes with alpha");
+  check_rows(p.query.dtype, p.alpha, {n.H}, "alpha");
+  return n;
+}
+
+// Checks the numbers of an `alpha` in memory of the CPU.
+inline void check_alpha(const Tensor& alpha) {
+  for (int64_t h = 0; alpha && h < alpha.size[0]; ++h) {
+    const double given = alpha.dtype == DType::kFloat64 ? static_cast<const double*>(alpha.data)[h]
+                                                        : static_cast<const float*>(alpha.data)[h];
+    if (given > 1 && given <= 2) continue;
+    std::ostringstream words;
+    words << "alpha has the value " << given
+          << "; pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax "
+             "(gated_attention)";
+    throw std::invalid_argument(words.str());
+  }
+}
+
 // Checks dbias, doffset_bias and dsinks.
 inline void check_term_gradients(const BackwardParams& params, const Sizes& n) {
   const ScoreTerms& terms = params.terms;
@@ -267,7 +343,7 @@ inline void check_term_gradients(const BackwardParams& params, const Sizes& n) {
 inline void set_statistics(StatisticsParams& params, const Sizes& n, const Given& excluded,
                            const Given& argmax) {
   params.excluded =
-      batched<uint8_t>(excluded, "excluded", Element::kBool, n.B, n.S, &params.excluded_stride);
+      batched<uint8_t>(excluded, "exclude_keys", Element::kBool, n.B, n.S, &params.excluded_stride);
   check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
   check_rows(params.query.dtype, params.max_prob, {n.B, n.H, n.T}, "max_prob");
   check_rows(params.query.dtype, params.entropy, {n.B, n.H, n.T}, "entropy");

@@ -13,21 +13,11 @@ int checked_threads(int threads) {
   return threads;
 }
 
-// `alpha` of entmax, or None.
-void set_alpha(hk::AttentionParams& params, const Sizes& n, py::handle alpha) {
-  params.alpha = floating(alpha, cpu(), "alpha");
-  require(!params.alpha || !params.mixing, "alpha", "comes with mixing");
-  require(!params.alpha || !params.terms.sinks, "sinks", "comes with alpha");
-  check_rows(params.query.dtype, params.alpha, {n.H}, "alpha");
-  for (int64_t h = 0; params.alpha && h < n.H; ++h) {
-    const double given = params.alpha.dtype == hk::DType::kFloat64
-                             ? static_cast<const double*>(params.alpha.data)[h]
-                             : static_cast<const float*>(params.alpha.data)[h];
-    if (!(given > 1 && given <= 2))
-      throw std::invalid_argument(
-          "alpha has the value " + std::string(py::str(py::float_(given))) +
-          "; pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax (gated_attention)");
-  }
+// The parameters of a pass of attention.
+Sizes set_attention(hk::AttentionParams& params, const CallArguments& call) {
+  const Sizes n = set_call(params, call);
+  check_alpha(params.alpha);
+  return n;
 }
 
 void run(hk::ForwardParams& params, int threads) {
@@ -36,15 +26,12 @@ void run(hk::ForwardParams& params, int threads) {
   launch(params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward, params);
 }
 
-// Collaborative attention if `scores` contains mixing, else gated attention, with entmax if there
-// is `alpha`.
-void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                       const py::tuple& options, const py::sequence& outputs, int threads,
-                       py::handle alpha) {
+// `results` is (out, attended, lse). Collaborative attention of a call with mixing, else gated
+// attention, with entmax if there is `alpha`.
+void attention_forward(const py::tuple& call, const py::tuple& results, int threads) {
   hk::ForwardParams params;
-  const Sizes n = set_call(params, scores, value, mask, options, cpu());
-  set_alpha(params, n, alpha);
-  set_outputs(params, n, outputs, cpu());
+  const Sizes n = set_attention(params, read_call(call, cpu()));
+  set_outputs(params, n, results, cpu());
   run(params, threads);
 }
 
@@ -68,47 +55,38 @@ py::object empty_heads(hk::ForwardParams& params, const Sizes& n, py::handle que
   return out;
 }
 
-// The output of a call without dropout; None if it is empty, or if a tensor is not plain.
-py::object attend(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                  const py::tuple& options, bool recording, int threads) {
-  const py::tuple terms = terms_of(scores);
-  check_entries(options, 4, "options");
-  if (!are_plain(scores, 4, recording) || !is_plain(value, recording) ||
-      !are_plain(options, 1, recording) || !(terms.empty() || are_plain(terms, 3, recording)))
-    return py::none();
+// The output of a call; None if it is empty, or if a tensor is not plain.
+py::object attend(const py::tuple& call, bool recording, int threads) {
+  for (const py::handle field : call)
+    if (is_tensor(field) && !is_plain(field, recording)) return py::none();
   hk::ForwardParams params;
-  const Sizes n = set_call(params, scores, value, mask, options, cpu());
+  const CallArguments arguments = read_call(call, cpu());
+  const Sizes n = set_attention(params, arguments);
   if (!n.B || !n.H || !n.T || !params.value.size[3]) return py::none();
-  py::object out = empty_heads(params, n, scores[0]);
+  py::object out = empty_heads(params, n, call[0]);
   run(params, threads);
   return out;
 }
 
-// `saved` is (dout, attended, lse, dlse), of which dlse may be None; gradients (dquery, dkey,
-// dvalue, dmixing, dcontent_bias, dgate, dbias, doffset_bias, dsinks, dalpha); None skips one.
-void attention_backward(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                        const py::tuple& options, bool closed_grad, const py::tuple& saved,
-                        const py::sequence& gradients, int threads, py::handle alpha) {
-  check_entries(saved, 4, "saved");
-  check_entries(gradients, 10, "gradients");
+// `saved` is (dout, attended, lse, dlse), of which dlse may be None; `gradients` those of the
+// operands, empty where they are not asked for.
+void attention_backward(const py::tuple& call, const py::tuple& saved, const py::tuple& gradients,
+                        int threads) {
   hk::BackwardParams params;
-  const Sizes n = set_call(params, scores, value, mask, options, cpu());
-  set_alpha(params, n, alpha);
-  params.dalpha = output(gradients[9], cpu(), "dalpha");
+  const CallArguments arguments = read_call(call, cpu());
+  const Sizes n = set_attention(params, arguments);
+  params.closed_grad = arguments.closed_grad;
+  Entries read(saved, cpu(), "saved", 4);
+  params.dout = read.needed("dout");
+  params.attended = read.needed("attended");
+  params.lse = read.needed("lse");
+  params.dlse = read.floating("dlse");
+  Entries written(gradients, cpu(), "gradients", 10);
+  each_gradient(params,
+                [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
+  const int64_t Dv = params.value.size[3];
   require(params.alpha || !params.dalpha, "dalpha", "comes without alpha");
   check_rows(params.query.dtype, params.dalpha, {n.B, n.H, n.T}, "dalpha");
-  const int64_t Dv = params.value.size[3];
-  params.closed_grad = closed_grad;
-  params.dout = needed(saved[0], cpu(), "dout");
-  params.attended = needed(saved[1], cpu(), "attended");
-  params.lse = needed(saved[2], cpu(), "lse");
-  params.dlse = floating(saved[3], cpu(), "dlse");
-  params.dquery = output(gradients[0], cpu(), "dquery");
-  params.dkey = output(gradients[1], cpu(), "dkey");
-  params.dvalue = output(gradients[2], cpu(), "dvalue");
-  params.dmixing = output(gradients[3], cpu(), "dmixing");
-  params.dcontent_bias = output(gradients[4], cpu(), "dcontent_bias");
-  params.dgate = output(gradients[5], cpu(), "dgate");
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
   require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
   check_lse(params, n);
@@ -125,21 +103,18 @@ void attention_backward(const py::tuple& scores, py::handle value, const py::tup
     check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T, Dv}, "dgate");
   else
     check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
-  set_term_gradients(params, n, gradients, cpu());
+  check_term_gradients(params, n);
   params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
   launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
 }
 
-// `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
-void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask,
-                          const py::sequence& outputs, int threads) {
+// `results` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+void attention_statistics(const py::tuple& call, const py::tuple& results, int threads) {
   hk::StatisticsParams params;
-  set_scores(params, scores, cpu());
-  const Sizes n(params);
-  set_terms(params.terms, scores, cpu(), n);
-  params.mask = mask_of(mask, cpu(), n);
-  set_statistics(params, n, excluded, outputs, cpu());
+  const CallArguments arguments = read_call(call, cpu());
+  const Sizes n = set_call(params, arguments, false);
+  set_statistics(params, arguments, n, results, cpu());
   params.threads = checked_threads(threads);
   launch(hk::kernels().attention_statistics, params);
 }
@@ -179,7 +154,8 @@ void use_level(const std::string& name) {
 
 PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
   Torch::get();  // here, not at the first call, which two threads may make at once
-  m.doc() = "C++ attention kernels for the CPU; called by the `native` backends, not by users.";
+  m.doc() = "C++ attention kernels for the CPU; called by the `cpu` backend, not by users.";
+  m.def("call_fields", &call_fields, "The fields of a call as the arguments of a torch schema.");
   m.def("attend", &attend);
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);

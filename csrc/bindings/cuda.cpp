@@ -28,23 +28,20 @@ namespace {
 using namespace hk::bindings;
 namespace cuda = hk::cuda;
 
-// torch's name of the device that all tensors of a call are on.
-py::object device_of(const py::tuple& target) {
-  check_entries(target, 2, "target");
+// The device of all tensors of a call, and its stream as an integer.
+using Target = std::pair<int, uintptr_t>;
+
+cuda::LaunchTarget target_of(const Target& target) {
+  return {target.first, reinterpret_cast<void*>(target.second)};
+}
+
+// torch's name of the device.
+py::object device_of([[maybe_unused]] const Target& target) {
 #ifdef HK_EMULATED
   return Torch::get().cpu;
 #else
-  return Torch::get().make_device("cuda", target[0]);
+  return Torch::get().make_device("cuda", target.first);
 #endif
-}
-
-// (index of the device, its stream as an integer).
-cuda::LaunchTarget target_of(const py::tuple& target) {
-  cuda::LaunchTarget result;
-  result.device = py::cast<int>(target[0]);
-  result.stream = PyLong_AsVoidPtr(target[1].ptr());
-  if (PyErr_Occurred()) throw py::error_already_set();
-  return result;
 }
 
 // The kernels have no double.
@@ -61,7 +58,9 @@ hk::Tensor cells_of(py::handle cells, const py::object& device) {
   return result;
 }
 
-void check_singles(const hk::AttentionParams& params) {
+Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call,
+                      bool has_value = true) {
+  const Sizes n = set_call(params, call, has_value);
   check_single(params.query, "query");
   check_single(params.gate, "gate");
   check_single(params.mixing, "mixing");
@@ -69,21 +68,15 @@ void check_singles(const hk::AttentionParams& params) {
   check_single(params.terms.bias, "bias");
   check_single(params.terms.offset_bias, "offset_bias");
   check_single(params.terms.sinks, "sinks");
-}
-
-Sizes set_single_call(hk::AttentionParams& params, const py::tuple& scores, py::handle value,
-                      const py::tuple& mask, const py::tuple& options, const py::object& device) {
-  const Sizes n = set_call(params, scores, value, mask, options, device);
-  check_singles(params);
+  require(!params.alpha, "alpha", "is given");
   return n;
 }
 
-// For a pass that skips what a dense mask hides: the last of `mask` are its cells.
+// The cells of a dense mask for a pass that skips what they hide.
 template <typename Params>
-void set_cells(Params& params, const Sizes& n, const py::tuple& mask, const py::object& device) {
+void set_cells(Params& params, const Sizes& n, py::handle given, const py::object& device) {
   if (!params.mask.dense) return;
-  check_entries(mask, 7, "mask");
-  const hk::Tensor cells = cells_of(mask[6], device);
+  const hk::Tensor cells = cells_of(given, device);
   const int64_t full[4] = {n.B, n.H, cells_along(n.T), cells_along(n.S)};
   require(cells.rank == 4, "dense_cells");
   for (int d = 0; d < 4; ++d) {
@@ -94,11 +87,12 @@ void set_cells(Params& params, const Sizes& n, const py::tuple& mask, const py::
   params.dense_cells.data = static_cast<const uint8_t*>(cells.data);
 }
 
+// The parameters of every pass but the first of the backward.
 template <typename Params>
-Sizes set_tiled_call(Params& params, const py::tuple& scores, py::handle value,
-                     const py::tuple& mask, const py::tuple& options, const py::object& device) {
-  const Sizes n = set_single_call(params, scores, value, mask, options, device);
-  set_cells(params, n, mask, device);
+Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells,
+                     const py::object& device) {
+  const Sizes n = set_single_call(params, call);
+  set_cells(params, n, cells, device);
   return n;
 }
 
@@ -124,20 +118,18 @@ void check_written(const hk::Tensor& t, const char* name) {
 
 // f(kernels, target) with the kernels of the dtype of a call.
 template <typename F>
-void launch(const hk::AttentionParams& params, const py::tuple& target, F&& f) {
+void launch(const hk::AttentionParams& params, const Target& target, F&& f) {
   const cuda::LaunchTarget to = target_of(target);
   const py::gil_scoped_release release;
   cuda::with_kernels(params.query.dtype, [&](auto kernels) { f(kernels, to); });
 }
 
 // (acc, row_max, row_sum) of the splits of the keys.
-void set_splits(cuda::SplitParams& params, const Sizes& n, py::handle parts,
+void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& parts,
                 const py::object& device) {
-  const py::tuple given = py::cast<py::tuple>(parts);
-  check_entries(given, 3, "parts");
-  const hk::Tensor acc = needed(given[0], device, "acc");
-  const hk::Tensor row_max = needed(given[1], device, "row_max");
-  const hk::Tensor row_sum = needed(given[2], device, "row_sum");
+  Entries entries(parts, device, "parts", 3);
+  const hk::Tensor acc = entries.needed("acc"), row_max = entries.needed("row_max"),
+                   row_sum = entries.needed("row_sum");
   require(acc.rank == 5, "acc");
   const int64_t count = acc.size[0];
   require(count >= (params.mixing ? 2 : 1), "acc", "has parts of too few splits");
@@ -149,19 +141,18 @@ void set_splits(cuda::SplitParams& params, const Sizes& n, py::handle parts,
                    static_cast<float*>(row_max.data), static_cast<float*>(row_sum.data)};
 }
 
-// `parts` is None where one pass computes the outputs.
-void attention_forward(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                       const py::tuple& options, const py::sequence& outputs, py::handle parts,
-                       const py::tuple& target) {
+// `results` is (out, attended, lse); `parts` is None where one pass computes them.
+void attention_forward(const py::tuple& call, const py::tuple& results, py::handle parts,
+                       py::handle cells, const Target& target) {
   cuda::SplitParams params;
   const py::object device = device_of(target);
-  const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
-  set_outputs(params, n, outputs, device);
+  const Sizes n = set_tiled_call(params, read_call(call, device), cells, device);
+  set_outputs(params, n, results, device);
   check_written(params.out, "out");
   check_written(params.attended, "attended");
   const bool splits = !parts.is_none();
-  if (splits) set_splits(params, n, parts, device);
-  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+  if (splits) set_splits(params, n, py::cast<py::tuple>(parts), device);
+  launch(params, target, [&](auto kernels, auto& to) {
     if (!splits) {
       params.mixing ? kernels.collaborative_attention_forward(params, to)
                     : kernels.gated_attention_forward(params, to);
@@ -174,43 +165,41 @@ void attention_forward(const py::tuple& scores, py::handle value, const py::tupl
 }
 
 // Rows of the gate's gradient of closed heads, into `dgate` [B, H, T].
-void attention_closed(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                      const py::tuple& options, py::handle dout, py::handle dgate,
-                      const py::tuple& target) {
+void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, py::handle cells,
+                      const Target& target) {
   cuda::ClosedParams params;
   const py::object device = device_of(target);
-  const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
-  params.dout = needed(dout, device, "dout");
-  params.dgate = needed(dgate, device, "dgate");
+  const Sizes n = set_tiled_call(params, read_call(call, device), cells, device);
+  params.dout = needed(given(dout, device, "dout"), "dout");
+  params.dgate = needed(given(dgate, device, "dgate"), "dgate");
   check_dout(params, n, params.dout);
   require(static_cast<bool>(params.gate), "gate", "is None");
   for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
   check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
-  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+  launch(params, target, [&](auto kernels, auto& to) {
     params.mixing ? kernels.collaborative_attention_closed(params, to)
                   : kernels.gated_attention_closed(params, to);
   });
 }
 
-// (dout, attended, lse, dlse), of which dlse may be None; (delta, dgate, dattended, dsinks), of
-// which dgate and dsinks are None where they are not asked for, and dattended unless the gate is
-// elementwise.
-void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                    const py::tuple& options, const py::tuple& read, const py::tuple& written,
-                    const py::tuple& target) {
-  check_entries(read, 4, "read");
-  check_entries(written, 4, "written");
+// `read` is (dout, attended, lse, dlse), of which dlse may be None; `written` is (delta, dgate,
+// dattended, dsinks), of which dgate and dsinks are empty where they are not asked for, and
+// dattended is None unless the gate is elementwise.
+void attention_rows(const py::tuple& call, const py::tuple& read, const py::tuple& written,
+                    const Target& target) {
   cuda::RowsParams params;
   const py::object device = device_of(target);
-  const Sizes n = set_single_call(params, scores, value, mask, options, device);
-  params.dout = needed(read[0], device, "dout");
-  params.attended = needed(read[1], device, "attended");
-  params.lse = needed(read[2], device, "lse");
-  params.dlse = floating(read[3], device, "dlse");
-  params.delta = needed(written[0], device, "delta");
-  params.dgate = floating(written[1], device, "dgate");
-  params.dattended = floating(written[2], device, "dattended");
-  params.dsinks = floating(written[3], device, "dsinks");
+  const Sizes n = set_single_call(params, read_call(call, device));
+  Entries inputs(read, device, "read", 4);
+  params.dout = inputs.needed("dout");
+  params.attended = inputs.needed("attended");
+  params.lse = inputs.needed("lse");
+  params.dlse = inputs.floating("dlse");
+  Entries outputs(written, device, "written", 4);
+  params.delta = outputs.needed("delta");
+  params.dgate = outputs.output("dgate");
+  params.dattended = outputs.floating("dattended");
+  params.dsinks = outputs.output("dsinks");
   check_dout(params, n, params.dout);
   check_written(params.attended, "attended");
   check_like(params.attended, params.dout, "attended");
@@ -228,19 +217,18 @@ void attention_rows(const py::tuple& scores, py::handle value, const py::tuple& 
   } else {
     check_rows(dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
   }
-  launch(params, target,
-         [&](auto kernels, const cuda::LaunchTarget& to) { kernels.attention_rows(params, to); });
+  launch(params, target, [&](auto kernels, auto& to) { kernels.attention_rows(params, to); });
 }
 
 // What the last passes of the backward read: a call, (dattended, lse, delta) and splits.
-Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, py::handle value,
-                        const py::tuple& mask, const py::tuple& options, const py::tuple& read,
-                        int splits, const py::object& device) {
-  check_entries(read, 3, "read");
-  const Sizes n = set_tiled_call(params, scores, value, mask, options, device);
-  params.dattended = needed(read[0], device, "dattended");
-  params.lse = needed(read[1], device, "lse");
-  params.delta = needed(read[2], device, "delta");
+Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call,
+                        const py::tuple& read, int splits, py::handle cells,
+                        const py::object& device) {
+  const Sizes n = set_tiled_call(params, call, cells, device);
+  Entries entries(read, device, "read", 3);
+  params.dattended = entries.needed("dattended");
+  params.lse = entries.needed("lse");
+  params.delta = entries.needed("delta");
   params.splits = splits;
   check_dout(params, n, params.dattended);
   require(splits >= 1, "splits", "is less than 1");
@@ -249,17 +237,16 @@ Sizes set_gradient_call(cuda::GradientParams& params, const py::tuple& scores, p
   return n;
 }
 
-// `gradients` is (dkey, dvalue, dcontent_bias), None is not computed.
-void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                    const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
-                    int splits, const py::tuple& target) {
-  check_entries(gradients, 3, "gradients");
+// `gradients` is (dkey, dvalue, dcontent_bias); None and empty ones are not computed.
+void attention_keys(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
+                    int splits, py::handle cells, const Target& target) {
   cuda::KeysParams params;
   const py::object device = device_of(target);
-  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
-  params.dkey = output(gradients[0], device, "dkey");
-  params.dvalue = output(gradients[1], device, "dvalue");
-  params.dcontent_bias = output(gradients[2], device, "dcontent_bias");
+  const Sizes n = set_gradient_call(params, read_call(call, device), read, splits, cells, device);
+  Entries written(gradients, device, "gradients", 3);
+  params.dkey = written.output("dkey");
+  params.dvalue = written.output("dvalue");
+  params.dcontent_bias = written.output("dcontent_bias");
   const int64_t parts = n.B * splits, Hv = params.value.size[1], Dv = params.value.size[3];
   if (params.mixing) {
     check_gradient(params, params.dkey, splits, {parts, n.S, n.D}, "dkey");
@@ -270,29 +257,27 @@ void attention_keys(const py::tuple& scores, py::handle value, const py::tuple& 
   }
   require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
   check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
-  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+  launch(params, target, [&](auto kernels, auto& to) {
     params.mixing ? kernels.collaborative_attention_keys(params, to)
                   : kernels.gated_attention_keys(params, to);
   });
 }
 
-// `gradients` is (dquery, dmixing), None is not computed.
-void attention_queries(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                       const py::tuple& options, const py::tuple& read,
-                       const py::sequence& gradients, int splits, bool closed_grad,
-                       const py::tuple& target) {
-  check_entries(gradients, 2, "gradients");
+// `gradients` is (dquery, dmixing); None and empty ones are not computed.
+void attention_queries(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
+                       int splits, py::handle cells, const Target& target) {
   cuda::QueriesParams params;
   const py::object device = device_of(target);
-  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
-  params.closed_grad = closed_grad;
-  params.dquery = output(gradients[0], device, "dquery");
-  params.dmixing = output(gradients[1], device, "dmixing");
+  const CallArguments arguments = read_call(call, device);
+  const Sizes n = set_gradient_call(params, arguments, read, splits, cells, device);
+  params.closed_grad = arguments.closed_grad;
+  Entries written(gradients, device, "gradients", 2);
+  params.dquery = written.output("dquery");
+  params.dmixing = written.output("dmixing");
   if (params.mixing) {
-    const int block_m =
-        cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
-                       params.value.size[3], cuda::has_terms(params), target_of(target).device)
-            .block_m;
+    const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
+                                       params.value.size[3], cuda::has_terms(params), target.first)
+                            .block_m;
     const int64_t tiles = (n.T + block_m - 1) / block_m;
     check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
     require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery",
@@ -303,7 +288,7 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
     require(!params.dmixing, "dmixing", "comes without mixing");
     check_gradient(params, params.dquery, 1, {n.B, n.H, n.T, n.D}, "dquery");
   }
-  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
+  launch(params, target, [&](auto kernels, auto& to) {
     params.mixing ? kernels.collaborative_attention_queries(params, to)
                   : kernels.gated_attention_queries(params, to);
   });
@@ -311,15 +296,14 @@ void attention_queries(const py::tuple& scores, py::handle value, const py::tupl
 
 // `gradients` is (dbias, doffset_bias), of which one is there: parts of a bias, float, `splits` one
 // behind the other, or two parts of the diagonals of every head.
-void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& mask,
-                    const py::tuple& options, const py::tuple& read, const py::sequence& gradients,
-                    int splits, const py::tuple& target) {
-  check_entries(gradients, 2, "gradients");
+void attention_bias(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
+                    int splits, py::handle cells, const Target& target) {
   cuda::BiasParams params;
   const py::object device = device_of(target);
-  const Sizes n = set_gradient_call(params, scores, value, mask, options, read, splits, device);
-  params.dbias = output(gradients[0], device, "dbias");
-  params.doffset_bias = output(gradients[1], device, "doffset_bias");
+  const Sizes n = set_gradient_call(params, read_call(call, device), read, splits, cells, device);
+  Entries written(gradients, device, "gradients", 2);
+  params.dbias = written.output("dbias");
+  params.doffset_bias = written.output("doffset_bias");
   require(params.terms.bias || !params.dbias, "dbias", "comes without bias");
   require(params.terms.offset_bias || !params.doffset_bias, "doffset_bias",
           "comes without offset_bias");
@@ -327,35 +311,28 @@ void attention_bias(const py::tuple& scores, py::handle value, const py::tuple& 
   const int64_t* const size = params.terms.bias.size;
   check_rows(dtype, params.dbias, {splits * size[0], size[1], size[2], size[3], size[4]}, "dbias");
   const int tile =
-      cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true, target_of(target).device).block_m;
+      cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true, target.first).block_m;
   const int64_t blocks = (n.T + tile - 1) / tile + (n.S + tile - 1) / tile;
   check_rows(dtype, params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
   if (!params.dbias && !params.doffset_bias) return;
   require(splits == 1 || params.dbias, "splits", "is not 1");
-  launch(params, target,
-         [&](auto kernels, const cuda::LaunchTarget& to) { kernels.attention_bias(params, to); });
+  launch(params, target, [&](auto kernels, auto& to) { kernels.attention_bias(params, to); });
 }
 
-// `excluded` [B or 1, S] or None; `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H,
-// T].
-void attention_statistics(const py::tuple& scores, py::handle excluded, const py::tuple& mask,
-                          const py::sequence& outputs, const py::tuple& target) {
+// `results` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle cells,
+                          const Target& target) {
   cuda::StatisticsPass params;
   const py::object device = device_of(target);
-  set_scores(params, scores, device);
-  const Sizes n(params);
-  set_terms(params.terms, scores, device, n);
-  set_statistics(params, n, excluded, outputs, device);
-  params.mask = mask_of(mask, device, n);
-  check_singles(params);
-  set_cells(params, n, mask, device);
-  launch(params, target, [&](auto kernels, const cuda::LaunchTarget& to) {
-    kernels.attention_statistics(params, to);
-  });
+  const CallArguments arguments = read_call(call, device);
+  const Sizes n = set_single_call(params, arguments, false);
+  set_cells(params, n, cells, device);
+  set_statistics(params, arguments, n, results, device);
+  launch(params, target, [&](auto kernels, auto& to) { kernels.attention_statistics(params, to); });
 }
 
 // Fills the cells of a dense mask: a byte for each kCell x kCell pairs.
-void dense_cells(py::handle mask, py::handle cells, const py::tuple& target) {
+void dense_cells(py::handle mask, py::handle cells, const Target& target) {
   const py::object device = device_of(target);
   cuda::DenseCellsParams params;
   params.mask = shape_of(mask, device, "dense_mask");
@@ -372,15 +349,15 @@ void dense_cells(py::handle mask, py::handle cells, const py::tuple& target) {
 // (query rows, keys, features of a slice) of one block of threads.
 py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms,
                    int device) {
-  const cuda::Tiles tiles = cuda::tiles_of(kernel.c_str(), dtype_of(dtype), D, Dv, terms, device);
+  const cuda::Tiles tiles = cuda::tiles_of(kernel, dtype_of(dtype), D, Dv, terms, device);
   return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
 }
 
 #ifdef HK_CHECKS
-void check_wrapper(const std::string& name, const py::sequence& tensors, const py::tuple& target) {
+void check_wrapper(const std::string& name, const py::sequence& tensors, const Target& target) {
   std::vector<hk::Tensor> words;
   for (const py::handle tensor : tensors)
-    words.push_back(needed(tensor, device_of(target), "a tensor"));
+    words.push_back(needed(given(tensor, device_of(target), "a tensor"), "a tensor"));
   cuda::check_wrapper(name, words, target_of(target));
 }
 #endif
@@ -390,6 +367,7 @@ void check_wrapper(const std::string& name, const py::sequence& tensors, const p
 PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
   Torch::get();  // not at the first call, which may be two at once
   m.doc() = "CUDA attention kernels; called by the `cuda` backends, not by users.";
+  m.def("call_fields", &call_fields, "The fields of a call as the arguments of a torch schema.");
   m.def("attention_forward", &attention_forward);
   m.def("attention_closed", &attention_closed);
   m.def("attention_rows", &attention_rows);

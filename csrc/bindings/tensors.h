@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <type_traits>
 
 #include "bindings/checks.h"
 
@@ -44,14 +45,6 @@ inline py::object checked(PyObject* object) {
   return py::reinterpret_steal<py::object>(object);
 }
 
-// Refuses a tuple or list of arguments with fewer than `count` entries.
-inline void check_entries(py::handle entries, Py_ssize_t count, const char* name) {
-  const Py_ssize_t found = PySequence_Size(entries.ptr());
-  if (found < 0) throw py::error_already_set();
-  if (found < count)
-    refuse(name, "has " + std::to_string(found) + " entries, not " + std::to_string(count));
-}
-
 // The C API instead of pybind11's casts: 0.5 us per tensor instead of 1.5.
 inline py::object call(py::handle object, const py::str& method) {
   return checked(PyObject_CallMethodNoArgs(object.ptr(), method.ptr()));
@@ -68,11 +61,15 @@ inline void read_integers(py::handle tuple, int64_t* values) {
   }
 }
 
+inline bool is_tensor(py::handle object) {
+  return PyObject_TypeCheck(object.ptr(),
+                            reinterpret_cast<PyTypeObject*>(Torch::get().tensor.ptr()));
+}
+
 // Pointer, sizes and strides of a tensor on `device`, an object of torch.
 inline Tensor shape_of(py::handle tensor, const py::object& device, const char* name) {
   const Torch& torch = Torch::get();
-  if (!PyObject_TypeCheck(tensor.ptr(), reinterpret_cast<PyTypeObject*>(torch.tensor.ptr())))
-    refuse(name, tensor.is_none() ? "is None" : "is no tensor");
+  if (!is_tensor(tensor)) refuse(name, tensor.is_none() ? "is None" : "is no tensor");
   Tensor result;
   int64_t count = 1;
   try {
@@ -102,18 +99,10 @@ inline Tensor shape_of(py::handle tensor, const py::object& device, const char* 
 // of ops of its own, a gradient may be recorded, and the sign of a negated view is not in memory.
 inline bool is_plain(py::handle tensor, bool recording) {
   const Torch& torch = Torch::get();
-  if (tensor.is_none()) return true;
   const py::handle type = py::type::handle_of(tensor);
   if (!type.is(torch.tensor) && !type.is(torch.parameter)) return false;
   if (recording && attribute(tensor, torch.requires_grad).ptr() == Py_True) return false;
   return call(tensor, torch.is_neg).ptr() == Py_False;
-}
-
-// The same for the first `count` entries of a tuple.
-inline bool are_plain(const py::tuple& arguments, Py_ssize_t count, bool recording) {
-  for (Py_ssize_t i = 0; i < count; ++i)
-    if (!is_plain(PyTuple_GET_ITEM(arguments.ptr(), i), recording)) return false;
-  return true;
 }
 
 inline Element element_of(py::handle dtype, const char* name) {
@@ -136,109 +125,66 @@ inline Given given(py::handle tensor, const py::object& device, const char* name
   return {shape, element_of(attribute(tensor, Torch::get().dtype), name)};
 }
 
-inline Tensor floating(py::handle tensor, const py::object& device, const char* name) {
-  return floating(given(tensor, device, name), name);
+// The entries of a tuple, one after the other.
+class Entries {
+ public:
+  Entries(const py::tuple& tuple, const py::object& device, const char* name, Py_ssize_t count)
+      : tuple_(tuple), device_(device) {
+    const Py_ssize_t found = PyTuple_GET_SIZE(tuple.ptr());
+    if (found != count)
+      refuse(name, "has " + std::to_string(found) + " entries, not " + std::to_string(count));
+  }
+
+  py::handle next() { return PyTuple_GET_ITEM(tuple_.ptr(), next_++); }
+  Given given(const char* name) { return bindings::given(next(), device_, name); }
+  // One that must be there, one that may be absent, and an output, absent where it is empty.
+  Tensor needed(const char* name) { return bindings::needed(given(name), name); }
+  Tensor floating(const char* name) { return bindings::floating(given(name), name); }
+  Tensor output(const char* name) { return bindings::output(given(name), name); }
+
+  // The next field of a call.
+  template <typename T>
+  void read(const char* name, T& field) {
+    if constexpr (std::is_base_of_v<Given, T>)
+      static_cast<Given&>(field) = given(name);
+    else
+      field = py::cast<T>(next());
+  }
+
+ private:
+  const py::tuple& tuple_;
+  const py::object& device_;
+  Py_ssize_t next_ = 0;
+};
+
+inline CallArguments read_call(const py::tuple& call, const py::object& device) {
+  CallArguments result;
+  Py_ssize_t count = 0;
+  result.each([&](const char*, const auto&) { ++count; });
+  Entries fields(call, device, "call", count);
+  result.each([&](const char* name, auto& field) { fields.read(name, field); });
+  return result;
 }
 
-inline Tensor needed(py::handle tensor, const py::object& device, const char* name) {
-  return needed(given(tensor, device, name), name);
-}
-
-inline Tensor output(py::handle tensor, const py::object& device, const char* name) {
-  return output(given(tensor, device, name), name);
-}
-
-// The mask of all kernels: (k_lo, k_hi, key_visible, dense, band_lo, band_hi).
-inline MaskParams mask_of(const py::tuple& mask, const py::object& device, const Sizes& n) {
-  check_entries(mask, 6, "mask");
-  return mask_of({given(mask[0], device, "k_lo"), given(mask[1], device, "k_hi"),
-                  given(mask[2], device, "key_visible"), given(mask[3], device, "dense_mask"),
-                  py::cast<int64_t>(mask[4]), py::cast<int64_t>(mask[5])},
-                 n);
-}
-
-// Gate and dropout: (gate, activation, seed, dropout_p).
-inline void set_head_options(AttentionParams& params, const py::tuple& options,
-                             const py::object& device) {
-  check_entries(options, 4, "options");
-  params.gate = floating(options[0], device, "gate");
-  params.activation = activation_of(py::cast<std::string>(options[1]));
-  const double p = py::cast<double>(options[3]);
-  if (p != 0.0) set_dropout(params.dropout, given(options[2], device, "seed"), p);
-}
-
-// The score terms: (bias, offset_bias, sinks, softcap), or an empty tuple for None.
-inline py::tuple terms_of(const py::tuple& scores) {
-  check_entries(scores, 6, "scores");
-  const py::handle terms = PyTuple_GET_ITEM(scores.ptr(), 5);
-  if (terms.is_none()) return py::tuple();
-  if (!PyTuple_Check(terms.ptr())) refuse("terms", "is no tuple");
-  check_entries(terms, 4, "terms");
-  return py::reinterpret_borrow<py::tuple>(terms);
-}
-
-inline void set_terms(ScoreTerms& terms, const py::tuple& scores, const py::object& device,
-                      const Sizes& n) {
-  const py::tuple parts = terms_of(scores);
-  if (parts.empty()) return;
-  set_terms(terms,
-            {given(parts[0], device, "bias"), given(parts[1], device, "offset_bias"),
-             given(parts[2], device, "sinks"), py::cast<double>(parts[3])},
-            n);
-}
-
-// The inputs of scores: (query, key, mixing, content_bias, scale, terms).
-inline void set_scores(AttentionParams& params, const py::tuple& scores, const py::object& device) {
-  check_entries(scores, 6, "scores");
-  params.query = needed(scores[0], device, "query");
-  params.key = needed(scores[1], device, "key");
-  params.mixing = floating(scores[2], device, "mixing");
-  params.content_bias = floating(scores[3], device, "content_bias");
-  params.scale = py::cast<double>(scores[4]);
-}
-
-// The arguments that every pass over scores shares.
-inline Sizes set_call(AttentionParams& params, const py::tuple& scores, py::handle value,
-                      const py::tuple& mask, const py::tuple& options, const py::object& device) {
-  set_scores(params, scores, device);
-  params.value = needed(value, device, "value");
-  set_head_options(params, options, device);
-  const Sizes n(params);
-  set_terms(params.terms, scores, device, n);
-  params.mask = mask_of(mask, device, n);
-  check_value(params, n);
-  check_gate(params.gate, {n.B, n.H, n.T, params.value.size[3]});
-  return n;
-}
-
-// dbias, doffset_bias and dsinks: `gradients` from index 6 on.
-inline void set_term_gradients(BackwardParams& params, const Sizes& n,
-                               const py::sequence& gradients, const py::object& device) {
-  params.dbias = output(gradients[6], device, "dbias");
-  params.doffset_bias = output(gradients[7], device, "doffset_bias");
-  params.dsinks = output(gradients[8], device, "dsinks");
-  check_term_gradients(params, n);
-}
-
-// `outputs` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
-inline void set_statistics(StatisticsParams& params, const Sizes& n, py::handle excluded,
-                           const py::sequence& outputs, const py::object& device) {
-  check_entries(outputs, 4, "outputs");
-  params.lse = needed(outputs[0], device, "lse");
-  params.max_prob = needed(outputs[1], device, "max_prob");
-  params.entropy = needed(outputs[3], device, "entropy");
-  const Given argmax = given(outputs[2], device, "argmax");
+// (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n,
+                           const py::tuple& results, const py::object& device) {
+  Entries entries(results, device, "results", 4);
+  params.lse = entries.needed("lse");
+  params.max_prob = entries.needed("max_prob");
+  const Given argmax = entries.given("argmax");
   require(static_cast<bool>(argmax), "argmax", "is None");
-  set_statistics(params, n, given(excluded, device, "excluded"), argmax);
+  params.entropy = entries.needed("entropy");
+  set_statistics(params, n, call.exclude_keys, argmax);
 }
 
 // (out, attended, lse), the last two of which are optional.
-inline void set_outputs(ForwardParams& params, const Sizes& n, const py::sequence& outputs,
+inline void set_outputs(ForwardParams& params, const Sizes& n, const py::tuple& results,
                         const py::object& device) {
-  check_entries(outputs, 3, "outputs");
-  params.out = floating(outputs[0], device, "out");
-  params.attended = output(outputs[1], device, "attended");
-  params.lse = output(outputs[2], device, "lse");
+  Entries entries(results, device, "results", 3);
+  params.out = entries.floating("out");
+  params.attended = entries.output("attended");
+  params.lse = entries.output("lse");
   check_outputs(params, n);
 }
 

@@ -3,12 +3,14 @@
 // Python package, registers the same ops for all backends, so where it is loaded the library adds
 // nothing.
 //
-// Schemas, and how results are allocated, are those of heads_kernels/ops/operator.py and
-// attention_statistics/; tests compare them. There are no backward ops: programs that are exported
+// Schemas, and how results are allocated, are those of heads_kernels/ops/attention.py and
+// statistics.py; tests compare them. There are no backward ops: programs that are exported
 // compute no gradients.
 #include <cstring>
 #include <memory>
-#include <utility>
+#include <string>
+#include <type_traits>
+#include <vector>
 
 #include "bindings/checks.h"
 #include "bindings/torch_abi.h"
@@ -27,25 +29,6 @@ __attribute__((weak)) _object* PyDict_GetItemString(_object*, const char*);
 namespace {
 
 using namespace hk::bindings;
-
-#define HK_MASK                                                                       \
-  "SymInt band_lo, SymInt band_hi, Tensor? k_lo, Tensor? k_hi, Tensor? key_visible, " \
-  "Tensor? dense_mask, float scale, float softcap"
-#define HK_ATTENTION                                                                          \
-  "Tensor? gate, Tensor? bias, Tensor? offset_bias, Tensor? sinks, " HK_MASK                  \
-  ", Tensor? seed, str gate_activation, float dropout_p, bool save, str backend) -> (Tensor " \
-  "out, Tensor attended, Tensor lse)"
-
-const char kGatedAttention[] =
-    "gated_attention(Tensor query, Tensor key, Tensor value, " HK_ATTENTION;
-const char kCollaborativeAttention[] =
-    "collaborative_attention(Tensor query, Tensor key, Tensor value, Tensor mixing, Tensor? "
-    "content_bias, " HK_ATTENTION;
-const char kAttentionStatistics[] =
-    "attention_statistics(Tensor query, Tensor key, Tensor? mixing, Tensor? content_bias, Tensor? "
-    "bias, Tensor? offset_bias, Tensor? sinks, " HK_MASK
-    ", Tensor? excluded, str backend) -> (Tensor lse, Tensor max_prob, Tensor argmax, Tensor "
-    "entropy)";
 
 void check(AOTITorchError error) {
   if (error) throw std::runtime_error("heads_kernels: PyTorch failed; its message is above");
@@ -143,29 +126,47 @@ class Arguments {
  public:
   explicit Arguments(const StableIValue* stack) : next_(stack) {}
 
-  Handle tensor() { return Handle(take<AtenTensorHandle>()); }
-
-  Handle optional_tensor() {
-    const std::unique_ptr<StableIValue> held(take<StableIValue*>());
-    return Handle(held ? reinterpret_cast<AtenTensorHandle>(*held) : nullptr);
+  // The fields of a call, and what follows them, the last of which is the backend. Everything is
+  // read before anything is refused, or what is behind it would stay in memory.
+  template <typename... More>
+  CallArguments call(More&... more) {
+    CallArguments result;
+    std::string backend;
+    result.each([&](const char*, auto& field) { read(field); });
+    (read(more), ...);
+    read(backend);
+    if (backend != "cpu")
+      throw std::invalid_argument("backend is '" + backend +
+                                  "', but this library has only 'cpu'; export the program with "
+                                  "tensors on the CPU and without backend=.");
+    auto tensor = tensors_.begin();
+    result.each([&](const char* name, auto& field) {
+      if constexpr (std::is_base_of_v<Given, std::decay_t<decltype(field)>>)
+        static_cast<Given&>(field) = given(*tensor++, name);
+    });
+    return result;
   }
 
-  int64_t integer() { return take<int64_t>(); }
-  double number() { return take<double>(); }
-  bool flag() { return take<bool>(); }
-
-  std::string text() {
+ private:
+  void read(Required&) { tensors_.emplace_back(take<AtenTensorHandle>()); }
+  void read(Given&) {
+    const std::unique_ptr<StableIValue> held(take<StableIValue*>());
+    tensors_.emplace_back(held ? reinterpret_cast<AtenTensorHandle>(*held) : nullptr);
+  }
+  void read(std::string& text) {
     StringHandle const string = take<StringHandle>();
     size_t length = 0;
     const char* characters = "";
     torch_string_length(string, &length);
     torch_string_c_str(string, &characters);
-    const std::string result(characters, length);
+    text.assign(characters, length);
     torch_delete_string(string);
-    return result;
+  }
+  template <typename T>
+  void read(T& value) {
+    value = take<T>();
   }
 
- private:
   template <typename T>
   T take() {
     T value;
@@ -174,55 +175,13 @@ class Arguments {
   }
 
   const StableIValue* next_;
+  std::vector<Handle> tensors_;
 };
 
-struct Call {
-  Handle query, key, value, mixing, content_bias, gate, bias, offset_bias, sinks;
-  int64_t band_lo, band_hi;
-  Handle k_lo, k_hi, key_visible, dense_mask;
-  double scale, softcap;
-
-  void read_terms_and_mask(Arguments& from) {
-    bias = from.optional_tensor();
-    offset_bias = from.optional_tensor();
-    sinks = from.optional_tensor();
-    band_lo = from.integer();
-    band_hi = from.integer();
-    k_lo = from.optional_tensor();
-    k_hi = from.optional_tensor();
-    key_visible = from.optional_tensor();
-    dense_mask = from.optional_tensor();
-    scale = from.number();
-    softcap = from.number();
-  }
-
-  Sizes set_scores(hk::AttentionParams& params) const {
-    params.query = needed(given(query, "query"), "query");
-    params.key = needed(given(key, "key"), "key");
-    params.mixing = floating(given(mixing, "mixing"), "mixing");
-    params.content_bias = floating(given(content_bias, "content_bias"), "content_bias");
-    params.scale = scale;
-    const Sizes n(params);
-    set_terms(
-        params.terms,
-        {given(bias, "bias"), given(offset_bias, "offset_bias"), given(sinks, "sinks"), softcap},
-        n);
-    params.mask =
-        mask_of({given(k_lo, "k_lo"), given(k_hi, "k_hi"), given(key_visible, "key_visible"),
-                 given(dense_mask, "dense_mask"), band_lo, band_hi},
-                n);
-    uint32_t threads;
-    check(torch_get_num_threads(&threads));
-    params.threads = static_cast<int>(threads);
-    return n;
-  }
-};
-
-void check_backend(const std::string& backend) {
-  if (backend != "cpu")
-    throw std::invalid_argument("backend is '" + backend +
-                                "', but this library has only 'cpu'; export the program with "
-                                "tensors on the CPU and without backend=.");
+int threads() {
+  uint32_t count;
+  check(torch_get_num_threads(&count));
+  return static_cast<int>(count);
 }
 
 StableIValue owned(Output& output) {
@@ -230,81 +189,58 @@ StableIValue owned(Output& output) {
 }
 
 // ---------------------------------------------------------------------- ops
-void attention(StableIValue* stack, bool shared) {
-  Arguments from(stack);
-  Call call;
-  call.query = from.tensor();
-  call.key = from.tensor();
-  call.value = from.tensor();
-  if (shared) {
-    call.mixing = from.tensor();
-    call.content_bias = from.optional_tensor();
-  }
-  call.gate = from.optional_tensor();
-  call.read_terms_and_mask(from);
-  const Handle seed = from.optional_tensor();
-  const std::string activation = from.text();
-  const double dropout_p = from.number();
-  const bool save = from.flag();
-  const std::string backend = from.text();
+const std::string kAttention = "attention(" + call_fields() +
+                               ", bool save, str backend) -> (Tensor out, Tensor attended, "
+                               "Tensor lse)";
 
-  check_backend(backend);
+void attention(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  bool save;
+  const CallArguments call = arguments.call(save);
   hk::ForwardParams params;
-  const Given query = given(call.query, "query"), value = given(call.value, "value");
-  const Sizes n = call.set_scores(params);
-  params.value = needed(value, "value");
-  params.gate = floating(given(call.gate, "gate"), "gate");
-  params.activation = activation_of(activation);
-  set_dropout(params.dropout, given(seed, "seed"), dropout_p);
-  check_value(params, n);
+  const Sizes n = set_call(params, call);
+  check_alpha(params.alpha);
+  params.threads = threads();
   const int64_t Dv = params.value.size[3];
-  check_gate(params.gate, {n.B, n.H, n.T, Dv});
   require(Dv > 0 || !save, "value", "has no columns");
-
-  const Given& like = shared ? value : query;
-  const Element compute = compute_dtype(query.element);
+  const Given& like = params.mixing ? call.value : call.query;
+  const Element compute = compute_dtype(like.element);
   Output out = heads_as(like, n.B, n.H, n.T, Dv);
   Output attended =
       save && params.gate ? heads_as(like, n.B, n.H, n.T, Dv) : Output({0}, like.element);
-  Output lse = save ? Output({n.B, n.H, n.T}, compute) : Output({0}, compute);
+  Output lse = !save          ? Output({0}, compute)
+               : params.alpha ? Output({2, n.B, n.H, n.T}, compute)
+                              : Output({n.B, n.H, n.T}, compute);
   params.out = output(out.given, "out");
   params.attended = output(attended.given, "attended");
   params.lse = output(lse.given, "lse");
   check_outputs(params, n);
   if (params.out) {
     const hk::Kernels& k = hk::kernels();
-    (shared ? k.collaborative_attention_forward : k.gated_attention_forward)(params);
+    (params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward)(params);
   }
   stack[0] = owned(out);
   stack[1] = owned(attended);
   stack[2] = owned(lse);
 }
 
-void gated_attention(StableIValue* stack, uint64_t, uint64_t) { attention(stack, false); }
-
-void collaborative_attention(StableIValue* stack, uint64_t, uint64_t) { attention(stack, true); }
+const std::string kStatistics = "attention_statistics(" + call_fields() +
+                                ", str backend) -> (Tensor lse, Tensor max_prob, Tensor argmax, "
+                                "Tensor entropy)";
 
 void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments from(stack);
-  Call call;
-  call.query = from.tensor();
-  call.key = from.tensor();
-  call.mixing = from.optional_tensor();
-  call.content_bias = from.optional_tensor();
-  call.read_terms_and_mask(from);
-  const Handle excluded = from.optional_tensor();
-  const std::string backend = from.text();
-
-  check_backend(backend);
+  Arguments arguments(stack);
+  const CallArguments call = arguments.call();
   hk::StatisticsParams params;
-  const Sizes n = call.set_scores(params);
-  const Element compute = compute_dtype(static_cast<Element>(params.query.dtype));
+  const Sizes n = set_call(params, call, false);
+  params.threads = threads();
+  const Element compute = compute_dtype(call.query.element);
   Output lse({n.B, n.H, n.T}, compute), max_prob({n.B, n.H, n.T}, compute);
   Output argmax({n.B, n.H, n.T}, Element::kInt64), entropy({n.B, n.H, n.T}, compute);
   params.lse = floating(lse.given, "lse");
   params.max_prob = floating(max_prob.given, "max_prob");
   params.entropy = floating(entropy.given, "entropy");
-  set_statistics(params, n, given(excluded, "excluded"), argmax.given);
+  set_statistics(params, n, call.exclude_keys, argmax.given);
   hk::kernels().attention_statistics(params);
   stack[0] = owned(lse);
   stack[1] = owned(max_prob);
@@ -327,11 +263,10 @@ const bool registered = [] {
   constexpr uint64_t kVersion = uint64_t{2} << 56 | uint64_t{10} << 48;  // of the ABI: PyTorch 2.10
   TorchLibraryHandle schemas, kernels;
   check(aoti_torch_library_init_def("heads_kernels", __FILE__, __LINE__, &schemas));
-  for (const char* schema : {kGatedAttention, kCollaborativeAttention, kAttentionStatistics})
-    check(aoti_torch_library_def(schemas, schema));
+  for (const std::string& schema : {kAttention, kStatistics})
+    check(aoti_torch_library_def(schemas, schema.c_str()));
   check(aoti_torch_library_init_impl("heads_kernels", "CPU", __FILE__, __LINE__, &kernels));
-  check(torch_library_impl(kernels, "gated_attention", &gated_attention, kVersion));
-  check(torch_library_impl(kernels, "collaborative_attention", &collaborative_attention, kVersion));
+  check(torch_library_impl(kernels, "attention", &attention, kVersion));
   check(torch_library_impl(kernels, "attention_statistics", &attention_statistics, kVersion));
   return true;
 }();

@@ -12,8 +12,7 @@ namespace hk {
 
 enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-// kLinear is the identity of which 0 closes no head: `lse` is asked for of every head.
-enum class Activation : int { kIdentity, kSigmoid, kSoftplus, kLinear };
+enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
 
 // A number of the call as double, which the CPU kernels need for float64, and as float, which the
 // CUDA kernels use: a conversion there would stand in their loops, where registers are short.

@@ -20,7 +20,7 @@ HK_DEVICE float load_number(const void* data, DType dtype, int64_t index) {
 }
 
 HK_DEVICE float activate(Activation activation, float value) {
-  if (activation == Activation::kIdentity || activation == Activation::kLinear) return value;
+  if (activation == Activation::kIdentity) return value;
   const float e = expf(-fabsf(value));
   if (activation == Activation::kSigmoid) return (value >= 0.0f ? 1.0f : e) / (1.0f + e);
   return fmaxf(value, 0.0f) + log1pf(e);

@@ -2,6 +2,7 @@
 
 Its kernels are in `csrc/cpu/` and run on PyTorch's thread pool. A call without mixing runs the kernels of gated
 attention, with entmax if it has `alpha`.
+Tuples arrive there whole: an empty tensor is one that is not requested.
 """
 
 from __future__ import annotations
@@ -11,42 +12,27 @@ from torch import Tensor
 
 from heads_kernels import _cpu
 from heads_kernels.call import Call
-from heads_kernels.ops.arguments import asked_for, mask_of, options_of, scores_of
 from heads_kernels.ops.attention import Gradients, Results, Saved
+from heads_kernels.ops.library import check_fields
 from heads_kernels.ops.statistics import AttentionStatistics
+
+check_fields(_cpu)
 
 
 def attend(call: Call, recording: bool) -> Tensor | None:
     """Return the output of a call without dropout, or None if the call has to run as an op.
 
-    That is the case for entmax, for empty outputs, and for tensors that are more than their memory: subclasses,
-    negated views and, while `recording`, tensors that require a gradient.
+    That is the case for empty outputs, and for tensors that are more than their memory: subclasses, negated views and,
+    while `recording`, tensors that require a gradient.
     """
-    if call.alpha is not None:
-        return None
-    return _cpu.attend(
-        scores_of(call),
-        call.value,
-        mask_of(call.intervals),
-        options_of(call),
-        recording,
-        torch.get_num_threads(),
-    )
+    return _cpu.attend(call, recording, torch.get_num_threads())
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
     if not call.value.shape[-1]:
         call, results = _of_one_column(call, results)
-    _cpu.attention_forward(
-        scores_of(call),
-        call.value,
-        mask_of(call.intervals),
-        options_of(call),
-        [asked_for(result) for result in results],
-        torch.get_num_threads(),
-        call.alpha,
-    )
+    _cpu.attention_forward(call, results, torch.get_num_threads())
 
 
 def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
@@ -58,25 +44,9 @@ def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
 
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`, except empty ones."""
-    _cpu.attention_backward(
-        scores_of(call),
-        call.value,
-        mask_of(call.intervals),
-        options_of(call),
-        call.closed_grad,
-        saved,
-        [asked_for(gradient) for gradient in gradients],
-        torch.get_num_threads(),
-        call.alpha,
-    )
+    _cpu.attention_backward(call, saved, gradients, torch.get_num_threads())
 
 
 def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results`."""
-    _cpu.attention_statistics(
-        scores_of(call),
-        call.exclude_keys,
-        mask_of(call.intervals),
-        tuple(results),
-        torch.get_num_threads(),
-    )
+    _cpu.attention_statistics(call, results, torch.get_num_threads())

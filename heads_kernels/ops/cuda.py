@@ -15,14 +15,6 @@ from torch import Tensor
 
 from heads_kernels.backends import CUDA_EMULATED
 from heads_kernels.call import Call
-from heads_kernels.ops.arguments import (
-    Options,
-    Scores,
-    asked_for,
-    mask_of,
-    options_of,
-    scores_of,
-)
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.buffers import (
     SHORT_QUERY,
@@ -34,6 +26,7 @@ from heads_kernels.ops.buffers import (
     sum_parts,
 )
 from heads_kernels.ops.gate import can_close, is_elementwise
+from heads_kernels.ops.library import check_fields
 from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING or not CUDA_EMULATED:
@@ -41,22 +34,13 @@ if TYPE_CHECKING or not CUDA_EMULATED:
 else:
     from heads_kernels import _cuda_emulated as _cuda
 
+check_fields(_cuda)
+
 #: Query rows and keys in a cell of a dense mask (kCell of csrc/cuda/kernels.h).
 _CELL = 32
 
-#: k_lo, k_hi, key_visible, dense, band_lo, band_hi, cells of the dense mask
-_Mask = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int, int, Tensor | None]
 #: dattended, lse, delta
 _Read = tuple[Tensor, Tensor, Tensor]
-
-
-class _Arguments(NamedTuple):
-    """The arguments of every pass over scores."""
-
-    scores: Scores
-    value: Tensor
-    mask: _Mask
-    options: Options
 
 
 class _Tiles(NamedTuple):
@@ -69,10 +53,9 @@ class _Tiles(NamedTuple):
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
-    outputs = [results.out, asked_for(results.attended), asked_for(results.lse)]
-    splits = _splits(call)
+    call, splits = _single(call), _splits(call)
     parts = split_attended(results.out, splits) if splits else None
-    _cuda.attention_forward(*_arguments(call), outputs, parts, _launch_target(results.out))
+    _cuda.attention_forward(call, results, parts, _dense_cells(call), _launch_target(results.out))
 
 
 def _splits(call: Call) -> int:
@@ -97,47 +80,38 @@ def is_decoding(call: Call) -> bool:
 
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`, except empty ones."""
-    arguments, dout = _arguments(call), contiguous_rows(saved.dout)
-    gate, activation, seed, dropout_p = arguments.options
-    delta, dattended = _rows_pass(arguments, dout, saved, gradients)
-    if (
-        call.closed_grad
-        and gradients.dgate.numel()
-        and gate is not None
-        and can_close(gate, activation)
-    ):
-        _cuda.attention_closed(*arguments, dout, gradients.dgate, _launch_target(dout))
+    call, dout, cells = _single(call), contiguous_rows(saved.dout), _dense_cells(call)
+    gate = call.gate
+    delta, dattended = _rows_pass(call, dout, saved, gradients)
+    closes = gate is not None and can_close(gate, call.gate_activation)
+    if call.closed_grad and gradients.dgate.numel() and closes:
+        _cuda.attention_closed(call, dout, gradients.dgate, cells, _launch_target(dout))
     if dattended is not dout:  # it includes the gate
-        arguments = arguments._replace(options=(None, activation, seed, dropout_p))
+        call = call._replace(gate=None)
     read = dattended, saved.lse, delta
-    _keys_pass(call, arguments, read, gradients)
-    _queries_pass(call, arguments, read, gradients)
-    _bias_pass(call, arguments, read, gradients)
+    _keys_pass(call, read, cells, gradients)
+    _queries_pass(call, read, cells, gradients)
+    _bias_pass(call, read, cells, gradients)
 
 
 def _rows_pass(
-    arguments: _Arguments, dout: Tensor, saved: Saved, gradients: Gradients
+    call: Call, dout: Tensor, saved: Saved, gradients: Gradients
 ) -> tuple[Tensor, Tensor]:
     """Fill `dgate` of open heads and `dsinks`; returns `delta`, and `dout` times the gate if it is elementwise."""
     delta = torch.empty_like(saved.lse)
-    gate = arguments.options[0]
     product = None
-    if gate is not None and is_elementwise(gate):
+    if call.gate is not None and is_elementwise(call.gate):
         product = torch.empty_like(saved.attended)
-    read = dout, saved.attended, saved.lse, saved.dlse
-    written = delta, asked_for(gradients.dgate), product, asked_for(gradients.dsinks)
-    _cuda.attention_rows(*arguments, read, written, _launch_target(dout))
+    read = saved._replace(dout=dout)
+    written = delta, gradients.dgate, product, gradients.dsinks
+    _cuda.attention_rows(call, read, written, _launch_target(dout))
     return delta, dout if product is None else product
 
 
-def _keys_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradients) -> None:
+def _keys_pass(call: Call, read: _Read, cells: Tensor | None, gradients: Gradients) -> None:
     """Fill `dkey`, `dvalue` and `dcontent_bias`."""
-    dkey, dvalue, dcontent_bias = (
-        gradients.dkey,
-        gradients.dvalue,
-        asked_for(gradients.dcontent_bias),
-    )
-    if not (dkey.numel() or dvalue.numel() or dcontent_bias is not None):
+    dkey, dvalue, dcontent_bias = gradients.dkey, gradients.dvalue, gradients.dcontent_bias
+    if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
         return
     B, H, S, width = call.B, call.H, call.S, call.D
     tiles = _tiles(call, "keys")
@@ -151,20 +125,20 @@ def _keys_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
         splits = splits_of(groups, B * -(-S // tiles.block_n) * slices, call.key)
         dvalue_parts = dvalue
     dkey_parts = split_parts(dkey, splits)
-    written = asked_for(dkey_parts), asked_for(dvalue_parts), dcontent_bias
-    _cuda.attention_keys(*arguments, read, written, splits, _launch_target(read[0]))
+    written = dkey_parts, dvalue_parts, dcontent_bias
+    _cuda.attention_keys(call, read, written, splits, cells, _launch_target(read[0]))
     sum_parts(dkey_parts, dkey, splits)
     sum_parts(dvalue_parts, dvalue, splits)
 
 
-def _queries_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradients) -> None:
+def _queries_pass(call: Call, read: _Read, cells: Tensor | None, gradients: Gradients) -> None:
     """Fill `dquery` and `dmixing`."""
-    dquery, dmixing = gradients.dquery, asked_for(gradients.dmixing)
-    if not dquery.numel() and dmixing is None:
+    dquery, dmixing = gradients.dquery, gradients.dmixing
+    if not (dquery.numel() or dmixing.numel()):
         return
-    target, closed_grad = _launch_target(read[0]), call.closed_grad
+    target = _launch_target(read[0])
     if call.mixing is None:
-        _cuda.attention_queries(*arguments, read, (dquery, None), 1, closed_grad, target)
+        _cuda.attention_queries(call, read, (dquery, dmixing), 1, cells, target)
         return
     B, H, T, width = call.B, call.H, call.T, call.D
     if H == 0:
@@ -174,14 +148,14 @@ def _queries_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gra
     row_tiles = -(-T // tiles.block_m)
     splits = splits_of(H, B * row_tiles * -(-width // tiles.slice), dquery)
     parts = split_parts(dquery, splits, torch.float32)
-    rows = None if dmixing is None else dmixing.new_empty((B, row_tiles, H, width))
-    _cuda.attention_queries(*arguments, read, (asked_for(parts), rows), splits, closed_grad, target)
+    rows = dmixing.new_empty((B, row_tiles, H, width) if dmixing.numel() else 0)
+    _cuda.attention_queries(call, read, (parts, rows), splits, cells, target)
     sum_parts(parts, dquery, splits)
-    if rows is not None:
+    if dmixing.numel():
         torch.sum(rows, 1, out=dmixing)
 
 
-def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradients) -> None:
+def _bias_pass(call: Call, read: _Read, cells: Tensor | None, gradients: Gradients) -> None:
     """Fill `dbias` or `doffset_bias`."""
     dbias, doffset_bias = gradients.dbias, gradients.doffset_bias
     B, H, T, S = call.sizes
@@ -195,13 +169,13 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
         shares = B * H // max(B1 * B2 * owners[0], 1)
         splits = splits_of(shares, blocks, call.query)
         parts = split_parts(dbias, splits)
-        _cuda.attention_bias(*arguments, read, (parts, None), splits, target)
+        _cuda.attention_bias(call, read, (parts, None), splits, cells, target)
         sum_parts(parts, dbias, splits)
     if doffset_bias.numel():
         # Offset j - i is in column j - i + row_tiles * block of both parts.
         row_tiles, key_tiles = -(-T // block), -(-S // block)
         parts = doffset_bias.new_zeros((2, B, H, (row_tiles + key_tiles) * block))
-        _cuda.attention_bias(*arguments, read, (None, parts), 1, target)
+        _cuda.attention_bias(call, read, (None, parts), 1, cells, target)
         if T and S:
             first = row_tiles * block - (T - 1)
             columns = slice(first, first + doffset_bias.shape[2])
@@ -212,35 +186,32 @@ def _bias_pass(call: Call, arguments: _Arguments, read: _Read, gradients: Gradie
 
 def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results` of `attention_statistics`: lse, max_prob, argmax, entropy."""
-    target = _launch_target(results[0])
-    _cuda.attention_statistics(
-        _scores(call), call.exclude_keys, _mask(call), tuple(results), target
-    )
+    call = _single(call)
+    _cuda.attention_statistics(call, results, _dense_cells(call), _launch_target(results[0]))
 
 
-def _arguments(call: Call) -> _Arguments:
-    gate, activation, seed, dropout_p = options_of(call)
-    options = _single(gate), activation, seed, dropout_p
-    return _Arguments(_scores(call), call.value, _mask(call), options)
-
-
-def _scores(call: Call) -> Scores:
-    query, key, mixing, content_bias, scale, terms = scores_of(call)
-    if terms is not None:
-        bias, offset_bias, sinks, softcap = terms
-        terms = _single(bias), _single(offset_bias), _single(sinks), softcap
-    return query, key, _single(mixing), _single(content_bias), scale, terms
-
-
-def _mask(call: Call) -> _Mask:
-    return *mask_of(call.intervals), _dense_cells(call.dense_mask)
-
-
-def _single(tensor: Tensor | None) -> Tensor | None:
-    """A gate, mixing, bias or sinks as float32 if it is float64, which the kernels do not support.
+def _single(call: Call) -> Call:
+    """The call with float32 in the place of float64, which the kernels do not support and the query does not have.
 
     Kernels skip exact zeros, so a number that underflows becomes the smallest normal one.
     """
+    operands = (
+        call.mixing, call.content_bias, call.gate, call.bias, call.offset_bias, call.sinks,
+    )  # fmt: skip
+    if all(each is None or each.dtype != torch.float64 for each in operands):
+        return call
+    mixing, content_bias, gate, bias, offset_bias, sinks = map(_narrowed, operands)
+    return call._replace(
+        mixing=mixing,
+        content_bias=content_bias,
+        gate=gate,
+        bias=bias,
+        offset_bias=offset_bias,
+        sinks=sinks,
+    )
+
+
+def _narrowed(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or tensor.dtype != torch.float64:
         return tensor
     narrow = tensor.float()
@@ -248,8 +219,9 @@ def _single(tensor: Tensor | None) -> Tensor | None:
     return torch.where((narrow == 0) & (tensor != 0), least, narrow)
 
 
-def _dense_cells(dense: Tensor | None) -> Tensor | None:
+def _dense_cells(call: Call) -> Tensor | None:
     """For each cell of a dense mask whether it hides all, none or some pairs: uint8, broadcast like the mask."""
+    dense = call.dense_mask
     if dense is None:
         return None
     B, H, T, S = dense.shape

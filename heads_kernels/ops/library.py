@@ -102,6 +102,14 @@ def check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> 
                 refuse(name, f"has stride {tensor.stride(-1)} in its last dimension", "it needs 1")
 
 
+def check_fields(extension: Any) -> None:
+    """Refuse a compiled extension that reads other fields of a `Call` (csrc/bindings/checks.h)."""
+    if extension.call_fields() != FIELDS:
+        raise ImportError(
+            f"{extension.__name__} was built from other sources than this package: build it again (pip install .)"
+        )
+
+
 @functools.cache
 def load(name: str) -> ModuleType:
     """The module of backend `name`, imported the first time an op runs on it."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from heads_kernels.call import OPERANDS
-from tests.ops.calls import OPERATORS
+from heads_kernels.call import OPERANDS, Call
+from heads_kernels.ops.attention import Results, Saved, attention_op, backward_op
 
 cpu = pytest.importorskip("heads_kernels._cpu", reason="pip install, with a C++ compiler")
 try:
@@ -24,10 +24,9 @@ pytestmark = pytest.mark.check
 
 B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
 HERE = (0, 0)
-NAMES = {False: "gated_attention", True: "collaborative_attention"}
 needs_emulator = pytest.mark.skipif(cuda is None, reason="python setup.py emulator")
 
-Call = dict[str, Any]
+Tensors = dict[str, Any]
 
 
 def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -38,7 +37,7 @@ def rows(*sizes: int) -> Tensor:
     return empty(*sizes, dtype=torch.float32)
 
 
-def call(shared: bool, splits: int = 2) -> Call:
+def call(shared: bool, splits: int = 2) -> Tensors:
     """A valid call of every pass, by the names of its tensors; parts of gradients by `splits`."""
     return {
         "query": empty(B, T, D) if shared else empty(B, H, T, D),
@@ -54,7 +53,7 @@ def call(shared: bool, splits: int = 2) -> Call:
         "bias": None if shared else torch.zeros(1, B, 1, T, S),
         "offset_bias": torch.zeros(H, T + S - 1) if shared else None,
         "sinks": torch.zeros(H),
-        "excluded": torch.zeros(1, S, dtype=torch.bool),
+        "exclude_keys": torch.zeros(1, S, dtype=torch.bool),
         "gate": torch.ones(H),
         "seed": torch.zeros(5, dtype=torch.int64),
         "out": empty(B, H, T, Dv),
@@ -81,7 +80,7 @@ def call(shared: bool, splits: int = 2) -> Call:
     }
 
 
-def of_entmax() -> Call:
+def of_entmax() -> Tensors:
     """A valid call with `alpha`, which has no sinks and no gradient of lse."""
     absent = dict.fromkeys(("sinks", "dsinks", "dlse"))
     return {
@@ -93,7 +92,7 @@ def of_entmax() -> Call:
     }
 
 
-def of_cpu(shared: bool) -> Call:
+def of_cpu(shared: bool) -> Tensors:
     """The same with gradients as the CPU writes them."""
     c = call(shared)
     like = {f"d{name}": torch.zeros_like(c[name]) for name in ("query", "key", "value")}
@@ -103,78 +102,76 @@ def of_cpu(shared: bool) -> Call:
     return {**c, **like}
 
 
-def arguments(c: Call) -> tuple[Any, ...]:
-    terms = c["bias"], c["offset_bias"], c["sinks"], 2.0
-    scores = c["query"], c["key"], c["mixing"], c["content_bias"], 0.5, terms
-    mask = c["k_lo"], c["k_hi"], c["key_visible"], c["dense_mask"], -S, S
-    return scores, c["value"], mask, (c["gate"], "identity", c["seed"], 0.5)
+def fields(c: Tensors) -> Call:
+    tensors = {name: c[name] for name in Call._fields if name in c}
+    return Call(**tensors, band_lo=-S, band_hi=S, scale=0.5, softcap=2.0, dropout_p=0.5)
 
 
-def cuda_arguments(c: Call) -> tuple[Any, ...]:
-    scores, value, mask, options = arguments(c)
-    return scores, value, (*mask, c["dense_cells"]), options
+def named(c: Tensors, *names: str) -> tuple[Any, ...]:
+    return tuple(c[name] for name in names)
 
 
-def cpu_forward(c: Call) -> None:
-    cpu.attention_forward(*arguments(c), (c["out"], c["attended"], c["lse"]), 1, c["alpha"])
+def cpu_forward(c: Tensors) -> None:
+    cpu.attention_forward(fields(c), named(c, *Results._fields), 1)
 
 
-def cpu_backward(c: Call) -> None:
-    names = [f"d{name}" for name in OPERANDS]
-    saved = c["dout"], c["attended"], c["lse"], c["dlse"]
-    gradients = tuple(c[name] for name in names)
-    cpu.attention_backward(*arguments(c), True, saved, gradients, 1, c["alpha"])
+def cpu_backward(c: Tensors) -> None:
+    cpu.attention_backward(fields(c), named(c, *Saved._fields), named(c, *GRADIENTS), 1)
 
 
-def entmax_forward(c: Call) -> None:
+def entmax_forward(c: Tensors) -> None:
     cpu_forward(c)
 
 
-def entmax_backward(c: Call) -> None:
+def entmax_backward(c: Tensors) -> None:
     cpu_backward(c)
 
 
-def cpu_statistics(c: Call) -> None:
-    scores, _, mask, _ = arguments(c)
-    outputs = tuple(c[name] for name in ("lse", "max_prob", "argmax", "entropy"))
-    cpu.attention_statistics(scores, c["excluded"], mask, outputs, 1)
+def of_statistics(c: Tensors) -> tuple[Call, tuple[Any, ...]]:
+    return fields(c)._replace(value=None), named(c, "lse", "max_prob", "argmax", "entropy")
 
 
-def forward(c: Call) -> None:
-    cuda.attention_forward(*cuda_arguments(c), (c["out"], c["attended"], c["lse"]), None, HERE)
+def cpu_statistics(c: Tensors) -> None:
+    cpu.attention_statistics(*of_statistics(c), 1)
 
 
-def closed(c: Call) -> None:
-    cuda.attention_closed(*cuda_arguments(c), c["dout"], c["dgate"], HERE)
+def forward(c: Tensors) -> None:
+    cuda.attention_forward(fields(c), named(c, *Results._fields), None, c["dense_cells"], HERE)
 
 
-def first(c: Call) -> None:
-    read = c["dout"], c["attended"], c["lse"], c["dlse"]
-    written = c["delta"], c["dgate"], c["dattended"], c["dsinks"]
-    cuda.attention_rows(*cuda_arguments(c), read, written, HERE)
+def closed(c: Tensors) -> None:
+    cuda.attention_closed(fields(c), c["dout"], c["dgate"], c["dense_cells"], HERE)
 
 
-def keys(c: Call) -> None:
-    read = c["dout"], c["lse"], c["delta"]
-    gradients = c["dkey"], c["dvalue"], c["dcontent_bias"]
-    cuda.attention_keys(*cuda_arguments(c), read, gradients, 2, HERE)
+def first(c: Tensors) -> None:
+    written = named(c, "delta", "dgate", "dattended", "dsinks")
+    cuda.attention_rows(fields(c), named(c, *Saved._fields), written, HERE)
 
 
-def queries(c: Call) -> None:
-    read, gradients = (c["dout"], c["lse"], c["delta"]), (c["dquery"], c["dmixing"])
-    cuda.attention_queries(*cuda_arguments(c), read, gradients, 1, True, HERE)
+def keys(c: Tensors) -> None:
+    written = named(c, "dkey", "dvalue", "dcontent_bias")
+    cuda.attention_keys(fields(c), named(c, *_READ), written, 2, c["dense_cells"], HERE)
 
 
-def of_bias(c: Call) -> None:
-    read, gradients = (c["dout"], c["lse"], c["delta"]), (c["dbias"], c["doffset_bias"])
-    cuda.attention_bias(*cuda_arguments(c), read, gradients, 1 if c["dbias"] is None else 2, HERE)
+def queries(c: Tensors) -> None:
+    written = named(c, "dquery", "dmixing")
+    cuda.attention_queries(fields(c), named(c, *_READ), written, 1, c["dense_cells"], HERE)
 
 
-def cells(c: Call) -> None:
+def of_bias(c: Tensors) -> None:
+    written, splits = named(c, "dbias", "doffset_bias"), 1 if c["dbias"] is None else 2
+    cuda.attention_bias(fields(c), named(c, *_READ), written, splits, c["dense_cells"], HERE)
+
+
+def cuda_statistics(c: Tensors) -> None:
+    cuda.attention_statistics(*of_statistics(c), c["dense_cells"], HERE)
+
+
+def cells(c: Tensors) -> None:
     cuda.dense_cells(c["dense_mask"], c["dense_cells"], HERE)
 
 
-Pass = Callable[[Call], None]
+Pass = Callable[[Tensors], None]
 _TERMS = ("bias", "offset_bias", "sinks")
 _SCORES = (
     "query",
@@ -196,7 +193,7 @@ GRADIENTS = [f"d{name}" for name in OPERANDS]
 PASSES: dict[Pass, tuple[str, ...]] = {
     cpu_forward: (*_CALL, "out", "attended", "lse"),
     cpu_backward: (*_CALL, "dout", "attended", "lse", "dlse", *GRADIENTS),
-    cpu_statistics: (*_SCORES, "excluded", "lse", "max_prob", "argmax", "entropy"),
+    cpu_statistics: (*_SCORES, "exclude_keys", "lse", "max_prob", "argmax", "entropy"),
     entmax_forward: ("alpha",),
     entmax_backward: ("alpha", "dalpha"),
 }  # fmt: skip
@@ -207,6 +204,15 @@ CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
     keys: (*_TILED, *_READ, "dkey", "dvalue", "dcontent_bias"),
     queries: (*_TILED, *_READ, "dquery", "dmixing"),
     of_bias: (*_TILED, *_READ, "dbias", "doffset_bias"),
+    cuda_statistics: (
+        *_SCORES,
+        "exclude_keys",
+        "dense_cells",
+        "lse",
+        "max_prob",
+        "argmax",
+        "entropy",
+    ),
     cells: ("dense_mask", "dense_cells"),
 }
 if cuda is not None:
@@ -217,7 +223,7 @@ OPTIONAL = {
     "content_bias",
     "key_visible",
     "dense_mask",
-    "excluded",
+    "exclude_keys",
     "gate",
     "attended",
     "lse",
@@ -228,15 +234,15 @@ OPTIONAL = {
 }
 #: But these passes need it.
 NEEDED = {
-    (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (first, "attended"), (first, "lse"),
-    (entmax_forward, "alpha"), (entmax_backward, "alpha"),
+    (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (cuda_statistics, "lse"),
+    (first, "attended"), (first, "lse"), (entmax_forward, "alpha"), (entmax_backward, "alpha"),
     (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"),
     (first, "sinks"), (cells, "dense_mask"), *((cpu_backward, name) for name in _TERMS), (of_bias, "bias"),
     (of_bias, "offset_bias"),
 }  # fmt: skip
 #: Outputs of passes that may be empty.
 OUTPUTS = {
-    cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"},
+    cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"}, first: {"dgate", "dsinks"},
     cpu_backward: GRADIENTS, entmax_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS, of_bias: GRADIENTS,
 }  # fmt: skip
 
@@ -265,7 +271,7 @@ SPOILED: dict[str, Callable[[Tensor], Any]] = {
 NAMED = ("None", "scalar", "another rank", "another kind", "list", "meta", "sparse", "freed")
 
 
-def made(run: Pass, shared: bool) -> Call:
+def made(run: Pass, shared: bool) -> Tensors:
     if run in (entmax_forward, entmax_backward):
         return of_entmax()
     return of_cpu(shared) if run.__name__.startswith("cpu") else call(shared)
@@ -310,8 +316,8 @@ def test_every_tensor_of_a_pass(run: Pass, shared: bool) -> None:
             run(spoiled)
 
 
-def cpu_attend(c: Call) -> None:
-    cpu.attend(*arguments(c), False, 1)
+def cpu_attend(c: Tensors) -> None:
+    cpu.attend(fields(c), False, 1)
 
 
 @pytest.mark.parametrize("run", [*PASSES, cpu_attend], ids=lambda run: run.__name__)
@@ -332,32 +338,25 @@ def test_tuples_that_are_too_short(run: Pass, monkeypatch: pytest.MonkeyPatch) -
     for at, each in enumerate(given):
         if not isinstance(each, tuple):
             continue
-        spoiled = [((), "entries"), (each[:1], "entries")]
-        if at == 0 and len(each) == 6:  # scores
-            terms = each[5]
-            spoiled += [((*each[:5], t), "entries") for t in ((), terms[:3])]
-            spoiled += [((*each[:5], list(terms)), "terms is no tuple")]
-        for short, words in spoiled:
-            with pytest.raises(ValueError, match=rf"{words}.*does not fit"):
+        for short in ((), each[:1]):
+            words = "incompatible" if each is HERE else r"entries.*does not fit"
+            with pytest.raises((ValueError, TypeError), match=words):
                 function(*given[:at], short, *given[at + 1 :])
 
 
 @pytest.mark.parametrize("how", ["threads", "band", "dropout_p", "activation", "seed"])
 def test_numbers_that_do_not_fit(how: str) -> None:
     c = of_cpu(shared=False)
-    scores, value, mask, options = arguments(c)
-    threads = 0 if how == "threads" else 1
-    if how == "band":
-        mask = (*mask[:4], -(2**40), S)
-    if how == "dropout_p":
-        options = (*options[:3], float("nan"))
-    if how == "activation":
-        options = (options[0], "relu", *options[2:])
-    if how == "seed":
-        options = (*options[:2], None, options[3])
-    outputs = c["out"], c["attended"], c["lse"]
+    wrong: dict[str, Any] = {
+        "threads": {},
+        "band": {"band_lo": -(2**40)},
+        "dropout_p": {"dropout_p": float("nan")},
+        "activation": {"gate_activation": "relu"},
+        "seed": {"seed": None},
+    }
+    call, threads = fields(c)._replace(**wrong[how]), 0 if how == "threads" else 1
     with pytest.raises(ValueError, match=how):
-        cpu.attention_forward(scores, value, mask, options, outputs, threads, None)
+        cpu.attention_forward(call, named(c, *Results._fields), threads)
 
 
 @pytest.mark.parametrize("name", ["dlse", "sinks"])
@@ -392,12 +391,12 @@ def test_rows_that_are_not_contiguous_for_cuda() -> None:
 @needs_emulator
 @pytest.mark.parametrize("shared", [False, True])
 def test_parts_of_split_keys(shared: bool) -> None:
-    def run(c: Call, **changes: Any) -> None:
+    def run(c: Tensors, **changes: Any) -> None:
         heads = c["out"].shape[:3]
         given = {"acc": rows(3, *c["out"].shape), "row_max": rows(3, *heads)}
         given |= {"row_sum": rows(3, *heads), **changes}
-        outputs = c["out"], c["attended"], c["lse"]
-        cuda.attention_forward(*cuda_arguments(c), outputs, tuple(given.values()), HERE)
+        parts, results = tuple(given.values()), named(c, *Results._fields)
+        cuda.attention_forward(fields(c), results, parts, c["dense_cells"], HERE)
 
     c = call(shared=shared)
     run(c)
@@ -432,21 +431,12 @@ def test_tiles_of_a_kernel_that_is_not_there() -> None:
 
 
 # ---------------------------------------------------------------------- the ops
-def op_arguments(shared: bool, backward: bool) -> Call:
+def op_arguments(shared: bool, backward: bool) -> Tensors:
     """Arguments of an op by name, in its order; a valid call."""
-    c = {**of_cpu(shared), "band_lo": -S, "band_hi": S, "scale": 0.5, "softcap": 2.0}
-    c |= {"gate_activation": "identity", "dropout_p": 0.5, "save": True, "closed_grad": True}
-    c["needs"] = [True] * len(OPERATORS[NAMES[shared]].operands)
-    names = (
-        *OPERATORS[NAMES[shared]].types,
-        *(("closed_grad", "needs") if backward else ("save",)),
-    )
-    saved = ("dout", "attended", "lse", "dlse") if backward else ()
-    return {n: c[n] for n in (*saved, *names)}
-
-
-def op_of(shared: bool, backward: bool) -> Any:
-    return OPERATORS[NAMES[shared]].backward_op if backward else OPERATORS[NAMES[shared]].forward_op
+    c = of_cpu(shared)
+    saved = {name: c[name] for name in Saved._fields} if backward else {}
+    rest = {"needs": [True] * len(OPERANDS)} if backward else {"save": True}
+    return {**saved, **fields(c)._replace(exclude_keys=None)._asdict(), **rest}
 
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:
@@ -465,7 +455,7 @@ def is_served_by_op(name: str, how: str, backend: str) -> bool:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_op_refuses_by_name(shared: bool, backward: bool, backend: str) -> None:
-    op, good = op_of(shared, backward), op_arguments(shared, backward)
+    op, good = backward_op if backward else attention_op, op_arguments(shared, backward)
     op(*good.values(), backend)
     for name, tensor in good.items():
         for how in SPOILED:
@@ -477,6 +467,8 @@ def test_an_op_refuses_by_name(shared: bool, backward: bool, backend: str) -> No
                 op(*spoiled.values(), backend)
                 continue
             blamed = name if how in ("None", "another kind") and "k_" not in name else r"\w+"
+            if (name, how) == ("mixing", "None"):  # gated attention then
+                blamed = "query"
             with pytest.raises((ValueError, TypeError), match=rf"^{blamed} "):
                 op(*spoiled.values(), backend)
     with pytest.raises(ValueError, match=r"^gate_activation is 'relu'"):
@@ -486,7 +478,7 @@ def test_an_op_refuses_by_name(shared: bool, backward: bool, backend: str) -> No
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_fake_refuses_by_name(shared: bool, backward: bool) -> None:
-    op = op_of(shared, backward)
+    op = backward_op if backward else attention_op
     with FakeTensorMode() as mode:
         good = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value

@@ -20,7 +20,7 @@ from tests.ops.calls import tensors
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
-OPS = ("gated_attention", "collaborative_attention", "attention_statistics")
+OPS = ("attention", "attention_statistics")
 
 try:
     LIBRARY = hk.integrations.cpp.library_path()
@@ -89,12 +89,12 @@ def repeated(calls: Calls, folder: Path) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_are_those_of_the_package(dtype: torch.dtype, tmp_path: Path) -> None:
     """With a gradient, so that what a backward pass reads is saved, in float32; without in bfloat16."""
-    cases = [case for case in CASES if case.operator in OPS]
+    cases = CASES
     with Calls() as calls:
         for case in cases:
             inputs = case.make(dtype, requires_grad=dtype == torch.float32)
             inputs.call("cpu")
-    assert repeated(calls, tmp_path) == [case.operator for case in cases]
+    assert repeated(calls, tmp_path) == ["attention"] * len(cases)
 
 
 def test_statistics_are_those_of_the_package(tmp_path: Path) -> None:
@@ -132,20 +132,20 @@ def test_an_exported_program_runs_without_the_package(tmp_path: Path) -> None:
 REFUSE = """
 import torch
 tensors, U = {"query": (2, 4, 5, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 6)}, 1 << 30
-good = {name: torch.zeros(sizes) for name, sizes in tensors.items()}
-good |= dict.fromkeys(("gate", "bias", "offset_bias", "sinks"))
-good |= {"band_lo": -U, "band_hi": U} | dict.fromkeys(("k_lo", "k_hi", "key_visible", "dense_mask"))
-good |= {"scale": 0.5, "softcap": 0.0, "seed": None, "gate_activation": "identity"}
-good |= {"dropout_p": 0.0, "save": False, "backend": "cpu"}
 op = torch.ops.heads_kernels.attention.default
+good = {argument.name: None for argument in op._schema.arguments}
+good |= {name: torch.zeros(sizes) for name, sizes in tensors.items()}
+good |= {"band_lo": -U, "band_hi": U, "scale": 0.5, "softcap": 0.0, "dropout_p": 0.0}
+good |= {"gate_activation": "identity", "closed_grad": True, "save": False, "backend": "cpu"}
 op(*good.values())
 wrong = [
     ("backend", "eager"), ("gate_activation", "relu"), ("key", torch.zeros(2, 3, 7, 8)), ("gate", torch.ones(5)),
     ("value", torch.zeros(2, 2, 7)), ("gate", torch.ones(4, dtype=torch.int8)), ("dropout_p", 0.5), ("softcap", -1.0),
     ("k_lo", torch.zeros(2, 5, dtype=torch.int32)), ("key_visible", torch.ones(2, 7)), ("band_hi", 1 << 40),
     ("query", torch.zeros(2, 4, 5, 8, dtype=torch.int64)), ("query", torch.zeros(2, 4, 8, 5).mT),
+    ("value", None), ("alpha", torch.ones(4)), ("alpha", torch.full((3,), 1.5)), ("mixing", torch.ones(4, 8)),
 ]
-blamed = {"dropout_p": "seed", "k_lo": "k_hi", "band_hi": "band"}
+blamed = {"dropout_p": "seed", "k_lo": "k_hi", "band_hi": "band", "mixing": "query"}
 for name, value in wrong:
     try:
         op(*{**good, name: value}.values())
@@ -195,7 +195,7 @@ def test_it_adds_nothing_to_the_package() -> None:
     for backend in ("cpu", "eager"):
         with Calls() as calls:
             hk.gated_attention(query, query, query, backend=backend)
-        assert [name for name, _, _ in calls.recorded] == ["gated_attention"]
+        assert [name for name, _, _ in calls.recorded] == ["attention"]
 
 
 # ---------------------------------------------------------------------- the binary
