@@ -168,11 +168,9 @@ def test_failed_check_is_said_and_not_timed(
         rival = checks.rival
 
         def zeros(name: str, inputs: Any, **options: Any) -> Any:
-            return (
-                (lambda: torch.zeros_like(inputs.dout))
-                if name == "sdpa"
-                else rival(name, inputs, **options)
-            )
+            if name == "sdpa":
+                return lambda: torch.zeros_like(inputs.dout)
+            return rival(name, inputs, **options)
 
         monkeypatch.setattr(checks, "rival", zeros)
     path = tmp_path / "numbers.json"
@@ -241,11 +239,8 @@ def test_interrupted_run_keeps_what_it_has_and_goes_on(
     assert not numbers["complete"]
     first = numbers["speed"]
     assert [row["direction"] for row in first] == ["forward"]
-    # What a baseline needs is checked too.
-    assert {row["workload"] for row in numbers["checks"]} == {
-        "collaborative_dense",
-        "collaborative_ragged",
-    }
+    checked = {row["workload"] for row in numbers["checks"]}
+    assert checked == {"collaborative_dense", "collaborative_ragged"}  # one is a baseline
 
     monkeypatch.setattr(measure, "speed", speed)
     monkeypatch.setattr(checks, "check", None)  # not again
@@ -437,9 +432,8 @@ def test_floors(name: str, direction: Any, bound: str) -> None:
     assert found.gap == pytest.approx(1e3 * seconds["ours"] / found.ms)
     if bound == "bytes":
         tensor = 2 * 12 * 64 * 64 * 4
-        read, written = (
-            (3, 1) if direction == "forward" else (5, 3)
-        )  # q, k, v, out, dout; dq, dk, dv
+        # q, k, v, backward also out and dout; out, backward dq, dk and dv
+        read, written = (3, 1) if direction == "forward" else (5, 3)
         assert found.gbytes == pytest.approx((read * tensor / 2 + written * tensor) * 1e-9)
         assert found.ms == pytest.approx(1e3)
     else:
@@ -466,16 +460,6 @@ def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
     if "avx512bf16" in counts:
         pairs = 2 if dtype == torch.bfloat16 else 1
         assert counts["avx512bf16"] == pairs * counts["avx512"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [((torch.int32, 1, 1), "dtype"), ((torch.float32, -1, 1), "steps"), ((torch.float32, 1, 0), "threads")],
-)  # fmt: skip
-def test_peaks_refuse_by_name(arguments: tuple[torch.dtype, int, int], name: str) -> None:
-    for peak in (_cpu.run_products, _cpu.run_powers):
-        with pytest.raises(ValueError, match=rf"^{name} is "):
-            peak(*arguments)
 
 
 # ---------------------------------------------------------------------- kept results and figures
@@ -513,8 +497,7 @@ def test_figures_are_of_the_newest_full_run(device: Any, tmp_path: Path) -> None
     found.speed = [row(workload.name, threads=threads) for workload in shapes.table(settings)]
     old = found.to_json()
     new = {**old, "machine": {**old["machine"], "commit": "newest"}}
-    others = [{**old, "form": "quick"}, {**old, "complete": False}, {**old, "speed": []}, 3,
-        {**old, "machine": {**old["machine"], "threads": 0}}]  # fmt: skip
+    others = [{**old, "form": "quick"}, {**old, "complete": False}, {**old, "speed": []}, 3]
     kept = tmp_path / "machine.jsonl"
     with pytest.raises(plot.CannotPlot, match="--full --keep"):
         plot.draw(tmp_path)
@@ -523,11 +506,7 @@ def test_figures_are_of_the_newest_full_run(device: Any, tmp_path: Path) -> None
     )
     paths = plot.draw(tmp_path, kept, tmp_path / "readme.svg")
     assert sorted(tmp_path.iterdir()) == sorted([kept, *paths])
-    text = paths[0].read_text()
-    assert "newest" in text
-    assert "heads_kernels" in text
-    plot.draw(tmp_path, kept, tmp_path / "readme.svg")
-    assert paths[0].read_text() == text  # drawing again changes nothing
+    assert "newest" in paths[0].read_text()
 
 
 def test_kept_results_can_be_read() -> None:

@@ -138,33 +138,38 @@ def explained(cache: Path, *arguments: str) -> str:
     return python(cache, "-c", code).stdout
 
 
-def test_nothing_is_written_without_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "examine", lambda seconds: [command._planned(CPU)])
-    assert commands.main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert "    cpu      not verified: 0 of 0 checks" in printed
-    assert "    triton   can't run: " in printed
-    assert printed.splitlines()[-1].startswith("heads_kernels ")
-    assert not list(tmp_path.iterdir())
-
-
-def test_saved_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where records are kept, by a command that examined one operator."""
     each = one_operator()
     each.verdicts["gated_attention"]["cpu"] = Verdict(planned=1, passed=1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(command, "examine", lambda seconds: [each])
+    return tmp_path
+
+
+def test_nothing_is_written_without_save(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "    cpu      verified here: 1 of 1 checks" in printed
+    assert printed.splitlines()[-1].startswith("heads_kernels ")
+    assert not list(cache.iterdir())
+
+
+def test_saved_and_read(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["doctor", "--save", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (device,) = found["devices"]
     assert device["operators"]["gated_attention"]["cpu"]["verdict"] == "verified here"
     assert device["order"]["gated_attention"] == ["cpu"]
-    assert found["saved"] == str(tmp_path / "heads_kernels" / "doctor.json")
-    assert "order: found on this machine on 20" in explained(tmp_path)
+    assert found["saved"] == str(cache / "heads_kernels" / "doctor.json")
+    assert "order: found on this machine on 20" in explained(cache)
+
+
+def test_a_cache_that_cant_be_written(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (cache / "heads_kernels").write_text("a file")
+    assert commands.main(["doctor", "--save"]) == 1
+    assert "doctor.json can't be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["raises"])
@@ -190,16 +195,6 @@ def test_simulated(backend: str, tmp_path: Path) -> None:
     assert device["operators"]["gated_attention"][backend]["verdict"] == "verified here"
     assert device["environment"]["simulated"]
     assert not any(backend in row["seconds"] for row in device["speed"])
-
-
-def test_a_cache_that_cant_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "heads_kernels").write_text("a file")
-    monkeypatch.setattr(command, "examine", lambda seconds: [one_operator()])
-    assert commands.main(["doctor", "--save"]) == 1
-    assert "doctor.json can't be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "nan"])

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from tests.support.examples import EXAMPLES, example
 
@@ -114,21 +113,6 @@ def test_translation_interrupted(
     sizes = "--steps", "2", "--gated-steps", "9", "--pairs", pairs
     assert translation.main([*sizes, "--out", str(out)]) == 130
     assert list(out.iterdir()) == []
-
-
-def test_translation_with_caches_is_translation_without(translation: ModuleType) -> None:
-    """Greedy translation word by word, and the words that the whole model predicts after them."""
-    corpus = translation.Corpus(translation.invented_pairs(40, seed=0), seed=0)
-    sizes = len(corpus.source.words), len(corpus.target.words), corpus.longest
-    model = translation.Translator(*sizes, width=16, heads=2, layers=2).eval()
-    source, _ = translation.padded(corpus.held_out)
-    words = model.translate(source)
-    with torch.no_grad():
-        again = model(source, words[:, :-1]).argmax(-1)
-    ended = (words == sys.modules["corpus"].END).cumsum(1)[:, :-1] > 0
-    real = (words[:, :-1] != sys.modules["corpus"].PAD).cumprod(1).bool() & ~ended
-    assert real.sum() > len(words)
-    assert torch.equal(words[:, 1:][real], again[real])
 
 
 # ---------------------------------------------------------------------- pair_bias

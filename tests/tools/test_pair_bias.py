@@ -147,25 +147,6 @@ def test_padding_changes_no_real_element(name: str) -> None:
     assert_alike(out[mask], expected.flatten(0, -2))
 
 
-@pytest.mark.usefixtures("command")
-def test_conditioned_tokens_start_almost_closed() -> None:
-    """AlphaFold 3, algorithms 24 and 26: adaptive norm, output gated by what conditions the layer, one more bias."""
-    module = sys.modules["modules"].AttentionWithPairBias(8, 6, c_s=4, heads=HEADS, head_dim=WIDTH)
-    module = module.double()
-    a, z, s = random(2, N, 8), random(2, N, N, 6), random(2, N, 4)
-    nn.init.zeros_(module.open.weight)
-    beta = torch.zeros(N, N, dtype=torch.float64).masked_fill(
-        ~torch.eye(N, dtype=torch.bool), -torch.inf
-    )
-    normed = nn.functional.layer_norm(s, (4,), module.norm_s.weight)
-    adapted = module.scale(normed).sigmoid() * nn.functional.layer_norm(a, (8,)) + module.shift(
-        normed
-    )
-    layer = module.attention  # each token sees itself alone
-    expected = layer.out_proj(layer.gate_proj(adapted).sigmoid() * layer.v_proj(adapted))
-    assert_alike(module(a, z, s, beta), expected / (1 + torch.exp(torch.tensor(2.0).double())))
-
-
 def test_pair_bias_is_needed(command: ModuleType) -> None:
     found = command.experiment(command.argparse.Namespace(steps=150, seed=0), lambda line: None)
     before, biased, plain = (found[name][0] for name in found)
