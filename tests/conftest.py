@@ -9,7 +9,8 @@ Without a GPU these tests run on CPU tensors, where the process was started for 
 interpreter, corrected, runs the kernels of `triton`, with HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in
 the order HK_SCHEDULE (the module in the folder HK_EMULATED, where that is set). They have the backend's name as a mark.
 Of the cases, and of tests that `make test` leaves out, `make check` runs one of five in the interpreter and one of four
-in the emulator; the others have the mark `release`. `make test` runs the mark `tiny`: tiny cases in float32.
+in the emulator, and on other backends one of four of float16's; the rest has the mark `release`. `make test` runs the
+mark `tiny`: tiny cases in float32.
 """
 
 from __future__ import annotations
@@ -122,6 +123,9 @@ STARTED_FOR = {
     "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1", 4),
 }
 
+#: One of how many cases `make check` runs in float16 on the other backends, by the hash of their names.
+FLOAT16 = 4
+
 #: More pairs of a query row and a key than a few hundred tiles have, forward and backward.
 LARGE = 1 << 18
 
@@ -147,6 +151,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("check")
         if backend in STARTED_FOR:
             simulate(item, str(backend), skip=not on_gpu)
+        elif is_float16(item) and zlib.crc32(str(parameters(item)["case"]).encode()) % FLOAT16:
+            item.add_marker("release")
 
 
 def simulate(item: pytest.Item, backend: str, skip: bool) -> None:
@@ -189,8 +195,12 @@ def is_left_out(item: pytest.Item) -> bool:
     """By `make test`: tests of tools; float16, which goes the way of bfloat16; models that are like another one."""
     if item.path.parent.name == "tools":
         return parameters(item).get("backend") not in STARTED_FOR
-    case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
-    if isinstance(case, Case) and dtype == torch.float16 and "tiny" not in case.tags:
+    if is_float16(item):
         return True
     models = sys.modules.get("tests.support.tiny_models")  # imported by tests of models
     return models is not None and parameters(item).get("name") in models.TINY.keys() - models.FEW
+
+
+def is_float16(item: pytest.Item) -> bool:
+    case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
+    return isinstance(case, Case) and dtype == torch.float16 and "tiny" not in case.tags
