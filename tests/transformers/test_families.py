@@ -63,6 +63,8 @@ POOLED = {
     "altclip_text_model": "right", "aimv2_text_model": "right", "clip_text_model": "left",
     "owlv2_text_model": "left", "siglip_text_model": "left", "siglip2_text_model": "left",
 }  # fmt: skip
+#: Families whose stock maps are without the share of the sinks, which scale outputs instead.
+SINKS_APART = {"granite_swa", "granitemoe_swa"}
 #: Position biases of all heads, which transformers' own attention adds to those that are left.
 BIASED = {"beit", "mt5", "switch_transformers", "t5"}
 
@@ -146,7 +148,12 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
     arguments = batch(family.stock) | family.changes
     expected = family.stock(**arguments, output_attentions=True)
     found = use(family.copy())(**arguments, output_attentions=True)
-    names = [key for key in expected if "attentions" in key and any(found[key] or ())]
+    names = [
+        key
+        for key in expected
+        if "attentions" in key
+        and any(isinstance(each, hk.AttentionStatistics) for each in found[key])
+    ]
     assert bool(names) == TESTED[family.name].statistics
     for key in names:
         of_decoder = key in ("decoder_attentions", "cross_attentions")
@@ -158,9 +165,11 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
             rows = torch.ones(maps.shape[:3], dtype=torch.bool)
             if real is not None and real.dim() == 2:
                 rows &= real.bool()[:, None]
+            assert torch.equal(statistics.argmax[rows], maps.argmax(-1)[rows])
+            if family.name in SINKS_APART:
+                continue
             assert_alike(statistics.max_prob[rows], maps.amax(-1)[rows])
             assert_alike(statistics.entropy[rows], -torch.xlogy(maps, maps).sum(-1)[rows])
-            assert torch.equal(statistics.argmax[rows], maps.argmax(-1)[rows])
 
 
 # ---------------------------------------------------------------------- heads
