@@ -233,8 +233,11 @@ def test_models_that_say_that_sdpa_does_not_serve_them(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- registered by either import
+PARTS = ("modeling_layers", "masking_utils", "models.bert.modeling_bert")
+
+
 @pytest.mark.parametrize(
-    "first", ["", "modeling_layers", "masking_utils", "models.bert.modeling_bert"]
+    "first", ["", *(pytest.param(part, marks=pytest.mark.check) for part in PARTS)]
 )
 def test_package_before_transformers(first: str) -> None:
     """Parts import each other in an order that depends on which comes first."""

@@ -129,14 +129,14 @@ def wrapped(**models: nn.Module) -> nn.Module:
     return holder
 
 
-HALF = TINY["llama"].arguments | {"num_hidden_layers": 2}
+TWO_LAYERS = TINY["llama"].arguments | {"num_hidden_layers": 2}
 #: Models that compute with masks.
 WITH_MASKS: list[tuple[str, dict[str, Any]]] = [
     ("BigBirdPegasusModel", TINY["bart"].arguments | {"attention_type": "original_full"}),
     ("GitModel", TINY["bert"].arguments | {"vision_config": TINY["vit"].arguments}),
     ("InformerModel", TINY["bart"].arguments | {"prediction_length": 4, "input_size": 1}),
     ("T5Gemma2Model", {
-        "encoder": {"text_config": HALF, "vision_config": TINY["vit"].arguments}, "decoder": HALF,
+        "encoder": {"text_config": TWO_LAYERS, "vision_config": TINY["vit"].arguments}, "decoder": TWO_LAYERS,
     }),
 ]  # fmt: skip
 #: What is no model, or holds one, or is one that can't be served.
