@@ -131,8 +131,13 @@ def build(
 
 # ---------------------------------------------------------------------- CPU
 def levels(pair_levels: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Flags by level, of level.cpp and of pair_level.cpp, for the compiler's target."""
+    """Flags by level, of level.cpp and of pair_level.cpp, for the compiler's target.
+
+    With HK_BASELINE among the flags those of any target.
+    """
     machine = output_of(*cxx(), "-dumpmachine").partition("-")[0]
+    if "-DHK_BASELINE" in cxx_flags():
+        machine = "any"
     return {
         "level": LEVELS.get(machine, {"baseline": ""}),
         "pair_level": PAIR_LEVELS.get(machine, {}) | pair_levels,
