@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import html
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import heads_kernels as hk
 from heads_kernels.__main__ import main
 from heads_kernels.report import command, panels
 from heads_kernels.report.inputs import Inputs, load
+from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.check
 
@@ -51,22 +52,10 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(path: Path, family: str, special: bool, **options: Any) -> Path:
-    """A model of random weights, so large that attention is not uniform, with a tokenizer of words."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        family, **sizes(family), initializer_range=0.2, **options
-    )
-    transformers.AutoModel.from_config(config).save_pretrained(path)
+    """A tiny model of random weights, with a tokenizer of words."""
+    build(family, **options).save_pretrained(path)
     save_tokenizer(path, special)
     return path
-
-
-def sizes(family: str) -> dict[str, int]:
-    words = {"vocab_size": len(WORDS)}
-    if family == "gpt2":
-        return {**words, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    widths = {"hidden_size": 32, "intermediate_size": 40, "max_position_embeddings": 64}
-    return {**words, **widths, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def save_tokenizer(path: Path, special: bool) -> None:
@@ -92,33 +81,8 @@ def loaded(model: Path, text: Path, *more: str) -> Inputs:
     return load(parser.parse_args(given))
 
 
-class Page(HTMLParser):
-    """What a page holds; every tag is closed where it should be."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.text, self.code = path.read_text(encoding="utf-8"), ""
-        self.open: list[str] = []
-        self.links: list[str] = []
-        self.ids: list[str] = []
-        self.images: list[str] = []
-        self.feed(self.text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        self.links += [value for name in ("href", "src") if (value := given.get(name))]
-        self.ids += [value for name in ("id",) if (value := given.get(name))]
-        if tag == "img":
-            self.images.append(given["alt"] or "")
-        elif tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.code += data if self.open[-1:] == ["code"] else ""
+def values(page: str, attribute: str) -> list[str]:
+    return re.findall(rf' {attribute}="([^"]*)"', page)
 
 
 # ---------------------------------------------------------------------- the page
@@ -138,38 +102,44 @@ def test_whole_page_of_a_pruned_model(bert: Path, text: Path, tmp_path: Path) ->
     options = "--batch", "3", "--sentence", "a cat <b> & a dog", "--heads", "1:2", "1:0"
     assert report(tmp_path / "pruned", text, out, *options) == 0
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
-    page = Page(out)
-    assert page.ids == PANELS
-    for panel in re.findall("<section id=.*?</section>", page.text, re.S):
-        assert "</table>" in panel or "<img" in panel
-    assert "2 layers, 3 heads" in page.text
-    assert "[CLS] a cat &lt;b&gt; &amp; a dog [SEP]" in page.text
-    assert "By leaving out" in page.text
-    large = [alt for alt in page.images if alt.startswith("Attention map")]
-    assert [alt.split()[4] for alt in large] == ["1:2", "1:0"]
-    assert len(page.images) == 3 + 2 + 1  # small maps, large ones, curves
-    assert all(page.images)
+    page = out.read_text(encoding="utf-8")
+    assert values(page, "id") == PANELS
+    sections = re.findall("<section id=.*?</section>", page, re.S)
+    assert all("</table>" in section or "<img" in section for section in sections)
+    assert "2 layers, 3 heads" in page
+    assert "[CLS] a cat &lt;b&gt; &amp; a dog [SEP]" in page
+    assert "By leaving out" in page
+    large = [alt.split()[4] for alt in values(page, "alt") if alt.startswith("Attention map")]
+    assert large == ["1:2", "1:0"]
+    assert page.count("<img") == 3 + 2 + 1  # small maps, large ones, curves
     # Self-contained: links go to panels, pictures are inside, nothing is loaded.
-    for link in page.links:
-        assert link[1:] in PANELS if link.startswith("#") else link.startswith("data:image/")
-    assert not re.search(r"https?://|@import|url\(|<script|<link|<iframe", page.text)
+    assert values(page, "href") == [f"#{panel}" for panel in PANELS]
+    assert all(source.startswith("data:image/") for source in values(page, "src"))
+    assert not re.search(r"<(script|link|iframe)\b|https?://|@import|url\(", page)
     # Dark screens and narrow ones.
-    assert "@media (prefers-color-scheme: dark)" in page.text
-    assert 'name="viewport"' in page.text
-    assert "overflow-x: auto" in page.text
-    tables = page.text.count("<table>")
-    assert tables == len(re.findall(r'class="scroll">\s*<table>', page.text)) > 10
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert 'name="viewport"' in page
+    assert "overflow-x: auto" in page
+    assert page.count("<table>") == len(re.findall(r'class="scroll">\s*<table>', page)) > 10
+    # Every tag is closed where it should be.
+    left: list[str] = []
+    for end, tag in re.findall(r"<(/?)(\w+)", page):
+        if end:
+            assert left.pop() == tag
+        elif tag not in ("meta", "img"):
+            left.append(tag)
+    assert not left
 
 
 def test_fast(text: Path, tmp_path: Path) -> None:
     """No head is left out alone, and the page says so. The model has rotary positions, and no special tokens."""
     out = tmp_path / "report.html"
     assert report(saved(tmp_path / "llama", "llama", special=False), text, out, "--fast") == 0
-    page = Page(out)
-    assert page.ids == PANELS
-    assert f"Made with --fast: {panels.LEFT_OUT}." in page.text
-    assert "By leaving out" not in page.text
-    assert TEXT.splitlines()[0] in page.text
+    page = out.read_text(encoding="utf-8")
+    assert values(page, "id") == PANELS
+    assert f"Made with --fast: {panels.LEFT_OUT}." in page
+    assert "By leaving out" not in page
+    assert TEXT.splitlines()[0] in page
 
 
 def test_snippet_prunes_the_heads_of_the_curve(
@@ -181,7 +151,9 @@ def test_snippet_prunes_the_heads_of_the_curve(
     assert report(bert, text, tmp_path / "report.html", "--fast") == 0
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(Page(tmp_path / "report.html").code, names)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    [code] = re.findall("<code>(.*?)</code>", page, re.S)
+    exec(html.unescape(code), names)
     assert names["heads"] == found["prunable"]
     closed = sum(map(len, names["heads"].values()))
     assert closed == found["most"]["least important first"] > 0
@@ -221,19 +193,15 @@ def test_numbers_are_those_of_the_readings(bert: Path, text: Path) -> None:
     assert_alike(got, torch.stack([(each * whole).sum(1).mean() for each in some]))
 
 
-def test_layer_that_runs_twice(text: Path, tmp_path: Path) -> None:
-    model = saved(tmp_path / "albert", "albert", True, embedding_size=16)
-    inputs = loaded(model, text)
+def test_layers_and_positions_of_other_models(text: Path, tmp_path: Path) -> None:
+    """A layer that runs twice; RoBERTa, whose 64 positions take 62 tokens where padding is token 1."""
+    inputs = loaded(saved(tmp_path / "albert", "albert", special=True), text)
     assert len(panels.statistics(inputs)["values"]["confidence"]) == 1
     assert panels.maps(inputs)["layers"] == panels.distance(inputs)["layers"] == [0, 1]
-
-
-def test_positions_after_that_of_padding(tmp_path: Path) -> None:
-    """RoBERTa with 64 positions takes 62 tokens where padding is token 1."""
-    model = saved(tmp_path / "roberta", "roberta", True, pad_token_id=1)
-    text = tmp_path / "long.txt"
-    text.write_text("the cat sat on the mat " * 20)
-    inputs = loaded(model, text)
+    long = tmp_path / "long.txt"
+    long.write_text("the cat sat on the mat " * 20)
+    roberta = saved(tmp_path / "roberta", "roberta", special=True, pad_token_id=1)
+    inputs = loaded(roberta, long)
     assert len(inputs.ids[0]) == 62
     panels.statistics(inputs)
 
@@ -283,9 +251,23 @@ def test_interrupted_run_leaves_what_was_there(
 
 
 # ---------------------------------------------------------------------- refused
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
+def assert_refused(capsys: pytest.CaptureFixture[str], said: list[str], *words: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", *words])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert all(each in message for each in said)
+
+
+def test_bad_options(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("blank.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    good = {"--model": str(bert), "--text": str(text), "--out": "out.html"}
+    for option, value, said in (
         ("--model", "nowhere", "no config.json"),
         ("--text", "blank.txt", "no text"),
         ("--text", "latin.txt", "not UTF-8"),
@@ -294,42 +276,13 @@ def test_interrupted_run_leaves_what_was_there(
         ("--limit", "0", "1 or more"),
         ("--heads", "2:0", "layers 0 to 1, which have [4, 4]"),
         ("--sentence", "cat " * 80, "at most 64"),
-    ],
-)
-def test_bad_options(
-    option: str, value: str, said: str, bert: Path, text: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("blank.txt").write_text("\n \n")
-    Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    given = {"--model": str(bert), "--text": str(text), "--out": "out.html", option: value}
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", *(word for pair in given.items() for word in pair)])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert option in message
-    assert said in message
-    assert not Path("out.html").exists()
-
-
-def pairs_of_texts(path: Path) -> None:
-    transformers.AutoConfig.for_model("t5").save_pretrained(path)
-
-
-def unknown_attention(path: Path) -> None:
-    transformers.AutoConfig.for_model("mobilebert").save_pretrained(path)
-
-
-def images(path: Path) -> None:
-    small = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 40,
-    }
-    transformers.ViTModel(transformers.ViTConfig(**small)).save_pretrained(path)
-    save_tokenizer(path, special=True)
+    ):
+        given = good | {option: value}
+        assert_refused(capsys, [option, said], *(word for pair in given.items() for word in pair))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    given = good | {"--limit": "2"}
+    extra = "pip install 'heads_kernels[report]'"
+    assert_refused(capsys, [extra], *(word for pair in given.items() for word in pair))
 
 
 def truncated_weights(path: Path) -> None:
@@ -347,36 +300,32 @@ def tokenizer_of_another_model(path: Path) -> None:
     model.save_pretrained(path)
 
 
+def no_weights(family: str) -> Callable[[Path], None]:
+    return lambda path: transformers.AutoConfig.for_model(family).save_pretrained(path)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (pairs_of_texts, "encoder-decoder"),
-        (unknown_attention, "cannot be read"),
-        (images, "takes pixel_values (vit), not text"),
+        (no_weights("t5"), "encoder-decoder"),
+        (no_weights("mobilebert"), "cannot be read"),
+        (lambda path: saved(path, "vit", special=True), "takes pixel_values (vit), not text"),
         (truncated_weights, "cannot be read"),
         (no_tokenizer, "has no tokenizer"),
         (tokenizer_of_another_model, "embeddings of 8 tokens"),
     ],
 )
 def test_models_that_are_refused(
-    make: Callable[[Path], None], said: str, text: Path, tmp_path: Path,
+    make: Callable[[Path], Any], said: str, text: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     make(tmp_path / "model")
-    with pytest.raises(SystemExit) as stopped:
-        report(tmp_path / "model", text, tmp_path / "out.html")
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert "--model" in message
-    assert said in message
-
-
-def test_missing_extra(
-    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stopped:
-        report(bert, text, tmp_path / "out.html")
-    assert stopped.value.code == 2
-    assert "pip install 'heads_kernels[report]'" in capsys.readouterr().err
+    words = (
+        "--model",
+        str(tmp_path / "model"),
+        "--text",
+        str(text),
+        "--out",
+        str(tmp_path / "out.html"),
+    )
+    assert_refused(capsys, ["--model", said], *words)
