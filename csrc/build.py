@@ -132,8 +132,10 @@ def build(
 
 # ---------------------------------------------------------------------- CPU
 def levels() -> dict[str, str]:
-    """Flags by level, for the compiler's target."""
+    """Flags by level, for the compiler's target; with HK_BASELINE among the flags those of any target."""
     machine = output_of(*cxx(), "-dumpmachine").partition("-")[0]
+    if "-DHK_BASELINE" in cxx_flags():
+        machine = "any"
     return LEVELS.get(machine, {"baseline": ""})
 
 

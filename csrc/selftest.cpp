@@ -263,7 +263,7 @@ struct Tally {
 // a name.
 std::vector<const Kernels*> levels_of(bool pairs, const std::string& name) {
   const Kernels* const more[] = {&emulated::kKernels,
-#if defined(__x86_64__)
+#if defined(HK_X86_LEVELS)
                                  &avx512bf16::kKernels, &amx::kKernels
 #endif
   };

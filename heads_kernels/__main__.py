@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     report = commands.add_parser(
         "report",
-        help="what the heads of a transformers model do on a text, in one folder",
+        help="what the heads of a transformers model do on a text, as one page",
         description=command.DESCRIPTION,
         formatter_class=raw,
     )

@@ -8,9 +8,9 @@ pytest-timeout ends a worker whose kernel hangs.
 Without a GPU these tests run on CPU tensors, where the process was started for it: with TRITON_INTERPRET=1 Triton's
 interpreter, corrected, runs the kernels of `triton`, with HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in
 the order HK_SCHEDULE (the module in the folder HK_EMULATED, where that is set). They have the backend's name as a mark.
-Of the cases, and of tests that `make test` leaves out, the interpreter runs one of three, and the emulator one of
-three in bfloat16 and float16; the others have the mark `release`. `make test` runs the mark `tiny`: tiny cases in
-float32.
+Of the cases, and of tests that `make test` leaves out, `make check` runs one of five in the interpreter and one of four
+in the emulator, and on other backends one of four of float16's; the rest has the mark `release`. `make test` runs the
+mark `tiny`: tiny cases in float32.
 """
 
 from __future__ import annotations
@@ -116,11 +116,15 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
 
 
-#: Of backends that serve CPU tensors only in processes that were started for it: whether this one was, and how.
+#: Of backends that serve CPU tensors only in processes that were started for it: whether this one was, how, and one of
+#: how many cases `make check` runs there, by the hash of their names.
 STARTED_FOR = {
-    "triton": (TRITON_INTERPRETED, "TRITON_INTERPRET=1"),
-    "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1"),
+    "triton": (TRITON_INTERPRETED, "TRITON_INTERPRET=1", 5),
+    "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1", 4),
 }
+
+#: One of how many cases `make check` runs in float16 on the other backends, by the hash of their names.
+FLOAT16 = 4
 
 #: More pairs of a query row and a key than a few hundred tiles have, forward and backward.
 LARGE = 1 << 18
@@ -147,6 +151,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("check")
         if backend in STARTED_FOR:
             simulate(item, str(backend), skip=not on_gpu)
+        elif is_float16(item) and zlib.crc32(str(parameters(item)["case"]).encode()) % FLOAT16:
+            item.add_marker("release")
 
 
 def simulate(item: pytest.Item, backend: str, skip: bool) -> None:
@@ -154,14 +160,13 @@ def simulate(item: pytest.Item, backend: str, skip: bool) -> None:
     if item.path.parent.name not in ("ops", "tools"):
         raise pytest.UsageError(f"{item.nodeid}: `make check` looks in tests/ops and tests/tools")
     item.add_marker(backend)
+    started, how, share = STARTED_FOR[backend]
     case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
     many = case is not None or item.get_closest_marker("check") is not None
-    many &= backend == "triton" or dtype in (torch.bfloat16, torch.float16)
     if dtype == torch.float32 and "tiny" in getattr(case, "tags", ()):
         item.add_marker("tiny")
-    elif many and zlib.crc32(item.name.encode()) % 3:
+    elif many and zlib.crc32(item.name.encode()) % share:
         item.add_marker("release")
-    started, how = STARTED_FOR[backend]
     if skip and not started:
         reason = f"the {backend} backend serves CPU tensors in processes with {how}"
         item.add_marker(pytest.mark.skip(reason=reason))
@@ -190,8 +195,12 @@ def is_left_out(item: pytest.Item) -> bool:
     """By `make test`: tests of tools; float16, which goes the way of bfloat16; models that are like another one."""
     if item.path.parent.name == "tools":
         return parameters(item).get("backend") not in STARTED_FOR
-    case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
-    if isinstance(case, Case) and dtype == torch.float16 and "tiny" not in case.tags:
+    if is_float16(item):
         return True
     models = sys.modules.get("tests.support.tiny_models")  # imported by tests of models
     return models is not None and parameters(item).get("name") in models.TINY.keys() - models.FEW
+
+
+def is_float16(item: pytest.Item) -> bool:
+    case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
+    return isinstance(case, Case) and dtype == torch.float16 and "tiny" not in case.tags

@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 #: What a user may not have: imported where it is used, never by `import heads_kernels`.
 OPTIONAL = {
-    "triton", "transformers", "tokenizers", "safetensors", "rich", "matplotlib", "psutil", "pytest",
-    "hypothesis", "expecttest", "benchmarks", "tests",
+    "triton", "transformers", "tokenizers", "safetensors", "rich", "jinja2", "matplotlib", "psutil",
+    "pytest", "hypothesis", "expecttest", "benchmarks", "tests",
 }  # fmt: skip
 
 

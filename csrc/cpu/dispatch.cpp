@@ -12,7 +12,7 @@
 namespace hk {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(HK_X86_LEVELS)
 // Linux saves the 8 KiB of tile registers only for processes that request permission.
 bool may_use_tiles() {
 #if defined(__linux__)
@@ -30,7 +30,7 @@ struct Levels {
 
   Levels() {
     int n = 0;
-#if defined(__x86_64__)
+#if defined(HK_X86_LEVELS)
     __builtin_cpu_init();
     const bool fma = __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2");
     const bool avx512 = fma && __builtin_cpu_supports("avx512f") &&

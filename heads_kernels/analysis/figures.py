@@ -1,8 +1,9 @@
-"""Write matplotlib figures to files: paths are checked before drawing, and files are written atomically."""
+"""Write files atomically, and matplotlib figures to paths that are checked before drawing."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,10 +32,14 @@ def check_figure_path(path: str | os.PathLike[str] | None) -> Path | None:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write to a temporary file, then rename it."""
+    write_whole(path, lambda new: figure.savefig(new, dpi=150))
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a temporary file beside `path`, with the same ending, then rename it: an error leaves no half of a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
-        figure.savefig(beside, dpi=150)
+        write(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from heads_kernels.analysis.figures import check_figure_path, write_figure
-from heads_kernels.analysis.head_scores import text_table
+from heads_kernels.analysis.head_scores import short_name, text_table
 from heads_kernels.checks import refuse
 from heads_kernels.convert.counts import break_even, count_flops, count_parameters
 from heads_kernels.convert.curves import Curves
@@ -250,11 +250,11 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
 
 
 def _draw_errors(axes: Any, curves: Curves, colors: list[Any]) -> None:
-    for place, (curve, color) in enumerate(zip(curves.errors, colors, strict=True)):
-        shown = place in (0, len(colors) - 1)
-        axes.plot(curve, color=color, label=f"layer {place}" if shown else None)
+    named = {curves.layers[0], curves.layers[-1]}
+    for layer, curve, color in zip(curves.layers, curves.errors, colors, strict=True):
+        axes.plot(curve, color=color, label=short_name(layer) if layer in named else None)
     axes.set(title="relative error", xlabel="features", ylim=(0, None))
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="small")
 
 
 def _draw_energy(axes: Any, curves: Curves, colors: list[Any]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,36 +28,26 @@ class Inputs:
     """The model and the text.
 
     Attributes:
-        name: the last two parts of the model's path.
+        path: the folder of the model.
         model: a transformers model whose output has `last_hidden_state`.
         tokenizer: the model's, of transformers.
         layers: the model's attention layers.
         ids: the tokens of each line.
         batches: all lines, short ones first, padded on the right.
         sentence: the tokens whose attention maps are drawn.
-        digest: a hash of model and text.
-        fast: whether stages run a cheaper form, if they have one.
+        heads: the (layer, head) whose maps are drawn large; none for the sharpest.
+        fast: whether panels are made with fewer passes over the text.
     """
 
-    name: str
+    path: Path
     model: Any
     tokenizer: Any
     layers: list[hk.heads.AttentionLayer]
     ids: list[list[int]]
     batches: list[Batch]
     sentence: list[int]
-    digest: str
-    fast: bool = False
-
-    @property
-    def heads(self) -> int:
-        return sum(layer.num_heads for layer in self.layers)
-
-    def fingerprint(self, stage: str) -> str:
-        """A hash of what the result of a stage depends on."""
-        if stage != "maps":
-            return self.digest
-        return hashlib.sha256(f"{self.digest} {self.sentence}".encode()).hexdigest()[:32]
+    heads: list[tuple[int, int]]
+    fast: bool
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text."""
@@ -90,17 +78,20 @@ def load(options: argparse.Namespace) -> Inputs:
     if (highest := max(map(max, ids))) >= known:
         was = f"has a tokenizer that gives token {highest}, but embeddings of {known} tokens"
         raise BadOption("model", was, "save the tokenizer that it was trained with in its folder")
-    for layer, head in options.heads or ():
-        _check_head(layers, layer, head)
+    counts = [layer.num_heads for layer in layers]
+    for layer, head in options.heads:
+        if layer >= len(layers) or head >= counts[layer]:
+            instead = f"pass heads of layers 0 to {len(layers) - 1}, which have {counts}"
+            raise BadOption("heads", f"has {layer}:{head}", instead)
     return Inputs(
-        name="/".join(options.model.resolve().parts[-2:]),
+        path=options.model,
         model=model,
         tokenizer=tokenizer,
         layers=layers,
         ids=ids,
         batches=_batches(ids, options.batch, tokenizer.pad_token_id or 0),
         sentence=_sentence(options.sentence, tokenizer, longest) or ids[0],
-        digest=_digest(options.model, ids),
+        heads=options.heads,
         fast=options.fast,
     )
 
@@ -179,17 +170,6 @@ def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:
     return ids
 
 
-def _check_head(layers: list[hk.heads.AttentionLayer], layer: int, head: int) -> None:
-    if layer >= len(layers):
-        was = f"has layer {layer} in {layer}:{head}"
-        raise BadOption("heads", was, f"the model has layers 0 to {len(layers) - 1}")
-    count = layers[layer].num_heads
-    if head >= count:
-        there = f"0 to {count - 1}" if count else "none left"
-        was = f"has head {head} in {layer}:{head}"
-        raise BadOption("heads", was, f"heads of that layer: {there}")
-
-
 def _batches(ids: list[list[int]], size: int, padding: int) -> list[Batch]:
     order = sorted(ids, key=len)
     return [batch_of(order[start : start + size], padding) for start in range(0, len(ids), size)]
@@ -203,10 +183,3 @@ def batch_of(rows: list[list[int]], padding: int = 0) -> Batch:
         line[: len(row)] = torch.tensor(row)
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
     return {"input_ids": tokens, "attention_mask": real.long()}
-
-
-def _digest(folder: Path, ids: list[list[int]]) -> str:
-    """A hash of the package's version, the names, sizes and times of the model's files, and the tokens."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps([hk.__version__, stats, ids]).encode()).hexdigest()[:32]

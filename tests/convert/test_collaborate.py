@@ -281,6 +281,8 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = plot(before, tmp_path / "before.svg")
     assert len(figure.axes) == 2
     assert len(figure.axes[0].lines) == 2
+    legend = figure.axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == list(before.layers)
     found = collaborate(model, [32, 10])
     figure = plot(found, tmp_path / "after.png")
     assert [bar.get_height() for bar in figure.axes[2].patches] == [32, 32, 32, 10]

@@ -310,31 +310,36 @@ def test_positions(fake_mesh: Callable[..., Any]) -> None:
 
 
 # ---------------------------------------------------------------------- refusals
-def call(mesh: Any, how: dict[str, Any], H: int = H, T: int = 6, **options: Any) -> None:
-    q = torch.randn(B, H, T, D)
-    context = distributed.ContextParallel(mesh, **how)
-    context(hk.gated_attention, query=q, key=q, value=q, **options)
+#: How sequences are split, tokens of a process, options of a call.
+REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
+    ({"method": "p2p"}, 6, {}, r"method is 'p2p'; use one of 'all_gather', 'ring'"),
+    ({"balanced": True}, 5, {}, r"sequence has 20 tokens, .* multiple of 8"),
+    ({"length": 20}, 6, {}, r"sequence has 6 tokens, but this process has 5 of 20"),
+    ({}, 6, {"bias": torch.zeros(6, 6)}, r"bias is a tensor"),
+    ({"method": "ring"}, 6, {"bias": torch.zeros(6, 6)}, r"bias is a tensor"),
+    ({"balanced": True}, 6, {"dropout_p": 0.5}, r"dropout_p is 0\.5; .*balanced=False"),
+    ({"method": "ring"}, 6, {"dropout_p": 0.5}, r"dropout_p is 0\.5, .* 6 tokens each; .* multiple of 4"),
+    ({}, 6, {"return_lse": True}, r"return_lse is True"),
+    ({}, 6, {"call": hk.entmax_attention}, r"operator is entmax_attention; pass hk\.gated"),
+]  # fmt: skip
 
 
-def refusal(mesh: Any, match: str, how: dict[str, Any], **options: Any) -> None:
-    with pytest.raises(ValueError, match=match):
-        call(mesh, how, **options)
+@pytest.mark.parametrize(("how", "length", "options", "words"), REFUSED)
+def test_calls_that_are_refused(
+    how: dict[str, Any],
+    length: int,
+    options: dict[str, Any],
+    words: str,
+    fake_mesh: Callable[..., Any],
+) -> None:
+    q = torch.randn(B, H, length, D)
+    options = {"call": hk.gated_attention, "query": q, "key": q, "value": q, **options}
+    with pytest.raises(ValueError, match=words):
+        distributed.ContextParallel(fake_mesh(4), **how)(options.pop("call"), **options)
 
 
-def test_refusals(fake_mesh: Callable[..., Any]) -> None:
+def test_sequences_and_modules_that_are_refused(fake_mesh: Callable[..., Any]) -> None:
     mesh = fake_mesh(4)
-    refusal(mesh, r"method is 'p2p'; use one of 'all_gather', 'ring'", {"method": "p2p"})
-    refusal(mesh, r"sequence has 20 tokens, .* multiple of 8", {"balanced": True}, T=5)
-    refusal(mesh, r"sequence has 6 tokens, but this process has 5 of 20", {"length": 20})
-    refusal(mesh, r"bias is a tensor", {}, bias=torch.zeros(6, 6))
-    refusal(mesh, r"dropout_p is 0\.5; .*balanced=False", {"balanced": True}, dropout_p=0.5)
-    refusal(mesh, r"return_lse is True", {}, return_lse=True)
-    ring = {"method": "ring"}
-    refusal(mesh, r"dropout_p is 0\.5, .* 6 tokens each; .* multiple of 4", ring, dropout_p=0.5)
-    refusal(mesh, r"bias is a tensor", ring, bias=torch.zeros(6, 6))
-    q = torch.randn(B, H, 6, D)
-    with pytest.raises(ValueError, match=r"operator is entmax_attention; pass hk\.gated"):
-        distributed.ContextParallel(mesh)(hk.entmax_attention, query=q, key=q, value=q)
     with pytest.raises(ValueError, match="pass length=21"):
         distributed.ContextParallel(mesh).split(torch.zeros(21), 0)
     with pytest.raises(ValueError, match=r"module is a Linear"):

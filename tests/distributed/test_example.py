@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.alike import assert_alike
+from tests.support.examples import EXAMPLES, example
 from tests.support.processes import Processes
 
 pytest.importorskip("torch.distributed.fsdp")
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "distributed" / "train.py"
 SIZES = {"layers": 2, "heads": 4, "width": 16, "length": 16, "batch": 4, "steps": 3}
 ALONE = (1, 1, 1)
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("distributed_example", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there for their annotations
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---------------------------------------------------------------------- in every rank
 def check_run(shape: tuple[int, int, int], method: str, folder: str) -> None:
     """The first run, in one process, writes the losses that the others must have."""
-    module = example()
-    settings = module.Settings(**SIZES, open_heads=5, method=method)
     shown: list[str] = []
     name = "-".join(map(str, (*shape, method)))
-    found = module.run_all(shape, settings, f"{folder}/{name}", shown.append)
+    with example("distributed/train.py") as module:
+        settings = module.Settings(**SIZES, open_heads=5, method=method)
+        found = module.run_all(shape, settings, f"{folder}/{name}", shown.append)
     found = {name: torch.tensor(each) for name, each in found.items()}
     assert found["training"][-1] < found["training"][0]
     assert_alike(found["stages"][1:], found["stages"][:1].expand(2), name="gated, pruned, loaded")
@@ -92,8 +80,17 @@ def test_any_mesh(
 @pytest.mark.check
 def test_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", str(SCRIPT), "--mesh", "1", "1", "2", "--steps", "2"]
-    env = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    command += [
+        "2",
+        str(EXAMPLES / "distributed" / "train.py"),
+        "--mesh",
+        "1",
+        "1",
+        "2",
+        "--steps",
+        "2",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env
     )

@@ -74,19 +74,6 @@ def test_converted_layers_under_tensor_parallelism(mesh: Any) -> None:
         outputs(model)
 
 
-def test_plans_of_what_cannot_be_split(mesh: Any) -> None:
-    pytest.importorskip("transformers", reason="a model of transformers")
-    from tests.support.tiny_models import build
-
-    plan = hk.integrations.distributed.tensor_parallel_plan
-    fused = build("gpt2")
-    hk.convert.collaborate(fused, 16, progress=False)
-    with pytest.raises(ValueError, match=r"layer 0 .*values together with other roles"):
-        plan(fused, mesh)
-    with pytest.raises(ValueError, match=r"without attention of hk\.nn"):
-        plan(build("bert"), mesh)
-
-
 def test_noise_of_gates_under_tensor_parallelism(mesh: Any) -> None:
     layer, x = hk.nn.GatedMultiheadAttention(E, H), torch.randn(2, T, E)
     tensor_parallel(layer, mesh, "q_proj", "k_proj", "v_proj")

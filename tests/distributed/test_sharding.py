@@ -13,7 +13,7 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Inputs
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes
+from tests.support.processes import Processes, whole
 
 tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
 
@@ -32,21 +32,21 @@ def distributed(inputs: Inputs, mesh: Any, splits: str, plain: bool) -> dict[str
     """
     dims = SHARED if inputs.operator == "collaborative_attention" else GATED
     result = {}
-    for name, whole in inputs.tensors.items():
+    for name, t in inputs.tensors.items():
         letters = dims.get(name, "")
         if name == "gate":
-            letters = "H" if whole.dim() == 1 else "BHT_"[: whole.dim()]
+            letters = "H" if t.dim() == 1 else "BHT_"[: t.dim()]
         placements = [
             tensor.Shard(letters.index(split))
-            if split in letters and whole.shape[letters.index(split)] != 1
+            if split in letters and t.shape[letters.index(split)] != 1
             else tensor.Replicate()
             for split in splits
         ]
         replicated = all(placement.is_replicate() for placement in placements)
         if name == "offset_table" or (plain and name != "value" and (replicated or name == "gate")):
-            result[name] = whole.detach().clone().requires_grad_()
+            result[name] = t.detach().clone().requires_grad_()
         else:
-            result[name] = tensor.distribute_tensor(whole, mesh, placements).requires_grad_()
+            result[name] = tensor.distribute_tensor(t, mesh, placements).requires_grad_()
     return result
 
 
@@ -63,10 +63,6 @@ def check_cases(operator: str, shape: tuple[int, ...], splits: str) -> None:
         assert_alike(whole(out), expected, name=f"{case}: out")
         for (name, want), grad in zip(gradients.items(), grads, strict=True):
             assert_alike(whole(grad), want, name=f"{case}: d{name}")
-
-
-def whole(result: Tensor) -> Tensor:
-    return result.full_tensor() if isinstance(result, tensor.DTensor) else result
 
 
 def operands(operator: str, B: int = 4, H: int = 4, Hk: int = 4) -> dict[str, Tensor]:

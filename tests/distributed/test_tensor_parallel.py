@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes
+from tests.support.processes import Processes, whole
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
@@ -56,10 +56,6 @@ def check_layer(name: str, gates: str | None) -> None:
     assert_alike(results[1], results[0])
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def check_decoding(name: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     layer = LAYERS[name]().eval()
@@ -92,17 +88,36 @@ def test_projections_that_give_local_heads(name: str, fake_mesh: Callable[..., A
         layer(torch.randn(2, T, E))
 
 
-def test_heads_that_cannot_be_split(fake_mesh: Callable[..., Any]) -> None:
-    mesh = fake_mesh(4)
-    plan = distributed.tensor_parallel_plan
-    model = nn.Sequential(nn.Linear(E, E), hk.nn.GatedMultiheadAttention(12, 6))
-    with pytest.raises(ValueError, match=r"1 has 6 heads, which 4 processes .*; keep 4 heads"):
-        plan(model, mesh)
-    with pytest.raises(ValueError, match=r"has 3 heads, .*; leave the layer out"):
-        plan(hk.nn.CollaborativeMultiheadAttention(12, 3, 4), mesh)
-    with pytest.raises(ValueError, match=r"has 3 heads of keys, .*; use 3 processes"):
-        plan(hk.nn.GatedMultiheadAttention(24, 12, num_key_heads=3), mesh)
-    with pytest.raises(ValueError, match=r"has 3 heads of values, .*; use .* that divides 3"):
-        plan(hk.nn.CollaborativeMultiheadAttention(24, 12, 12, num_value_heads=3), mesh)
-    with pytest.raises(ValueError, match=r"module is a Linear without attention"):
-        plan(nn.Linear(3, 3), mesh)
+def shared_key(H: int, **options: Any) -> nn.Module:
+    return hk.nn.CollaborativeMultiheadAttention(6 * H, H, 12, **options)
+
+
+def model_of(name: str) -> Any:
+    """Of transformers; GPT-2 is converted."""
+    pytest.importorskip("transformers", reason="a model of transformers")
+    from tests.support.tiny_models import build
+
+    model = build(name)
+    if name == "gpt2":
+        hk.convert.collaborate(model, 16, progress=False)
+    return model
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: nn.Sequential(nn.Linear(E, E), hk.nn.GatedMultiheadAttention(12, 6)),
+        r"1 has 6 heads, which 4 processes .*; keep 4 heads"),
+    (lambda: shared_key(3), r"has 3 heads, .*; leave the layer out"),
+    (lambda: hk.nn.GatedMultiheadAttention(24, 12, num_key_heads=3), r"has 3 heads of keys, .*; use 3 processes"),
+    (lambda: shared_key(12, num_value_heads=3), r"has 3 heads of values, .*; use .* that divides 3"),
+    (lambda: nn.Linear(3, 3), r"module is a Linear without attention"),
+    (lambda: model_of("bert"), r"without attention of hk\.nn"),
+    (lambda: model_of("gpt2"), r"layer 0 .*values together with other roles"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_plans_of_what_cannot_be_split(
+    make: Callable[[], nn.Module], words: str, fake_mesh: Callable[..., Any]
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        distributed.tensor_parallel_plan(make(), fake_mesh(4))

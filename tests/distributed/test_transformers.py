@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes
+from tests.support.processes import Processes, whole
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 pytest.importorskip("transformers", reason="models of transformers")
@@ -27,8 +27,14 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def set_gates(model: Any, gates: str) -> dict[str, Tensor]:
+    """The same in every process; head masks are arguments of a pass."""
+    H, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+    if gates == "head mask":
+        return {"head_mask": torch.linspace(0, 1, H).expand(layers, H)}
+    torch.manual_seed(1)
+    hk.heads.gate(model, lambda H: hk.nn.HardConcrete(H, per_sample=gates == "per sample"))
+    return {}
 
 
 def check(gates: str, order: str) -> None:
@@ -42,16 +48,7 @@ def check(gates: str, order: str) -> None:
         hk.integrations.transformers.use(model)
         if parts and order == "split first":
             split(model, mesh)
-        options = {}
-        if gates == "head mask":
-            H = model.config.num_attention_heads
-            options["head_mask"] = torch.linspace(0, 1, H).expand(len(model.layers), H)
-        else:
-            make: Any = hk.nn.HardConcrete
-            if gates == "per sample":
-                make = lambda H: hk.nn.HardConcrete(H, per_sample=True)  # noqa: E731
-            torch.manual_seed(1)
-            hk.heads.gate(model, make)
+        options = set_gates(model, gates)
         if parts and order == "gates first":
             split(model, mesh)
             if gates != "head mask":
@@ -84,22 +81,15 @@ def check_converted(family: str, gates: str) -> None:
         torch.manual_seed(3)
         hk.convert.collaborate(model, 16, progress=False)
         hk.integrations.transformers.use(model)
-        layers = hk.heads.attention_layers(model)
-        H, changes = layers[0].num_heads, {}
-        if gates == "head mask":
-            changes["head_mask"] = torch.linspace(0, 1, H).expand(len(layers), H)
-        else:
-            torch.manual_seed(1)
-            hk.heads.gate(model, hk.nn.HardConcrete)
+        changes = set_gates(model, gates)
         if parts:
             plan = hk.integrations.distributed.tensor_parallel_plan(model, mesh)
             parallel.parallelize_module(model, mesh, plan)
         for part in model.train().modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
-        results.append(
-            {name: whole(each) for name, each in with_gradients(model, **changes).items()}
-        )
+        found = with_gradients(model, **changes)
+        results.append({name: whole(each) for name, each in found.items()})
     assert_alike(results[1], results[0])
 
 

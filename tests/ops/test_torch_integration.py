@@ -48,7 +48,7 @@ TRACED = (*OF_A_BACKEND, "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.release)])
 @pytest.mark.parametrize("case", OPCHECKS)
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> None:

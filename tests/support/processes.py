@@ -77,6 +77,11 @@ class Processes:
             self._ranks.append((process, ours))
 
 
+def whole(tensor: Any) -> Any:
+    """Of a DTensor all of it, in every rank."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     from torch import distributed

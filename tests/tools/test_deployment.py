@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ import torch
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
+from tests.support.examples import EXAMPLES, example
 
-FOLDER = Path(__file__).parents[2] / "examples" / "deployment"
 COMPILER = shutil.which("g++")
 
 try:
@@ -34,21 +32,12 @@ OPS = {
 }
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("deployment_example", FOLDER / "export.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What CMakeLists.txt builds."""
     torch_folder = Path(torch.__file__).parent
     built = tmp_path_factory.mktemp("deployment") / "run"
-    command: list[Any] = [COMPILER, "-std=c++20", FOLDER / "run.cpp", "-o", built]
+    command: list[Any] = [COMPILER, "-std=c++20", EXAMPLES / "deployment" / "run.cpp", "-o", built]
     command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-Wl,--no-as-needed"]
     command += ["-ltorch", "-ltorch_cpu", "-lc10", LIBRARY]
     command += [f"-Wl,-rpath,{folder}" for folder in (torch_folder / "lib", LIBRARY.parent)]
@@ -62,9 +51,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_outputs_are_those_of_python(name: str, program: Path, tmp_path: Path) -> None:
     if name == "bert":
         pytest.importorskip("transformers")
-    module = example()
-    model = module.pruned(name)
-    exported = module.exported(model)
+    with example("deployment/export.py") as module:
+        model = module.pruned(name)
+        exported = module.exported(model)
     called = [str(node.target).split(".") for node in exported.graph.nodes]
     assert [words[1] for words in called if words[0] == "heads_kernels"] == OPS[name]
     package = tmp_path / "model.pt2"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,14 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
+
+from tests.support.examples import EXAMPLES, example
 
 pytestmark = pytest.mark.release
 
 for name in ("rich", "matplotlib", "safetensors"):
     pytest.importorskip(name, reason="the examples need heads_kernels[examples]")
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def interrupt(*arguments: object) -> None:
@@ -27,11 +25,9 @@ def interrupt(*arguments: object) -> None:
 
 # ---------------------------------------------------------------------- char_lm
 @pytest.fixture
-def char_lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import char_lm
-
-    return char_lm
+def char_lm() -> Iterator[ModuleType]:
+    with example("char_lm.py") as module:
+        yield module
 
 
 def test_char_lm(char_lm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,19 +62,9 @@ def test_char_lm_interrupted(
 
 # ---------------------------------------------------------------------- translation
 @pytest.fixture
-def translation(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Its `__main__.py` as a module; what it changes for the whole process is set back."""
-    folder = EXAMPLES / "translation"
-    monkeypatch.syspath_prepend(folder)
-    spec = importlib.util.spec_from_file_location("translation_example", folder / "__main__.py")
-    module = importlib.util.module_from_spec(spec)
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng():
-        spec.loader.exec_module(module)
+def translation() -> Iterator[ModuleType]:
+    with example("translation/__main__.py") as module:
         yield module
-    torch.set_num_threads(threads)
-    for path in folder.glob("*.py"):
-        sys.modules.pop(path.stem if path.stem != "__main__" else "", None)
 
 
 @pytest.fixture
@@ -127,21 +113,6 @@ def test_translation_interrupted(
     sizes = "--steps", "2", "--gated-steps", "9", "--pairs", pairs
     assert translation.main([*sizes, "--out", str(out)]) == 130
     assert list(out.iterdir()) == []
-
-
-def test_translation_with_caches_is_translation_without(translation: ModuleType) -> None:
-    """Greedy translation word by word, and the words that the whole model predicts after them."""
-    corpus = translation.Corpus(translation.invented_pairs(40, seed=0), seed=0)
-    sizes = len(corpus.source.words), len(corpus.target.words), corpus.longest
-    model = translation.Translator(*sizes, width=16, heads=2, layers=2).eval()
-    source, _ = translation.padded(corpus.held_out)
-    words = model.translate(source)
-    with torch.no_grad():
-        again = model(source, words[:, :-1]).argmax(-1)
-    ended = (words == sys.modules["corpus"].END).cumsum(1)[:, :-1] > 0
-    real = (words[:, :-1] != sys.modules["corpus"].PAD).cumprod(1).bool() & ~ended
-    assert real.sum() > len(words)
-    assert torch.equal(words[:, 1:][real], again[real])
 
 
 # ---------------------------------------------------------------------- pair_bias

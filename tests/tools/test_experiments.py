@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import heads_kernels as hk
+from tests.support.examples import example
 
 pytestmark = pytest.mark.release
 
 for name in ("rich", "matplotlib", "safetensors"):
     pytest.importorskip(name, reason="the examples need heads_kernels[examples]")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-FOLDERS = EXAMPLES / "experiments", EXAMPLES / "translation"
 NAMES = (
     "heads_of_minilm", "pruning_curves", "l0_by_kind", "collaborative_from_scratch",
     "l0_or_importance", "conversion_recovered", "deep_decoders",
@@ -32,20 +28,9 @@ ON_MINILM = NAMES[:2]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Its `__main__.py` as a module; what it changes for the whole process is set back."""
-    monkeypatch.syspath_prepend(FOLDERS[0])
-    spec = importlib.util.spec_from_file_location("experiments", FOLDERS[0] / "__main__.py")
-    module = importlib.util.module_from_spec(spec)
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng():
-        spec.loader.exec_module(module)
+def command() -> Iterator[ModuleType]:
+    with example("experiments/__main__.py") as module:
         yield module
-    torch.set_num_threads(threads)
-    for folder in FOLDERS:
-        for path in folder.glob("*.py"):
-            if path.stem != "__main__":
-                sys.modules.pop(path.stem, None)
 
 
 def runs_of(folder: Path, name: str) -> dict[str, Any]:
@@ -164,88 +149,6 @@ def test_keep(
 
 
 # ---------------------------------------------------------------------- what is measured
-def test_agreement(command: ModuleType) -> None:
-    """Cosine and nearest neighbours, by a hand's example: the third sentence moves over to the second."""
-    sentences = importlib.import_module("sentences")
-    original = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
-    changed = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
-    found = sentences.agreement(changed, original)
-    assert found["cosine"] == pytest.approx((1 + 1 + 0.96) / 3)
-    assert found["neighbours"] == pytest.approx(2 / 3)
-    assert sentences.agreement(original, original) == pytest.approx(
-        {"cosine": 1.0, "neighbours": 1.0}
-    )
-
-
-def test_sentence_losses_are_those_of_sentences_alone(command: ModuleType) -> None:
-    """Padding counts nothing."""
-    translators = importlib.import_module("translators")
-    corpus_module = importlib.import_module("corpus")
-    settings = translators.QUICK
-    model = translators.new_model(settings, 0).eval()
-    corpus = translators.corpus_of(settings, 0)
-    with torch.no_grad():
-        together = translators.sentence_losses(model, corpus_module.padded(corpus.held_out))
-        for loss, pair in zip(together, corpus.held_out, strict=True):
-            batch = corpus_module.padded([pair])
-            logits = model(batch.source, batch.target[:, :-1])
-            alone = torch.nn.functional.cross_entropy(logits[0], batch.target[0, 1:])
-            torch.testing.assert_close(loss, alone)
-
-
-@pytest.mark.parametrize("D_k", [32, 16, 8, 4])
-def test_kinds_of_attention_have_the_key_width_asked_for(command: ModuleType, D_k: int) -> None:
-    module = importlib.import_module("collaborative_from_scratch")
-    for kind in module.KINDS:
-        layer = module.attention(kind, D_k)(32, 4)
-        assert (layer.q_proj.out_features, layer.k_proj.out_features) == (D_k, D_k)
-        assert layer.num_heads * layer.value_dim == 32
-        assert layer.out_proj.in_features == 32
-    weights = 2 * (32 + 1) * D_k  # W_Q, W_K and their biases
-    assert module.query_and_key(module.attention("ordinary", D_k)(32, 4)) == weights
-    # (2 D_in + H) Ds by Cordonnier et al. 2020, and H D_in for the content bias.
-    shared = (2 * 32 + 4) * D_k + 4 * 32
-    assert module.query_and_key(module.attention("collaborative", D_k)(32, 4)) == shared
-
-
-# ---------------------------------------------------------------------- rotary positions
-@pytest.fixture
-def rotary(command: ModuleType) -> ModuleType:
-    pytest.importorskip("transformers", reason="the model is a Llama")
-    return importlib.import_module("rotary_conversion")
-
-
-def cached_numbers(model: torch.nn.Module, ids: torch.Tensor) -> float:
-    """A token, of the cache that the model fills."""
-    cache = model.eval()(ids, use_cache=True).past_key_values
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    return numbers / ids.numel()
-
-
-@pytest.mark.parametrize("choice", ["cp", "ragged, equal layers"])
-def test_bytes_of_a_cache(rotary: ModuleType, choice: str) -> None:
-    models = importlib.import_module("rotary_models")
-    settings = models.QUICK
-    model, data = models.new_model(settings, 0), models.read_batches(settings, 0)
-    ids = data[0]["input_ids"]
-    whole = rotary.cache_bytes(settings, settings.width, settings.width)
-    assert rotary.BYTES * cached_numbers(model, ids) == whole
-    found = rotary.converted(settings, model, data, choice, 0.5)
-    assert rotary.BYTES * cached_numbers(model, ids) == found["cache"] < whole
-
-
-def test_error_of_controls_is_that_of_conversion(rotary: ModuleType) -> None:
-    """Of the pairs that "ragged" keeps; without any the error is 1, with all it is 0."""
-    heads = hk.convert.RotaryHeads.of(*torch.randn(2, 4, 8, 5), scale=1.0)
-    moments = hk.convert.RotaryMoments.of_weights(heads)
-    chosen = moments.squares >= moments.squares.flatten().sort(descending=True).values[5]
-    factors = hk.convert.rotary_ragged(heads, 12, moments)
-    kept = torch.diag_embed(chosen.double())
-    assert rotary.score_error(moments, kept) == pytest.approx(factors.error)
-    assert rotary.score_error(moments, torch.zeros(4, 4)) == pytest.approx(1.0)
-    assert rotary.score_error(moments, torch.eye(4)) == 0.0
-
-
 @pytest.mark.parametrize("of", ["sentences", "translators", "rotary_models"])
 def test_no_held_out_text_is_read(command: ModuleType, of: str) -> None:
     """Neither calibration nor importance nor training sees what the figures are measured on."""

@@ -29,12 +29,16 @@ def test_one_version() -> None:
     assert run.stdout == f"heads_kernels {hk.__version__}\n"
 
 
-def test_types_and_the_command_are_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_and_the_command_are_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     project = Distribution({"src_root": str(ROOT)})
     project.parse_config_files(["pyproject.toml"])
-    assert "py.typed" in project.package_data["heads_kernels"]
-    assert (ROOT / "heads_kernels" / "py.typed").exists()
+    package = ROOT / "heads_kernels"
+    data = {path for glob in project.package_data["heads_kernels"] for path in package.glob(glob)}
+    assert {package / "py.typed", package / "report" / "report.html.j2"} <= data
+    built = {".py", ".pyc", ".so"}
+    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in built}
+    assert files - {package / "build.json"} == data
     (declared,) = project.entry_points["console_scripts"]
     name, _, target = declared.partition(" = ")
     assert importlib.metadata.EntryPoint(name, target, "console_scripts").load()([]) == 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,28 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.alike import assert_alike
+from tests.support.examples import example
 
 pytestmark = pytest.mark.release
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pair_bias"
 N, S, HEADS, WIDTH = 5, 3, 2, 3  # residues, rows; width of a head
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Its `__main__.py` as a module; what it changes for the whole process is set back."""
-    monkeypatch.syspath_prepend(EXAMPLE)
-    spec = importlib.util.spec_from_file_location("pair_bias_example", EXAMPLE / "__main__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    threads = torch.get_num_threads()
-    spec.loader.exec_module(module)
-    yield module
-    torch.set_num_threads(threads)
-    for path in EXAMPLE.glob("*.py"):
-        if path.stem != "__main__":
-            del sys.modules[path.stem]
+def command() -> Iterator[ModuleType]:
+    with example("pair_bias/__main__.py") as module:
+        yield module
 
 
 # ---------------------------------------------------------------------- the algorithms, written out
@@ -127,7 +114,7 @@ def made(name: str) -> tuple[nn.Module, Reference, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.usefixtures("example")
+@pytest.mark.usefixtures("command")
 def test_a_module_is_its_algorithm(name: str) -> None:
     """With the weights of the reference layout."""
     module, reference, inputs = made(name)
@@ -135,7 +122,7 @@ def test_a_module_is_its_algorithm(name: str) -> None:
     assert_alike(module(*inputs), ALGORITHMS[name](reference, *inputs))
 
 
-@pytest.mark.usefixtures("example")
+@pytest.mark.usefixtures("command")
 def test_names_and_weights_that_do_not_fit_are_refused() -> None:
     module, reference, _ = made("rows")
     load, state = sys.modules["modules"].load_reference, reference.state_dict()
@@ -147,7 +134,7 @@ def test_names_and_weights_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows", "starting", "ending"])
-@pytest.mark.usefixtures("example")
+@pytest.mark.usefixtures("command")
 def test_padding_changes_no_real_element(name: str) -> None:
     module, _, inputs = made(name)
     real = torch.tensor([True] * (N - 2) + [False] * 2)
@@ -160,26 +147,7 @@ def test_padding_changes_no_real_element(name: str) -> None:
     assert_alike(out[mask], expected.flatten(0, -2))
 
 
-@pytest.mark.usefixtures("example")
-def test_conditioned_tokens_start_almost_closed() -> None:
-    """AlphaFold 3, algorithms 24 and 26: adaptive norm, output gated by what conditions the layer, one more bias."""
-    module = sys.modules["modules"].AttentionWithPairBias(8, 6, c_s=4, heads=HEADS, head_dim=WIDTH)
-    module = module.double()
-    a, z, s = random(2, N, 8), random(2, N, N, 6), random(2, N, 4)
-    nn.init.zeros_(module.open.weight)
-    beta = torch.zeros(N, N, dtype=torch.float64).masked_fill(
-        ~torch.eye(N, dtype=torch.bool), -torch.inf
-    )
-    normed = nn.functional.layer_norm(s, (4,), module.norm_s.weight)
-    adapted = module.scale(normed).sigmoid() * nn.functional.layer_norm(a, (8,)) + module.shift(
-        normed
-    )
-    layer = module.attention  # each token sees itself alone
-    expected = layer.out_proj(layer.gate_proj(adapted).sigmoid() * layer.v_proj(adapted))
-    assert_alike(module(a, z, s, beta), expected / (1 + torch.exp(torch.tensor(2.0).double())))
-
-
-def test_pair_bias_is_needed(example: ModuleType) -> None:
-    found = example.experiment(example.argparse.Namespace(steps=150, seed=0), lambda line: None)
+def test_pair_bias_is_needed(command: ModuleType) -> None:
+    found = command.experiment(command.argparse.Namespace(steps=150, seed=0), lambda line: None)
     before, biased, plain = (found[name][0] for name in found)
     assert biased < plain < before

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +64,8 @@ POOLED = {
     "altclip_text_model": "right", "aimv2_text_model": "right", "clip_text_model": "left",
     "owlv2_text_model": "left", "siglip_text_model": "left", "siglip2_text_model": "left",
 }  # fmt: skip
+#: Families whose stock maps are without the share of the sinks, which scale outputs instead.
+SINKS_APART = {"granite_swa", "granitemoe_swa"}
 #: Position biases of all heads, which transformers' own attention adds to those that are left.
 BIASED = {"beit", "mt5", "switch_transformers", "t5"}
 
@@ -110,12 +110,16 @@ def padding_of(name: str, model: Any) -> dict[str, Tensor]:
     return {"attention_mask": real.long()}
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Of the families of a form, whose layers are alike, `make check` runs every second."""
+    if name in OF_A_FORM[1::2]:
+        return [pytest.mark.release]
+    return [] if name in FEW else [pytest.mark.check]
+
+
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=() if name in FEW else pytest.mark.check)
-        for name in (*TINY, *OF_A_FORM)
-    ],
+    params=[pytest.param(name, marks=marks_of(name)) for name in (*TINY, *OF_A_FORM)],
 )
 def family(request: pytest.FixtureRequest) -> Family:
     name = request.param
@@ -136,31 +140,51 @@ def test_equals_stock(family: Family) -> None:
     release(model)
     assert structure(model) == structure(family.stock)
     assert_alike(family.outputs(model), family.expected["outputs"])
-    if family.name in TESTED:
-        use(model)
-        found = model(**batch(model), output_attentions=True)
-        rows = found.decoder_attentions if model.config.is_encoder_decoder else found.attentions
-        assert bool(rows) == TESTED[family.name].statistics
-        heads = model.config.get_text_config().num_attention_heads  # of Swin, a list by stage
-        for layer in filter(None, rows):
-            assert isinstance(layer, hk.AttentionStatistics)
-            assert layer.entropy.shape[1] in (heads if isinstance(heads, list) else [heads])
+
+
+def test_statistics_are_those_of_the_maps(family: Family) -> None:
+    """Of real tokens, under every name that stock has maps under."""
+    if family.name not in TESTED:
+        pytest.skip("as those of its form")
+    arguments = batch(family.stock) | family.changes
+    expected = family.stock(**arguments, output_attentions=True)
+    found = use(family.copy())(**arguments, output_attentions=True)
+    names = [
+        key
+        for key in expected
+        if "attentions" in key
+        and any(isinstance(each, hk.AttentionStatistics) for each in found[key])
+    ]
+    assert bool(names) == TESTED[family.name].statistics
+    for key in names:
+        of_decoder = key in ("decoder_attentions", "cross_attentions")
+        real = arguments.get("decoder_attention_mask" if of_decoder else "attention_mask")
+        for statistics, maps in zip(found[key], expected[key], strict=True):
+            if maps is None:
+                assert statistics is None
+                continue
+            rows = torch.ones(maps.shape[:3], dtype=torch.bool)
+            if real is not None and real.dim() == 2:
+                rows &= real.bool()[:, None]
+            assert torch.equal(statistics.argmax[rows], maps.argmax(-1)[rows])
+            if family.name in SINKS_APART:
+                continue
+            assert_alike(statistics.max_prob[rows], maps.amax(-1)[rows])
+            assert_alike(statistics.entropy[rows], -torch.xlogy(maps, maps).sum(-1)[rows])
 
 
 # ---------------------------------------------------------------------- heads
-@contextmanager
-def gated(family: Family, gates: dict[str, Tensor]) -> Iterator[Any]:
+def gated(family: Family, gates: dict[str, Tensor]) -> Any:
     """A stock model whose output projections read heads times gates, by the names of these projections."""
     model = family.copy()
     for path, gate in gates.items():
-        linear = model.get_submodule(path)
 
         def multiply(_: Any, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Tensor:
             heads = inputs[0].unflatten(-1, (len(gate), -1))
             return (heads * gate[:, None]).flatten(-2)
 
-        linear.register_forward_pre_hook(multiply)
-    yield model
+        model.get_submodule(path).register_forward_pre_hook(multiply)
+    return model
 
 
 def layers_of(model: Any) -> dict[str, AttentionLayer]:
@@ -195,8 +219,8 @@ def test_head_masks(family: Family) -> None:
         masks[name] = torch.linspace(0.3, 1.2, layers[path].num_heads)
         masks[name][1] = 0.0
         masks[name].requires_grad_()
-    with gated(family, {path: masks[name] for path, name in arguments.items()}) as reference:
-        expected = family.with_gradients(reference)
+    reference = gated(family, {path: masks[name] for path, name in arguments.items()})
+    expected = family.with_gradients(reference)
     expected |= {name: mask.grad for name, mask in masks.items()}
     for mask in masks.values():
         mask.grad = None
@@ -222,8 +246,7 @@ def test_closed_and_pruned_heads(family: Family) -> None:
         layer.name: (gates[path] == 0).nonzero().flatten().tolist()
         for path, layer in layers.items()
     }
-    with gated(family, gates) as reference:
-        expected = family.with_gradients(reference)
+    expected = family.with_gradients(gated(family, gates))
     hk.heads.close(model, closed)
     assert_alike(family.with_gradients(model), expected)
 
@@ -252,8 +275,7 @@ def test_layers_without_heads(family: Family) -> None:
         pytest.skip("stock code of some forms reshapes with -1")
     model, layers = with_heads(family)
     path, layer = list(layers.items())[-1]
-    with gated(family, {path: torch.zeros(layer.num_heads)}) as reference:
-        expected = family.outputs(reference)
+    expected = family.outputs(gated(family, {path: torch.zeros(layer.num_heads)}))
     hk.heads.prune(model, {layer.index: range(layer.num_heads)})
     found = family.with_gradients(model)
     assert_alike(found["outputs"], expected)

@@ -321,21 +321,16 @@ def test_layers_compiled_one_by_one() -> None:
 
 
 # ---------------------------------------------------------------------- statistics
-@pytest.mark.parametrize("by_config", [False, True])
-@pytest.mark.parametrize("family", ["bert", "stablelm"])
-def test_statistics_are_those_of_the_maps(family: str, by_config: bool) -> None:
-    stock = build("bert") if family == "bert" else small(family)
-    real = batch(stock)["attention_mask"].bool()[:, None]
-    maps = stock(**batch(stock), output_attentions=True).attentions
-    stock.config.output_attentions = by_config
-    asked = {} if by_config else {"output_attentions": True}
-    found = use(stock)(**batch(stock), **asked).attentions
-    assert len(found) == len(maps) == 2
-    for statistics, expected in zip(found, maps, strict=True):
-        rows = real.expand(expected.shape[:3])
-        assert_alike(statistics.max_prob[rows], expected.amax(-1)[rows])
-        assert_alike(statistics.entropy[rows], -torch.xlogy(expected, expected).sum(-1)[rows])
-        assert torch.equal(statistics.argmax[rows], expected.argmax(-1)[rows])
+def test_statistics_by_config_are_those_asked_for() -> None:
+    """Of a model that hands no arguments on; test_families.py has their values."""
+    asked = small("stablelm")
+    expected = use(asked)(**batch(asked), output_attentions=True).attentions
+    set_ = small("stablelm")
+    set_.config.output_attentions = True
+    found = use(set_)(**batch(set_)).attentions
+    assert len(found) == len(expected) == 2
+    for one, other in zip(found, expected, strict=True):
+        assert_alike(one.entropy, other.entropy)
 
 
 def test_statistics_of_a_layer_without_heads() -> None:

@@ -44,16 +44,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def whole(model: Any) -> dict[str, Tensor]:
-    """A batch without padding."""
-    if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.randn(2, 3, 12, 12)}
-    found = {"input_ids": torch.arange(3, 30).view(3, 9)}
-    if model.config.is_encoder_decoder:
-        found["decoder_input_ids"] = torch.arange(3, 18).view(3, 5)
-    return found
-
-
 # ---------------------------------------------------------------------- relative positions of T5
 @pytest.mark.parametrize("far", [20, 128])
 @pytest.mark.parametrize("name", T5_LIKE)
@@ -72,21 +62,6 @@ def test_offsets_are_the_stock_bias(name: str, far: int) -> None:
             assert offsets is not None
             assert torch.equal(offsets.to_dense(T, S), expected[0])
             release(model)
-
-
-def test_offsets_are_worked_out_once_for_a_pass_without_gradients() -> None:
-    """For the sizes of the call; with gradients every layer has to look them up again."""
-    module: Any = use(build("t5")).decoder.block[0].layer[0].SelfAttention
-    bias = module.compute_bias(1, 9, past_seen_tokens=8)
-    cpu = torch.device("cpu")
-    with torch.no_grad():
-        first = bias.offsets(None, (1, 9), cpu)
-        assert bias.offsets(None, (1, 9), cpu) is first
-        assert torch.equal(bias.offsets(torch.tensor([1]), (1, 9), cpu).values, first.values[1:2])
-        assert bias.offsets(None, (1, 10), cpu).values.shape[1] == 10
-    found = bias.offsets(None, (1, 10), cpu)
-    assert found.values.requires_grad
-    assert bias.offsets(None, (1, 10), cpu) is not found
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])
@@ -146,20 +121,6 @@ def test_closed_heads_are_zero(name: str, calls: list[dict[str, Any]]) -> None:
     assert_alike(closed[:, 3], first[:, 3] / 2)
     model.config._attn_implementation_internal = "eager"
     assert_alike(outputs(model), stock)
-
-
-@pytest.mark.parametrize("name", [*THEMSELVES, "beit", "swin", "t5", "gemma2", "gpt_oss"])
-def test_statistics_are_those_of_biased_maps(name: str) -> None:
-    model = build(name)
-    arguments = whole(model)
-    expected = model(**arguments, output_attentions=True)
-    found = use(model)(**arguments, output_attentions=True)
-    names = [key for key in expected if "attentions" in key]
-    for key in names:
-        for statistics, maps in zip(found[key], expected[key], strict=True):
-            assert_alike(statistics.max_prob, maps.amax(-1))
-            assert_alike(statistics.entropy, -torch.xlogy(maps, maps).sum(-1))
-    assert len(names) == (3 if name == "t5" else 1)
 
 
 def test_pruned_sinks_are_those_of_the_heads_that_are_left() -> None:

@@ -16,7 +16,6 @@ from tests.support.alike import assert_alike
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
-import transformers
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import release, use
@@ -339,16 +338,6 @@ def test_one_call_switches_a_model_in_use(name: str) -> None:
         assert bool(packed_layers(model)) == unpad
     assert [len(m._forward_hooks) for m in use(model).modules()] == hooks
     assert {n: type(m) for n, m in release(model).named_modules()} == stock
-
-
-def test_files_and_models_in_something_else(tmp_path: Any) -> None:
-    model = use(build("bert"), unpad=True)
-    expected = outputs(model)
-    model.save_pretrained(tmp_path)
-    loaded = unpooled(transformers.BertModel.from_pretrained(tmp_path))
-    holder = nn.ModuleDict({"base_model": use(loaded, unpad=True)})
-    assert_alike(outputs(holder["base_model"]), expected)
-    assert all(packed_layers(holder))
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -116,32 +117,6 @@ def test_a_model_in_use_is_put_to_use_again() -> None:
     assert release(model).config._attn_implementation == before
 
 
-def test_models_that_compute_with_masks_are_refused_before_their_first_pass() -> None:
-    small_git = {"vision_config": TINY["vit"].arguments}
-    kinds = {
-        "BigBirdPegasusModel": TINY["bart"].arguments | {"attention_type": "original_full"},
-        "GitModel": TINY["bert"].arguments | small_git,
-        "InformerModel": TINY["bart"].arguments | {"prediction_length": 4, "input_size": 1},
-        "T5Gemma2Model": {
-            "encoder": {
-                "text_config": TINY["llama"].arguments | {"num_hidden_layers": 2},
-                "vision_config": TINY["vit"].arguments,
-            },
-            "decoder": TINY["llama"].arguments | {"num_hidden_layers": 2},
-        },
-    }
-    for name, arguments in kinds.items():
-        model_class = getattr(transformers, name)
-        model = model_class(model_class.config_class(**arguments))
-        before = state(model)
-        with pytest.raises(ValueError, match=rf"model is a {name} .*masks.* it cannot be used"):
-            use(model)
-        assert state(model) == before
-    sparse = small("deepseek_v32")
-    with pytest.raises(ValueError, match="DeepseekV32Attention, chooses keys by index"):
-        use(sparse)
-
-
 def stock(name: str, arguments: dict[str, Any]) -> Any:
     model_class = getattr(transformers, name)
     return model_class(model_class.config_class(**arguments))
@@ -154,7 +129,17 @@ def wrapped(**models: nn.Module) -> nn.Module:
     return holder
 
 
-#: What is no model, or holds one.
+TWO_LAYERS = TINY["llama"].arguments | {"num_hidden_layers": 2}
+#: Models that compute with masks.
+WITH_MASKS: list[tuple[str, dict[str, Any]]] = [
+    ("BigBirdPegasusModel", TINY["bart"].arguments | {"attention_type": "original_full"}),
+    ("GitModel", TINY["bert"].arguments | {"vision_config": TINY["vit"].arguments}),
+    ("InformerModel", TINY["bart"].arguments | {"prediction_length": 4, "input_size": 1}),
+    ("T5Gemma2Model", {
+        "encoder": {"text_config": TWO_LAYERS, "vision_config": TINY["vit"].arguments}, "decoder": TWO_LAYERS,
+    }),
+]  # fmt: skip
+#: What is no model, or holds one, or is one that can't be served.
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.Linear(2, 2), r"model is a Linear; .*tested families: albert, bart"),
     (lambda: "bert", r"model is a str; load it first: .*from_pretrained"),
@@ -169,13 +154,18 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: stock("RoFormerModel", TINY["bert"].arguments), "'roformer'.* computes its attention"),
     (lambda: stock("DogeModel", TINY["llama"].arguments), "family 'doge'.*, which handles masks"),
     (lambda: small("inkling2_text"), r"Inkling2TextModel .*plain attention \(attention sinks by"),
+    (lambda: small("deepseek_v32"), "DeepseekV32Attention, chooses keys by index"),
+    *((partial(stock, *each), rf"model is a {each[0]} .*masks.* it cannot be used") for each in WITH_MASKS),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "refusal"), REFUSED)
 def test_refused(make: Callable[[], Any], refusal: str) -> None:
+    model = make()
+    before = state(model) if isinstance(model, nn.Module) else None
     with pytest.raises((TypeError, ValueError), match=refusal):
-        use(make())
+        use(model)
+    assert before is None or state(model) == before
 
 
 def test_arguments_that_are_refused() -> None:
