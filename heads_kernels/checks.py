@@ -149,13 +149,17 @@ def check_value_heads(value: Tensor, H: int, S: int) -> int:
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
-    """Check that the numbers of rows, keys, heads and batches fit int32, which the kernels use."""
-    for name, letter, size, most in (
-        ("query", "T", T, MAX_LENGTH),
-        ("key", "S", S, MAX_LENGTH),
-        ("query", "H", H, _MAX_COUNT),
-        ("query", "B", B, _MAX_COUNT),
+    """Rows, keys, heads and batches fit int32, which the kernels use for them."""
+    are_int = type(T) is type(S) is type(H) is type(B) is int
+    if are_int and max(T, S) <= MAX_LENGTH and max(H, B) <= _MAX_COUNT:
+        return
+    for name, letter, size in (
+        ("query", "T", T),
+        ("key", "S", S),
+        ("query", "H", H),
+        ("query", "B", B),
     ):
+        most = MAX_LENGTH if letter in "TS" else _MAX_COUNT
         if is_int(size) and size > most:  # symbolic sizes are checked when the op runs
             refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
 

@@ -88,39 +88,55 @@ def form(
     when the call runs.
     """
     shared = mixing is not None or operator == "collaborative_attention"
-    given: dict[str, Any] = {"query": query, "key": key}
-    if value is not None or operator != "attention_statistics":
-        given["value"] = value
+    operands: tuple[Any, ...] = (query, key, value)
+    if value is None and operator == "attention_statistics":
+        operands = (query, key)
+    batch: Batch = None
     try:
         check_whole_sequence()
-        batch, (query, key, *values) = flatten_operands(
-            SHARED if shared else GROUPED, *_autocast(*given.values())
-        )
-        B, T, S, D = query.shape[0], query.shape[-2], key.shape[-2], query.shape[-1]
-        H = mixing.shape[0] if shared else query.shape[1]  # type: ignore[union-attr]
+        device = query.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            query, key, *values = operands = _autocast(*operands)
+            value = values[0] if values else None
+        rows, columns, rank = query.shape, key.shape, 3 if shared else 4
+        if not (  # one batch dimension, as nearly always: the general case takes longer
+            len(rows) == len(columns) == rank
+            and rows[0] == columns[0]
+            and (len(operands) == 2 or (value.dim() == 4 and value.shape[0] == rows[0]))  # type: ignore[union-attr]
+        ):
+            batch, (query, key, *values) = flatten_operands(
+                SHARED if shared else GROUPED, *operands
+            )
+            value = values[0] if values else None
+            rows, columns = query.shape, key.shape
+            if batch is not None:
+                content_bias = _flatten("content_bias", content_bias, batch, "H, S")
+        B, T, S, D = rows[0], rows[-2], columns[-2], rows[-1]
+        H = mixing.shape[0] if shared else rows[1]  # type: ignore[union-attr]
         check_sizes(B, H, T, S)  # before memory is taken for the mask
-        content_bias = _flatten("content_bias", content_bias, batch, "H, S")
         attn_mask, dense_bias, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
         mask = _mask(attn_mask, is_causal, query, (B, H, T, S), batch)
     except Exception:
-        # Where one of these is no tensor, or does not fit the others, that is what to say.
-        check_tensors(**given)
+        # If one of these is not a tensor or does not fit the others, that is the error to report.
+        check_tensors(**dict(zip(("query", "key", "value"), operands, strict=False)))
         if shared:
             check_companion("mixing", mixing, query)  # type: ignore[arg-type]
         raise
+    if batch is not None:
+        gate = _flatten_gate(gate, batch)
+        exclude_keys = _flatten("exclude_keys", exclude_keys, batch, "S")
     if enable_gqa is not True:
         check_grouped_heads(query, key, enable_gqa)
     if operator == "entmax_attention":
         alpha = check_alpha(alpha, query, H, compute_dtype(query.dtype))
-    exclude_keys = _flatten("exclude_keys", exclude_keys, batch, "S")
     check_flag("closed_grad", closed_grad)
     call = Call(
         query=query,
         key=key,
-        value=values[0] if values else None,
+        value=value,
         mixing=mixing,
         content_bias=content_bias,
-        gate=_flatten_gate(gate, batch),
+        gate=gate,
         bias=dense_bias,
         offset_bias=table,
         sinks=sinks,
@@ -147,25 +163,24 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     float64 is not cast, as in PyTorch's own operators.
     """
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
     )
 
 
-def _flatten(argument: str, tensor: Tensor | None, batch: Batch, layout: str) -> Tensor | None:
+def _flatten(
+    argument: str, tensor: Tensor | None, batch: tuple[int, ...], layout: str
+) -> Tensor | None:
     """Apply `flatten_companion` if `tensor` has batch dimensions. That it is a tensor is checked later."""
-    if batch is None or not isinstance(tensor, Tensor) or tensor.dim() <= 1:
+    if not isinstance(tensor, Tensor) or tensor.dim() <= 1:
         return tensor
     return flatten_companion(argument, tensor, batch, layout)
 
 
-def _flatten_gate(gate: Tensor | None, batch: Batch) -> Tensor | None:
+def _flatten_gate(gate: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
     """Flatten the batch dimensions of a gate `[*batch, H]`, `[*batch, H, T]` or `[*batch, H, T, Dv]`."""
-    if batch is None or not isinstance(gate, Tensor) or gate.dim() == 1:
+    if not isinstance(gate, Tensor) or gate.dim() == 1:
         return gate
     layouts = {1: "H", 2: "H, T", 3: "H, T, Dv"}
     layout = layouts.get(gate.dim() - len(batch))
