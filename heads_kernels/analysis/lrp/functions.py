@@ -57,21 +57,18 @@ def module_step(module: nn.Module, input: Tensor, output: Tensor) -> Step | None
     if type(module).__name__.endswith(_NORMS):
         found = [getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
         eps = next((each for each in found if each is not None), torch.finfo(input.dtype).eps)
-        return [input], lambda given: [rules.rms_norm(input, output, eps, given)]
+        plain = output.detach()
+        return [input], lambda given: [rules.rms_norm(input, plain, eps, given)]
     return _identity(input) if type(module).__module__ == "transformers.activations" else None
 
 
+@torch.enable_grad()
 def gate_step(heads: Tensor, gate: Tensor, activation: str) -> Step:
     """The step of heads times gates: like any product, it gives equal parts to the factors that carry relevance."""
-    inputs = [heads, gate] if carries(gate) else [heads]
-    is_open = gate != 0 if activation == "identity" else torch.ones_like(gate, dtype=torch.bool)
-    is_open = gates.as_4d(is_open)
-
-    def back(given: Tensor) -> Sequence[Tensor]:
-        part = given * is_open / len(inputs)
-        return [part, part.sum_to_size(is_open.shape).reshape(gate.shape)][: len(inputs)]
-
-    return inputs, back
+    gate = gates.as_4d(gate).expand_as(heads)
+    is_open = gate != 0 if activation == "identity" else 1
+    factors = [heads, gate] if carries(gate) else [heads]
+    return factors, lambda given: [given * is_open / len(factors)] * len(factors)
 
 
 @torch.enable_grad()
@@ -125,14 +122,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
     return [input], lambda given: [rules.linear(input, weight, bias, given)]
 
 
-def _addmm(
-    input: Tensor,
-    mat1: Tensor,
-    mat2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Step:
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Step:
     """Used by transformers' `Conv1D`."""
     if (beta, alpha) != (1, 1) or input.dim() != 1:
         return [mat1], refusing("addmm", "with factors, or with a bias that is not a vector")

@@ -80,7 +80,6 @@ def rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Ten
     """A forward hook of all modules: what those of `module_step` compute inside is replaced by their rule."""
     if not args or not carries(args[0]):
         return None
-    output = output.detach() if isinstance(output, Tensor) else output
     step = module_step(module, args[0], output)
     return None if step is None else _ruled(output, *step)
 
