@@ -7,10 +7,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_map_only
 
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.head_scores import HeadScores
-from heads_kernels.analysis.lrp.tape import RelevanceTape
+from heads_kernels.analysis.lrp.functions import carries
+from heads_kernels.analysis.lrp.tape import RelevanceTape, rule_of_module
 from heads_kernels.analysis.observe import observe
 from heads_kernels.call import compute_dtype
 from heads_kernels.checks import refuse
@@ -72,8 +75,10 @@ def relevance(
     count = 0
     with evaluation(model), torch.no_grad():
         for batch in each_batch(data, "relevance", progress):
+            batch = tree_map_only(Tensor, Tensor.detach, batch)  # the graph is the tape
             tape = RelevanceTape(attention == "full")
-            with tape.whole_modules(model), observe(model, tape.see), tape:
+            of_modules = register_module_forward_hook(rule_of_module)  # type: ignore[arg-type]
+            with of_modules, observe(model, tape.see), tape:
                 found = _logits(run(model, batch)) if output is None else output(model, batch)
             for scores, start in _starts(found, tape):
                 for index, heads in tape.heads(scores, start).items():
@@ -104,7 +109,7 @@ def _starts(found: Any, tape: RelevanceTape) -> Iterator[tuple[Tensor, Tensor]]:
         refuse("output", f"gave a {type(scores).__name__}", instead, TypeError)
     if scores.dim() not in (2, 3) or not scores.is_floating_point():
         refuse("output", f"gave {scores.dtype} {list(scores.shape)}", instead)
-    if not tape.carries(scores):
+    if not carries(scores):
         refuse("output", "depends on no head of the model", "compute it from what the model gives")
     if start is None:
         start = _largest(scores, tape)

@@ -1,10 +1,23 @@
-"""Records what a model computes from its heads to its output, and propagates relevance back to the heads."""
+"""Relevance as the gradient of autograd: its graph is the tape, and the rules are the backward passes.
+
+While a model runs, gradients are off, and a mode sees its functions. From the first attention on it calls functions of
+what carries relevance so that autograd records them:
+
+- A function with a rule becomes one node, whose backward pass takes the relevance of its output for the relevance of
+  its inputs. Attention is such a node, with another one for its gate, and so are whole modules for which there is a
+  rule. What a rule needs is closed over, so that no Jacobian is stored.
+- Views, and functions that copy elements, keep the backward pass of autograd: a copy hands its relevance back to its
+  original, a constant's is lost, and that of a tensor used several times adds up.
+- Of any other function only the result is watched: an error names the function if relevance arrives there.
+
+The gradient with respect to heads is then their relevance. As every gradient it has the dtype of its tensor; rules
+compute in float32, or float64 for float64.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,43 +25,69 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from heads_kernels.analysis.lrp.functions import (
-    MOVING,
     RULES,
     Back,
     attention_step,
+    carries,
     gate_step,
-    is_differentiable,
-    is_one_function,
     module_step,
-    moving_step,
-    name_of,
-    operands,
     refusing,
 )
+from heads_kernels.call import compute_dtype
 from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
+#: Output elements are copies of input elements, or constants. The same holds for views, which need no name.
+_COPYING: Final = {
+    "__getitem__", "bfloat16", "cat", "clone", "concat", "contiguous", "double", "flatten", "flip", "float", "gather",
+    "half", "hstack", "index_select", "masked_fill", "pad", "repeat", "repeat_interleave", "reshape", "roll", "stack",
+    "take_along_dim", "tile", "to", "type", "type_as", "vstack", "where",
+}  # fmt: skip
 #: Functions that compute a layer's attention, after `RelevanceTape.see` has announced the layer.
-_ATTENTION: Final = {
-    "heads_kernels::attention",
-    "scaled_dot_product_attention",
-}
+_ATTENTION: Final = ("heads_kernels::attention", "scaled_dot_product_attention")
 #: Arguments that add to scores; relevance does not pass through them.
 _ADDED: Final = ("bias", "offset_bias", "sinks")
+#: The relevance of an example at the output. Shares do not depend on it; in float16 this keeps small parts above 0.
+_TOTAL: Final = 2.0**14
 
 
-class _Step(NamedTuple):
-    inputs: Sequence[Any]
-    outputs: Sequence[Tensor]
-    back: Back
-    layer: AttentionLayer | None  # whose attention this step is
+class _Rule(torch.autograd.Function):
+    """The output of a function, with `back` for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, back: Back, output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.back = back
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        return None, None, *ctx.back(given.to(compute_dtype(given.dtype)))
+
+
+def _ruled(output: Tensor, inputs: Sequence[Any], back: Back) -> Tensor:
+    """`output`, whose relevance `back` takes to `inputs`."""
+    with torch.enable_grad():
+        ruled: Tensor = _Rule.apply(back, output.detach(), *inputs)  # type: ignore[no-untyped-call]
+    return ruled
+
+
+def _refuse(output: Tensor, name: str, why: str) -> None:
+    """Raise an error if relevance arrives at this output."""
+    output.register_hook(refusing(name, why))  # type: ignore[no-untyped-call]
+
+
+def rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+    """A forward hook of all modules: what those of `module_step` compute inside is replaced by their rule."""
+    if not args or not carries(args[0]):
+        return None
+    step = module_step(module, args[0], output)
+    return None if step is None else _ruled(output, *step)
 
 
 class RelevanceTape(TorchFunctionMode):
-    """Context manager that records the functions between the heads of a model and its output.
+    """Context manager in which autograd records what a model computes from its heads to its output, by the rules.
 
-    Tensors carry relevance from the first attention on; what comes before is not recorded and needs no rule. Gradients
-    must be off: operators are visible only where autograd does not record them.
+    Gradients must be off: operators are visible only where autograd does not record them.
 
     Args:
         full: whether relevance goes through probabilities to query and key; else they are constants.
@@ -61,13 +100,8 @@ class RelevanceTape(TorchFunctionMode):
         super().__init__()
         self.full = full
         self.rows: dict[tuple[int, int], Tensor] = {}
-        self._steps: list[_Step] = []
-        self._carried: dict[int, Tensor] = {}  # by id; a reference to each, so that no id is reused
+        self._heads: list[tuple[int, Tensor]] = []  # index of the layer, and `[B, H, T, Dv]`
         self._call: tuple[AttentionLayer, AttentionCall] | None = None
-        self._whole = 0  # depth of nested modules that count as one function
-
-    def carries(self, thing: object) -> bool:
-        return id(thing) in self._carried
 
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
@@ -76,26 +110,17 @@ class RelevanceTape(TorchFunctionMode):
         self.rows[call.B, call.T] = call.real_queries
 
     def heads(self, output: Tensor, relevance: Tensor) -> dict[int, Tensor]:
-        """The relevance of each head, `{index of the layer: [B, H]}`, given that of an output.
+        """The relevance of each head, `{index of the layer: [B, H]}`, up to a factor of each example.
 
-        Layers that it does not reach are left out; for a layer that runs several times it is the sum.
+        For a layer that runs several times it is the sum.
         """
-        pending, found = {id(output): relevance}, dict[int, Tensor]()
-        for step in reversed(self._steps):
-            if not any(id(each) in pending for each in step.outputs):
-                continue
-            given = [
-                torch.zeros_like(each, dtype=relevance.dtype) if had is None else had
-                for each in step.outputs
-                for had in [pending.pop(id(each), None)]
-            ]
-            if step.layer is not None:
-                index, heads = step.layer.index, given[0].sum((2, 3))
-                found[index] = found[index] + heads if index in found else heads
-            for tensor, each in zip(step.inputs, step.back(given), strict=True):
-                if self.carries(tensor):
-                    had = pending.get(id(tensor))
-                    pending[id(tensor)] = each if had is None else had + each
+        total = relevance.sum(tuple(range(1, relevance.dim())), keepdim=True)
+        start = torch.where(total > 0, relevance / total * _TOTAL, 0.0).to(output.dtype)
+        heads = [each for _, each in self._heads]
+        parts = torch.autograd.grad(output, heads, start, retain_graph=True, materialize_grads=True)
+        found = dict[int, Tensor]()
+        for (index, _), part in zip(self._heads, parts, strict=True):
+            found[index] = found.get(index, 0) + part.to(relevance.dtype).sum((2, 3))
         return found
 
     # ------------------------------------------------------------------ recording
@@ -103,75 +128,56 @@ class RelevanceTape(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        result = func(*args, **options)
-        name = name_of(func)
-        if self._whole:
-            return result
+        name = _name_of(func)
         if name in _ATTENTION and self._call is not None:
-            self._attend(operands(func, args, options), result)
-            return result
-        carried = [x for x in tree_leaves((args, options)) if self.carries(x)]
-        outputs = [x for x in tree_leaves(result) if _eligible(x) and not self.carries(x)]
-        if carried and (name == "__setitem__" or (name.endswith("_") and name[-2] != "_")):
-            refusing(name, "which changes a tensor in place")(outputs)
-        if not carried or not outputs:
-            return result
-        if name in MOVING:
-            self._record(*moving_step(func, args, options, carried), outputs)
-        elif name in RULES:
-            inputs, back = RULES[name](self.carries, *args, **options)
-            if len(carried) > sum(map(self.carries, inputs)):
+            return self._attend(_operands(func, args, options), func(*args, **options))
+        carried = [x for x in tree_leaves((args, options)) if carries(x)]
+        if not carried:
+            return func(*args, **options)
+        if name == "__setitem__" or (name.endswith("_") and name[-2] != "_"):
+            refusing(name, "which changes a tensor in place")(carried[0])
+        if name in RULES:
+            inputs, back = RULES[name](*args, **options)
+            if len(carried) > sum(map(carries, inputs)):
                 inputs, back = carried, refusing(name, "with another argument depending on heads")
-            self._record(inputs, back, outputs)
-        elif is_differentiable(func, args, options, carried):
-            self._record(carried, refusing(name, "which has no rule"), outputs)
+            return _ruled(func(*args, **options), inputs, back)
+        with torch.enable_grad():
+            result = func(*args, **options)
+        if name not in _COPYING:
+            storages = {x.untyped_storage().data_ptr() for x in carried}
+            for x in filter(carries, tree_leaves(result)):
+                if x.untyped_storage().data_ptr() not in storages:
+                    _refuse(x, name, "which has no rule")
         return result
 
-    def _record(
-        self,
-        inputs: Sequence[Any],
-        back: Back,
-        outputs: Sequence[Tensor],
-        layer: AttentionLayer | None = None,
-    ) -> None:
-        self._steps.append(_Step(inputs, outputs, back, layer))
-        self._carried.update((id(x), x) for x in outputs)
-
-    def _attend(self, given: dict[str, Any], result: Any) -> None:
+    def _attend(self, given: dict[str, Any], result: Any) -> Any:
         """Record the attention of the announced layer, and its gate as a separate function."""
         assert self._call is not None
         (layer, call), self._call = self._call, None
         out = result if isinstance(result, Tensor) else result[0]
-        gate = given.get("gate")
-        heads = out if gate is None else out.detach()
         inputs, back = attention_step(call, given, self.full)
-        if self.full and any(map(self.carries, map(given.get, _ADDED))):
-            back = refusing("attention", "whose bias depends on heads")
-        if given.get("alpha") is not None:
-            back = refusing("entmax_attention", "which has no rule")
-        self._record(inputs, back, [heads], layer)
-        if gate is not None:
-            self._record(*gate_step(self.carries, heads, gate, given["gate_activation"]), [out])
-
-    # ------------------------------------------------------------------ modules that count as one function
-    @contextmanager
-    def whole_modules(self, model: nn.Module) -> Iterator[None]:
-        """In this block, modules for which `is_one_function` holds are recorded as one function."""
-        with ExitStack() as stack:
-            for module in filter(is_one_function, model.modules()):
-                stack.callback(module.register_forward_pre_hook(self._enter).remove)
-                stack.callback(module.register_forward_hook(self._leave).remove)
-            yield
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._whole += 1
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
-        self._whole -= 1
-        if not self._whole and self.carries(args[0]) and not self.carries(result):
-            self._record(*module_step(module, args[0], result), [result])
+        # Inputs that depend on no heads are leaves of the graph, so that it has the first attention as well.
+        inputs = [x if carries(x) else x.detach().requires_grad_() for x in inputs]
+        heads = ruled = _ruled(out, inputs, back)
+        self._heads.append((layer.index, heads))
+        if self.full and any(map(carries, map(given.get, _ADDED))):
+            _refuse(heads, "attention", "whose bias depends on heads")
+        if given.get("gate") is not None:
+            ruled = _ruled(out, *gate_step(heads, given["gate"], given["gate_activation"]))
+        return ruled if out is result else (ruled, *result[1:])
 
 
-def _eligible(thing: object) -> bool:
-    """Whether a result may carry relevance: floating tensors do, unless a layer has no heads and they are empty."""
-    return isinstance(thing, Tensor) and thing.is_floating_point() and thing.numel() > 0
+def _name_of(function: Any) -> str:
+    """`add` for all of its forms; `T` for the getter of `Tensor.T`; `namespace::op` for an op."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name
+    name: str = function.__name__
+    return str(function.__self__.__name__) if name == "__get__" else name
+
+
+def _operands(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an attention function, by name."""
+    names: Sequence[str] = ("query", "key", "value")
+    if isinstance(function, torch._ops.OpOverload):
+        names = [argument.name for argument in function._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **options}
