@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import refuse
-from heads_kernels.convert.fitting import AnyMoments
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.rotary import RotaryMoments
+from heads_kernels.convert.rotary import AnyMoments, RotaryMoments
 from heads_kernels.heads.layers import attention_layers
 from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
@@ -62,14 +61,14 @@ def moments_of(
     layers: list[AttentionLayer],
     calibration: Iterable[Any] | Mapping[str, AnyMoments] | None,
     progress: bool,
-) -> list[AnyMoments] | None:
+) -> list[Any]:
     """Moments of these layers: those that `calibrate` returned, or computed from batches; Nones without calibration.
 
     Raises:
         TypeError, ValueError: as `calibrate`; moments of a layer are missing, or have other input widths.
     """
     if calibration is None:
-        return None
+        return [None] * len(layers)
     if isinstance(calibration, Mapping) and _all_moments(calibration):
         found = calibration
         _check_same_layers(found, layers)

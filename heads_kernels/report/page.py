@@ -62,7 +62,7 @@ SECTIONS: Final = (
     Section("energy", "How many dimensions they use", pictures.energy,
         "Energy: share of the squared singular values of the products of query and key weights; for a single head the "
         "mean of the layer. Error: of the products of all heads of a layer when only so many features are kept "
-        f"(hk.convert.error_curve). At most {drawing.MOST_CURVES} layers are drawn."),
+        f"(hk.convert.curves). At most {drawing.MOST_CURVES} layers are drawn."),
     Section("maps", "One sentence, all heads", pictures.all_maps,
         "Rows of a square are tokens, downwards; columns are the tokens that they attend to, to the right."),
     Section("maps", "One sentence, a few heads", pictures.chosen_maps,

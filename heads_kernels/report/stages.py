@@ -247,14 +247,14 @@ def energy(inputs: Inputs) -> Found:
     layers, skipped = [], []
     for layer in inputs.layers:
         try:
-            heads = hk.convert.read_heads(layer)
-        except ValueError as error:
+            found = hk.convert.curves(inputs.model, layers=[layer.index], progress=False)
+        except (TypeError, ValueError) as error:
             skipped.append({"layer": layer.index, "reason": str(error)})
             continue
-        if not isinstance(heads, hk.convert.Heads):
+        [held] = found.energy
+        if held is None:
             skipped.append({"layer": layer.index, "reason": f"{layer} has rotary positions"})
             continue
-        held = hk.convert.captured_energy(heads)
         curves = {
             "stacked_query": held.stacked_query,
             "stacked_key": held.stacked_key,
@@ -262,7 +262,7 @@ def energy(inputs: Inputs) -> Found:
             "single_query": held.query.mean(0),
             "single_key": held.key.mean(0),
             "single_product": held.product.mean(0),
-            "weight_error": hk.convert.error_curve(heads),
+            "weight_error": found.errors[0],
         }
         plain = {name: _rounded(curve) for name, curve in curves.items()}
         layers.append({"layer": layer.index, **plain})

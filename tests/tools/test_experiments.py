@@ -239,7 +239,7 @@ def test_error_of_controls_is_that_of_conversion(rotary: ModuleType) -> None:
     heads = hk.convert.RotaryHeads.of(*torch.randn(2, 4, 8, 5), scale=1.0)
     moments = hk.convert.RotaryMoments.of_weights(heads)
     chosen = moments.squares >= moments.squares.flatten().sort(descending=True).values[5]
-    factors = hk.convert.rotary_ragged(heads, 12, moments)
+    factors = heads.fit(12, moments, method="ragged")
     kept = torch.diag_embed(chosen.double())
     assert rotary.score_error(moments, kept) == pytest.approx(factors.error)
     assert rotary.score_error(moments, torch.zeros(4, 4)) == pytest.approx(1.0)
