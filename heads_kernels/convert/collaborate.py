@@ -38,7 +38,6 @@ def collaborate(
     method: str = "cp",
     calibration: Iterable[Any] | Mapping[str, AnyMoments] | None = None,
     layers: Iterable[int | str] | None = None,
-    iterations: int = 100,
     length: int = 128,
     progress: bool = True,
 ) -> Conversion:
@@ -81,7 +80,6 @@ def collaborate(
             of 4, so that a layer may have up to 3 fewer than possible.
         calibration: batches, as in `calibrate`, or its result; None weights all weights equally.
         layers: indices or names; default all that have heads.
-        iterations: maximum number of iterations of `cp`.
         length: input length for which reports count FLOPs. A warning names the layers whose FLOPs rise at this length.
         progress: whether to show progress bars on a terminal, if rich is installed.
 
@@ -98,7 +96,6 @@ def collaborate(
     check_method(method)
     if wanted.layers is not None and layers is not None:
         refuse("layers", f"is {layers!r}, but dim names layers", "leave one of them out")
-    check_size("iterations", iterations)
     check_size("length", length)
     check_flag("progress", progress)
     with kept_on_error(model):
@@ -114,7 +111,7 @@ def collaborate(
         with bar("Conversion", len(chosen), progress) as advance:
             for n, each in enumerate(wanted.dims(heads, spectra)):
                 made = heads[n].fit(
-                    each, moments[n], method=method, iterations=iterations,
+                    each, moments[n], method=method,
                     multiple=min(wanted.multiple, each), spectrum=spectra[n],
                 )  # fmt: skip
                 factors.append(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from heads_kernels.analysis.figures import check_figure_path, write_figure
@@ -136,29 +136,6 @@ class Conversion:
     @property
     def flops(self) -> int:
         return sum(report.flops for report in self.reports)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types; an infinite break-even length is None."""
-        reports = [
-            asdict(report)
-            | {
-                "features": list(report.features),
-                "break_even": None if math.isinf(report.break_even) else report.break_even,
-            }
-            for report in self.reports
-        ]
-        return {
-            "method": self.method,
-            "parameters_before": self.parameters_before,
-            "parameters": self.parameters,
-            "flops_before": self.flops_before,
-            "flops": self.flops,
-            "error": self.error,
-            "layers": {
-                name: {"exact": exact, **report}
-                for name, exact, report in zip(self.layers, self.exact, reports, strict=True)
-            },
-        }
 
     def __repr__(self) -> str:
         length = self.reports[0].length

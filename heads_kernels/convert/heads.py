@@ -98,7 +98,18 @@ class Heads:
         with moments that of the scores.
         """
         check_method(method)
-        return HeadSpectrum.of(self, moments)
+        # Through a QR of either thin factor no product of the inputs' widths is built. With W_Q R = U_q R_q and
+        # W_K R = U_k R_k (transposed), the product is U_q (A S B^T) U_k^T, and R_q^T A S^-1 needs no inverse: it is
+        # R_k^T B of the other side.
+        query, key = self._whiten(moments, self.query, self.key)
+        query_r, key_r = (torch.linalg.qr(x.mT, mode="r").R for x in (query, key))
+        left, values, right = torch.linalg.svd(query_r @ key_r.mT, full_matrices=False)
+        content = 0.0
+        if moments is not None:
+            content = float((self._content_weights(moments) @ moments.key_root).square().sum())
+        floor = values.max() * self.query.shape[1] * torch.finfo(values.dtype).eps
+        ranks = (values > floor).sum(1)
+        return HeadSpectrum(values, content, ranks, right @ key_r, left.mT @ query_r)
 
     def fit(
         self,
@@ -173,8 +184,8 @@ class Heads:
         if found != expected:
             was = f"have [H, D_in, D_in_k] = {found}"
             refuse("factors", was, f"those of the heads have {expected}")
-        query, key = self.whiten(moments, self.query, self.key)
-        shared_query, shared_key = self.whiten(moments, factors.query, factors.key)
+        query, key = self._whiten(moments, self.query, self.key)
+        shared_query, shared_key = self._whiten(moments, factors.query, factors.key)
         cut = whole = 0.0
         for own_query, own_key, mixing in zip(query, key, factors.mixing, strict=True):
             product = own_query.T @ own_key
@@ -183,14 +194,14 @@ class Heads:
             mixed = shared_query[used] * mixing[used, None]
             cut += float(torch.addmm(product, mixed.T, shared_key[used], alpha=-1).square().sum())
         if moments is not None:
-            content = self.content_weights(moments)
+            content = self._content_weights(moments)
             mean = factors.query @ moments.query_mean
             scored = factors.content + (factors.mixing * mean) @ factors.key
             cut += float(((content - scored) @ moments.key_root).square().sum())
             whole += float((content @ moments.key_root).square().sum())
         return ratio(cut, whole)
 
-    def whiten(self, moments: Moments | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _whiten(self, moments: Moments | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Weight rows `[..., D_in]` and `[..., D_in_k]` for uncorrelated inputs of variance 1, for which a product's
         squared norm is the mean square of its scores; without moments the rows do not change.
 
@@ -208,7 +219,7 @@ class Heads:
             refuse("moments", "hold NaN or infinity", "look for them in the calibration inputs")
         return query @ moments.query_root, key @ moments.key_root
 
-    def content_weights(self, moments: Moments | None) -> Tensor:
+    def _content_weights(self, moments: Moments | None) -> Tensor:
         """`[H, D_in_k]`: scores of the mean query, `W_K^hT (b_Q^h + W_Q^h mean)`; without moments the mean is 0.
 
         Cordonnier et al. 2020, eq. 12, extended by the mean.
@@ -221,7 +232,7 @@ class Heads:
         return torch.einsum("hd,hde->he", mean_query, self.key)
 
     def _products(self, moments: Moments | None) -> Products:
-        rows = self.whiten(moments, self.query.flatten(0, 1), self.key.flatten(0, 1))
+        rows = self._whiten(moments, self.query.flatten(0, 1), self.key.flatten(0, 1))
         query, key = (x @ x.T for x in rows)
         own = (query * key).reshape(self.H, self.D_k // self.H, self.H, -1)  # [H, D, H, D]
         whole = float(own.diagonal(dim1=0, dim2=2).sum())
@@ -233,7 +244,7 @@ class Heads:
         """What the features miss of the mean of the queries' inputs is in `content`, so the mean query scores what it
         scored."""
         query, key, mixing = balanced(query, key, mixing)
-        content = self.content_weights(moments)
+        content = self._content_weights(moments)
         if moments is not None:
             content = content - (mixing * (query @ moments.query_mean)) @ key
         return Factors(query, key, mixing, content, self.scale)
@@ -252,23 +263,6 @@ class HeadSpectrum(Spectrum):
 
     query: Tensor
     key: Tensor
-
-    @classmethod
-    def of(cls, heads: Heads, moments: Moments | None) -> HeadSpectrum:
-        """Through a QR of either thin factor: no product of the inputs' widths is built.
-
-        With `W_Q R = U_q R_q` and `W_K R = U_k R_k` (transposed), the product is `U_q (A S B^T) U_k^T`, and
-        `R_q^T A S^-1` needs no inverse: it is `R_k^T B` of the other side.
-        """
-        query, key = heads.whiten(moments, heads.query, heads.key)
-        query_r, key_r = (torch.linalg.qr(x.mT, mode="r").R for x in (query, key))
-        left, values, right = torch.linalg.svd(query_r @ key_r.mT, full_matrices=False)
-        content = 0.0
-        if moments is not None:
-            content = float((heads.content_weights(moments) @ moments.key_root).square().sum())
-        floor = values.max() * heads.query.shape[1] * torch.finfo(values.dtype).eps
-        ranks = (values > floor).sum(1)
-        return cls(values, content, ranks, right @ key_r, left.mT @ query_r)
 
     def largest(self, dim: int, multiple: int = 1) -> list[int]:
         """How many of the `dim` most important features each head has, in groups of `multiple`.

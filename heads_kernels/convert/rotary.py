@@ -155,7 +155,7 @@ class RotaryHeads:
         if method == "cp":
             counts = _largest(moments.shared_squares, dim).sum(1)  # [F]
             used = torch.arange(int(counts.max()), device=counts.device) < counts[:, None]  # [F, R]
-            fit = moments.shared(used, iterations)
+            fit = moments._shared(used, iterations)
             if fit.cut / 2 < lost:
                 frequency, place = used.nonzero(as_tuple=True)
                 query, key, mixing = (
@@ -295,7 +295,7 @@ class RotaryMoments(Sums):
         values: Tensor = torch.linalg.eigvalsh(self.products)
         return values.flip(1).clamp(min=0.0)
 
-    def shared(self, used: Tensor, iterations: int) -> Fit:
+    def _shared(self, used: Tensor, iterations: int) -> Fit:
         """Pairs that all heads share, in the places that are `used` `[F, R]`; `cut` is twice the mean square.
 
         They start from own pairs of heads.
