@@ -68,7 +68,8 @@ class Curves:
     Attributes:
         layers: their names.
         errors: `[R + 1]` per layer: the relative error of the scores with 0 to R features, or of the weights without
-            calibration, by `method="ragged"`; that of "cp" is below it.
+            calibration. It is that of `"ragged"`, and that of `"cp"` is below it; after a conversion with `"cp"` that
+            of a layer with rotary positions is the least that any shared features could have.
         squares: per layer, the mean square of the scores of all heads, scale included, that the error is relative to.
         energy: per layer, the `CapturedEnergy` of the weights: the shares of the squared singular values that the
             first dimensions hold, of single heads (`query`, `key` and their `product`) and of all together
