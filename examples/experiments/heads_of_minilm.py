@@ -96,10 +96,8 @@ def energy(name: str) -> Run:
     def needed(shares: Tensor) -> Any:
         return ((shares < ENERGY).sum(-1) + 1).tolist()
 
-    layers = []
-    for layer in hk.heads.attention_layers(model_of(name)):
-        held = hk.convert.captured_energy(hk.convert.read_heads(layer))
-        layers.append({
+    layers = [
+        {
             "stacked_query": needed(held.stacked_query),
             "stacked_key": needed(held.stacked_key),
             "stacked_product": needed(held.stacked_product),
@@ -107,7 +105,9 @@ def energy(name: str) -> Run:
             "dimensions": [held.stacked_product.shape[-1], held.product.shape[-1]],
             "curve": held.stacked_product.tolist(),
             "head_curve": held.product.mean(0).tolist(),
-        })  # fmt: skip
+        }
+        for held in hk.convert.curves(model_of(name), progress=False).energy
+    ]
     return {"layers": layers}
 
 

@@ -9,7 +9,7 @@ Any other weights, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, with inp
     heads = hk.convert.Heads(
         W_Q.view(H, D, D_in), W_K.view(H, D, D_in), scale=D**-0.5, query_bias=b_Q.view(H, D)
     )
-    factors = hk.convert.cp(heads, Ds, hk.convert.Moments.of(x))
+    factors = heads.fit(Ds, hk.convert.Moments.of(x))
     layer = hk.nn.CollaborativeMultiheadAttention(D_in, H, factors.dim, scale=factors.scale)
     layer.load_state_dict(
         {
@@ -25,52 +25,23 @@ Any other weights, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, with inp
 from heads_kernels.convert.calibration import calibrate
 from heads_kernels.convert.collaborate import collaborate
 from heads_kernels.convert.conversion import Conversion, Report, plot
-from heads_kernels.convert.counts import Flops, break_even, count_flops, count_parameters
-from heads_kernels.convert.cp import cp
 from heads_kernels.convert.curves import Curves, curves
-from heads_kernels.convert.dims import error_curve, solve_budget
-from heads_kernels.convert.factors import Factors, score_error, weight_error
-from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.install import install, read_heads
+from heads_kernels.convert.heads import Factors, Heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.ragged import ragged
-from heads_kernels.convert.rotary import (
-    RotaryFactors,
-    RotaryHeads,
-    RotaryMoments,
-    rotary_cp,
-    rotary_ragged,
-)
-from heads_kernels.convert.spectrum import CapturedEnergy, captured_energy
+from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads, RotaryMoments
 
 __all__ = [
-    "CapturedEnergy",
     "Conversion",
     "Curves",
     "Factors",
-    "Flops",
     "Heads",
     "Moments",
     "Report",
     "RotaryFactors",
     "RotaryHeads",
     "RotaryMoments",
-    "break_even",
     "calibrate",
-    "captured_energy",
     "collaborate",
-    "count_flops",
-    "count_parameters",
-    "cp",
     "curves",
-    "error_curve",
-    "install",
     "plot",
-    "ragged",
-    "read_heads",
-    "rotary_cp",
-    "rotary_ragged",
-    "score_error",
-    "solve_budget",
-    "weight_error",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import refuse
-from heads_kernels.convert.fitting import AnyMoments
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.rotary import RotaryMoments
+from heads_kernels.convert.rotary import AnyMoments, RotaryMoments
 from heads_kernels.heads.layers import attention_layers
 from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
@@ -62,27 +62,21 @@ def moments_of(
     layers: list[AttentionLayer],
     calibration: Iterable[Any] | Mapping[str, AnyMoments] | None,
     progress: bool,
-) -> list[AnyMoments] | None:
+) -> list[Any]:
     """Moments of these layers: those that `calibrate` returned, or computed from batches; Nones without calibration.
 
     Raises:
         TypeError, ValueError: as `calibrate`; moments of a layer are missing, or have other input widths.
     """
     if calibration is None:
-        return None
+        return [None] * len(layers)
     if isinstance(calibration, Mapping) and _all_moments(calibration):
-        found = calibration
-        _check_same_layers(found, layers)
-    else:
-        found = _gathered(model, layers, calibration, progress)
-    return [_fitting(layer, found) for layer in layers]
-
-
-def _check_same_layers(moments: Mapping[str, AnyMoments], layers: list[AttentionLayer]) -> None:
-    if missing := [layer.name for layer in layers if layer.name not in moments]:
-        theirs, ours = (", ".join(map(repr, names)) for names in (moments, missing))
-        was = f"has moments of {theirs or 'no layer'}"
-        refuse("calibration", was, f"this model also has {ours}: calibrate this model")
+        if missing := [layer.name for layer in layers if layer.name not in calibration]:
+            theirs, ours = (", ".join(map(repr, names)) for names in (calibration, missing))
+            was = f"has moments of {theirs or 'no layer'}"
+            refuse("calibration", was, f"this model also has {ours}: calibrate this model")
+        return [_fitting(layer, calibration) for layer in layers]
+    return list(_gathered(model, layers, calibration, progress).values())
 
 
 def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, AnyMoments]]:
@@ -98,7 +92,10 @@ def _gathered(
             with _summed(model, layers) as found:
                 run(model, batch)
             for name, moments in found.items():
-                _check_finite(name, moments, number)
+                if not all(bool(each.isfinite().all()) for each in moments.sums):
+                    was = f"gives layer {name!r} NaN or infinity in batch {number}"
+                    instead = "look for them in the batch and in the weights before the layer"
+                    refuse("calibration", was, instead)
                 sums[name] = sums[name] + moments if name in sums else moments
     return {layer.name: _fitting(layer, sums) for layer in layers}
 
@@ -123,7 +120,7 @@ def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str
     with ExitStack() as block:
         for layer in layers:
             for role in ("query", "key"):
-                hook = _keep(inputs, (layer.name, role))
+                hook = partial(_keep, inputs, (layer.name, role))
                 handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
                 block.callback(handle.remove)
         there = [layer.name for layer in attention_layers(model) if layer.runs_operators]
@@ -131,13 +128,8 @@ def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str
         yield sums
 
 
-def _keep(
-    inputs: dict[tuple[str, str], Tensor], place: tuple[str, str]
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        inputs[place] = arguments[0]
-
-    return hook
+def _keep(inputs: dict[Any, Tensor], place: Any, module: nn.Module, arguments: Any) -> None:
+    inputs[place] = arguments[0]
 
 
 def _moments(
@@ -168,12 +160,6 @@ def _moments(
         key_mask=real_keys,
         is_causal=is_same and call.is_causal,
     )
-
-
-def _check_finite(name: str, moments: AnyMoments, batch: int) -> None:
-    if not all(bool(each.isfinite().all()) for each in moments.sums):
-        was = f"gives layer {name!r} NaN or infinity in batch {batch}"
-        refuse("calibration", was, "look for them in the batch and in the weights before the layer")
 
 
 def _fitting(layer: AttentionLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:

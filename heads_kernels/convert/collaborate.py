@@ -15,13 +15,13 @@ from heads_kernels.convert.calibration import moments_of
 from heads_kernels.convert.conversion import Conversion, Report
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
-from heads_kernels.convert.fitting import AnyFactors, AnyMoments, fit, spectra_of
-from heads_kernels.convert.install import prepare, put_in, read_heads
+from heads_kernels.convert.features import check_method
+from heads_kernels.convert.install import install, prepare, read_heads
+from heads_kernels.convert.rotary import AnyFactors, AnyMoments
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.nn.snapshot import kept_on_error
 
-_METHODS: Final = ("cp", "ragged")
 #: The stack level of the caller of `collaborate`, from a function that it calls through two decorators.
 _CALLER: Final = 5
 
@@ -38,7 +38,6 @@ def collaborate(
     method: str = "cp",
     calibration: Iterable[Any] | Mapping[str, AnyMoments] | None = None,
     layers: Iterable[int | str] | None = None,
-    iterations: int = 100,
     length: int = 128,
     progress: bool = True,
 ) -> Conversion:
@@ -47,14 +46,14 @@ def collaborate(
         conversion = hk.convert.collaborate(model, 192, calibration=batches)
         print(conversion)
 
-    The scores of each layer are approximated with `Ds` features, computed from its weights (`cp`, `ragged`) in float64.
+    The scores of each layer are approximated with `Ds` features, computed from its weights in float64 (`Heads.fit`).
     The scale does not change. The key bias, which does not affect the softmax, is dropped, and the query bias becomes a
     content bias per head and key. With `calibration`, the features minimise the error of the scores on those inputs
     instead of that of the weights; on MiniLM this reduces the error of the output by nine tenths. From the rank of all
     heads on, at most `H D`, the result is exact.
 
-    In a layer with rotary positions, heads share pairs of features of the same frequency (`rotary_cp`,
-    `rotary_ragged`), which rotate as the heads' own do. Biases then stay, there is no content bias, and `Ds` is even.
+    In a layer with rotary positions, heads share pairs of features of the same frequency (`RotaryHeads.fit`), which
+    rotate as the heads' own do. Biases then stay, there is no content bias, and `Ds` is even.
 
     Layers of transformers models keep their forward, and the model is prepared with `hk.integrations.transformers.use`.
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` (for `torch.nn.MultiheadAttention`,
@@ -68,11 +67,11 @@ def collaborate(
 
     Args:
         model: a model with attention layers (`hk.heads.attention_layers`).
-        dim: average number of features per layer, distributed by `solve_budget` with as many parameters, above 8 in
-            multiples of 8; a list with one number per layer, such as `[192] * L`; or `{layer: number}`, layers by index
-            or name, which converts only these.
+        dim: average number of features per layer, distributed over the layers so that the error of all
+            scores together is smallest with as many parameters, above 8 in multiples of 8; a list with one number per
+            layer, such as `[192] * L`; or `{layer: number}`, layers by index or name, which converts only these.
         energy: instead of `dim`, the minimum share of the mean square of the scores that each layer keeps: the fewest
-            features with `error_curve <= sqrt(1 - energy)`.
+            features whose relative error is at most `sqrt(1 - energy)` (`Curves.errors`).
         params: instead of `dim`, the maximum number of query and key parameters of all converted layers together.
         error: instead of `dim`, the maximum relative error of the scores of all layers together.
         method: "cp", every head mixes all features; or "ragged", every head has separate features, which needs no
@@ -81,7 +80,6 @@ def collaborate(
             of 4, so that a layer may have up to 3 fewer than possible.
         calibration: batches, as in `calibrate`, or its result; None weights all weights equally.
         layers: indices or names; default all that have heads.
-        iterations: maximum number of iterations of `cp`.
         length: input length for which reports count FLOPs. A warning names the layers whose FLOPs rise at this length.
         progress: whether to show progress bars on a terminal, if rich is installed.
 
@@ -95,11 +93,9 @@ def collaborate(
             weights that are not finite; or calibration data has no tokens, another width, or NaN.
     """
     wanted = Wanted(dim, energy, params, error)
-    if method not in _METHODS:
-        refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, _METHODS))}")
+    check_method(method)
     if wanted.layers is not None and layers is not None:
         refuse("layers", f"is {layers!r}, but dim names layers", "leave one of them out")
-    check_size("iterations", iterations)
     check_size("length", length)
     check_flag("progress", progress)
     with kept_on_error(model):
@@ -107,25 +103,27 @@ def collaborate(
         chosen = prepare(model, layers) if named is None else prepare(model, named, "dim")
         heads = [read_heads(layer) for layer in chosen]
         moments = moments_of(model, chosen, calibration, progress)
-        spectra = spectra_of(heads, moments, method)
-        factors, reports = [], []
+        spectra: list[Any] = [
+            each.spectrum(own, method) for each, own in zip(heads, moments, strict=True)
+        ]
+        factors: list[AnyFactors] = []
+        reports = []
         with bar("Conversion", len(chosen), progress) as advance:
             for n, each in enumerate(wanted.dims(heads, spectra)):
-                own = None if moments is None else moments[n]
-                made = fit(
-                    heads[n], each, own, spectra[n],
-                    method=method, iterations=iterations, multiple=wanted.multiple,
+                made = heads[n].fit(
+                    each, moments[n], method=method,
+                    multiple=min(wanted.multiple, each), spectrum=spectra[n],
                 )  # fmt: skip
                 factors.append(made)
                 key_heads = chosen[n].num_key_heads
-                reports.append(Report.of(heads[n], made, own, Hk=key_heads, length=length))
+                reports.append(Report.of(heads[n], made, moments[n], Hk=key_heads, length=length))
                 advance()
         _warn_of_rank(wanted, chosen, [spectrum.rank for spectrum in spectra], factors)
         _warn_of_flops(reports, method)
         curves = Curves.of([layer.name for layer in chosen], heads, spectra)
         parameters_before = _parameters(model)
         for layer, made in zip(chosen, factors, strict=True):
-            put_in(model, layer, made, ragged=method == "ragged")
+            install(model, layer, made, ragged=method == "ragged")
         record_in_config(model)
         return Conversion(
             method=method,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from heads_kernels.analysis.figures import check_figure_path, write_figure
@@ -13,7 +13,6 @@ from heads_kernels.analysis.head_scores import short_name, text_table
 from heads_kernels.checks import refuse
 from heads_kernels.convert.counts import break_even, count_flops, count_parameters
 from heads_kernels.convert.curves import Curves
-from heads_kernels.convert.fitting import AnyFactors, AnyHeads, AnyMoments, errors_of
 from heads_kernels.convert.rotary import RotaryHeads
 
 if TYPE_CHECKING:
@@ -28,11 +27,13 @@ class Report:
         dim: Ds.
         features: number of features that each head uses.
         executed_features: features that the scores of all heads use, in whole chunks; `H D` before conversion.
-        weight_error, score_error: of the functions with these names; `score_error` is None without moments.
-        parameters_before, parameters: of queries and keys (`count_parameters`).
+        weight_error, score_error: `Heads.error` without moments and with them; `score_error` is None without moments.
+        parameters_before, parameters: of queries and keys, content weights and mixing.
         length: input length for which FLOPs are counted.
-        flops_before, flops: of its self-attention (`count_flops`), with values as wide as keys.
-        break_even: the length below which it takes fewer FLOPs than before (`break_even`).
+        flops_before, flops: of the forward pass of its self-attention, 2 per multiply-add, with values as wide as keys;
+            the softmax and rotation do not count.
+        break_even: the length below which it takes fewer FLOPs than before, mixing and content left out; infinite if
+            scores cost no more, 0 if projections save nothing.
     """
 
     dim: int
@@ -50,34 +51,31 @@ class Report:
     @classmethod
     def of(
         cls,
-        heads: AnyHeads,
-        factors: AnyFactors,
-        moments: AnyMoments | None = None,
+        heads: Any,
+        factors: Any,
+        moments: Any = None,
         *,
         Hk: int | None = None,
         length: int = 128,
     ) -> Report:
         """The report of `factors` of `heads`, with errors under `moments`; Hk key heads, None means H."""
-        D_in, D_k, H, D_in_k = heads.D_in, heads.D_k, heads.H, heads.D_in_k
+        sizes = {"D_in": heads.D_in, "D_k": heads.D_k, "H": heads.H, "D_in_k": heads.D_in_k}
         Ds, used = factors.dim, factors.executed_features
         bias, rotary = heads.has_bias, isinstance(heads, RotaryHeads)
-        before = count_flops(length, length, D_in, D_k, H, D_in_k=D_in_k, Hk=Hk)
-        after = count_flops(
-            length, length, D_in, D_k, H, Ds, D_in_k=D_in_k, Hk=Hk, executed_features=used, rotary=rotary
-        )  # fmt: skip
-        by_weights, by_scores = errors_of(heads, factors, moments)
         return cls(
             dim=Ds,
             features=tuple(factors.features),
             executed_features=used,
-            weight_error=by_weights,
-            score_error=by_scores,
-            parameters_before=count_parameters(D_in, D_k, H, D_in_k=D_in_k, Hk=Hk, bias=bias),
-            parameters=count_parameters(D_in, D_k, H, Ds, D_in_k=D_in_k, bias=bias, rotary=rotary),
+            weight_error=heads.error(factors),
+            score_error=None if moments is None else heads.error(factors, moments),
+            parameters_before=count_parameters(**sizes, Hk=Hk, bias=bias),
+            parameters=count_parameters(**sizes, Ds=Ds, bias=bias, rotary=rotary),
             length=length,
-            flops_before=before.total,
-            flops=after.total,
-            break_even=break_even(D_in, D_k, Ds, H, Hk=Hk, executed_features=used),
+            flops_before=count_flops(length, **sizes, Hk=Hk),
+            flops=count_flops(length, **sizes, Ds=Ds, Hk=Hk, executed_features=used, rotary=rotary),
+            break_even=break_even(
+                heads.D_in, heads.D_k, Ds, heads.H, Hk=Hk, executed_features=used
+            ),
         )
 
 
@@ -138,29 +136,6 @@ class Conversion:
     @property
     def flops(self) -> int:
         return sum(report.flops for report in self.reports)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types; an infinite break-even length is None."""
-        reports = [
-            asdict(report)
-            | {
-                "features": list(report.features),
-                "break_even": None if math.isinf(report.break_even) else report.break_even,
-            }
-            for report in self.reports
-        ]
-        return {
-            "method": self.method,
-            "parameters_before": self.parameters_before,
-            "parameters": self.parameters,
-            "flops_before": self.flops_before,
-            "flops": self.flops,
-            "error": self.error,
-            "layers": {
-                name: {"exact": exact, **report}
-                for name, exact, report in zip(self.layers, self.exact, reports, strict=True)
-            },
-        }
 
     def __repr__(self) -> str:
         length = self.reports[0].length

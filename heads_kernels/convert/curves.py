@@ -10,11 +10,55 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.convert.calibration import moments_of
-from heads_kernels.convert.fitting import AnyHeads, AnyMoments, spectra_of
+from heads_kernels.convert.features import Spectrum
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import prepare, read_heads
-from heads_kernels.convert.spectrum import CapturedEnergy, Spectrum, captured_energy
+from heads_kernels.convert.rotary import AnyHeads, AnyMoments
 from heads_kernels.nn.snapshot import undone
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedEnergy:
+    """Shares of the squared singular values that the first 1, 2, ... dimensions hold, float64, rising to 1.
+
+    The product of a head, `W_Q^hT W_K^h`, is what its scores are made of: unlike its factors it is the same for heads
+    whose queries and keys are rotated alike.
+
+    Attributes:
+        query: `[H, min(D, D_in)]`, of every head's query weights; `key` and `product` likewise.
+        stacked_query: `[min(H D, D_in)]`, of the query weights of all heads; `stacked_key` likewise.
+        stacked_product: of `W_Q^T W_K`, the sum of all heads' products.
+    """
+
+    query: Tensor
+    key: Tensor
+    product: Tensor
+    stacked_query: Tensor
+    stacked_key: Tensor
+    stacked_product: Tensor
+
+
+def captured_energy(heads: Heads) -> CapturedEnergy:
+    """The curves of figure 1 of Cordonnier et al. 2020: single heads are near full rank, all together are not.
+
+    Without calibration: how well a conversion does with so many features, `Curves.errors` says.
+    """
+    return CapturedEnergy(
+        *_curves(heads.query, heads.key),
+        *_curves(heads.query.flatten(0, 1), heads.key.flatten(0, 1)),
+    )
+
+
+def _curves(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows `[..., D, D_in]`, of `[..., D, D_in_k]` and of their product, whose QR factors are thin."""
+    query_r, key_r = (torch.linalg.qr(rows.mT, mode="r").R for rows in (query, key))
+    product = query_r @ key_r.mT
+    return _share(query_r), _share(key_r), _share(product)
+
+
+def _share(matrices: Tensor) -> Tensor:
+    held = torch.linalg.svdvals(matrices).square().cumsum(-1)
+    return torch.where(held[..., -1:] == 0, 1.0, held / held[..., -1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +67,13 @@ class Curves:
 
     Attributes:
         layers: their names.
-        errors: `[R + 1]` per layer (`error_curve`): the relative error of the scores with 0 to R features, or of the
-            weights without calibration.
+        errors: `[R + 1]` per layer: the relative error of the scores with 0 to R features, or of the weights without
+            calibration. It is that of `"ragged"`, and that of `"cp"` is below it; after a conversion with `"cp"` that
+            of a layer with rotary positions is the least that any shared features could have.
         squares: per layer, the mean square of the scores of all heads, scale included, that the error is relative to.
-        energy: per layer, the captured energy of the weights; None with rotary positions.
+        energy: per layer, the `CapturedEnergy` of the weights: the shares of the squared singular values that the
+            first dimensions hold, of single heads (`query`, `key` and their `product`) and of all together
+            (`stacked_query`, ...); None with rotary positions.
     """
 
     layers: tuple[str, ...]
@@ -42,7 +89,7 @@ class Curves:
             layers=tuple(layers),
             errors=tuple(spectrum.errors().cpu() for spectrum in spectra),
             squares=tuple(
-                each.scale**2 * (float(spectrum.values.square().sum()) + spectrum.content)
+                each.scale**2 * spectrum.square
                 for each, spectrum in zip(heads, spectra, strict=True)
             ),
             energy=tuple(
@@ -71,4 +118,5 @@ def curves(
     with undone(model, lambda: prepare(model, layers)) as chosen:
         heads = [read_heads(layer) for layer in chosen]
         moments = moments_of(model, chosen, calibration, progress)
-    return Curves.of([layer.name for layer in chosen], heads, spectra_of(heads, moments))
+        spectra = [each.spectrum(own) for each, own in zip(heads, moments, strict=True)]
+    return Curves.of([layer.name for layer in chosen], heads, spectra)

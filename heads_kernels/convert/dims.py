@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
-from torch import Tensor
 
 from heads_kernels.checks import check_size, is_real, refuse
 from heads_kernels.convert.counts import count_parameters
-from heads_kernels.convert.fitting import AnyHeads, AnyMoments, spectra_of
-from heads_kernels.convert.spectrum import Spectrum
+from heads_kernels.convert.features import Spectrum
+from heads_kernels.convert.rotary import AnyHeads
 
 #: One number for all layers, one for each, or `{layer: number}`, layers by index or name.
 Dim: TypeAlias = int | Sequence[int] | Mapping[int, int] | Mapping[str, int]
@@ -109,7 +108,7 @@ def _in_groups(heads: Sequence[AnyHeads], dims: list[int], up: bool = False) -> 
 
 
 def _in_rows(heads: Sequence[AnyHeads], spectra: Sequence[Spectrum], params: int) -> list[int]:
-    """As `solve_budget` with `params`, in multiples of `_ROW`.
+    """As `allot` with `params`, in multiples of `_ROW`.
 
     What is over a multiple goes to the layers that lack least of the next one. Layers stay exact that are, and those
     with less than a row.
@@ -131,88 +130,43 @@ def _in_rows(heads: Sequence[AnyHeads], spectra: Sequence[Spectrum], params: int
     return dims
 
 
-def error_curve(heads: AnyHeads, moments: AnyMoments | None = None) -> Tensor:
-    """`[R + 1]`: the relative error of `ragged` for `dim` 0 to R, where R is at most `H D`; the last is 0.
-
-    It is `weight_error` without moments and `score_error` with them; that of `cp` is below it.
-    """
-    return spectra_of([heads], None if moments is None else [moments])[0].errors()
-
-
-def solve_budget(
-    layers: Sequence[AnyHeads],
-    moments: Sequence[AnyMoments] | None = None,
-    *,
-    params: int | None = None,
-    error: float | None = None,
+def allot(
+    layers: Sequence[AnyHeads], spectra: Sequence[Spectrum], params: int | None, error: float | None
 ) -> list[int]:
-    """The `dim` of each layer that keeps most of the scores of all layers together.
+    """The `dim` of each layer, at least 1, that keeps most of the scores of all layers together.
 
     Singular values of all layers are chosen by the mean square that they add to the scores, scale included, per
     parameter. A layer whose scores vary little gets few features: its attention is nearly uniform.
 
     Args:
-        layers: the projections of each layer.
-        moments: of each layer's inputs; None weights all weights equally.
-        params: maximum number of query and key parameters of all converted layers together (`count_parameters`).
-        error: maximum relative error of the scores of all layers together (of the weights, without moments), reached
-            with the fewest parameters.
-
-    Returns:
-        One number >= 1 for each layer.
+        layers, spectra: the projections of each layer, and what their features add to the scores.
+        params: maximum number of query and key parameters of all converted layers together.
+        error: without `params`, the maximum relative error of the scores of all layers together (of the weights,
+            without moments), reached with the fewest parameters.
 
     Raises:
-        ValueError: neither or both of `params` and `error` are given; `params` is too small for one feature per layer;
-            `error` is negative; the number of `moments` is not that of layers, or moments do not fit their layer.
+        ValueError: `params` is too small for one feature per layer.
     """
-    if (params is None) == (error is None):
-        refuse("params", f"is {params} and error is {error}", "pass one of the two")
-    if error is not None and not error >= 0:
-        refuse("error", f"is {error}", "pass 0 or a larger number")
-    if not layers:
-        refuse("layers", "is empty", "pass the projections of at least one layer")
-    if moments is not None and len(moments) != len(layers):
-        refuse("moments", f"are of {len(moments)} layers", f"pass one for each of {len(layers)}")
-    return allot(layers, spectra_of(layers, moments), params, error)
-
-
-def allot(
-    layers: Sequence[AnyHeads], spectra: Sequence[Spectrum], params: int | None, error: float | None
-) -> list[int]:
-    """`solve_budget` for given spectra."""
-    offers = [_offers(heads, spectrum) for heads, spectrum in zip(layers, spectra, strict=True)]
     first = sum(count_parameters(x.D_in, x.D_k, x.H, 1, D_in_k=x.D_in_k) for x in layers)
-    owner = torch.tensor(
-        [n for n, (gains, _) in enumerate(offers) for _ in gains[1:]], dtype=torch.int64
-    )
-    gains = torch.cat([gains[1:].cpu() for gains, _ in offers])
-    costs = torch.tensor([cost for gains, cost in offers for _ in gains[1:]], dtype=torch.int64)
-    order = (gains / costs).argsort(descending=True, stable=True)
+    gains, costs, owners = [], [], []
+    for n, (heads, spectrum) in enumerate(zip(layers, spectra, strict=True)):
+        squares = spectrum.values.flatten().sort(descending=True).values.square()
+        gains.append(heads.scale**2 * squares[1 : spectrum.rank].cpu())
+        owners.append(torch.full_like(gains[-1], n, dtype=torch.int64))
+        costs.append(torch.full_like(owners[-1], heads.D_in + heads.D_in_k + heads.H))
+    gain, cost = torch.cat(gains), torch.cat(costs)
+    order = (gain / cost).argsort(descending=True, stable=True)
     if params is not None:
         if params < first:
             refuse("params", f"is {params}", f"pass at least {first}: one feature for each layer")
-        number = int((costs[order].cumsum(0) <= params - first).sum())
+        number = int((cost[order].cumsum(0) <= params - first).sum())
     else:
         assert error is not None
-        number = _enough(error, layers, spectra, gains[order])
-    dims: list[int] = (1 + owner[order[:number]].bincount(minlength=len(layers))).tolist()
+        left = torch.cat([gain[order].flip(0).cumsum(0).flip(0), gain.new_zeros(1)])
+        whole = sum(
+            x.scale**2 * spectrum.square for x, spectrum in zip(layers, spectra, strict=True)
+        )
+        number = int((left > error**2 * whole).sum())
+    chosen = torch.cat(owners)[order[:number]]
+    dims: list[int] = (1 + chosen.bincount(minlength=len(layers))).tolist()
     return dims
-
-
-def _offers(heads: AnyHeads, spectrum: Spectrum) -> tuple[Tensor, int]:
-    """The contribution of each feature to the mean square of the scores, descending, and its cost in parameters."""
-    squares = spectrum.values.flatten().sort(descending=True).values.square()
-    cost = heads.D_in + heads.D_in_k + heads.H
-    return heads.scale**2 * squares[: max(spectrum.rank, 1)], cost
-
-
-def _enough(
-    error: float, layers: Sequence[AnyHeads], spectra: Sequence[Spectrum], gains: Tensor
-) -> int:
-    """How many of these features, in their order, leave at most this error."""
-    whole = sum(
-        heads.scale**2 * (float(spectrum.values.square().sum()) + spectrum.content)
-        for heads, spectrum in zip(layers, spectra, strict=True)
-    )
-    cuts = torch.cat([gains.flip(0).cumsum(0).flip(0), gains.new_zeros(1)])
-    return int((cuts > error**2 * whole).sum())

@@ -1,24 +1,18 @@
-"""Choose layers for conversion, read their heads, and install factors."""
+"""The layers of a model: chosen for conversion, their heads read, and factors put in."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag, refuse, shape_of
-from heads_kernels.convert.factors import Factors
-from heads_kernels.convert.fitting import AnyFactors, AnyHeads
+from heads_kernels.checks import refuse
 from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads
+from heads_kernels.convert.rotary import AnyFactors, AnyHeads, RotaryFactors, RotaryHeads
 from heads_kernels.heads.layers import attention_layers, find_layer
 from heads_kernels.heads.reshape import check_can_share, check_has_products, share
-from heads_kernels.heads.saving import record_in_config
 from heads_kernels.heads.weights import AttentionLayer, Projection, is_transposed
-from heads_kernels.nn.snapshot import kept_on_error
 
 
 def prepare(
@@ -125,47 +119,18 @@ def _bias(projection: Projection) -> Tensor | None:
     return bias[projection.features(range(projection.heads))].view(projection.heads, -1)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def install(model: nn.Module, layer: AttentionLayer, factors: AnyFactors, *, ragged: bool) -> None:
-    """Make a layer compute with these factors, in place.
+    """Make a layer of `prepare` compute with factors of its heads, in place, without the record in configs.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
     of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
     attention function uses them. Its cache then keeps one key and H content biases per token instead of H keys.
-    Values, output, gates, scale, dropout and other attributes are kept.
-
-    The new parameters have the dtype, device and `requires_grad` of the old projections: create the optimiser
-    afterwards. The conversion is recorded in `config.heads_kernels` of transformers models: pass the whole model, not a
-    part of it, so that it is saved.
+    Values, output, gates, scale, dropout and other attributes are kept. The new parameters have the dtype, device and
+    `requires_grad` of the old projections.
 
     Args:
-        model: contains the layer; a transformers model after `hk.integrations.transformers.use(model)`.
-        layer: one of the current `hk.heads.attention_layers(model)`.
-        factors: computed from `read_heads(layer)`.
         ragged: whether entries of mixing that are 0 stay 0 in training, and cost nothing.
-
-    Raises:
-        TypeError, ValueError: the layer is not in this model, `read_heads` refuses it, or its module calls another
-            attention function; the factors are of another layer or not finite. The model is then unchanged.
     """
-    check_flag("ragged", ragged)
-    wanted = RotaryFactors if layer.layout.rotary else Factors
-    if not isinstance(factors, wanted):
-        instead = f"pass hk.convert.{wanted.__name__}"
-        refuse("factors", f"is a {type(factors).__name__}", instead, TypeError)
-    if dict(model.named_modules()).get(layer.name) is not layer.module:
-        instead = "pass one of hk.heads.attention_layers(model), as the model is now"
-        refuse(str(layer), "is not in the model", instead)
-    check_can_share(model, layer)
-    _check_fit(layer, factors)
-    with kept_on_error(model):
-        put_in(model, layer, factors, ragged=ragged)
-        record_in_config(model)
-
-
-def put_in(model: nn.Module, layer: AttentionLayer, factors: AnyFactors, *, ragged: bool) -> None:
-    """As `install`, of what fits, and without the record in configs."""
     if isinstance(factors, RotaryFactors):
         places, slots = factors.places(layer.head_dim // 2)
         values = {"mixing": factors.mixing, "query_places": places, "key_places": places}
@@ -177,32 +142,3 @@ def put_in(model: nn.Module, layer: AttentionLayer, factors: AnyFactors, *, ragg
         values = {name: getattr(factors, name) for name in made}
     for name, tensor in made.items():
         tensor.copy_(values[name])
-
-
-def _check_fit(layer: AttentionLayer, factors: AnyFactors) -> None:
-    H, Ds = layer.num_heads, factors.dim
-    widths = (layer.query.inputs, layer.key.inputs)
-    if isinstance(factors, RotaryFactors):
-        fitting = {
-            "query": (Ds, widths[0] + 1),
-            "key": (Ds, widths[1] + 1),
-            "mixing": (H, Ds // 2),
-        }
-    else:
-        fitting = {
-            "query": (Ds, widths[0]),
-            "key": (Ds, widths[1]),
-            "mixing": (H, Ds),
-            "content": (H, widths[1]),
-        }
-    for name, shape in fitting.items():
-        tensor = getattr(factors, name)
-        if tensor.shape != shape:
-            was = f"has shape {shape_of(tensor)}"
-            refuse(f"factors.{name}", was, f"{layer} takes {list(shape)}: make them of its heads")
-        if not bool(torch.isfinite(tensor).all()):
-            refuse(f"factors.{name}", "holds NaN or infinity", f"convert {layer} anew")
-    assert layer.scale is not None
-    if not math.isclose(factors.scale, layer.scale, rel_tol=1e-6):
-        was = f"is {factors.scale}"
-        refuse("factors.scale", was, f"{layer} has {layer.scale}: make them of its heads")

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from heads_kernels.checks import refuse
-from heads_kernels.convert.heads import Heads
 
 #: Minimum eigenvalue of a covariance relative to the largest, so that directions absent from calibration keep a small
 #: weight, and all features together are exact in them (heuristic).
 _FLOOR = 1e-6
 
 
+_Own = TypeVar("_Own", bound="Sums")
+
+
+class Sums(ABC):
+    """Sums over query rows, the fields of a dataclass; `+` adds those of two batches."""
+
+    @property
+    @abstractmethod
+    def widths(self) -> tuple[int, int]:
+        """Of what they are sums: equal for moments that can be added."""
+
+    @property
+    @abstractmethod
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Of products, of queries and of keys."""
+
+    def __add__(self: _Own, other: _Own) -> _Own:
+        if other.widths != self.widths:
+            was = f"are of widths {other.widths}"
+            refuse("moments", was, f"those that they are added to are of {self.widths}")
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(Sums):
     """Sums over query rows, in float64; `+` adds those of two batches.
 
     Scores that differ by one number per row give the same attention. So the keys' inputs matter only by their variation
@@ -74,20 +99,8 @@ class Moments:
         outer = covariance(key, query_real, key_real)
         return cls(query_real.sum(), query.flatten(0, -2).sum(0), gram(query), outer)
 
-    def __add__(self, other: Moments) -> Moments:
-        if other.widths != self.widths:
-            was = f"are of inputs of widths {other.widths}"
-            refuse("moments", was, f"those that they are added to are of {self.widths}")
-        return Moments(
-            self.count + other.count,
-            self.query_sum + other.query_sum,
-            self.query_outer + other.query_outer,
-            self.key_outer + other.key_outer,
-        )
-
     @property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """Of products of inputs, of queries and of keys."""
         return self.query_outer, self.key_outer
 
     @property
@@ -110,45 +123,6 @@ class Moments:
     def key_root(self) -> Tensor:
         """`[D_in_k, D_in_k]`, the same of the keys' inputs within what a row sees, the mean over rows."""
         return _root(self.key_outer / self.count)
-
-
-def whiten(
-    heads: Heads, moments: Moments | None, query: Tensor, key: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Transform weight rows to uncorrelated inputs of variance 1, for which a product's squared norm is the mean square
-    of its scores; without moments the rows do not change.
-
-    Args:
-        heads: the moments must have their widths.
-        query: `[..., D_in]`, rows that multiply the queries' inputs.
-        key: `[..., D_in_k]`.
-
-    Raises:
-        ValueError: the moments have no tokens, other widths or are not finite.
-    """
-    if moments is None:
-        return query, key
-    if moments.widths != (heads.D_in, heads.D_in_k):
-        was = f"are of inputs of widths {moments.widths}"
-        refuse("moments", was, f"those of the layer are {(heads.D_in, heads.D_in_k)}")
-    if not moments.count > 0:
-        refuse("moments", "are of no tokens", "add a batch with real tokens")
-    if not all(bool(torch.isfinite(x).all()) for x in (moments.query_outer, moments.key_outer)):
-        refuse("moments", "hold NaN or infinity", "look for them in the calibration inputs")
-    return query @ moments.query_root, key @ moments.key_root
-
-
-def content_weights(heads: Heads, moments: Moments | None) -> Tensor:
-    """`[H, D_in_k]`: scores of the mean query, `W_K^hT (b_Q^h + W_Q^h mean)`; without moments the mean is 0.
-
-    Cordonnier et al. 2020, eq. 12, extended by the mean.
-    """
-    mean_query = heads.query.new_zeros(heads.query.shape[:2])
-    if heads.query_bias is not None:
-        mean_query = heads.query_bias
-    if moments is not None:
-        mean_query = mean_query + heads.query @ moments.query_mean
-    return torch.einsum("hd,hde->he", mean_query, heads.key)
 
 
 def _real(name: str, inputs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

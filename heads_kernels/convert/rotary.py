@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Final
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from heads_kernels.call import MIXING_CHUNK, active_widths
-from heads_kernels.checks import check_size, refuse
-from heads_kernels.convert.cp import Fit, improved
-from heads_kernels.convert.heads import check_factor, weights_of
-from heads_kernels.convert.moments import causal_covariance, covariance_of_all, gram
-from heads_kernels.convert.ragged import chunked
-from heads_kernels.convert.spectrum import Spectrum
-
-#: Ridge relative to the diagonal of a Gram matrix: above its rounding, below every error of interest.
-_RIDGE: Final = 1e-13
+from heads_kernels.checks import refuse
+from heads_kernels.convert.features import (
+    Spectrum,
+    balanced,
+    check_fit,
+    check_method,
+    ratio,
+    separate,
+)
+from heads_kernels.convert.heads import Factors, Heads, check_factor, weights_of
+from heads_kernels.convert.least_squares import Fit, Products
+from heads_kernels.convert.moments import Moments, Sums, causal_covariance, covariance_of_all, gram
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,9 +108,119 @@ class RotaryHeads:
     def has_bias(self) -> bool:
         return bool(self.query[..., -1].any() or self.key[..., -1].any())
 
+    def spectrum(self, moments: RotaryMoments | None = None, method: str = "ragged") -> Spectrum:
+        """What the features of a method add to the scores; with `"cp"` no features add more.
+
+        The groups are the frequencies; the two features of a pair have equal values.
+        """
+        check_method(method)
+        moments = RotaryMoments.of_weights(self) if moments is None else moments
+        squares = moments.shared_squares
+        if method == "ragged":
+            squares = moments.squares.sort(descending=True).values
+        ranks = 2 * _above_rounding(squares).sum(1)
+        return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0, ranks)
+
+    def fit(
+        self,
+        dim: int,
+        moments: RotaryMoments | None = None,
+        *,
+        method: str = "cp",
+        iterations: int = 100,
+        multiple: int = 1,
+        spectrum: Spectrum | None = None,
+    ) -> RotaryFactors:
+        """The projections of `dim / 2` pairs for all heads, with the smallest error that the method finds.
+
+        `"ragged"` keeps the pairs of all heads with the largest mean squares: no other choice of pairs has a smaller
+        error. Mixing is 1 for a head's own pairs and 0 elsewhere; pairs are ordered so that heads use few chunks of
+        features.
+
+        With `"cp"` all heads share all pairs, each with its own real mixing vector. Frequencies get pairs by
+        `RotaryMoments.shared_squares`. Alternating least squares starts from pairs of heads that differ. All pairs are
+        combinations of the heads' pairs of the same frequency, so all work is on matrices `[H, H]`, of all frequencies
+        at once. The error is at most that of `"ragged"`.
+
+        Args:
+            dim: Ds, an even number; from `2 H F` on the factors are exact.
+            moments: of the heads' queries and keys; None weights all weights equally.
+            method, iterations: as in `Heads.fit`.
+            multiple, spectrum: not used; pairs come one by one.
+        """
+        check_fit(dim, method, iterations)
+        moments = RotaryMoments.of_weights(self) if moments is None else moments
+        chosen = _largest(moments.squares, dim)
+        lost = float(moments.squares[~chosen].sum())
+        if method == "cp":
+            counts = _largest(moments.shared_squares, dim).sum(1)  # [F]
+            used = torch.arange(int(counts.max()), device=counts.device) < counts[:, None]  # [F, R]
+            fit = moments._shared(used, iterations)
+            if fit.cut / 2 < lost:
+                frequency, place = used.nonzero(as_tuple=True)
+                query, key, mixing = (
+                    each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing)
+                )
+                return self._factors(moments, frequency, query, key, mixing.T, fit.cut / 2)
+        owner, place, own = separate(chosen.sum(0).tolist(), MIXING_CHUNK // 2, chosen.device)
+        frequency = chosen.T.long().argsort(dim=1, descending=True, stable=True)[owner, place]
+        pairs = own.T.to(self.query.dtype)
+        return self._factors(moments, frequency, pairs, pairs, own, lost)
+
+    def error(self, factors: RotaryFactors, moments: RotaryMoments | None = None) -> float:
+        """The relative error of factors of these heads.
+
+        Without moments `||T - T~|| / ||T||` over all heads and frequencies, where T is the product of the weights of a
+        pair. With the moments that they were made with it is `factors.error`.
+        """
+        if moments is not None:
+            return factors.error
+        query, key = (
+            torch.view_as_complex(rows.view(-1, 2, rows.shape[1]).mT.contiguous())
+            for rows in (factors.query, factors.key)
+        )  # [R, D_in + 1]
+        cut = whole = 0.0
+        for f in range(self.query.shape[1]):
+            shared = factors.frequency == f
+            # Coordinates in a basis of all rows: no product of the inputs' widths is built.
+            sides = [
+                torch.linalg.qr(torch.cat((own[:, f], pairs[shared])).mT, mode="r").R.mT
+                for own, pairs in ((self.query, query), (self.key, key))
+            ]
+            (own_query, query_pairs), (own_key, key_pairs) = (
+                each.tensor_split([self.H]) for each in sides
+            )
+            product = own_query[:, :, None] * own_key.conj()[:, None]
+            whole += float(product.abs().square().sum())
+            mixed = factors.mixing[:, shared, None] * query_pairs
+            product = product - mixed.mT @ key_pairs.conj()
+            cut += float(product.abs().square().sum())
+        return ratio(cut, whole)
+
+    def _factors(
+        self,
+        moments: RotaryMoments,
+        frequency: Tensor,
+        query: Tensor,
+        key: Tensor,
+        mixing: Tensor,
+        cut: float,
+    ) -> RotaryFactors:
+        """Factors of pairs that are combinations `[R, H]` of the heads' own."""
+        query, key = (
+            torch.einsum("rh,hre->re", coefficients, weights[:, frequency])
+            for coefficients, weights in ((query, self.query), (key, self.key))
+        )
+        query, key, mixing = balanced(query, key, mixing)
+        query, key = (
+            torch.view_as_real(rows).transpose(1, 2).flatten(0, 1) for rows in (query, key)
+        )
+        error = ratio(cut, float(moments.squares.sum()))
+        return RotaryFactors(frequency, query, key, mixing, self.scale, error)
+
 
 @dataclass(frozen=True, eq=False)
-class RotaryMoments:
+class RotaryMoments(Sums):
     """Second moments of the rotated queries and keys of all heads at each frequency, summed over query rows; complex.
 
     The keys' are within what a row sees, without the mean: scores that differ by one number per row give the same
@@ -155,14 +267,6 @@ class RotaryMoments:
         found = found.repeat_interleave(group, 1).repeat_interleave(group, 2)
         return cls(torch.stack([gram(each) for each in queries]), found, query_mask.sum())
 
-    def __add__(self, other: RotaryMoments) -> RotaryMoments:
-        if other.widths != self.widths:
-            was = f"are of {other.widths[0]} heads and {other.widths[1]} frequencies"
-            refuse("moments", was, f"those that they are added to are of {self.widths}")
-        return RotaryMoments(
-            self.query + other.query, self.key + other.key, self.count + other.count
-        )
-
     @property
     def widths(self) -> tuple[int, int]:
         """`(H, F)`."""
@@ -190,6 +294,32 @@ class RotaryMoments:
         """
         values: Tensor = torch.linalg.eigvalsh(self.products)
         return values.flip(1).clamp(min=0.0)
+
+    def _shared(self, used: Tensor, iterations: int) -> Fit:
+        """Pairs that all heads share, in the places that are `used` `[F, R]`; `cut` is twice the mean square.
+
+        They start from own pairs of heads.
+        """
+        query, key = (each / self.count for each in (self.query, self.key))
+        H = query.shape[1]
+        products = Products(query, key, H, 2 * float(self.squares.sum()), ridge=1e-13)
+        own = torch.nn.functional.one_hot(self._different(used.shape[1]), H).mT * used[:, None]
+        own = own.to(query.dtype)
+        return products.fit((own, own), iterations)
+
+    def _different(self, count: int) -> Tensor:
+        """int64 `[F, count]`: heads of which each adds most to the scores that those before it do not hold."""
+        left = self.products
+        places = torch.arange(len(left), device=left.device)
+        found = []
+        for _ in range(count):
+            squares = left.diagonal(dim1=1, dim2=2)
+            head = squares.argmax(1)
+            found.append(head)
+            column = left[places, :, head]  # [F, H]
+            pivot = squares[places, head].clamp(min=torch.finfo(left.dtype).tiny)
+            left = left - column[:, :, None] * (column / pivot[:, None])[:, None]
+        return torch.stack(found, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,101 +374,8 @@ class RotaryFactors:
         return torch.stack((first, first + frequencies), 1).flatten(), slots
 
 
-def rotary_spectrum(heads: RotaryHeads, moments: RotaryMoments | None, shared: bool) -> Spectrum:
-    """The groups are the frequencies; the two features of a pair have equal values. `shared`: of `rotary_cp`."""
-    moments = RotaryMoments.of_weights(heads) if moments is None else moments
-    squares = moments.shared_squares if shared else moments.squares.sort(descending=True).values
-    ranks = 2 * _above_rounding(squares).sum(1)
-    return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0, ranks)
-
-
-def rotary_weight_error(heads: RotaryHeads, factors: RotaryFactors) -> float:
-    """`||T - T~|| / ||T||` over all heads and frequencies, where T is the product of the weights of a pair."""
-    query, key = (
-        torch.view_as_complex(rows.view(-1, 2, rows.shape[1]).mT.contiguous())
-        for rows in (factors.query, factors.key)
-    )  # [R, D_in + 1]
-    cut = whole = 0.0
-    for f in range(heads.query.shape[1]):
-        shared = factors.frequency == f
-        # Coordinates in a basis of all rows: no product of the inputs' widths is built.
-        sides = [
-            torch.linalg.qr(torch.cat((own[:, f], pairs[shared])).mT, mode="r").R.mT
-            for own, pairs in ((heads.query, query), (heads.key, key))
-        ]
-        (own_query, query_pairs), (own_key, key_pairs) = (
-            each.tensor_split([heads.H]) for each in sides
-        )
-        product = own_query[:, :, None] * own_key.conj()[:, None]
-        whole += float(product.abs().square().sum())
-        mixed = factors.mixing[:, shared, None] * query_pairs
-        product = product - mixed.mT @ key_pairs.conj()
-        cut += float(product.abs().square().sum())
-    return (cut / whole) ** 0.5 if whole else 0.0
-
-
-def rotary_ragged(
-    heads: RotaryHeads, dim: int, moments: RotaryMoments | None = None
-) -> RotaryFactors:
-    """Of each head the frequencies that matter: the `dim / 2` pairs of all heads with the largest mean squares.
-
-    No other choice of pairs has a smaller error. Mixing is 1 for a head's own pairs and 0 elsewhere; pairs are ordered
-    so that heads use few chunks of features.
-
-    Args:
-        heads: the layer's projections.
-        dim: Ds, an even number; from `2 H F` on the factors are exact.
-        moments: of the heads' queries and keys; None weights all weights equally.
-    """
-    moments = RotaryMoments.of_weights(heads) if moments is None else moments
-    chosen = _largest(moments.squares, dim).T  # [H, F]
-    owner = torch.tensor(chunked(chosen.sum(1).tolist(), MIXING_CHUNK // 2), device=chosen.device)
-    own = torch.nn.functional.one_hot(owner, heads.H).T  # [H, R]
-    place = (own.cumsum(1) * own).sum(0) - 1  # which of its head's pairs
-    frequency = chosen.long().argsort(dim=1, descending=True, stable=True)[owner, place]
-    pairs = own.T.to(heads.query.dtype)
-    lost = float(moments.squares.T[~chosen].sum())
-    return _factors(heads, moments, frequency, pairs, pairs, own.double(), lost)
-
-
-def rotary_cp(
-    heads: RotaryHeads,
-    dim: int,
-    moments: RotaryMoments | None = None,
-    *,
-    iterations: int = 100,
-    tolerance: float = 1e-4,
-    callback: Callable[[int, float], None] | None = None,
-) -> RotaryFactors:
-    """`dim / 2` pairs that all heads share, each head with its own real mixing vector.
-
-    Frequencies get pairs by `RotaryMoments.shared_squares`. Alternating least squares for query, key and mixing starts
-    from pairs of heads that differ. All pairs are combinations of the heads' pairs of the same frequency, so all work
-    is on matrices `[H, H]`, of all frequencies at once.
-
-    Args:
-        heads, dim, moments: as in `rotary_ragged`.
-        iterations, tolerance, callback: as in `cp`.
-
-    Returns:
-        Factors whose error is at most that of `rotary_ragged`. The same call gives the same numbers.
-    """
-    moments = RotaryMoments.of_weights(heads) if moments is None else moments
-    counts = _largest(moments.shared_squares, dim).sum(1)  # [F]
-    used = torch.arange(int(counts.max()), device=counts.device) < counts[:, None]  # [F, R]
-    products = _RotaryProducts.of(moments)
-    fit = improved(products, products.start(used), iterations, tolerance, callback)
-    left = moments.squares[~_largest(moments.squares, dim)]
-    if fit.cut >= float(left.sum()):
-        return rotary_ragged(heads, dim, moments)
-    frequency, place = used.nonzero(as_tuple=True)
-    query, key, mixing = (each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing))
-    return _factors(heads, moments, frequency, query, key, mixing.T, fit.cut)
-
-
 def _largest(squares: Tensor, dim: int) -> Tensor:
     """bool like `squares`: the `dim / 2` largest, of those above rounding; at least one."""
-    check_size("dim", dim)
     if dim % 2:
         refuse("dim", f"is {dim}", "pass an even number: features rotate in pairs")
     values = squares.flatten()
@@ -352,96 +389,6 @@ def _above_rounding(squares: Tensor) -> Tensor:
     return squares > squares.max() * squares.shape[1] * torch.finfo(squares.dtype).eps
 
 
-@dataclass(frozen=True, eq=False)
-class _RotaryProducts:
-    """The scores of all heads at each frequency, as moments `[F, H, H]`."""
-
-    query: Tensor
-    key: Tensor
-    whole: float
-
-    @classmethod
-    def of(cls, moments: RotaryMoments) -> _RotaryProducts:
-        query, key = (each / moments.count for each in (moments.query, moments.key))
-        return cls(query, key, float(moments.squares.sum()))
-
-    def start(self, used: Tensor) -> Fit:
-        """Own pairs of heads in the places that are `used` `[F, R]`."""
-        H = self.query.shape[1]
-        own = torch.nn.functional.one_hot(self._different(used.shape[1]), H).mT * used[:, None]
-        own = own.to(self.query.dtype)
-        return self.mixed(*_unit(own, self.query), *_unit(own, self.key))
-
-    def _different(self, count: int) -> Tensor:
-        """int64 `[F, count]`: heads of which each adds most to the scores that those before it do not hold."""
-        left = (self.query * self.key.conj()).real
-        places = torch.arange(len(left), device=left.device)
-        found = []
-        for _ in range(count):
-            squares = left.diagonal(dim1=1, dim2=2)
-            head = squares.argmax(1)
-            found.append(head)
-            column = left[places, :, head]  # [F, H]
-            pivot = squares[places, head].clamp(min=torch.finfo(left.dtype).tiny)
-            left = left - column[:, :, None] * (column / pivot[:, None])[:, None]
-        return torch.stack(found, 1)
-
-    def sweep(self, key: Tensor, scored: Tensor, mixing: Tensor) -> Fit:
-        alike = mixing.mT @ mixing  # [F, R, R]
-        query = _solve(alike * (key.mT @ scored).conj(), mixing * scored.conj())
-        query, asked = _unit(query, self.query)
-        key = _solve(alike * (query.mT @ asked).conj(), mixing * asked.conj())
-        return self.mixed(query, asked, *_unit(key, self.key))
-
-    def mixed(self, query: Tensor, asked: Tensor, key: Tensor, scored: Tensor) -> Fit:
-        """The best mixing of given features."""
-        alike = ((query.mT @ asked) * (key.mT @ scored).conj()).real
-        products = (asked * scored.conj()).real
-        mixing = _solve(alike, products)
-        cut = self.whole - float((products * mixing).sum()) / 2
-        return Fit(query, key, scored, mixing, max(cut, 0.0))
-
-
-def _unit(coefficients: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients `[F, H, R]` of features of mean square 1, and their moments with the heads' features."""
-    image = gram @ coefficients.conj()
-    squares = (coefficients * image).real.sum(1, keepdim=True)
-    norms = squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
-    return coefficients / norms, image / norms
-
-
-def _solve(gram: Tensor, rows: Tensor) -> Tensor:
-    """`rows gram^-1` for Hermitian matrices `[F, R, R]`, with a ridge where singular; 0 where there is no pair."""
-    diagonal = gram.diagonal(dim1=1, dim2=2).real
-    added = torch.where(diagonal > 0, _RIDGE * diagonal, 1.0)
-    factor = torch.linalg.cholesky(gram + torch.diag_embed(added).to(gram.dtype))
-    return torch.cholesky_solve(rows.mH, factor).mH
-
-
-def _factors(
-    heads: RotaryHeads,
-    moments: RotaryMoments,
-    frequency: Tensor,
-    query: Tensor,
-    key: Tensor,
-    mixing: Tensor,
-    cut: float,
-) -> RotaryFactors:
-    """Factors of pairs that are combinations `[R, H]` of the heads' own, scaled as `RotaryFactors` says."""
-    rows = [
-        torch.einsum("rh,hre->re", coefficients, weights[:, frequency])
-        for coefficients, weights in ((query, heads.query), (key, heads.key))
-    ]
-    peak = mixing.gather(0, mixing.abs().argmax(0, keepdim=True))[0]  # [R]
-    peak = torch.where(peak == 0, 1.0, peak)
-    norms = [each.norm(dim=1) for each in rows]
-    strength = (peak.abs() * norms[0] * norms[1]).sqrt()
-    scaled = [
-        each * (strength / norm.where(norm != 0, 1.0))[:, None]
-        for each, norm in zip(rows, norms, strict=True)
-    ]
-    scaled[0] = scaled[0] * peak.sign()[:, None]
-    query, key = (torch.view_as_real(each).transpose(1, 2).flatten(0, 1) for each in scaled)
-    whole = float(moments.squares.sum())
-    error = (cut / whole) ** 0.5 if whole else 0.0
-    return RotaryFactors(frequency, query, key, mixing / peak, heads.scale, error)
+AnyHeads: TypeAlias = Heads | RotaryHeads
+AnyMoments: TypeAlias = Moments | RotaryMoments
+AnyFactors: TypeAlias = Factors | RotaryFactors

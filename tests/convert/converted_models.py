@@ -8,18 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import (
-    Factors,
-    RotaryHeads,
-    cp,
-    install,
-    ragged,
-    read_heads,
-    rotary_cp,
-    rotary_ragged,
-)
+from heads_kernels.convert import Factors
+from heads_kernels.convert.install import install, read_heads
 from heads_kernels.heads import AttentionLayer, Projection, attention_layers
 from heads_kernels.heads.layouts import LAYOUTS
+from heads_kernels.heads.saving import record_in_config
 from tests.support.nn_layers import E, H, spread
 from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build, with_gradients
 
@@ -34,11 +27,6 @@ CONVERTIBLE = [name for name, layout in _CONVERTED.items() if not layout.rotary]
 ROTARY = [name for name, layout in _CONVERTED.items() if layout.rotary]
 #: BEiT has no rotary positions; it is of a form that conversion is not tested with.
 TURNED = [name for name in WITH_HEADS if name not in (*_CONVERTED, "beit")]
-#: By name, and whether heads are rotated.
-METHODS: dict[tuple[str, bool], Any] = {
-    ("ragged", False): ragged, ("ragged", True): rotary_ragged,
-    ("cp", False): cp, ("cp", True): rotary_cp,
-}  # fmt: skip
 
 
 def torch_encoder(layers: int = 2, **options: Any) -> Any:
@@ -55,10 +43,15 @@ def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") ->
     """All layers with `dim` features of their heads, or with all."""
     for layer in attention_layers(model):
         heads = read_heads(layer)
-        turned = isinstance(heads, RotaryHeads)
-        factors: Any = METHODS[method, turned](heads, dim or heads.D_k)
-        install(model, layer, factors, ragged=method == "ragged")
+        put(model, layer, heads.fit(dim or heads.D_k, method=method), ragged=method == "ragged")
+    record_in_config(model)
     return model
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def put(model: nn.Module, layer: AttentionLayer, factors: Any, *, ragged: bool = False) -> None:
+    install(model, layer, factors, ragged=ragged)
 
 
 def random_factors(layer: AttentionLayer, dim: int) -> Factors:
@@ -84,7 +77,8 @@ def mixed(name: str, dim: int = 12, *, ragged: bool = False, **changes: Any) -> 
     """A model whose layers have random factors."""
     model = in_use(name, **changes)
     for layer in attention_layers(model):
-        install(model, layer, random_factors(layer, dim), ragged=ragged)
+        put(model, layer, random_factors(layer, dim), ragged=ragged)
+    record_in_config(model)
     return model
 
 

@@ -10,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads_kernels.convert import (
-    Heads,
-    Moments,
-    captured_energy,
-    count_parameters,
-    error_curve,
-    solve_budget,
-)
+from heads_kernels.convert import Heads, Moments
+from heads_kernels.convert.counts import count_parameters
+from heads_kernels.convert.curves import captured_energy
+from heads_kernels.convert.dims import allot
 from tests.convert.random_heads import normal
 from tests.support.alike import assert_alike
 
@@ -65,12 +61,23 @@ def test_energy_of_rotated_heads() -> None:
 
 
 # ---------------------------------------------------------------------- budgets
+def solved(
+    layers: list[Heads],
+    moments: list[Moments] | None = None,
+    params: int | None = None,
+    error: float | None = None,
+) -> list[int]:
+    used = moments or [None] * len(layers)
+    spectra = [heads.spectrum(each) for heads, each in zip(layers, used, strict=True)]
+    return allot(layers, spectra, params, error)
+
+
 def energies(layers: list[Heads], moments: list[Moments] | None) -> tuple[list[Tensor], float]:
     """Of each layer the squared error at every dim, in squares of scores, and the squares of all scores."""
     cuts, whole = [], 0.0
     for n, heads in enumerate(layers):
         used = moments[n] if moments else None
-        curve = error_curve(heads, used)
+        curve = heads.spectrum(used).errors()
         query, key = heads.query, heads.key
         total = float(torch.einsum("hdq,hdk->hqk", query, key).square().sum())
         if used is not None:
@@ -113,7 +120,7 @@ def test_budgets_of_parameters(with_moments: bool) -> None:
     cuts, _ = energies(layers, moments)
     everything = parameters(layers, (H * D,) * 3)
     for params in (everything // 3, everything // 2, everything - 1, everything, 10**9):
-        dims = solve_budget(layers, moments, params=params)
+        dims = solved(layers, moments, params=params)
         assert parameters(layers, tuple(dims)) <= params
         best = min(
             sum(float(cut[dim]) for cut, dim in zip(cuts, choice, strict=True))
@@ -132,7 +139,7 @@ def test_budgets_of_error(error: float, with_moments: bool) -> None:
     layers = [random_heads(), random_heads(strength=3)]
     moments = [calibrated() for _ in layers] if with_moments else None
     cuts, whole = energies(layers, moments)
-    dims = solve_budget(layers, moments, error=error)
+    dims = solved(layers, moments, error=error)
 
     def error_of(dims: tuple[int, ...]) -> float:
         left = sum(float(cut[dim]) for cut, dim in zip(cuts, dims, strict=True))
@@ -153,28 +160,17 @@ def test_a_feature_that_costs_more_has_to_bring_more() -> None:
     torch.manual_seed(0)
     narrow = random_heads()
     wide = Heads(narrow.query, torch.nn.functional.pad(narrow.key, (0, 500)), narrow.scale)
-    dims = solve_budget([narrow, wide], params=count_parameters(D_in, 12, H, 8, D_in_k=510) + 400)
+    dims = solved([narrow, wide], params=count_parameters(D_in, 12, H, 8, D_in_k=510) + 400)
     assert dims[0] == H * D > dims[1]
 
 
 def test_a_layer_without_weights_keeps_one_feature() -> None:
     nothing = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
-    assert solve_budget([nothing, random_heads()], error=0.0) == [1, H * D]
+    assert solved([nothing, random_heads()], error=0.0) == [1, H * D]
 
 
-ONE, TWO = [random_heads()], [random_heads()] * 2
-BAD: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-    ((ONE,), {}, "params is None and error is None; pass one of the two"),
-    ((ONE,), {"params": 100, "error": 0.1}, "params is 100 and error is 0.1; pass one"),
-    (([],), {"error": 0.1}, "layers is empty; pass the projections"),
-    ((ONE,), {"error": -0.1}, "error is -0.1; pass 0 or a larger number"),
-    ((ONE,), {"error": float("nan")}, "error is nan; pass 0 or a larger number"),
-    ((TWO,), {"params": 113}, "params is 113; pass at least 114: one feature for each layer"),
-    ((TWO, [calibrated()]), {"error": 0.1}, "moments are of 1 layers; pass one for each of 2"),
-]
-
-
-def test_bad_budgets() -> None:
-    for arguments, options, message in BAD:
-        with pytest.raises(ValueError, match=f"^{message}"):
-            solve_budget(*arguments, **options)
+def test_too_few_parameters() -> None:
+    with pytest.raises(
+        ValueError, match=r"^params is 113; pass at least 114: one feature for each"
+    ):
+        solved([random_heads()] * 2, params=113)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import calibrate, collaborate, curves, error_curve, read_heads
+from heads_kernels.convert import calibrate, collaborate, curves
+from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import attention_layers
 from tests.convert.converted_models import torch_encoder
 from tests.convert.random_heads import Call, assert_moments, moments_by_hand
@@ -163,7 +164,7 @@ def test_curves_are_those_of_the_moments() -> None:
     for place, layer in enumerate(attention_layers(model)):
         heads = read_heads(layer)
         assert found.layers[place] == layer.name
-        assert_alike(found.errors[place], error_curve(heads, moments[layer.name]))
+        assert_alike(found.errors[place], heads.spectrum(moments[layer.name]).errors())
     direct = curves(model, [batch(model)])
     assert_alike(direct.errors, found.errors)
     assert direct.squares == pytest.approx(found.squares)

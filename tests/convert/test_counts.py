@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from heads_kernels.convert import Heads, break_even, count_flops, count_parameters, ragged
+from heads_kernels.convert import Heads
+from heads_kernels.convert.counts import break_even, count_flops, count_parameters
 
 #: Of Cordonnier et al. 2020, table 2 and the sizes between them, and table 1: millions of parameters of the model,
 #: layers, sizes of a layer before, after, and millions after.
@@ -24,10 +25,6 @@ PUBLISHED: list[tuple[tuple[float, int], dict[str, Any], dict[str, Any], float]]
         (TRANSLATION_BASE, {"D_k": 512}, {"D_k": D_k}, after)
         for D_k, after in ((512, 60.9), (256, 56.17), (128, 53.81), (64, 52.63))
     ),
-    *(
-        (TRANSLATION_BASE, {"D_k": 512}, {"D_k": D_k, "Ds": D_k, "trained": True}, after)
-        for D_k, after in ((512, 60.97), (256, 56.21), (128, 53.83), (64, 52.64))
-    ),
 ]
 
 
@@ -37,7 +34,8 @@ def test_published_tables(
 ) -> None:
     millions, layers = model
     D_in, H = (512, 8) if model is TRANSLATION_BASE else (768, 12)
-    change = count_parameters(D_in, H=H, **after) - count_parameters(D_in, H=H, **before)
+    sizes = {"D_in": D_in, "D_in_k": D_in, "H": H}
+    change = count_parameters(**sizes, **after) - count_parameters(**sizes, **before)
     assert round(millions + layers * change / 1e6, 2) == expected
 
 
@@ -49,11 +47,10 @@ def test_parameters_are_those_of_the_tensors() -> None:
     without = query.weight.numel() + key.weight.numel()
     assert count_parameters(D_in, H * D, H, D_in_k=D_in_k, bias=False) == without
     weights = query.weight.view(H, D, D_in), key.weight.view(H, D, D_in_k)
-    factors = ragged(Heads(*weights, D**-0.5, query.bias.view(H, D)), 9)
+    factors = Heads(*weights, D**-0.5, query.bias.view(H, D)).fit(9)
     tensors = factors.query, factors.key, factors.mixing, factors.content
     expected = sum(x.numel() for x in tensors)
     assert count_parameters(D_in, H * D, H, 9, D_in_k=D_in_k) == expected
-    assert count_parameters(D_in, H * D, H, 9, trained=True, bias=False) == 9 * (2 * D_in + H)
 
 
 # ---------------------------------------------------------------------- break-even
@@ -66,8 +63,10 @@ def test_break_even_is_where_the_counts_cross(Ds: int, length: int) -> None:
     D_in, D_k, H = BERT
 
     def cheaper(T: int) -> bool:
-        before, after = count_flops(T, T, D_in, D_k, H), count_flops(T, T, D_in, D_k, H, Ds)
-        return after.total - after.mixing - after.content < before.total
+        before = count_flops(T, D_in, D_k, H, D_in_k=D_in)
+        after = count_flops(T, D_in, D_k, H, Ds, D_in_k=D_in)
+        mixing, content = T * H * Ds, 2 * T * D_in * H + H * T * T
+        return after - mixing - content < before
 
     assert break_even(D_in, D_k, Ds, H) == length
     assert cheaper(length - 1)
@@ -92,67 +91,26 @@ def counted(call: Any) -> int:
 
 @pytest.mark.parametrize("Ds", [None, 20])
 def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None) -> None:
-    T, S, D_in, D_in_k, H, D, Dv, D_out = 7, 5, 12, 10, 4, 6, 3, 9
-    found = count_flops(T, S, D_in, H * D, H, Ds, D_v=H * Dv, D_in_k=D_in_k, D_out=D_out)
-    x, y, heads = torch.randn(T, D_in), torch.randn(S, D_in_k), torch.randn(H, S, Dv)
-    width = Ds or H * D
-    assert found.query == counted(lambda: x @ torch.randn(D_in, width))
-    assert found.key == counted(lambda: y @ torch.randn(D_in_k, width))
-    head_width = Ds or D
-    scores = counted(lambda: torch.randn(H, T, head_width) @ torch.randn(H, head_width, S))
-    assert found.scores == scores
-    assert found.values == counted(lambda: torch.randn(H, T, S) @ heads)
-    assert found.value == counted(lambda: y @ torch.randn(D_in_k, H * Dv))
-    assert found.output == counted(lambda: torch.randn(T, H * Dv) @ torch.randn(H * Dv, D_out))
-    if Ds is None:
-        assert found.mixing == found.content == 0
-    else:
-        assert found.mixing == T * H * Ds  # one product for each element of each head's query
-        assert found.content == counted(lambda: y @ torch.randn(D_in_k, H)) + H * T * S
-    assert found.total == sum(found)
+    T, D_in, D_in_k, H, D = 7, 12, 10, 4, 6
+    x, y, heads = torch.randn(T, D_in), torch.randn(T, D_in_k), torch.randn(H, T, D)
+    width, head_width = Ds or H * D, Ds or D
+    found = [
+        counted(lambda: x @ torch.randn(D_in, width)),
+        counted(lambda: y @ torch.randn(D_in_k, width)),
+        counted(lambda: torch.randn(H, T, head_width) @ torch.randn(H, head_width, T)),
+        counted(lambda: torch.randn(H, T, T) @ heads),
+        counted(lambda: y @ torch.randn(D_in_k, H * D)),
+        counted(lambda: torch.randn(T, H * D) @ torch.randn(H * D, D_in)),
+    ]
+    if Ds is not None:
+        found.append(T * H * Ds)  # one product for each element of each head's query
+        found.append(counted(lambda: y @ torch.randn(D_in_k, H)) + H * T * T)
+    assert count_flops(T, D_in, H * D, H, Ds, D_in_k=D_in_k) == sum(found)
 
 
-def test_masks_gates_and_ragged_heads_take_their_share() -> None:
+def test_ragged_heads_take_their_share() -> None:
     D_in, D_k, H = BERT
     T, Ds = 64, 256
-    whole = count_flops(T, T, D_in, D_k, H, Ds)
-    causal = count_flops(T, T, D_in, D_k, H, Ds, pairs=T * (T + 1) // 2)
-    assert causal.scores * 2 * T == whole.scores * (T + 1)
-    assert causal.values * 2 * T == whole.values * (T + 1)
-    assert causal.query == whole.query
-    half = count_flops(T, T, D_in, D_k, H, Ds, open_heads=H // 2)
-    assert (half.scores * 2, half.values * 2, half.mixing * 2) == (
-        whole.scores, whole.values, whole.mixing,
-    )  # fmt: skip
-    assert (half.query, half.key, half.value, half.output) == (
-        whole.query, whole.key, whole.value, whole.output,
-    )  # fmt: skip
-    closed = count_flops(T, T, D_in, D_k, H, Ds, open_heads=0)
-    assert closed.scores == closed.values == closed.mixing == 0
-    disjoint = count_flops(T, T, D_in, D_k, H, Ds, executed_features=Ds)
-    assert disjoint.scores == 2 * T * T * Ds
-    assert disjoint.mixing == T * Ds
-
-
-SIZES = dict.fromkeys(("T", "S", "D_in", "D_k", "H"), 1)
-LAYER = dict.fromkeys(("D_in", "D_k", "H", "Ds"), 1)
-
-
-@pytest.mark.parametrize(
-    ("function", "sizes", "names"),
-    [
-        (count_flops, SIZES, (*SIZES, "Ds", "D_v", "D_in_k", "D_out")),
-        (count_parameters, LAYER, (*LAYER, "D_in_k")),
-        (break_even, LAYER, tuple(LAYER)),
-    ],
-)
-def test_sizes_below_1(function: Any, sizes: dict[str, int], names: tuple[str, ...]) -> None:
-    for name in names:
-        with pytest.raises(ValueError, match=f"^{name} is 0; pass an int of at least 1."):
-            function(**sizes | {name: 0})
-
-
-@pytest.mark.parametrize("open_heads", [-1, 13])
-def test_more_heads_than_there_are(open_heads: int) -> None:
-    with pytest.raises(ValueError, match=f"^open_heads is {open_heads}; pass 0 to 12, which is H."):
-        count_flops(1, 1, *BERT, open_heads=open_heads)
+    whole = count_flops(T, D_in, D_k, H, Ds, D_in_k=D_in)
+    disjoint = count_flops(T, D_in, D_k, H, Ds, D_in_k=D_in, executed_features=Ds)
+    assert whole - disjoint == (2 * T * T + T) * (H - 1) * Ds

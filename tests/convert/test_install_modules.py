@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import cp, install, ragged, read_heads
+from heads_kernels.convert import collaborate
 from heads_kernels.heads import attention_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from tests.convert.converted_models import convert, random_factors, write
+from tests.convert.converted_models import convert, put, random_factors, write
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
 from tests.support.nn_layers import PADDED, Gates, layer_of, spread
@@ -84,7 +84,7 @@ def test_any_factors() -> None:
     for before, layer in layers:
         factors = random_factors(layer, 5)
         write(before, factors)
-        install(found, layer, factors, ragged=False)
+        put(found, layer, factors)
     assert_alike(found(*inputs()), expected(*inputs()))
 
 
@@ -158,47 +158,17 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert state(other) == before
 
 
-# ---------------------------------------------------------------------- bad input
-def test_bad_input() -> None:
-    model = Model()
-    first, second = attention_layers(model)
-    factors = ragged(read_heads(first), 8)
-
-    def changed(**changes: Any) -> hk.convert.Factors:
-        return hk.convert.Factors(**{**vars(factors), **changes})
-
-    before = state(model)
-    for layer, given, said in (
-        (attention_layers(Model())[0], factors, r"layer 0 \('self_attn'\) is not in the model"),
-        (second, factors, r"factors.key has shape \[8, 24\]; layer 1 .* takes \[8, 10\]"),
-        (first, read_heads(first), "factors is a Heads"),
-        (first, changed(query=factors.query[:, 1:]), r"factors.query has shape \[8, 23\]"),
-        (first, changed(mixing=factors.mixing[1:]), r"factors.mixing has shape \[3, 8\]; .* takes"),
-        (first, changed(content=factors.content * torch.inf), "factors.content holds NaN"),
-        (first, changed(scale=2.0), "factors.scale is 2.0; layer 0"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=said):
-            install(model, layer, given, ragged=True)
-    with pytest.raises(TypeError, match="ragged is a int"):
-        install(model, first, factors, ragged=1)
-    assert state(model) == before
-    install(model, first, factors, ragged=True)
-    with pytest.raises(ValueError, match="is not in the model"):
-        install(model, first, factors, ragged=True)
-    with pytest.raises(ValueError, match="is collaborative already"):
-        install(model, attention_layers(model)[0], factors, ragged=True)
-
-
+# ---------------------------------------------------------------------- what is refused
 def test_modules_that_nothing_can_replace() -> None:
-    alone = layer_of()
-    [layer] = attention_layers(alone)
+    model = Model()
+    collaborate(model, 8)
+    with pytest.raises(ValueError, match="is collaborative already"):
+        collaborate(model, 8)
     with pytest.raises(ValueError, match="pass a module that holds it"):
-        install(alone, layer, cp(read_heads(layer), 6), ragged=False)
+        collaborate(layer_of(), 6)
 
     class Own(GatedMultiheadAttention):
         pass
 
-    model = nn.Sequential(Own(E, H))
-    [layer] = attention_layers(model)
     with pytest.raises(TypeError, match="is a Own; what its class adds would be lost"):
-        install(model, layer, cp(read_heads(layer), 6), ragged=False)
+        collaborate(nn.Sequential(Own(E, H)), 6)

@@ -18,11 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
-from heads_kernels.convert import collaborate, count_parameters, install, ragged, read_heads
+from heads_kernels.convert import collaborate
+from heads_kernels.convert.counts import count_parameters
+from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import attention_layers
+from heads_kernels.heads.reshape import check_can_share
+from heads_kernels.heads.saving import record_in_config
 from heads_kernels.integrations.transformers import from_pretrained, release
 from heads_kernels.nn.shared import SharedProjection
-from tests.convert.converted_models import convert, gradients, in_use, mixed, random_factors, write
+from tests.convert.converted_models import (
+    convert,
+    gradients,
+    in_use,
+    mixed,
+    put,
+    random_factors,
+    write,
+)
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Gates, House
 from tests.support.tiny_models import (
@@ -54,7 +66,7 @@ def test_any_factors(name: str) -> None:
             layer.query.linear.bias = nn.Parameter(torch.zeros(layer.query.linear.out_features))
             layer.query.linear.double()
         write(layer, factors)
-        install(model, own, factors, ragged=False)
+        put(model, own, factors)
     expected, found = gradients(stock), gradients(model)
     assert_alike(found, {n: g for n, g in expected.items() if n in found})
 
@@ -79,7 +91,8 @@ def test_cross_attention_of_gpt2(tmp_path: Path) -> None:
     for layer, own in zip(attention_layers(stock), attention_layers(model), strict=True):
         factors = random_factors(layer, 7)
         write(layer, factors)
-        install(model, own, factors, ragged=False)
+        put(model, own, factors)
+    record_in_config(model)
     arguments = batch(stock)
     arguments |= {"decoder_input_ids": arguments["input_ids"][:, :5]}
     found, expected = (each(**arguments).logits for each in (model, stock))
@@ -376,10 +389,8 @@ def test_layers_that_cannot_be_read() -> None:
 def test_models_that_run_another_attention_are_refused() -> None:
     model = build("bert", "sdpa")
     layer = attention_layers(model)[0]
-    factors = ragged(read_heads(layer), 12)
     with pytest.raises(ValueError, match=r"attn_implementation is 'sdpa' .*: call .*use\(model\)"):
-        install(model, layer, factors, ragged=True)
-    assert not attention_layers(model)[0].layout.shared
+        check_can_share(model, layer)
 
 
 class Fused(House):

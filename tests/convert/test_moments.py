@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads_kernels.convert import Heads, Moments, ragged
+from heads_kernels.convert import Heads, Moments
 from tests.convert.random_heads import assert_moments, moments_by_hand
 from tests.support.alike import assert_alike
 
@@ -93,6 +93,6 @@ def test_moments_that_do_not_fit() -> None:
         (Moments.of(x * torch.nan, y), "moments hold NaN or infinity; look for them"),
     ):
         with pytest.raises(ValueError, match=message):
-            ragged(heads, 2, moments)
+            heads.fit(2, moments)
     with pytest.raises(ValueError, match=re.escape("widths (6, 6); those that they are added to")):
         Moments.of(x, y) + Moments.of(x)

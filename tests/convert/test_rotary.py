@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.convert import (
-    RotaryFactors,
-    RotaryHeads,
-    RotaryMoments,
-    count_parameters,
-    read_heads,
-    rotary_cp,
-    rotary_ragged,
-)
+from heads_kernels.convert import RotaryFactors, RotaryHeads, RotaryMoments
+from heads_kernels.convert.counts import count_parameters
+from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import attention_layers
 from tests.convert.converted_models import convert, in_use
 from tests.convert.random_heads import normal
@@ -25,7 +17,7 @@ from tests.support.alike import assert_alike
 from tests.support.tiny_models import batch, outputs
 
 H, F, D_in = 6, 4, 20
-METHODS = {"ragged": rotary_ragged, "cp": rotary_cp}
+METHODS = ("ragged", "cp")
 
 
 def random_heads() -> RotaryHeads:
@@ -67,29 +59,29 @@ def scores(heads: RotaryHeads, x: Tensor, y: Tensor, angles: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- the factors
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dim", [2, 14, 30])
-def test_the_error_is_that_of_the_products(method: Any, dim: int) -> None:
+def test_the_error_is_that_of_the_products(method: str, dim: int) -> None:
     heads = random_heads()
-    factors = method(heads, dim)
+    factors = heads.fit(dim, method=method)
     before, after = products(heads), products_after(factors)
     assert factors.dim == dim
     assert factors.error == pytest.approx(float((before - after).norm() / before.norm()))
-    assert factors.error <= rotary_ragged(heads, dim).error
-    assert hk.convert.Report.of(heads, factors).weight_error == pytest.approx(factors.error)
+    assert factors.error <= heads.fit(dim, method="ragged").error
+    assert heads.error(factors) == pytest.approx(factors.error)
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_all_features_are_exact(method: Any) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_all_features_are_exact(method: str) -> None:
     heads = random_heads()
     for dim in (2 * H * F, 2 * H * F + 10):
-        factors = method(heads, dim)
+        factors = heads.fit(dim, method=method)
         assert factors.dim == 2 * H * F
         assert_alike(*map(torch.view_as_real, (products_after(factors), products(heads))))
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_the_calibrated_error_is_that_of_the_scores(method: Any) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_the_calibrated_error_is_that_of_the_scores(method: str) -> None:
     """Of rotated queries and keys of random inputs, each frequency by itself, for phases that are spread evenly."""
     heads, angles = random_heads(), torch.tensor([1.0, 0.3, 0.1, 0.02]).double()
     x, y = (torch.cat((normal(40, D_in) @ normal(D_in, D_in), torch.ones(40, 1)), 1) for _ in "xy")
@@ -99,7 +91,7 @@ def test_the_calibrated_error_is_that_of_the_scores(method: Any) -> None:
     ]
     real = torch.ones(1, 40, dtype=torch.bool)
     moments = RotaryMoments.of(*operands, query_mask=real, key_mask=real)
-    factors = method(heads, 20, moments)
+    factors = heads.fit(20, moments, method=method)
     shared = [torch.complex(rows[0::2], rows[1::2]) for rows in (factors.query, factors.key)]
     after = torch.zeros(H, F, 40, 40, dtype=torch.complex128)
     for pair, f in enumerate(factors.frequency.tolist()):
@@ -116,16 +108,16 @@ def test_planted_pairs_are_found() -> None:
     which = torch.arange(H) % 3
     query, key = (torch.complex(normal(3, F, D_in), normal(3, F, D_in)) for _ in "qk")
     heads = RotaryHeads(query[which] * turns * normal(H, F, 1), key[which] * turns, 1.0)
-    assert rotary_cp(heads, 6 * F).error < 1e-6
-    assert rotary_cp(heads, 6 * F).frequency.bincount().tolist() == [3] * F
-    assert rotary_ragged(heads, 6 * F).error > 0.1
+    assert heads.fit(6 * F).error < 1e-6
+    assert heads.fit(6 * F).frequency.bincount().tolist() == [3] * F
+    assert heads.fit(6 * F, method="ragged").error > 0.1
 
 
 def test_keys_in_a_real_span_share_pairs() -> None:
     """One query for all heads, and keys that mix two keys with real weights: two pairs of a frequency hold them."""
     query, key = (torch.complex(normal(n, F, D_in), normal(n, F, D_in)) for n in (1, 2))
     keys = torch.einsum("hfr,rfe->hfe", normal(H, F, 2).to(key.dtype), key)
-    assert rotary_cp(RotaryHeads(query.expand(H, F, D_in), keys, 1.0), 4 * F).error < 1e-6
+    assert RotaryHeads(query.expand(H, F, D_in), keys, 1.0).fit(4 * F).error < 1e-6
 
 
 def test_moments_of_two_batches_add_up() -> None:
@@ -152,7 +144,7 @@ def test_moments_of_two_batches_add_up() -> None:
 def test_bad_arguments_are_refused() -> None:
     heads = random_heads()
     with pytest.raises(ValueError, match=r"^dim is 5; pass an even number"):
-        rotary_cp(heads, 5)
+        heads.fit(5)
     good = normal(2, 4, 3)
     for name, arguments in {
         "key holds NaN or infinity": (good, good / 0, 1.0),
@@ -207,7 +199,9 @@ def test_collaborate(name: str, method: str) -> None:
         assert mixing.shape[1] == report.dim // 2
         size = model.config.hidden_size
         heads = {"H": layer.num_heads, "rotary": True, "bias": layer.query.linear.bias is not None}
-        assert report.parameters == count_parameters(size, size, Ds=report.dim, **heads)
+        assert report.parameters == count_parameters(
+            size, size, Ds=report.dim, D_in_k=size, **heads
+        )
     outputs(model).square().sum().backward()
     assert all(layer.module.mixing.grad.any() for layer in attention_layers(model))
     other = in_use(name)
@@ -216,4 +210,4 @@ def test_collaborate(name: str, method: str) -> None:
     errors = hk.convert.curves(in_use(name), progress=False).errors[0]
     heads_of = read_heads(attention_layers(in_use(name))[0])
     for dim in (2, 8, 20):
-        assert float(errors[dim]) == pytest.approx(rotary_ragged(heads_of, dim).error)
+        assert float(errors[dim]) == pytest.approx(heads_of.fit(dim, method="ragged").error)

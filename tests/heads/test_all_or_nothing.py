@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import calibrate, collaborate, curves, install, ragged, read_heads
-from heads_kernels.heads import attention_layers
+from heads_kernels.convert import calibrate, collaborate, curves
 from heads_kernels.integrations.transformers import release, use
 from tests.support.model_state import state
 from tests.support.nn_layers import B, E, H, S, spread
@@ -77,11 +76,6 @@ def run(model: Any) -> Tensor:
 
 
 # ---------------------------------------------------------------------- operations that change a model
-def install_one(model: Any) -> None:
-    layer = attention_layers(model)[1]
-    install(model, layer, ragged(read_heads(layer), 12), ragged=True)
-
-
 def convert(model: Any) -> None:
     collaborate(model, 8, calibration=[data_of(model)], progress=False)
 
@@ -100,7 +94,6 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "prune": (closed, lambda model: hk.heads.prune(model, hk.heads.closed(model))),
     "apply_shapes": (in_use, lambda model: hk.heads.apply_shapes(model, hk.heads.shapes(pruned()))),
     "load": (in_use, load),
-    "install": (in_use, install_one),
     "collaborate": (stock, convert),
     "collaborate modules": (encoder, lambda model: collaborate(model, 8, method="ragged")),
     "replace_attention_": (torch_encoder, hk.nn.replace_attention_),
@@ -157,7 +150,6 @@ def test_changes_are_whole_or_undone(name: str, tmp_path: Path) -> None:
 #: Steps that come late, or write to something else than modules.
 LATE = {
     "load": ("heads.saving.record_in_config", "heads.saving.restore_shape"),
-    "install": ("convert.install.record_in_config",),
     "collaborate": ("convert.collaborate.record_in_config", "convert.collaborate.Conversion"),
     "use unpadded": tuple(
         f"integrations.transformers.models.{step}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import read_heads
+from heads_kernels.convert.install import read_heads
 from heads_kernels.heads.layers import find_layers
 from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.integrations.transformers import TESTED, from_pretrained, release, tested, use
