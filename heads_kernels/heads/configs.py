@@ -28,7 +28,7 @@ def names_attention_function(value: Any) -> bool:
 def with_attention_function(config: Any, name: str) -> Any:
     """A copy of a config that names this attention function."""
     made = copy(config)
-    made._attn_implementation_internal = name
+    made._attn_implementation = {"": name}  # not of the configs nested in it, which the copy shares
     return made
 
 

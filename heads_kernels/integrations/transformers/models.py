@@ -75,14 +75,14 @@ def use(model: Model, *, unpad: bool = False) -> Model:
     with kept_on_error(model):  # with the old configs, which are not written to
         own_configs(model)
         before = {
-            module: [config._attn_implementation_internal for config in configs]
+            module: [config._attn_implementation for config in configs]
             for module in model.modules()
             if (configs := configs_of(module))
         }
         for module, implementations in before.items():
             vars(module).setdefault(BEFORE, implementations)
             for config in configs_of(module):
-                config._attn_implementation_internal = NAME
+                config._attn_implementation = NAME
         replace_classes(model)
         watch(model)
         pad_layers(model)
@@ -112,7 +112,7 @@ def release(model: Model) -> Model:
         for module in model.modules():
             before = vars(module).pop(BEFORE, [])
             for config, implementation in zip(configs_of(module), before, strict=False):
-                config._attn_implementation_internal = implementation
+                config._attn_implementation = {"": implementation}  # not of those nested in it
             if isinstance(module, Replacement):
                 module.__class__ = module.stock  # type: ignore[assignment]
         unwatch(model)
