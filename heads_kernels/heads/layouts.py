@@ -233,9 +233,15 @@ def calls_interface(module: nn.Module) -> bool:
 
 @cache
 def class_calls_interface(kind: Any) -> bool:
-    """Whether the forward of a class calls transformers' attention function."""
-    code = getattr(inspect.unwrap(getattr(kind, "forward", kind)), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    """Whether the forward of a class refers to transformers' table of attention functions.
+
+    No class says so itself, and a call would need arguments that fit it.
+    """
+    forward = inspect.unwrap(getattr(kind, "forward", kind))
+    if not inspect.isfunction(forward):
+        return False
+    found = inspect.getclosurevars(forward).globals.values()
+    return any(type(each).__name__ == "AttentionInterface" for each in found)
 
 
 def is_projection(module: Any) -> bool:
