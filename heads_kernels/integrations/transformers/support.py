@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Final
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
@@ -113,13 +113,24 @@ def asked(module: nn.Module) -> set[str]:
 
 def _why_not(model: PreTrainedModel) -> str | None:
     """Why the attention function cannot serve a model, from its class and what its file imports; None where it can."""
-    if not model._can_set_attn_implementation():
+    file = vars(sys.modules[type(model).__module__])
+    if _has_attention(file) and not any(isinstance(e, AttentionInterface) for e in file.values()):
         return ITSELF
-    if "BlockMask" in vars(sys.modules[type(model).__module__]):
+    if "BlockMask" in file:
         return (
             "handles masks of flex attention itself, and would mistake the package's masks for them"
         )
     return None
+
+
+def _has_attention(file: dict[str, Any]) -> bool:
+    """Whether classes of attention modules are defined in a file, of these names."""
+    classes = (
+        each for each in file.values() if isinstance(each, type) and issubclass(each, nn.Module)
+    )
+    return any(
+        "Attention" in each.__name__ and each.__module__ == file["__name__"] for each in classes
+    )
 
 
 def _classes_by_name(model: PreTrainedModel) -> str | None:
