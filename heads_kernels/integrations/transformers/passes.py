@@ -115,9 +115,8 @@ def unwatch(model: nn.Module) -> None:
         vars(module).pop(PLACE, None)
         for handle in getattr(vars(module).pop(PASS, None), "handles", ()):
             handle.remove()
-        function = vars(module).get("_gradient_checkpointing_func")
-        if _keeps_pass(function):
-            module._gradient_checkpointing_func = function.args[0]
+        if _keeps_pass(function := vars(module).get(_CHECKPOINT)):
+            setattr(module, _CHECKPOINT, function.args[0])
 
 
 def _pass_of(model: PreTrainedModel) -> Pass:
@@ -277,14 +276,19 @@ def _has_statistics(output: Any) -> bool:
 
 
 # ---------------------------------------------------------------------- gradient checkpointing
+#: The attribute with the function that a module is checkpointed by. It is private, but the arguments that
+#: `gradient_checkpointing_enable` was given are kept nowhere else, and no hook runs where a layer is recomputed.
+_CHECKPOINT: Final = "_gradient_checkpointing_func"
+
+
 def _keep_for_checkpoints(model: nn.Module) -> None:
     """Let layers that are recomputed in the backward pass, perhaps by another thread, be a part of their pass."""
     module: Any
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            function = module._gradient_checkpointing_func
+            function = getattr(module, _CHECKPOINT)
             if not _keeps_pass(function):
-                module._gradient_checkpointing_func = partial(_checkpoint, function)
+                setattr(module, _CHECKPOINT, partial(_checkpoint, function))
 
 
 def _keeps_pass(function: Any) -> bool:
