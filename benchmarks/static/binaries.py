@@ -151,9 +151,11 @@ def log_kept() -> Iterator[None]:
 
 
 def _name(function: Any) -> str:
-    """The operator and the pass: `heads_kernels.ops.triton.gated_keys` is "gated_attention.keys"."""
-    folder, module = function.__module__.split(".")[-2:]
-    return f"{folder}.{module.removeprefix('triton_')}"
+    """The operator and the pass: "gated_attention.keys" of `gated_keys.py`, "triton.forward" of `forward.py`."""
+    module = function.__module__.rpartition(".")[2]
+    operator, _, part = module.partition("_")
+    alone = operator in ("gated", "collaborative", "entmax")
+    return f"{operator}_attention.{part}" if alone else f"triton.{module}"
 
 
 def _shown(options: dict[str, Any]) -> str:
