@@ -109,6 +109,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: shared_key(3), r"has 3 heads, .*; leave the layer out"),
     (lambda: hk.nn.GatedMultiheadAttention(24, 12, num_key_heads=3), r"has 3 heads of keys, .*; use 3 processes"),
     (lambda: shared_key(12, num_value_heads=3), r"has 3 heads of values, .*; use .* that divides 3"),
+    (lambda: hk.nn.GatedMultiheadAttention(12, 4, entmax=True), r"has entmax, which serves no DTensors"),
     (lambda: nn.Linear(3, 3), r"module is a Linear without attention"),
     (lambda: model_of("bert"), r"without attention of hk\.nn"),
     (lambda: model_of("gpt2"), r"layer 0 .*values together with other roles"),
