@@ -41,9 +41,7 @@ class Call(NamedTuple):
     mixing: Operand = None  # [H, Ds]
     content_bias: Tensor | None = None  # [B, H, S]
     gate: Tensor | None = None  # [H], [B, H], [B, H, T] or [B, H, T, Dv]; sizes of 1 broadcast
-    bias: Tensor | None = (
-        None  # [B1, B2, H, T, S], each 1 where it broadcasts: `batch.flatten_bias`
-    )
+    bias: Tensor | None = None  # [B1, B2, H, T, S]: `batch.flatten_bias`
     offset_bias: Tensor | None = None  # [H or 1, T + S - 1], of offsets j - i from -(T - 1)
     sinks: Tensor | None = None  # [H]
     alpha: Operand = None  # [H] in the compute dtype

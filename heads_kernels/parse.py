@@ -292,12 +292,8 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
     """
     check_ranks(call, **saved)
     check(call)
-    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys",)
-    if call.alpha is not None:
-        unread = ("mixing", "sinks", *unread)
-    for name in unread:
-        if getattr(call, name) is not None:
-            refuse(name, "is given", f"leave it out: {call.operator} does not read it")
+    if call.dropout_p and call.seed is None:
+        refuse("seed", f"is None, but dropout_p is {call.dropout_p}", "pass int64 [5]", TypeError)
     if (call.k_lo is None) != (call.k_hi is None):
         refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
     B, H, T, S = call.sizes
@@ -326,7 +322,13 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
 
 
 def check_ranks(call: Call, **saved: Tensor | None) -> None:
-    """Check that the tensors that an op reads are given and have the right number of dimensions."""
+    """Check that an op reads the tensors that are given, and that those have the right number of dimensions."""
+    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys",)
+    if call.alpha is not None:
+        unread = ("mixing", "sinks", *unread)
+    for name in unread:
+        if getattr(call, name) is not None:
+            refuse(name, "is given", f"leave it out: {call.operator} does not read it")
     ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
     given = {name: getattr(call, name) for name in ranks}
     if call.value is not None:

@@ -93,8 +93,13 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         out, _, lse = attention_op(*bare, True, backend)
     if call.gate is None:
         return out, lse
-    nothing = float("-inf") if call.sinks is None else call.sinks.detach().to(lse.dtype)[:, None]
-    return gates.multiply(out, call, seen=lse.detach() != nothing), lse
+    seen = lse.detach() != float("-inf")
+    if (
+        call.sinks is not None
+    ):  # a row that sees no key has its sink for lse; one with a large sink may have too
+        alone = lse.detach() == call.sinks.detach().to(lse.dtype)[:, None]
+        seen = ~alone | (out.detach() != 0).any(-1)
+    return gates.multiply(out, call, seen), lse
 
 
 # ---------------------------------------------------------------------- the ops
@@ -227,9 +232,7 @@ class _Attention(torch.autograd.Function):
         tensors, constants = iter(kept), iter(ctx.constants)
         call = Call(*(next(tensors if tensor else constants) for tensor in _IS_TENSOR))
         needs = list(ctx.needs_input_grad[2 : 2 + len(OPERANDS)])
-        if (
-            torch.is_grad_enabled() and ctx.backend == "eager"
-        ):  # its gradients may be differentiated
+        if torch.is_grad_enabled() and ctx.backend == "eager":  # create_graph=True
             return None, None, *_gradients_of_formula(call, needs, dout, dlse)
         saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
         sums = iter(backward_op(*saved, *call, needs, ctx.backend))

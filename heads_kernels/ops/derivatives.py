@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heads_kernels.call import Call, closed_heads, compute_dtype
 from heads_kernels.ops import entmax, formula, scores
+from heads_kernels.ops.gate import without_gradient_at_0
 from heads_kernels.ops.scores import NEG_INF
 
 #: Newton steps from the threshold of entmax that are differentiated; n of them give derivatives up to order 2^n - 1.
@@ -25,8 +26,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if not call.closed_grad:
         gate = call.gate
         if gate is not None and call.gate_activation == "identity":
-            gate = _without_gradient_at_0(gate)
-        mixing = None if call.mixing is None else _without_gradient_at_0(call.mixing)
+            gate = without_gradient_at_0(gate)
+        mixing = None if call.mixing is None else without_gradient_at_0(call.mixing)
         call = call._replace(gate=gate, mixing=mixing)
     visible = scores.visible_pairs(call)
     raw = _product(*formula.operands_of_scores(call))
@@ -44,10 +45,6 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)
     return _gated(attended, call, visible).to(call.query.dtype), lse
-
-
-def _without_gradient_at_0(tensor: Tensor) -> Tensor:
-    return torch.where(tensor == 0, tensor.detach(), tensor)
 
 
 def _product(query: Tensor, key: Tensor) -> Tensor:

@@ -39,12 +39,17 @@ def multiply(attended: Tensor, call: Call, seen: Tensor) -> Tensor:
     gate, activation = call.gate, call.gate_activation
     assert gate is not None
     if activation == "identity" and not call.closed_grad:
-        gate = torch.where(gate == 0, gate.detach(), gate)
+        gate = without_gradient_at_0(gate)
     factor = as_4d(activate(gate.to(compute_dtype(attended.dtype)), activation))
     product = attended * torch.where(seen[..., None], factor, 0.0)
     if can_close(gate, activation):
         product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
     return product.to(call.query.dtype)
+
+
+def without_gradient_at_0(tensor: Tensor) -> Tensor:
+    """The same values; entries that are exactly 0 get gradient 0 (`closed_grad=False`)."""
+    return torch.where(tensor == 0, tensor.detach(), tensor)
 
 
 class _Closed(torch.autograd.Function):

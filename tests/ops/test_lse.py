@@ -97,6 +97,20 @@ def test_nothing_reaches_rows_that_see_nothing(operator: str, backend: str) -> N
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_a_sink_that_outweighs_all_keys_leaves_their_share(operator: str, backend: str) -> None:
+    """`lse` is the sink itself then, as in rows that see no key."""
+    arguments = tensors(operator, H=H, dtype=torch.float32)
+    arguments["sinks"] = torch.full((H,), 30.0)
+    gate = torch.rand(H)
+    out, lse = call(operator, backend, **arguments, gate=gate, return_lse=True)
+    assert (lse == 30).all()
+    plain = call(operator, backend, **arguments, gate=gate)
+    assert plain.any()
+    size = plain.abs().max()
+    assert_alike(out / size, plain / size)
+
+
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_one_gradient_of_two(operator: str, backend: str) -> None:
     arguments = tensors(operator, dtype=torch.float32, grad=True)
     leaves = list(arguments.values())

@@ -18,6 +18,7 @@ from heads_kernels.ops.statistics import statistics_op
 from tests.ops.calls import (
     DIFFERENTIABLE,
     EVERY,
+    NAMES,
     OPERATORS,
     assert_same_bits,
     call,
@@ -99,6 +100,38 @@ def test_opcheck_statistics(backend: str, form: str) -> None:
     if choose(problem, backend).backend is None:
         pytest.skip(str(choose(problem, backend)))
     torch.library.opcheck(statistics_op, (*problem._replace(exclude_keys=excluded), backend))
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize(
+    ("name", "given", "has_value"),
+    [
+        ("exclude_keys", torch.zeros(1, S, dtype=torch.bool), True),
+        ("value", torch.zeros(B, H, S, Dv), False),
+        ("gate", torch.ones(H), False),
+        ("seed", torch.zeros(5, dtype=torch.int64), False),
+    ],
+)
+def test_an_op_refuses_what_it_does_not_read(
+    backend: str, name: str, given: Tensor, has_value: bool
+) -> None:
+    arguments = tensors("gated_attention", dtype=torch.float32, Hk=H)
+    serve("gated_attention", backend, **arguments)
+    fields = parsed("gated_attention", **arguments)
+    if not has_value:
+        fields = fields._replace(value=None)
+    fields = fields._replace(**{name: given.to(fields.query.device)})
+    with pytest.raises(ValueError, match=f"^{name} is given"):
+        attention_op(*fields, False, backend) if has_value else statistics_op(*fields, backend)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_dropout_needs_a_seed(backend: str) -> None:
+    arguments = tensors("gated_attention", dtype=torch.float32)
+    serve("gated_attention", backend, **arguments)
+    fields = parsed("gated_attention", **arguments, dropout_p=0.5)
+    with pytest.raises((TypeError, ValueError), match="seed"):
+        attention_op(*fields, False, backend)
 
 
 # ---------------------------------------------------------------------- gradients

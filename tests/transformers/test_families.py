@@ -166,7 +166,9 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
             rows = torch.ones(maps.shape[:3], dtype=torch.bool)
             if real is not None and real.dim() == 2:
                 rows &= real.bool()[:, None]
-            assert torch.equal(statistics.argmax[rows], maps.argmax(-1)[rows])
+            # Of keys whose probabilities differ by rounding, a processor may prefer either.
+            chosen = maps.gather(-1, statistics.argmax[..., None])[..., 0]
+            assert_alike(chosen[rows], maps.amax(-1)[rows])
             if family.name in SINKS_APART:
                 continue
             assert_alike(statistics.max_prob[rows], maps.amax(-1)[rows])
