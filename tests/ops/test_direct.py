@@ -146,7 +146,7 @@ BAD: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": -1.0},
     "sinks": {"sinks": torch.randn(H + 1)},
     "attn_mask": {"attn_mask": torch.zeros(T, S, dtype=torch.int64)},
-    "gate_activation": {"gate": torch.ones(H), "gate_activation": "linear"},  # is of ops alone
+    "gate_activation": {"gate": torch.ones(H), "gate_activation": "linear"},
 }
 
 
