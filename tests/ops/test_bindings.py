@@ -441,9 +441,7 @@ def op_arguments(shared: bool, backward: bool) -> Tensors:
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:
     if how == "None":
-        return name in ("content_bias", "key_visible", "dense_mask", "gate", "dlse", *_TERMS) or (
-            name == "seed" and backend != "cpu"
-        )
+        return name in ("content_bias", "key_visible", "dense_mask", "gate", "dlse", *_TERMS)
     if how == "double":
         return name in ("gate", "mixing", "content_bias", *_TERMS) or (
             backend == "cpu" and name in ("dout", "attended")
