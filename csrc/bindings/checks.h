@@ -32,6 +32,8 @@ enum class Element : int {
   kInt32,
   kInt64,
   kBool,
+  kUInt8,
+  kOther,
 };
 
 // An argument: a tensor with memory, or an absent one.

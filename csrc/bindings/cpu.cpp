@@ -6,8 +6,6 @@ namespace {
 
 using namespace hk::bindings;
 
-const py::object& cpu() { return Torch::get().cpu; }
-
 int checked_threads(int threads) {
   require(threads >= 1, "threads", "is less than 1");
   return threads;
@@ -30,8 +28,8 @@ void run(hk::ForwardParams& params, int threads) {
 // attention, with entmax if there is `alpha`.
 void attention_forward(const py::tuple& call, const py::tuple& results, int threads) {
   hk::ForwardParams params;
-  const Sizes n = set_attention(params, read_call(call, cpu()));
-  set_outputs(params, n, results, cpu());
+  const Sizes n = set_attention(params, read_call(call, dlpack::kCpu));
+  set_outputs(params, n, results, dlpack::kCpu);
   run(params, threads);
 }
 
@@ -47,11 +45,7 @@ py::object empty_heads(hk::ForwardParams& params, const Sizes& n, py::handle que
   PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr()};
   const py::str& method = Torch::get().new_empty_strided;
   py::object out = checked(PyObject_VectorcallMethod(method.ptr(), arguments, 3, nullptr));
-  params.out = {PyLong_AsVoidPtr(call(out, Torch::get().data_ptr).ptr()),
-                params.query.dtype,
-                4,
-                {n.B, n.H, n.T, Dv},
-                {stride[0], stride[1], stride[2], 1}};
+  params.out = needed(given(out, dlpack::kCpu, "out"), "out");
   return out;
 }
 
@@ -60,7 +54,7 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
   for (const py::handle field : call)
     if (is_tensor(field) && !is_plain(field, recording)) return py::none();
   hk::ForwardParams params;
-  const CallArguments arguments = read_call(call, cpu());
+  const CallArguments arguments = read_call(call, dlpack::kCpu);
   const Sizes n = set_attention(params, arguments);
   if (!n.B || !n.H || !n.T || !params.value.size[3]) return py::none();
   py::object out = empty_heads(params, n, call[0]);
@@ -73,15 +67,15 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
 void attention_backward(const py::tuple& call, const py::tuple& saved, const py::tuple& gradients,
                         int threads) {
   hk::BackwardParams params;
-  const CallArguments arguments = read_call(call, cpu());
+  const CallArguments arguments = read_call(call, dlpack::kCpu);
   const Sizes n = set_attention(params, arguments);
   params.closed_grad = arguments.closed_grad;
-  Entries read(saved, cpu(), "saved", 4);
+  Entries read(saved, dlpack::kCpu, "saved", 4);
   params.dout = read.needed("dout");
   params.attended = read.needed("attended");
   params.lse = read.needed("lse");
   params.dlse = read.floating("dlse");
-  Entries written(gradients, cpu(), "gradients", 10);
+  Entries written(gradients, dlpack::kCpu, "gradients", 10);
   each_gradient(params,
                 [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
   const int64_t Dv = params.value.size[3];
@@ -112,9 +106,9 @@ void attention_backward(const py::tuple& call, const py::tuple& saved, const py:
 // `results` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
 void attention_statistics(const py::tuple& call, const py::tuple& results, int threads) {
   hk::StatisticsParams params;
-  const CallArguments arguments = read_call(call, cpu());
+  const CallArguments arguments = read_call(call, dlpack::kCpu);
   const Sizes n = set_call(params, arguments, false);
-  set_statistics(params, arguments, n, results, cpu());
+  set_statistics(params, arguments, n, results, dlpack::kCpu);
   params.threads = checked_threads(threads);
   launch(hk::kernels().attention_statistics, params);
 }

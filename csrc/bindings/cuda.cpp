@@ -35,12 +35,11 @@ cuda::LaunchTarget target_of(const Target& target) {
   return {target.first, reinterpret_cast<void*>(target.second)};
 }
 
-// torch's name of the device.
-py::object device_of([[maybe_unused]] const Target& target) {
+dlpack::Device device_of([[maybe_unused]] const Target& target) {
 #ifdef HK_EMULATED
-  return Torch::get().cpu;
+  return dlpack::kCpu;
 #else
-  return Torch::get().make_device("cuda", target.first);
+  return dlpack::cuda(target.first);
 #endif
 }
 
@@ -52,10 +51,10 @@ void check_single(const hk::Tensor& t, const char* name) {
 int64_t cells_along(int64_t length) { return (length + cuda::kCell - 1) / cuda::kCell; }
 
 // The cells of a dense mask, bytes; sizes of 1 broadcast.
-hk::Tensor cells_of(py::handle cells, const py::object& device) {
-  const hk::Tensor result = shape_of(cells, device, "dense_cells");
-  require(attribute(cells, Torch::get().dtype).is(Torch::get().uint8), "dense_cells");
-  return result;
+hk::Tensor cells_of(py::handle cells, dlpack::Device device) {
+  const Given result = tensor_of(cells, device, "dense_cells");
+  require(result.element == Element::kUInt8, "dense_cells");
+  return result.tensor;
 }
 
 Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call,
@@ -74,7 +73,7 @@ Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call,
 
 // The cells of a dense mask for a pass that skips what they hide.
 template <typename Params>
-void set_cells(Params& params, const Sizes& n, py::handle given, const py::object& device) {
+void set_cells(Params& params, const Sizes& n, py::handle given, dlpack::Device device) {
   if (!params.mask.dense) return;
   const hk::Tensor cells = cells_of(given, device);
   const int64_t full[4] = {n.B, n.H, cells_along(n.T), cells_along(n.S)};
@@ -90,7 +89,7 @@ void set_cells(Params& params, const Sizes& n, py::handle given, const py::objec
 // The parameters of every pass but the first of the backward.
 template <typename Params>
 Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells,
-                     const py::object& device) {
+                     dlpack::Device device) {
   const Sizes n = set_single_call(params, call);
   set_cells(params, n, cells, device);
   return n;
@@ -126,7 +125,7 @@ void launch(const hk::AttentionParams& params, const Target& target, F&& f) {
 
 // (acc, row_max, row_sum) of the splits of the keys.
 void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& parts,
-                const py::object& device) {
+                dlpack::Device device) {
   Entries entries(parts, device, "parts", 3);
   const hk::Tensor acc = entries.needed("acc"), row_max = entries.needed("row_max"),
                    row_sum = entries.needed("row_sum");
@@ -145,7 +144,7 @@ void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& part
 void attention_forward(const py::tuple& call, const py::tuple& results, py::handle parts,
                        py::handle cells, const Target& target) {
   cuda::SplitParams params;
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   const Sizes n = set_tiled_call(params, read_call(call, device), cells, device);
   set_outputs(params, n, results, device);
   check_written(params.out, "out");
@@ -168,7 +167,7 @@ void attention_forward(const py::tuple& call, const py::tuple& results, py::hand
 void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, py::handle cells,
                       const Target& target) {
   cuda::ClosedParams params;
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   const Sizes n = set_tiled_call(params, read_call(call, device), cells, device);
   params.dout = needed(given(dout, device, "dout"), "dout");
   params.dgate = needed(given(dgate, device, "dgate"), "dgate");
@@ -188,7 +187,7 @@ void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, 
 void attention_rows(const py::tuple& call, const py::tuple& read, const py::tuple& written,
                     const Target& target) {
   cuda::RowsParams params;
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   const Sizes n = set_single_call(params, read_call(call, device));
   Entries inputs(read, device, "read", 4);
   params.dout = inputs.needed("dout");
@@ -223,7 +222,7 @@ void attention_rows(const py::tuple& call, const py::tuple& read, const py::tupl
 // What the last passes of the backward read: a call, (dattended, lse, delta) and splits.
 Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call,
                         const py::tuple& read, int splits, py::handle cells,
-                        const py::object& device) {
+                        dlpack::Device device) {
   const Sizes n = set_tiled_call(params, call, cells, device);
   Entries entries(read, device, "read", 3);
   params.dattended = entries.needed("dattended");
@@ -241,7 +240,7 @@ Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call,
 void attention_keys(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
                     int splits, py::handle cells, const Target& target) {
   cuda::KeysParams params;
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   const Sizes n = set_gradient_call(params, read_call(call, device), read, splits, cells, device);
   Entries written(gradients, device, "gradients", 3);
   params.dkey = written.output("dkey");
@@ -267,7 +266,7 @@ void attention_keys(const py::tuple& call, const py::tuple& read, const py::tupl
 void attention_queries(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
                        int splits, py::handle cells, const Target& target) {
   cuda::QueriesParams params;
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   const CallArguments arguments = read_call(call, device);
   const Sizes n = set_gradient_call(params, arguments, read, splits, cells, device);
   params.closed_grad = arguments.closed_grad;
@@ -299,7 +298,7 @@ void attention_queries(const py::tuple& call, const py::tuple& read, const py::t
 void attention_bias(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
                     int splits, py::handle cells, const Target& target) {
   cuda::BiasParams params;
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   const Sizes n = set_gradient_call(params, read_call(call, device), read, splits, cells, device);
   Entries written(gradients, device, "gradients", 2);
   params.dbias = written.output("dbias");
@@ -323,7 +322,7 @@ void attention_bias(const py::tuple& call, const py::tuple& read, const py::tupl
 void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle cells,
                           const Target& target) {
   cuda::StatisticsPass params;
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   const CallArguments arguments = read_call(call, device);
   const Sizes n = set_single_call(params, arguments, false);
   set_cells(params, n, cells, device);
@@ -333,12 +332,12 @@ void attention_statistics(const py::tuple& call, const py::tuple& results, py::h
 
 // Fills the cells of a dense mask: a byte for each kCell x kCell pairs.
 void dense_cells(py::handle mask, py::handle cells, const Target& target) {
-  const py::object device = device_of(target);
+  const dlpack::Device device = device_of(target);
   cuda::DenseCellsParams params;
-  params.mask = shape_of(mask, device, "dense_mask");
+  const Given dense = tensor_of(mask, device, "dense_mask");
+  require(dense.element == Element::kBool && dense.tensor.rank == 4, "dense_mask");
+  params.mask = dense.tensor;
   params.cells = cells_of(cells, device);
-  require(attribute(mask, Torch::get().dtype).is(Torch::get().boolean) && params.mask.rank == 4,
-          "dense_mask");
   const int64_t* const size = params.mask.size;
   require(is(params.cells, {size[0], size[1], cells_along(size[2]), cells_along(size[3])}) &&
               is_dense(params.cells),

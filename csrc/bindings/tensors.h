@@ -1,6 +1,6 @@
-// Conversion of torch tensors to hk::Tensor (pointer, dtype, sizes, strides) through their Python
-// methods, so that the modules are built without torch and work with every version of it; checks.h
-// has what is checked of them.
+// Conversion of torch tensors to hk::Tensor (pointer, dtype, sizes, strides) by the table of
+// functions that torch offers to other libraries, so that the modules are built without torch and
+// work with every version of it; checks.h has what is checked of them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,29 +9,29 @@
 #include <type_traits>
 
 #include "bindings/checks.h"
+#include "bindings/dlpack.h"
 
 namespace py = pybind11;
 
 namespace hk::bindings {
 
-// The Python names, the dtypes and the devices of torch, looked up once.
+// What is looked up once in torch.
 struct Torch {
-  py::str data_ptr{"data_ptr"}, stride{"stride"}, shape{"shape"}, dtype{"dtype"}, device{"device"};
-  py::str requires_grad{"requires_grad"}, is_neg{"is_neg"}, new_empty_strided{"new_empty_strided"};
-  py::object dtypes[7];  // in the order of Element
-  py::object uint8, boolean;
-  py::object tensor, parameter, make_device, cpu;
+  py::str device{"device"}, dtype{"dtype"}, requires_grad{"requires_grad"}, is_neg{"is_neg"};
+  py::str new_empty_strided{"new_empty_strided"};
+  py::object tensor, parameter;
+  py::object dtypes[4];  // in the order of DType
+  dlpack::Describe describe;
 
   Torch() {
     const py::module_ torch = py::module_::import("torch");
     tensor = torch.attr("Tensor");
     parameter = torch.attr("nn").attr("Parameter");
-    make_device = torch.attr("device");
-    cpu = make_device("cpu");
-    const char* names[7] = {"float32", "float64", "bfloat16", "float16", "int32", "int64", "bool"};
-    for (int i = 0; i < 7; ++i) dtypes[i] = torch.attr(names[i]);
-    uint8 = torch.attr("uint8");
-    boolean = torch.attr("bool");
+    const char* names[4] = {"float32", "float64", "bfloat16", "float16"};
+    for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
+    describe = dlpack::describe_of(tensor.attr("__dlpack_c_exchange_api__").ptr());
+    if (!describe)
+      throw py::import_error("torch has another version of DLPack; install torch>=2.11");
   }
 
   static const Torch& get() {
@@ -45,20 +45,8 @@ inline py::object checked(PyObject* object) {
   return py::reinterpret_steal<py::object>(object);
 }
 
-// The C API instead of pybind11's casts: 0.5 us per tensor instead of 1.5.
-inline py::object call(py::handle object, const py::str& method) {
-  return checked(PyObject_CallMethodNoArgs(object.ptr(), method.ptr()));
-}
-
 inline py::object attribute(py::handle object, const py::str& name) {
   return checked(PyObject_GetAttr(object.ptr(), name.ptr()));
-}
-
-inline void read_integers(py::handle tuple, int64_t* values) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.ptr()); ++i) {
-    values[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
-    if (values[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
-  }
 }
 
 inline bool is_tensor(py::handle object) {
@@ -66,32 +54,35 @@ inline bool is_tensor(py::handle object) {
                             reinterpret_cast<PyTypeObject*>(Torch::get().tensor.ptr()));
 }
 
-// Pointer, sizes and strides of a tensor on `device`, an object of torch.
-inline Tensor shape_of(py::handle tensor, const py::object& device, const char* name) {
+// A tensor on `device`: pointer, sizes, strides and dtype.
+inline Given tensor_of(py::handle tensor, dlpack::Device device, const char* name) {
   const Torch& torch = Torch::get();
   if (!is_tensor(tensor)) refuse(name, tensor.is_none() ? "is None" : "is no tensor");
-  Tensor result;
-  int64_t count = 1;
-  try {
-    const py::object place = attribute(tensor, torch.device);
-    const int same = PyObject_RichCompareBool(place.ptr(), device.ptr(), Py_EQ);
-    if (same < 0) throw py::error_already_set();
-    if (!same)
-      refuse(name,
-             "is on " + std::string(py::str(place)) + ", not " + std::string(py::str(device)));
-    const py::object shape = attribute(tensor, torch.shape), stride = call(tensor, torch.stride);
-    const Py_ssize_t rank = PyTuple_GET_SIZE(shape.ptr());
-    if (rank < 1 || rank > kMaxRank || PyTuple_GET_SIZE(stride.ptr()) != rank)
-      refuse(name, "has " + std::to_string(rank) + " dimensions");
-    result.rank = static_cast<int>(rank);
-    read_integers(shape, result.size);
-    read_integers(stride, result.stride);
-    result.data = PyLong_AsVoidPtr(call(tensor, torch.data_ptr).ptr());
-    for (int d = 0; d < result.rank; ++d) count *= result.size[d];
-  } catch (const py::error_already_set& error) {  // sparse, nested: no sizes, strides or pointer
-    refuse(name, std::string("has no dense memory (") + error.what() + ")");
+  dlpack::Tensor seen;
+  if (torch.describe(tensor.ptr(), &seen)) {  // sparse, nested: no sizes, strides or pointer
+    const py::error_already_set error;
+    std::string why = error.what();
+    why = why.substr(0, why.find('\n'));  // stack frames of C++ follow
+    refuse(name, "has no dense memory (" + why + ")");
   }
-  if (!result.data && count != 0) refuse(name, "has no memory");
+  if (!(seen.device == device))
+    refuse(name, "is on " + std::string(py::str(attribute(tensor, torch.device))) +
+                     ", not where the call runs");
+  if (seen.rank < 1 || seen.rank > kMaxRank)
+    refuse(name, "has " + std::to_string(seen.rank) + " dimensions");
+  Given result;
+  result.element = seen.element();
+  if (result.element == Element::kOther)
+    refuse(name, "is " + std::string(py::str(attribute(tensor, torch.dtype))));
+  result.tensor.rank = seen.rank;
+  result.tensor.data = seen.begin();
+  int64_t count = 1;
+  for (int d = 0; d < seen.rank; ++d) {
+    result.tensor.size[d] = seen.shape[d];
+    result.tensor.stride[d] = seen.strides[d];
+    count *= seen.shape[d];
+  }
+  if (!result.tensor.data && count != 0) refuse(name, "has no memory");
   return result;
 }
 
@@ -102,33 +93,24 @@ inline bool is_plain(py::handle tensor, bool recording) {
   const py::handle type = py::type::handle_of(tensor);
   if (!type.is(torch.tensor) && !type.is(torch.parameter)) return false;
   if (recording && attribute(tensor, torch.requires_grad).ptr() == Py_True) return false;
-  return call(tensor, torch.is_neg).ptr() == Py_False;
-}
-
-inline Element element_of(py::handle dtype, const char* name) {
-  const Torch& torch = Torch::get();
-  for (int i = 0; i < 7; ++i)
-    if (dtype.is(torch.dtypes[i])) return static_cast<Element>(i);
-  refuse(name, "is " + std::string(py::str(dtype)));
+  return checked(PyObject_CallMethodNoArgs(tensor.ptr(), torch.is_neg.ptr())).ptr() == Py_False;
 }
 
 inline DType dtype_of(py::handle dtype) {
-  const Element element = element_of(dtype, "dtype");
-  if (element > Element::kFloat16) refuse("dtype", "is " + std::string(py::str(dtype)));
-  return static_cast<DType>(element);
+  for (int i = 0; i < 4; ++i)
+    if (dtype.is(Torch::get().dtypes[i])) return static_cast<DType>(i);
+  refuse("dtype", "is " + std::string(py::str(dtype)));
 }
 
 // None becomes an absent one.
-inline Given given(py::handle tensor, const py::object& device, const char* name) {
-  if (tensor.is_none()) return {};
-  const Tensor shape = shape_of(tensor, device, name);
-  return {shape, element_of(attribute(tensor, Torch::get().dtype), name)};
+inline Given given(py::handle tensor, dlpack::Device device, const char* name) {
+  return tensor.is_none() ? Given{} : tensor_of(tensor, device, name);
 }
 
 // The entries of a tuple, one after the other.
 class Entries {
  public:
-  Entries(const py::tuple& tuple, const py::object& device, const char* name, Py_ssize_t count)
+  Entries(const py::tuple& tuple, dlpack::Device device, const char* name, Py_ssize_t count)
       : tuple_(tuple), device_(device) {
     const Py_ssize_t found = PyTuple_GET_SIZE(tuple.ptr());
     if (found != count)
@@ -153,11 +135,11 @@ class Entries {
 
  private:
   const py::tuple& tuple_;
-  const py::object& device_;
+  dlpack::Device device_;
   Py_ssize_t next_ = 0;
 };
 
-inline CallArguments read_call(const py::tuple& call, const py::object& device) {
+inline CallArguments read_call(const py::tuple& call, dlpack::Device device) {
   CallArguments result;
   Py_ssize_t count = 0;
   result.each([&](const char*, const auto&) { ++count; });
@@ -168,7 +150,7 @@ inline CallArguments read_call(const py::tuple& call, const py::object& device) 
 
 // (lse, max_prob, argmax, entropy), contiguous [B, H, T].
 inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n,
-                           const py::tuple& results, const py::object& device) {
+                           const py::tuple& results, dlpack::Device device) {
   Entries entries(results, device, "results", 4);
   params.lse = entries.needed("lse");
   params.max_prob = entries.needed("max_prob");
@@ -180,7 +162,7 @@ inline void set_statistics(StatisticsParams& params, const CallArguments& call, 
 
 // (out, attended, lse), the last two of which are optional.
 inline void set_outputs(ForwardParams& params, const Sizes& n, const py::tuple& results,
-                        const py::object& device) {
+                        dlpack::Device device) {
   Entries entries(results, device, "results", 3);
   params.out = entries.floating("out");
   params.attended = entries.output("attended");
