@@ -18,6 +18,7 @@ OLDEST_TRITON := 3.6.0
 OTHER_TRITON := 3.7.1
 OLDEST_TRANSFORMERS := 5.23.0
 OF_TRANSFORMERS := $(addprefix tests/transformers/, test_families.py test_generation.py test_head_masks.py test_masks.py test_output_gated.py test_score_terms.py test_use.py)
+TINY := tests/ops/test_cases.py tests/ops/test_statistics.py
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
@@ -34,7 +35,9 @@ help: ## this list
 
 test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
 	$(PYTEST) -m "not check and not cuda and not triton"
-	TRITON_INTERPRET=1 $(PYTEST) tests/ops/test_cases.py tests/ops/test_statistics.py -m "triton and tiny"
+	TRITON_INTERPRET=1 $(PYTEST) $(TINY) -m "triton and tiny"
+	$(PY) setup.py -q emulator --dtype float --into build/emulator-float
+	HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-float $(PYTEST) $(TINY) -m "cuda and tiny"
 
 check: test check-suite check-cuda check-triton check-releases ## the tests of CI
 

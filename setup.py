@@ -116,11 +116,7 @@ class Emulator(Command):
     description = "build the CUDA kernels for the emulator"
     user_options = [  # noqa: RUF012
         ("into=", None, "folder of the module, in place of the package's"),
-        (
-            "dtype=",
-            None,
-            "whose kernels are compiled: bf16, fp16 or float; others as they were before",
-        ),
+        ("dtype=", None, "the one whose kernels are compiled: bf16, fp16 or float; default all"),
     ]
 
     def initialize_options(self) -> None:

@@ -93,10 +93,8 @@ def output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def build(
-    folder: Path, output: str, units: list[Unit], link: list[str], ready: Sequence[Path] = ()
-) -> Path:
-    """Compile `units` in `folder` and link them to `output` there, before the objects that are `ready`.
+def build(folder: Path, output: str, units: list[Unit], link: list[str]) -> Path:
+    """Compile `units` in `folder` and link them to `output` there.
 
     Only what changed is compiled again, so `folder` is kept between builds; outputs of one folder share objects.
     """
@@ -104,7 +102,7 @@ def build(
     def shell(words: list[str]) -> str:
         return shlex.join(words).replace("$", "$$")
 
-    objects = " ".join([*(f"{folder}/{unit.name}.o" for unit in units), *map(str, ready)])
+    objects = " ".join(f"{folder}/{unit.name}.o" for unit in units)
     lines = [
         f"builddir = {folder}",
         "rule compile",
@@ -217,14 +215,14 @@ def emulator() -> tuple[list[str], list[Unit]]:
 def emulated_module(folder: Path, dtype: str = "") -> Path:
     """`heads_kernels._cuda_emulated`: the CUDA kernels in plain C++, run by csrc/emulator/.
 
-    With `dtype` those of this dtype; the others are taken from EMULATOR, where they were compiled before.
+    With `dtype` those of this dtype alone.
     """
     compiler, units = emulator()
+    if dtype:
+        compiler = [*compiler, f"-DHK_ONLY={dtype}"]
     bindings = Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *CHECKS, *python_includes()])
-    kernels = cuda_kernels([*compiler, "-x", "c++"], checks=True)
-    own = cuda_kernels([*compiler, "-x", "c++"], (dtype,), checks=True) if dtype else kernels
-    ready = [EMULATOR / f"{unit.name}.o" for unit in kernels if unit not in own]
-    return build(folder, "_cuda_emulated.so", [*units, bindings, *own], ["-shared"], ready)
+    kernels = cuda_kernels([*compiler, "-x", "c++"], [dtype] if dtype else DTYPES, checks=True)
+    return build(folder, "_cuda_emulated.so", [*units, bindings, *kernels], ["-shared"])
 
 
 def emulator_selftest(folder: Path) -> Path:

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "common/params.h"
 
@@ -136,16 +137,31 @@ struct Kernels {
   static bool runs_wide_keys(int device);
 };
 
+// Whether the kernels for T are compiled; HK_ONLY is the one dtype of a build for tests.
+#ifdef HK_ONLY
+template <typename T>
+constexpr bool kIsBuilt = std::is_same_v<T, HK_ONLY>;
+#else
+template <typename T>
+constexpr bool kIsBuilt = true;
+#endif
+
+template <typename T, typename F>
+auto with_kernels_of(F&& f) -> decltype(f(Kernels<T>{})) {
+  if constexpr (kIsBuilt<T>) return f(Kernels<T>{});
+  throw std::invalid_argument("the CUDA kernels were built for another dtype alone");
+}
+
 // f of the kernels for a dtype.
 template <typename F>
 auto with_kernels(DType dtype, F&& f) {
   switch (dtype) {
     case DType::kBFloat16:
-      return f(Kernels<bf16>{});
+      return with_kernels_of<bf16>(f);
     case DType::kFloat16:
-      return f(Kernels<fp16>{});
+      return with_kernels_of<fp16>(f);
     case DType::kFloat32:
-      return f(Kernels<float>{});
+      return with_kernels_of<float>(f);
     default:
       throw std::invalid_argument("the CUDA kernels serve float32, bfloat16 and float16");
   }
