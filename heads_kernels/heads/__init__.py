@@ -3,6 +3,7 @@
 from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
 from heads_kernels.heads.layers import attention_layers, register_layout
 from heads_kernels.heads.layouts import HeadLayout
+from heads_kernels.heads.patching import outputs, patch
 from heads_kernels.heads.pruning import prune
 from heads_kernels.heads.saving import apply_shapes, load, save, shapes
 from heads_kernels.heads.schedule import GateSchedule
@@ -19,6 +20,8 @@ __all__ = [
     "closed",
     "gate",
     "load",
+    "outputs",
+    "patch",
     "prune",
     "register_layout",
     "reopen",

@@ -213,7 +213,9 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
     for name, value in vars(module).items():
         if name in ("forward", "_compiled_call_impl"):  # what wraps it
             continue
-        if name == "observer" or (name == "context" and isinstance(module, Multihead)):
+        if name in ("observer", "edit_heads") or (
+            name == "context" and isinstance(module, Multihead)
+        ):
             value = None  # the copy runs alone, on whole sequences
         if names_attention_function(value):
             value = with_attention_function(value, function)

@@ -66,6 +66,8 @@ class Multihead(nn.Module, ABC):
         gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
         head_gate: a `HeadGate`, or None.
         observer: called with an `AttentionCall` before every operator call; `hk.analysis.observe` sets it.
+        edit_heads: called with the outputs of the heads `[B, T, H, Dv]` and the `AttentionCall`, before the output
+            projection, which takes what it returns; `hk.heads.patch` sets it.
         context: a `ContextParallel`, through which the operator is called, or None; `context_parallel` of
             `hk.integrations.distributed` sets it.
         num_heads, value_dim, scale, dropout: read in every call; pruning changes `num_heads` and the weights.
@@ -77,6 +79,7 @@ class Multihead(nn.Module, ABC):
     gate_proj: nn.Linear | None
     head_gate: HeadGate | None
     observer: Callable[[AttentionCall], None] | None = None
+    edit_heads: Callable[[Tensor, AttentionCall], Tensor] | None = None
     context: Context | None = None
     computes_padded_rows: bool = False
     #: Read by the layers of `torch.nn`.
@@ -254,7 +257,8 @@ class Multihead(nn.Module, ABC):
             kept_heads=getattr(self, "kept_heads", None),
         )
         operands = self.operands(rows, self._source(keys, values, cache, alone))
-        if self.observer is not None:
+        call: Any = None
+        if self.observer is not None or self.edit_heads is not None:
             call = AttentionCall(
                 **{"mixing": None, "content_bias": None, **operands},  # type: ignore[arg-type]
                 mask=visible,
@@ -263,6 +267,7 @@ class Multihead(nn.Module, ABC):
                 batch=batch,
                 self_attention=alone,
             )
+        if self.observer is not None:
             self.observer(call)
         # The operator gets the unflattened batch dimensions, so that a bias that broadcasts is not expanded.
         arguments: dict[str, Any] = {
@@ -271,7 +276,10 @@ class Multihead(nn.Module, ABC):
         }
         arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
         heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
-        output = unflatten(self.out_proj(heads.transpose(1, 2).flatten(2)), batch)
+        heads = heads.transpose(1, 2)
+        if self.edit_heads is not None:
+            heads = self.edit_heads(heads, call)
+        output = unflatten(self.out_proj(heads.flatten(2)), batch)
         output = output if self.batch_first else output.transpose(0, 1)
         if not need_statistics:
             return output, None
@@ -341,6 +349,7 @@ class Multihead(nn.Module, ABC):
             ("cache", cache is not None),
             ("need_statistics", need_statistics),
             ("observer", self.observer is not None),
+            ("edit_heads", self.edit_heads is not None),
         ):
             if given:
                 was = "is given, but the layer is under context parallelism"

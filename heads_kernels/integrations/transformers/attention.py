@@ -123,15 +123,19 @@ def attention_forward(
         "sinks": None if s_aux is None else _of_kept_heads(module, H, s_aux, 0),
         "scale": scale,
     }
-    if (observer := getattr(module, "observer", None)) is not None:
+    observer, edit = getattr(module, "observer", None), getattr(module, "edit_heads", None)
+    call = None
+    if observer is not None or edit is not None:
         parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands, **scores}
         visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
-        observer(AttentionCall(**parts, mask=visible))
+        call = AttentionCall(**parts, mask=visible)
+    if observer is not None:
+        observer(call)
 
     operator: Any = collaborative_attention if is_shared else gated_attention
     if context is not None:
-        if observer is not None or output_attentions:
-            name = "observe" if observer is not None else "output_attentions"
+        if call is not None or output_attentions:
+            name = "output_attentions" if call is None else "observe or patch"
             refuse(
                 name, "is asked of parts of sequences", "set context to None, and pass whole ones"
             )
@@ -152,6 +156,8 @@ def attention_forward(
         statistics = attention_statistics(**operands, **scores, attn_mask=mask)
     if output_gate is not None:  # the operator's gate is the head gate
         out = out * _by_token(output_gate, gate_activation).to(out.dtype)
+    if edit is not None:
+        out = edit(out, call)
     return out, statistics
 
 

@@ -332,6 +332,8 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
     for module in own.attention:
         if getattr(module, "observer", None) is not None or requests_statistics(module):
             return True
+        if getattr(module, "edit_heads", None) is not None:
+            return True
         gate = getattr(module, "head_gate", None)
         if gate is not None and not (type(gate) is FixedGate or _is_shared(gate)):
             return True

@@ -1,0 +1,205 @@
+"""Outputs of heads that are replaced or recorded while a model runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import heads_kernels as hk
+from tests.support.alike import assert_alike
+from tests.support.nn_layers import Layers
+from tests.support.tiny_models import batch, build, outputs
+
+#: Two stacks, a layer that runs twice, fused projections, grouped heads, relative biases, output gates.
+FAMILIES = ["albert", "bart", "bert", "gpt2", "llama", "qwen3_next", "t5", "vit"]
+
+
+def encoder() -> tuple[Any, Callable[[], Tensor]]:
+    model = Layers(*(hk.nn.GatedMultiheadAttention(16, 4, batch_first=True) for _ in range(2)))
+    x = torch.randn(2, 5, 16)
+    return model, lambda: model(x)
+
+
+def by_hand(layer: Any, head: int, new: Callable[[Tensor], Tensor]) -> Any:
+    """A hook that replaces the features `[B, T, Dv]` of a head in the input of the output projection."""
+    features = layer.output.features([head])
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = args[0].clone()
+        given[..., features] = new(given[..., features])
+        return (given, *args[1:])
+
+    return layer.output.linear.register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_what_a_hook_by_hand_gives(family: str) -> None:
+    model = hk.integrations.transformers.use(build(family))
+    whole = outputs(model)
+    layers = hk.heads.attention_layers(model)
+    with torch.no_grad(), hk.heads.outputs(model) as recorded:
+        outputs(model)
+    for number, layer in enumerate((layers[0], layers[-1])):
+        head = layer.num_heads - 1 - number
+        (*_, own) = recorded[layer.index]
+        assert own.shape[2:] == (layer.num_heads, layer.value_dim)
+        new = torch.randn_like(own[:, :, head])
+        shape = (*new.shape[:-1], -1)
+        hook = by_hand(layer, head, lambda given, new=new: new.reshape(given.shape))
+        expected = outputs(model)
+        hook.remove()
+        with hk.heads.patch(model, {layer.name: {head: new.view(shape)}}):
+            assert_alike(outputs(model), expected, dtype=torch.float32)
+        assert (expected - whole).abs().max() > 0
+        assert torch.equal(outputs(model), whole)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_zero_is_a_closed_head_of_a_pruned_model_too(family: str) -> None:
+    model = hk.integrations.transformers.use(build(family))
+    hk.heads.prune(model, {0: [0, 1]})
+    hk.heads.close(model, {0: [0], 1: [2]})
+    expected = outputs(model)
+    hk.heads.reopen(model)
+    with hk.heads.patch(model, {0: {0: "zero"}, 1: {2: "zero"}}):
+        assert_alike(outputs(model), expected, dtype=torch.float32)
+
+
+def test_the_mean_is_that_of_real_rows() -> None:
+    model = hk.integrations.transformers.use(build("bert"))
+    given = batch(model)
+    real = given["attention_mask"].bool()
+    assert not real.all()
+    with torch.no_grad(), hk.heads.outputs(model, [0]) as recorded:
+        model(**given)
+    mean = recorded[0][0][:, :, 1][real].mean(0)
+    with torch.no_grad():
+        with hk.heads.patch(model, {0: {1: mean}}):
+            expected = model(**given).last_hidden_state
+        with hk.heads.patch(model, {0: {1: "mean"}}):
+            found = model(**given).last_hidden_state
+    assert_alike(found[real], expected[real], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["slice", "row", "batch"])
+def test_chosen_rows(kind: str) -> None:
+    model, run = encoder()
+    inside = torch.zeros(2, 5, dtype=torch.bool)
+    inside[1 if kind == "batch" else slice(None), 1:3] = True
+    rows = {"slice": slice(1, 3), "row": inside[0], "batch": inside}[kind]
+    layer = hk.heads.attention_layers(model)[0]
+    hook = by_hand(layer, 2, lambda own: own.masked_fill(inside[..., None], 0.0))
+    expected = run()
+    hook.remove()
+    with hk.heads.patch(model, {0: {2: "zero"}}, rows):
+        assert_alike(run(), expected, dtype=torch.float32)
+
+
+def test_gradients_pass_through_replacements() -> None:
+    model, run = encoder()
+    new = torch.randn(4, requires_grad=True)
+    layer = hk.heads.attention_layers(model)[0]
+    with hk.heads.outputs(model) as recorded, hk.heads.patch(model, {0: {1: new, 3: "mean"}}):
+        run().square().sum().backward()
+    assert recorded[0][0].shape == (2, 5, 4, 4)
+    assert new.grad is not None
+    assert new.grad.abs().min() > 0
+    rows = layer.value.linear.weight.grad.view(4, 4, 16).abs().amax((1, 2))
+    assert rows[1] == 0  # its values reach nothing
+    assert (rows[[0, 2, 3]] > 0).all()
+
+
+def test_blocks_are_nested_and_end() -> None:
+    model, run = encoder()
+    whole = run()
+    ones = torch.ones(4)
+    with hk.heads.patch(model, {0: {1: ones}}):
+        outer = run()
+        with hk.heads.patch(model, {0: {1: "zero", 2: ones}}):
+            inner = run()
+        assert torch.equal(run(), outer)
+    with hk.heads.patch(model, {0: {1: "zero", 2: ones}}):
+        assert torch.equal(run(), inner)
+    with pytest.raises(ZeroDivisionError), hk.heads.patch(model, {0: {1: ones}}):
+        raise ZeroDivisionError
+    assert torch.equal(run(), whole)
+    assert all(module.__dict__.get("edit_heads") is None for module in model.modules())
+
+
+def test_a_block_acts_on_its_own_thread() -> None:
+    model, run = encoder()
+    whole = run()
+    found: dict[str, Tensor] = {}
+    entered, left = threading.Event(), threading.Event()
+
+    def patched() -> None:
+        with hk.heads.patch(model, {0: {0: "zero"}}):
+            entered.set()
+            left.wait()
+            found["patched"] = run()
+
+    thread = threading.Thread(target=patched)
+    thread.start()
+    entered.wait()
+    found["own"] = run()
+    with hk.heads.patch(model, {1: {1: "zero"}}):
+        left.set()
+        thread.join()
+        found["other"] = run()
+    assert torch.equal(found["own"], whole)
+    with hk.heads.patch(model, {0: {0: "zero"}}):
+        assert torch.equal(found["patched"], run())
+    with hk.heads.patch(model, {1: {1: "zero"}}):
+        assert torch.equal(found["other"], run())
+
+
+class Deaf(hk.nn.GatedMultiheadAttention):
+    """A module whose forward reads no edits."""
+
+    def forward(self, query: Tensor) -> Any:  # type: ignore[override]
+        edit = self.__dict__.pop("edit_heads", None)
+        result = super().forward(query)
+        if edit is not None:
+            self.edit_heads = edit
+        return result
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "message"),
+    [
+        ({0: {4: "zero"}}, None, r"heads\[0\]\[4\] names a head .* 0 to 3"),
+        ({2: {0: "zero"}}, None, r"heads names layer 2"),
+        ({0: {0: "median"}}, None, r"heads\[0\]\[0\] is 'median'"),
+        ({0: {0: 1.0}}, None, r"heads\[0\]\[0\] is a float"),
+        ({0: {0: torch.ones(4).int()}}, None, r"heads\[0\]\[0\] is a tensor of torch.int32"),
+        ({0: [0]}, None, r"heads\[0\] is a list"),
+        ([0], None, "heads is a list"),
+        ({0: {0: torch.ones(5)}}, None, r"head 0 is replaced by a tensor of shape \[5\]"),
+        ({0: {0: "zero"}}, [0, 1], "rows is a list"),
+        ({0: {0: "zero"}}, torch.ones(4, dtype=torch.bool), r"rows has shape \[4\]"),
+    ],
+)
+def test_what_is_refused(heads: Any, rows: Any, message: str) -> None:
+    model, run = encoder()
+    with pytest.raises((TypeError, ValueError), match=message), hk.heads.patch(model, heads, rows):
+        run()
+    assert all(module.__dict__.get("edit_heads") is None for module in model.modules())
+
+
+def test_a_module_that_reads_no_edits_is_refused() -> None:
+    model = Layers(Deaf(16, 4))
+    with (
+        pytest.raises(ValueError, match="does not call its edit_heads"),
+        hk.heads.patch(model, {0: {0: "zero"}}),
+    ):
+        model(torch.randn(2, 5, 16))
+
+
+def test_stock_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="use"), hk.heads.patch(build("bert"), {0: {0: "zero"}}):
+        pass
