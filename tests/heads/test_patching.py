@@ -161,9 +161,9 @@ def test_a_block_acts_on_its_own_thread() -> None:
 class Deaf(hk.nn.GatedMultiheadAttention):
     """A module whose forward reads no edits."""
 
-    def forward(self, query: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, query: Tensor, **masks: Any) -> Any:  # type: ignore[override]
         edit = self.__dict__.pop("edit_heads", None)
-        result = super().forward(query)
+        result = super().forward(query, **masks)
         if edit is not None:
             self.edit_heads = edit
         return result
