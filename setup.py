@@ -2,8 +2,8 @@
 nvcc, from csrc/ by csrc/build.py.
 
 HEADS_KERNELS_CUDA=0 leaves the CUDA kernels out, 1 fails without nvcc. HEADS_KERNELS_CPU=0 leaves all kernels out: the
-wheel is for any machine (py3-none-any). What was built stands in heads_kernels/build.json. The rest of the package is in
-pyproject.toml.
+wheel is for any machine (py3-none-any). What was built stands in heads_kernels/build.json. The rest of the package is
+in pyproject.toml.
 """
 
 import json
@@ -66,9 +66,13 @@ class BuildPython(build_py):
         super().run()
         if not MISSING:
             return
-        folder = Path(self.get_package_dir(PACKAGE) if self.editable_mode else self.build_lib)
-        folder = folder if self.editable_mode else folder / PACKAGE
-        for module in [*folder.glob("_cpu.*.so"), *folder.glob("_cuda.*.so"), *folder.glob("lib*.so")]:
+        package = self.get_package_dir(PACKAGE)
+        folder = Path(package) if self.editable_mode else Path(self.build_lib, PACKAGE)
+        for module in [
+            *folder.glob("_cpu.*.so"),
+            *folder.glob("_cuda.*.so"),
+            *folder.glob("lib*.so"),
+        ]:
             module.unlink()
         write_information(folder, self.distribution, *build.find_nvcc())
 
@@ -83,7 +87,9 @@ def write_information(folder: Path, package: Distribution, nvcc: Path | None, cu
         "version": package.get_version(),
         "commit": commit(),
         "cpu": cpu,
-        "cuda": {"nvcc": cuda, "architectures": build.architectures()} if nvcc else {"missing": cuda},
+        "cuda": {"nvcc": cuda, "architectures": build.architectures()}
+        if nvcc
+        else {"missing": cuda},
     }
     (folder / "build.json").write_text(json.dumps(information, indent=1) + "\n")
 
@@ -156,7 +162,11 @@ class Emulator(Command):
 
 
 headers = sorted(glob("csrc/**/*.h", recursive=True))
-sources = {"_cpu": "csrc/cpu/*.cpp", LIBRARY.rpartition(".")[2]: "csrc/cpu/*.cpp", "_cuda": "csrc/cuda/*.cu"}
+sources = {
+    "_cpu": "csrc/cpu/*.cpp",
+    LIBRARY.rpartition(".")[2]: "csrc/cpu/*.cpp",
+    "_cuda": "csrc/cuda/*.cu",
+}
 setup(
     ext_modules=[
         Extension(f"{PACKAGE}.{name}", sorted(glob(files)), depends=headers)

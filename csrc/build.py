@@ -85,7 +85,9 @@ class Unit(NamedTuple):
 
 def cxx() -> list[str]:
     if sys.platform != "linux":
-        raise PlatformError(f"the kernels for the CPU compile on Linux, not on {sys.platform}. {NO_KERNELS}.")
+        raise PlatformError(
+            f"the kernels for the CPU compile on Linux, not on {sys.platform}. {NO_KERNELS}."
+        )
     words = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(words[0]) is None:
         raise PlatformError(

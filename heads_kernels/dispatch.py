@@ -114,7 +114,7 @@ def in_order(query: Tensor) -> Sequence[Backend]:
 
 
 def _why_eager(call: Call) -> str:
-    """Why a call runs on `eager`: one text for all calls on a CPU without kernels; empty where there is no fused kernel."""
+    """Why a call runs on `eager`, the same text for all calls on a CPU without kernels; empty for float64 elsewhere."""
     if call.query.is_cpu and CPU_MISSING:
         return f"heads_kernels runs on 'eager' on this CPU: {CPU_MISSING}"
     return "" if call.query.dtype == torch.float64 else str(choose(call))  # no dtype of GPU kernels
