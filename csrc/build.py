@@ -1,7 +1,8 @@
 """Compiles the C++ and CUDA sources with ninja: which files, with which flags, for which machines.
 
-Needs a C++17 compiler with OpenMP (`CXX`, else g++; `CXXFLAGS` are added to the flags below); nvcc
-for the CUDA kernels; no torch, git, network or GPU.
+Needs Linux and a C++17 compiler with OpenMP (`CXX`, else g++; `CXXFLAGS` are added to the flags
+below); nvcc for the CUDA kernels; no torch, git, network or GPU. HEADS_KERNELS_CPU=0 needs nothing:
+it builds no kernels.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ LEVELS = {
 EMULATED_LEVELS = {"emulated": "-DHK_EMULATE_TILES -DHK_PLAIN=baseline"}
 # libgomp is torch's own copy (by soname where torch is imported first), so that both share one
 # thread pool and torch.set_num_threads applies.
-LINK_CPU = ["-shared", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
+LINK_CPU = ["-shared", "-s", "-fopenmp", "-Wl,-rpath,$ORIGIN/../torch/lib"]
+# The module takes the kernels from the library beside it: with new tags a copy in a folder of
+# LD_LIBRARY_PATH, perhaps of another version, would come first.
+LINK_MODULE = shlex.split("-shared -s -Wl,--disable-new-dtags -Wl,-rpath,$ORIGIN")
 
 # The architectures with machine code. sm_86 and sm_89 run that of sm_80: theirs would differ in a
 # few conversions only, and take 25 % more time and space. All other GPUs from compute capability 8.0
@@ -64,6 +68,13 @@ CHECKS = ["-DHK_CHECKS"]  # the checks of the wrappers, which only tests call
 EMULATOR = Path("build/emulator")
 
 
+# What a build that cannot go on ends with.
+NO_KERNELS = (
+    "HEADS_KERNELS_CPU=0 in the environment installs the package without kernels for the CPU: it is "
+    "slower there, and all of it works"
+)
+
+
 class Unit(NamedTuple):
     """An object: `name`.o of `source`, by a compiler and its flags."""
 
@@ -73,9 +84,15 @@ class Unit(NamedTuple):
 
 
 def cxx() -> list[str]:
+    if sys.platform != "linux":
+        raise PlatformError(
+            f"the kernels for the CPU compile on Linux, not on {sys.platform}. {NO_KERNELS}."
+        )
     words = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(words[0]) is None:
-        raise PlatformError(f"no C++ compiler {words[0]!r}: install g++, or set CXX to another")
+        raise PlatformError(
+            f"no C++ compiler {words[0]!r}: install g++, or set CXX to another. {NO_KERNELS}."
+        )
     return words
 
 
@@ -124,11 +141,31 @@ def build(folder: Path, output: str, units: list[Unit], link: list[str]) -> Path
     (folder / f"{output}.ninja").write_text("\n".join(lines) + "\n")
     ninja = [sys.executable, "-m", "ninja", "-f", f"{folder}/{output}.ninja"]
     if subprocess.run(ninja).returncode != 0:
-        raise CompileError("the kernels did not compile; the compiler's message is above")
+        raise CompileError(
+            f"the kernels did not compile; the compiler's message is above. {NO_KERNELS}."
+        )
     return folder / output
 
 
 # ---------------------------------------------------------------------- CPU
+def cpu_missing() -> str:
+    """Why no kernels are built for any processor; empty where they are.
+
+    HEADS_KERNELS_CPU=0 leaves all kernels out: the wheel has no compiled code and is for any machine.
+    """
+    wanted = os.environ.get("HEADS_KERNELS_CPU", "")
+    if wanted not in ("", "0", "1"):
+        raise PlatformError(f"HEADS_KERNELS_CPU is {wanted!r}; it is 0, 1 or not set")
+    if wanted != "0":
+        return ""
+    if os.environ.get("HEADS_KERNELS_CUDA") == "1":
+        raise PlatformError(
+            "HEADS_KERNELS_CPU=0 builds a package without compiled code, but HEADS_KERNELS_CUDA=1 asks "
+            "for the CUDA kernels: leave one of them out"
+        )
+    return "HEADS_KERNELS_CPU=0 left all kernels out"
+
+
 def levels() -> dict[str, str]:
     """Flags by level, for the compiler's target; with HK_BASELINE among the flags those of any target."""
     machine = output_of(*cxx(), "-dumpmachine").partition("-")[0]
@@ -148,14 +185,14 @@ def cpu_kernels(more_levels: dict[str, str]) -> list[Unit]:
 
 
 def cpu_module(folder: Path) -> Path:
-    """`heads_kernels._cpu`."""
+    """`heads_kernels._cpu`: the kernels of `ops_library` for Python. It links no libtorch itself."""
     compiler = [*cxx(), *COMMON, *CPU, *cxx_flags(), *python_includes()]
     bindings = Unit("bindings", "csrc/bindings/cpu.cpp", compiler)
-    return build(folder, "_cpu.so", [bindings, *cpu_kernels({})], LINK_CPU)
+    return build(folder, "_cpu.so", [bindings], LINK_MODULE, [ops_library(folder)])
 
 
 def ops_library(folder: Path) -> Path:
-    """`libheads_kernels.so`: the ops for PyTorch without Python, from the objects of `cpu_module`.
+    """`libheads_kernels.so`: the CPU kernels, and the ops for PyTorch without Python.
 
     It is linked with an empty library that has the name of PyTorch's: the loader looks there for what torch_abi.h
     declares, and refuses the library where a function is missing.
@@ -165,7 +202,7 @@ def ops_library(folder: Path) -> Path:
     stub = build(folder / "stub", name, [], empty)
     compiler = [*cxx(), *COMMON, "-O2", *cxx_flags()]
     ops = Unit("ops", "csrc/bindings/torch.cpp", compiler)
-    link = [*LINK_CPU, "-s", "-Wl,-soname,libheads_kernels.so", "-Wl,--no-as-needed", str(stub)]
+    link = [*LINK_CPU, "-Wl,-soname,libheads_kernels.so", "-Wl,--no-as-needed", str(stub)]
     return build(folder, "libheads_kernels.so", [ops, *cpu_kernels({})], link)
 
 
@@ -257,6 +294,8 @@ def find_nvcc() -> tuple[Path | None, str]:
     wanted = os.environ.get("HEADS_KERNELS_CUDA")
     if wanted == "0":
         return None, "HEADS_KERNELS_CUDA=0 left it out"
+    if cpu_missing():
+        return None, "HEADS_KERNELS_CPU=0 left all kernels out"
     nvcc = _first_nvcc()
     reported = output_of(nvcc, "--version") if nvcc else ""
     version = re.search(r"release (\d+)\.(\d+), V([\d.]+)", reported)

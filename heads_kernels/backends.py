@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,8 +27,20 @@ from heads_kernels.checks import is_int
 #: The names in the table.
 BackendName = Literal["cpu", "triton", "cuda", "eager"]
 
-#: Whether the kernels for the CPU are built.
-CPU_EXTENSION: Final = find_spec("heads_kernels._cpu") is not None
+
+def _cpu_missing() -> str:
+    """Why the extension of the CPU kernels is not there, and what brings it; empty where it is."""
+    if find_spec("heads_kernels._cpu") is not None:
+        return ""
+    why = build_info().get("cpu", {}).get("missing", "nothing was")
+    bring = "it compiles on Linux only"
+    if sys.platform == "linux":
+        bring = "with g++: pip install --force-reinstall --no-deps --no-binary heads_kernels heads_kernels"
+    return f"the extension heads_kernels._cpu was not built: {why} ({bring})"
+
+
+#: Why there are no kernels for the CPU; empty where there are.
+CPU_MISSING: Final = _cpu_missing()
 _OLDEST_TRITON: Final = (3, 6)
 #: Compute capability. For older GPUs Triton compiles without tensor cores and spills kilobytes of registers.
 _OLDEST_PART: Final = (8, 0)
@@ -102,10 +115,8 @@ def eager(call: Call) -> list[str]:
 def cpu(call: Call) -> list[str]:
     """The C++ kernels read tensors in CPU memory, rows contiguous, and every mask."""
     reasons = []
-    if not CPU_EXTENSION:
-        reasons.append(
-            "the extension heads_kernels._cpu is not built (install the package with a C++ compiler)"
-        )
+    if CPU_MISSING:
+        reasons.append(CPU_MISSING)
     if call.query.device.type != "cpu":
         reasons.append(f"tensors are on {call.query.device}; it serves CPU tensors")
     return reasons + _rows_apart(call)

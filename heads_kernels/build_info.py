@@ -13,7 +13,8 @@ def build_info() -> dict[str, Any]:
     Returns:
         A new dict, empty if the package was not built but is only on the path:
         `version` of the package; `commit` of its sources, or None if unknown.
-        `cpu`: `compiler` (the first line of its version) and `levels` (ISA levels of the CPU kernels).
+        `cpu`: `compiler` (the first line of its version) and `levels` (ISA levels of the CPU kernels); or `missing`,
+        the reason why there are none.
         `cuda`: `nvcc` (its version) and `architectures` of the CUDA kernels ("compute_80" is PTX, for architectures
         without machine code); or `missing`, the reason why there are none.
     """

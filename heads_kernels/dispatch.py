@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.backends import BACKENDS, Backend, BackendName, find
+from heads_kernels.backends import BACKENDS, CPU_MISSING, Backend, BackendName, find
 from heads_kernels.call import Call
 
 VARIABLE: Final = "HEADS_KERNELS_BACKENDS"
@@ -99,9 +99,8 @@ def select(call: Call, backend: str | None = None) -> str:
     if backend is None:
         for row in in_order(call.query):
             if not row.unsupported(call):
-                wide = call.query.dtype == torch.float64  # no dtype of fused kernels on GPUs
-                if row.name == "eager" and not wide and not torch.compiler.is_compiling():
-                    _warn_of_eager(str(choose(call)))
+                if row.name == "eager" and not torch.compiler.is_compiling():
+                    _warn_of_eager(_why_eager(call))
                 return row.name
     choice = choose(call, backend)
     if choice.backend is None:
@@ -114,9 +113,18 @@ def in_order(query: Tensor) -> Sequence[Backend]:
     return _NAMED or (_FLOAT32 if query.is_cuda and query.dtype == torch.float32 else BACKENDS)
 
 
+def _why_eager(call: Call) -> str:
+    """Why a call runs on `eager`, the same text for all calls on a CPU without kernels; empty for float64 elsewhere."""
+    if call.query.is_cpu and CPU_MISSING:
+        return f"heads_kernels runs on 'eager' on this CPU: {CPU_MISSING}"
+    return "" if call.query.dtype == torch.float64 else str(choose(call))  # no dtype of GPU kernels
+
+
 @functools.cache
-def _warn_of_eager(choice: str) -> None:
+def _warn_of_eager(why: str) -> None:
+    if not why:
+        return
     warnings.warn(
-        f'{choice}\n  It is slow and holds [B, H, T, S] in memory; pass backend="eager" to silence this warning.',
+        f'{why}\n  It is slow and holds [B, H, T, S] in memory; pass backend="eager" to silence this warning.',
         stacklevel=5,  # the caller of the operator
     )

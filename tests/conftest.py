@@ -30,7 +30,7 @@ import hypothesis
 import pytest
 import torch
 
-from heads_kernels.backends import CUDA_EMULATED, TRITON_INTERPRETED
+from heads_kernels.backends import CPU_MISSING, CUDA_EMULATED, TRITON_INTERPRETED
 from heads_kernels.testing import Case
 
 if TRITON_INTERPRETED:
@@ -149,6 +149,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
         if item.get_closest_marker("slow") or is_left_out(item):
             item.add_marker("check")
+        if backend == "cpu" and CPU_MISSING:
+            item.add_marker(pytest.mark.skip(reason=CPU_MISSING))
         if backend in STARTED_FOR:
             simulate(item, str(backend), skip=not on_gpu)
         elif is_float16(item) and zlib.crc32(str(parameters(item)["case"]).encode()) % FLOAT16:

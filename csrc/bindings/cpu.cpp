@@ -146,7 +146,7 @@ void use_level(const std::string& name) {
 
 }  // namespace
 
-PYBIND11_MODULE(_cpu, m, py::mod_gil_not_used()) {
+PYBIND11_MODULE(_cpu, m) {
   Torch::get();  // here, not at the first call, which two threads may make at once
   m.doc() = "C++ attention kernels for the CPU; called by the `cpu` backend, not by users.";
   m.def("call_fields", &call_fields, "The fields of a call as the arguments of a torch schema.");

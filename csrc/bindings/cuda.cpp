@@ -363,7 +363,7 @@ void check_wrapper(const std::string& name, const py::sequence& tensors, const T
 
 }  // namespace
 
-PYBIND11_MODULE(HK_MODULE, m, py::mod_gil_not_used()) {
+PYBIND11_MODULE(HK_MODULE, m) {
   Torch::get();  // not at the first call, which may be two at once
   m.doc() = "CUDA attention kernels; called by the `cuda` backends, not by users.";
   m.def("call_fields", &call_fields, "The fields of a call as the arguments of a torch schema.");

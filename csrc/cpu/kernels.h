@@ -8,6 +8,9 @@
 #define HK_STRING_(x) #x
 #define HK_STRING(x) HK_STRING_(x)
 
+// What the Python module calls in libheads_kernels.so.
+#define HK_EXPORT __attribute__((visibility("default")))
+
 namespace hk {
 
 struct Kernels {
@@ -45,12 +48,12 @@ extern const Kernels kKernels;
 #endif
 
 // Levels that this processor can run, best first, null-terminated.
-const Kernels* const* available_levels();
+HK_EXPORT const Kernels* const* available_levels();
 
 // The level in use: the best one, unless `use_level` chose another.
-const Kernels& kernels();
+HK_EXPORT const Kernels& kernels();
 
 // Selects the level of this name; returns false if the processor does not support it.
-bool use_level(const char* name);
+HK_EXPORT bool use_level(const char* name);
 
 }  // namespace hk

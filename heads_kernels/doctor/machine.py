@@ -16,12 +16,12 @@ import heads_kernels as hk
 def installed() -> dict[str, str]:
     """Versions, and what the kernels were built for, by name."""
     built = hk.build_info()
-    cuda = built.get("cuda", {})
+    cpu, cuda = built.get("cpu", {}), built.get("cuda", {})
     return {
         "heads_kernels": f"{hk.__version__} {(built.get('commit') or '')[:12]}".strip(),
         "PyTorch": torch.__version__,
         "Python": platform.python_version(),
-        "CPU kernels": ", ".join(built.get("cpu", {}).get("levels", [])) or "none built",
+        "CPU kernels": ", ".join(cpu.get("levels", [])) or cpu.get("missing", "none built"),
         "CUDA kernels": ", ".join(cuda.get("architectures", []))
         or cuda.get("missing", "none built"),
     }

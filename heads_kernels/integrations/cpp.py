@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from heads_kernels.build_info import build_info
+
 
 def library_path() -> Path:
     """The library that registers the operators with PyTorch in a program without Python: `libheads_kernels.so`.
@@ -14,11 +16,12 @@ def library_path() -> Path:
     there and loading it adds nothing. One file serves every supported PyTorch.
 
     Raises:
-        FileNotFoundError: the package was not built.
+        FileNotFoundError: the package has no kernels for the CPU.
     """
     path = Path(__file__).parents[1] / "libheads_kernels.so"
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} is not there: build the package (python setup.py build_ext --inplace in a checkout)."
+            f"{path} is not there: {build_info().get('cpu', {}).get('missing', 'nothing was built')}; "
+            "install the package with a C++ compiler, on Linux"
         )
     return path

@@ -28,7 +28,7 @@ _OF_CPU: Final = {"cpu", "eager", *backends.SIMULATED}
 def attend(call: Call, backend: str | None) -> Tensor | None:
     """`out` of a call whose tensors are not checked, or None if the call has to run as an op."""
     query = call.query
-    if call.dropout_p or backend not in (None, "cpu") or not backends.CPU_EXTENSION:
+    if call.dropout_p or backend not in (None, "cpu") or backends.CPU_MISSING:
         return None
     if type(query) not in _CLASSES or not query.is_cpu or not _is_unobserved():
         return None

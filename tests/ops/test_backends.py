@@ -394,5 +394,27 @@ def test_a_call_that_falls_to_the_formula_warns_once() -> None:
         hk.gated_attention(torch.ones(1, 2, 3, 4).double(), key.double()[..., :], key.double())
 
 
+def test_a_cpu_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the operators and dtypes of later calls are. `explain` has the same reason."""
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "build_info", lambda: {"cpu": {"missing": "it was left out"}})
+    missing = backends._cpu_missing()
+    for module in (backends, dispatch):
+        monkeypatch.setattr(module, "CPU_MISSING", missing)
+    dispatch._warn_of_eager.cache_clear()
+    query = torch.ones(1, 2, 3, 4)
+    with pytest.warns(
+        UserWarning, match=r"on this CPU: .*_cpu was not built: it was left out \(with g\+\+: pip"
+    ):
+        hk.gated_attention(query, query, query)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hk.entmax_attention(query.double(), query.double(), query.double())
+    choice = hk.explain(hk.gated_attention, query, query, query)
+    assert (choice.backend, choice.refusals["cpu"]) == ("eager", [missing])
+    monkeypatch.setattr(backends.sys, "platform", "darwin")
+    assert backends._cpu_missing().endswith("(it compiles on Linux only)")
+
+
 def test_backend_names_are_those_of_the_table() -> None:
     assert {row.name for row in backends.BACKENDS} == {*get_args(backends.BackendName)}

@@ -23,7 +23,7 @@ from heads_kernels.ops import direct
 from tests.ops.calls import tensors
 from tests.ops.functions import B, D, Dv, H, S, T
 
-pytestmark = pytest.mark.skipif(not backends.CPU_EXTENSION, reason="the extension is not built")
+pytestmark = pytest.mark.skipif(backends.CPU_MISSING != "", reason=backends.CPU_MISSING)
 
 OPERATORS = ("gated_attention", "collaborative_attention")
 

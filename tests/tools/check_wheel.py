@@ -1,16 +1,17 @@
 """What a wheel holds, and what it does where torch is all that is installed besides: `python check_wheel.py WHEEL`.
 
-For the Python that the wheel is installed in; needs no compiler, nvcc, GPU or pytest. `make test-wheel` and every build
-of a release run it.
+For the Python that the wheel is installed in; needs no compiler, nvcc, GPU or pytest. `make test-wheel` and every
+build of a release run it. What the build wrote down says which kernels are in it: those for the CPU and for CUDA, those
+for the CPU, or none.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -18,12 +19,17 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
-from heads_kernels import _cpu, testing
+from heads_kernels import testing
 
 PACKAGE = Path(__file__).parents[2] / "heads_kernels"
-MODULES = ("_cpu", "_cuda", "libheads_kernels")
-LARGEST = 15e6  # bytes
-POOL = b"$ORIGIN/../torch/lib"  # where _cpu and the library of ops look for OpenMP and torch
+CPU, CUDA = ("_cpu", "libheads_kernels"), ("_cuda",)
+BUILT = hk.build_info()
+MODULES = CPU * ("levels" in BUILT["cpu"]) + CUDA * ("nvcc" in BUILT["cuda"])
+BACKEND = "cpu" if MODULES else "eager"  # of tensors on the CPU
+#: Bytes of a wheel by the number of its modules: 10 % more than they were, but for the CUDA kernels.
+LARGEST = {0: 0.6e6, 2: 2.4e6, 3: 15e6}[len(MODULES)]
+#: Where a module looks for the libraries that it is linked with: _cpu beside itself, the library in torch's folder.
+PLACES = {"_cpu": b"$ORIGIN\0", "libheads_kernels": b"$ORIGIN/../torch/lib"}
 OPERATORS = {"gated_attention": "closed_heads", "collaborative_attention": "ragged_bias"}
 
 
@@ -38,19 +44,23 @@ def holds_the_package(wheel: Path) -> str:
     wanted.add("heads_kernels/build.json")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
-        information = json.loads(archive.read("heads_kernels/build.json"))
-        linked = [
-            archive.read(name) for name in names if re.search(r"/(_cpu|libheads).*\.so$", name)
-        ]
-    held = {name for name in names if ".dist-info/" not in name}
-    modules = {name for name in held if name.endswith(".so")}
-    assert sorted(name.split("/")[-1].split(".")[0] for name in modules) == list(MODULES), modules
-    assert held - modules == wanted, sorted((held - modules) ^ wanted)
-    assert "manylinux" in wheel.name, wheel.name
-    assert all(POOL in each for each in linked), "the repair took the path to torch's libraries"
+        assert json.loads(archive.read("heads_kernels/build.json")) == BUILT
+        modules = {stem(name): name for name in names if name.endswith(".so")}
+        assert sorted(modules) == sorted(MODULES), modules
+        for name in set(MODULES) & set(PLACES):
+            assert PLACES[name] in archive.read(modules[name]), (
+                "the repair took the path of " + name
+            )
+    held = {name for name in names if ".dist-info/" not in name} - set(modules.values())
+    assert held == wanted, sorted(held ^ wanted)
+    assert ("manylinux" if MODULES else "py3-none-any") in wheel.name, wheel.name
     size = wheel.stat().st_size
     assert size < LARGEST, f"{size} bytes"
-    return f"{wheel.name}: {size / 1e6:.2f} MB, {information}"
+    return f"{wheel.name}: {size / 1e6:.2f} MB, {BUILT}"
+
+
+def stem(name: str) -> str:
+    return name.split("/")[-1].split(".")[0]
 
 
 def is_what_runs(wheel: Path) -> str:
@@ -64,16 +74,16 @@ def is_what_runs(wheel: Path) -> str:
 
 
 def is_accurate() -> str:
-    """Both operators, forward and backward, on the CPU kernels against eager."""
+    """Both operators, forward and backward, on CPU tensors against eager in float64."""
     reports = [
-        testing.check(testing.find(operator, case), dtype, "cpu")
+        testing.check(testing.find(operator, case), dtype, BACKEND)
         for operator, case in OPERATORS.items()
         for dtype in (torch.float32, torch.bfloat16)
     ]
     for report in reports:
         assert report.ok, report
     worst = max(report.ratio for report in reports)
-    return f"level {_cpu.level()}, {worst:.2f} of the bound at the worst"
+    return f"{BACKEND}, {worst:.2f} of the bound at the worst"
 
 
 def explains(device: str) -> hk.Choice:
@@ -84,18 +94,33 @@ def explains(device: str) -> hk.Choice:
 
 def serves_cpu_tensors() -> str:
     choice = explains("cpu")
-    assert choice.backend == "cpu", choice
-    assert choice.refusals["cuda"] == ["tensors are on cpu; it serves CUDA tensors"], choice
+    assert choice.backend == BACKEND, choice
+    for name in {"cpu", "cuda"} - {BACKEND}:
+        built = (CPU if name == "cpu" else CUDA)[0] in MODULES
+        assert built or "was not built" in choice.refusals[name][0], choice
     return str(choice)
 
 
+def warns_once_without_kernels() -> str:
+    """The first call of any operator on the CPU, and no other one."""
+    query = torch.randn(1, 2, 4, 8)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for operator in (hk.gated_attention, hk.entmax_attention):
+            operator(query, query, query)
+    texts = [str(each.message) for each in found]
+    assert len(texts) == (not MODULES), texts
+    assert all("HEADS_KERNELS_CPU=0 left all kernels out" in text for text in texts), texts
+    return "\n".join(texts) or "no warning"
+
+
 def answers_cuda_tensors() -> str:
-    """The extension is there and is asked; without a driver or a GPU it says so in words."""
+    """The extension is asked, if it is there; without a driver or a GPU it says so in words."""
     choice = explains("cuda:0")
     assert choice.backend is not None, choice
     (reason,) = choice.refusals.get("cuda", [""])
-    assert "not built" not in reason, choice
-    if not Path("/dev/nvidia0").exists():
+    assert ("not built" in reason) == ("_cuda" not in MODULES), choice
+    if "_cuda" in MODULES and not Path("/dev/nvidia0").exists():
         assert "driver" in reason or "GPU" in reason, choice
     return str(choice)
 
@@ -135,13 +160,9 @@ def main() -> None:
     (wheel,) = map(Path, sys.argv[1:])
     print(holds_the_package(wheel))
     print(is_what_runs(wheel))
-    for check in (
-        is_accurate,
-        serves_cpu_tensors,
-        answers_cuda_tensors,
-        shares_the_pool,
-        loads_without_the_package,
-    ):
+    of_any = (warns_once_without_kernels, is_accurate, serves_cpu_tensors, answers_cuda_tensors)
+    of_kernels = (shares_the_pool, loads_without_the_package)
+    for check in of_any + of_kernels * bool(MODULES):
         print(check())
 
 

@@ -1,11 +1,11 @@
-"""The build: which nvcc is used, what is said where there is none, and what is recorded."""
+"""The build: which nvcc is used, what is said where it or a compiler is missing, and what is recorded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from setuptools.errors import PlatformError
+from setuptools.errors import CompileError, PlatformError
 
 import heads_kernels as hk
 from csrc import build
@@ -24,7 +24,9 @@ def compiler(folder: Path, version: str) -> Path:
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No nvcc is found but those that a test makes."""
-    for name in ("CUDA_HOME", "HEADS_KERNELS_CUDA", "HEADS_KERNELS_CUDA_ARCHITECTURES"):
+    for name in (
+        "CUDA_HOME", "CXX", "HEADS_KERNELS_CPU", "HEADS_KERNELS_CUDA", "HEADS_KERNELS_CUDA_ARCHITECTURES",
+    ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.setattr(build, "TOOLKIT", str(tmp_path / "toolkit"))
@@ -59,6 +61,38 @@ def test_no_nvcc_or_an_old_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         build.find_nvcc()
 
 
+def test_no_kernels_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.cpu_missing() == ""
+    monkeypatch.setenv("HEADS_KERNELS_CPU", "0")
+    assert build.cpu_missing() == "HEADS_KERNELS_CPU=0 left all kernels out"
+    assert build.find_nvcc() == (None, "HEADS_KERNELS_CPU=0 left all kernels out")
+    monkeypatch.setenv("HEADS_KERNELS_CUDA", "1")
+    with pytest.raises(PlatformError, match="but HEADS_KERNELS_CUDA=1 asks for the CUDA kernels"):
+        build.cpu_missing()
+    monkeypatch.setenv("HEADS_KERNELS_CPU", "no")
+    with pytest.raises(PlatformError, match="HEADS_KERNELS_CPU is 'no'; it is 0, 1 or not set"):
+        build.cpu_missing()
+
+
+def test_no_compiler_or_one_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The message names what installs the package all the same."""
+    with pytest.raises(PlatformError, match=r"no C\+\+ compiler 'g\+\+'.* HEADS_KERNELS_CPU=0 in"):
+        build.cxx()
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    monkeypatch.chdir(Path(build.__file__).parent.parent)
+    with pytest.raises(CompileError, match=r"did not compile; .* HEADS_KERNELS_CPU=0 in"):
+        build.build(
+            tmp_path,
+            "dispatch.so",
+            [build.Unit("dispatch", "csrc/cpu/dispatch.cpp", ["false"])],
+            [],
+        )
+    monkeypatch.setattr(build.sys, "platform", "darwin")
+    with pytest.raises(PlatformError, match=r"on Linux, not on darwin\. HEADS_KERNELS_CPU=0 in"):
+        build.cxx()
+
+
 def test_architectures_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(build.__file__).parent.parent)
     assert build.architectures() == [*build.ARCHITECTURES, "compute_80"]
@@ -73,7 +107,8 @@ def test_architectures_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_built_is_recorded() -> None:
     reported = hk.build_info()
     assert reported["version"] == hk.__version__
-    assert "baseline" in reported["cpu"]["levels"]
+    assert "baseline" in reported["cpu"].get("levels", ["baseline"])
+    assert reported["cpu"].keys() in ({"compiler", "levels"}, {"missing"})
     assert reported["cuda"].keys() in ({"nvcc", "architectures"}, {"missing"})
     reported.clear()
     assert hk.build_info()
