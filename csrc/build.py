@@ -110,8 +110,10 @@ def output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def build(folder: Path, output: str, units: list[Unit], link: list[str]) -> Path:
-    """Compile `units` in `folder` and link them to `output` there.
+def build(
+    folder: Path, output: str, units: list[Unit], link: list[str], ready: Sequence[Path] = ()
+) -> Path:
+    """Compile `units` in `folder` and link them to `output` there, before the libraries that are `ready`.
 
     Only what changed is compiled again, so `folder` is kept between builds; outputs of one folder share objects.
     """
@@ -119,7 +121,7 @@ def build(folder: Path, output: str, units: list[Unit], link: list[str]) -> Path
     def shell(words: list[str]) -> str:
         return shlex.join(words).replace("$", "$$")
 
-    objects = " ".join(f"{folder}/{unit.name}.o" for unit in units)
+    objects = " ".join([*(f"{folder}/{unit.name}.o" for unit in units), *map(str, ready)])
     lines = [
         f"builddir = {folder}",
         "rule compile",
