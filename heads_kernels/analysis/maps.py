@@ -29,7 +29,8 @@ class HeadMaps:
     Attributes:
         layer, kind: name and kind of the layer.
         heads: their numbers.
-        maps: `[heads, T, S]`, the probabilities of the real rows and keys, on the CPU.
+        maps: `[heads, T, S]`, the probabilities of the real rows and keys; of a whole batch `[B, heads, T, S]` with
+            zeros for padding. On the CPU.
     """
 
     layer: str
@@ -39,16 +40,25 @@ class HeadMaps:
 
 
 def maps(
-    model: nn.Module, batch: Any, heads: HeadsByLayer | None = None, *, example: int = 0
+    model: nn.Module,
+    batch: Any,
+    heads: HeadsByLayer | None = None,
+    *,
+    example: int | None = 0,
+    rows: slice = slice(None),
 ) -> list[HeadMaps]:
-    """The attention maps of one example of a batch, without its padding.
+    """The attention maps of one example of a batch, without its padding, or of the whole batch.
+
+    All other heads and rows run without maps. During `generate` or in a loop of your own, `observe` the model and call
+    `call.probabilities(rows, heads)`.
 
     Args:
         model: with attention layers (`hk.heads.attention_layers`); a transformers model after
             `hk.integrations.transformers.use(model)`.
         batch: a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model.
         heads: `{layer: [heads]}`, layers by index or name, heads by their current number; default all.
-        example: its index in the batch.
+        example: its index in the batch; None for the whole batch.
+        rows: a slice of the query rows of the batch, padding included, without a step; default all.
 
     Returns:
         One `HeadMaps` for each run of a layer with some of the heads, in the order in which the layers ran.
@@ -61,18 +71,25 @@ def maps(
     every = {layer.index: range(layer.num_heads) for layer in layers}
     asked = heads_of_layers(layers, every if heads is None else heads)
     chosen = {layer.index: tuple(numbers) for layer, numbers in asked if numbers}
-    check_size("example", example, 0)
+    if example is not None:
+        check_size("example", example, 0)
+    if not isinstance(rows, slice) or rows.step not in (None, 1):
+        refuse("rows", f"is {rows!r}", "pass a slice without a step", TypeError)
     found: list[HeadMaps] = []
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
-        if example >= call.B:
+        if example is not None and example >= call.B:
             refuse("example", f"is {example}", f"this batch has 0 to {call.B - 1}")
-        rows, keys = call.real_queries[example], call.real_keys[example]
-        if not bool(rows.any()):
+        real, keys = call.real_queries[:, rows], call.real_keys
+        if example is not None and not bool(call.real_queries[example].any()):
             refuse("example", f"is {example}, which is padding alone", "choose one with tokens")
         if numbers := chosen.get(layer.index):
-            whole = call.probabilities(slice(0, call.T))[example, list(numbers)]
-            found.append(HeadMaps(layer.name, layer.kind, numbers, whole[:, rows][..., keys].cpu()))
+            whole = call.probabilities(rows, numbers)
+            if example is None:
+                own = whole.masked_fill(~(real[:, None, :, None] & keys[:, None, None]), 0.0)
+            else:
+                own = whole[example][:, real[example]][..., keys[example]]
+            found.append(HeadMaps(layer.name, layer.kind, numbers, own.cpu()))
 
     with torch.no_grad(), evaluation(model), observe(model, look):
         run(model, batch)
@@ -100,8 +117,7 @@ def bertviz(
     Raises:
         ValueError: there are no maps, or the numbers of tokens do not match their rows and keys.
     """
-    if not found:
-        refuse("found", "has no maps", "pass what hk.analysis.maps gave")
+    _check_found(found)
     kinds = dict.fromkeys(each.kind for each in found)
     several = len(kinds) > 1
     decoder = tokens if decoder_tokens is None else decoder_tokens
@@ -118,6 +134,15 @@ def bertviz(
         return {"attention": attention[next(iter(kinds))], "tokens": list(tokens)}
     lists = {f"{kind}_attention": layers for kind, layers in attention.items()}
     return {**lists, "encoder_tokens": list(tokens), "decoder_tokens": list(decoder)}
+
+
+def _check_found(found: Sequence[HeadMaps]) -> None:
+    if not found:
+        refuse("found", "has no maps", "pass what hk.analysis.maps gave")
+    if any(each.maps.dim() == 4 for each in found):
+        refuse(
+            "found", "has maps of a whole batch", "pass those of one example: maps(..., example=0)"
+        )
 
 
 def _filled(maps: Tensor, heads: int) -> Tensor:
@@ -155,8 +180,7 @@ def plot_maps(
         ValueError: there are no maps, or the numbers of tokens do not match their rows and keys; `path` has another
             ending or its folder does not exist.
     """
-    if not found:
-        refuse("found", "has no maps", "pass what hk.analysis.maps gave")
+    _check_found(found)
     path = check_figure_path(path)
     key_tokens = tokens if key_tokens is None else key_tokens
     for each in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -195,19 +196,31 @@ class AttentionCall:
         return measure(call, select(call))
 
     @torch.no_grad()
-    def probabilities(self, rows: slice) -> Tensor:
-        """`[B, H, rows, S]`: attention probabilities of these rows, before dropout; zeros for a row that sees no key.
+    def probabilities(
+        self, rows: slice = slice(None), heads: Sequence[int] | None = None
+    ) -> Tensor:
+        """`[B, heads, rows, S]`: attention probabilities, before dropout; zeros for a row that sees no key.
 
         float32, or float64 for float64 operands.
 
         Args:
-            rows: a slice with a start and a stop.
+            rows: a slice of the query rows, without a step; default all.
+            heads: numbers of query heads; default all. Others are not computed.
+
+        Raises:
+            ValueError: a head does not exist; the slice has a step.
         """
-        start, stop, _ = rows.indices(self.T)
+        start, stop, step = rows.indices(self.T)
+        if step != 1:
+            refuse("rows", f"is {rows}", "pass a slice without a step")
         call = scores.of_rows(self._scores, start, stop)
         if self.alpha is not None:
             alpha = self.alpha.detach().to(compute_dtype(self.query.dtype))
             call = call._replace(alpha=alpha)
+        if heads is not None:
+            if absent := [head for head in heads if not 0 <= head < self.H]:
+                refuse("heads", f"names head {absent[0]}", f"the call has heads 0 to {self.H - 1}")
+            call = scores.of_heads(call, heads)
         return eager.row_probabilities(call)
 
     def support_sizes(self) -> Tensor:

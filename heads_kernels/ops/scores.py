@@ -8,6 +8,9 @@ belongs to no key. These functions serve the eager backend; the kernels of each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,6 +69,31 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
         dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
     )
     return call._replace(query=query, bias=bias, offset_bias=table).under(mask)
+
+
+def of_heads(call: Call, heads: Sequence[int]) -> Call:
+    """The call of only these query heads, without a value."""
+    index = torch.tensor(list(heads), dtype=torch.int64, device=call.query.device)
+
+    def chosen(tensor: Tensor | None, dim: int) -> Tensor | None:
+        is_shared = tensor is None or tensor.shape[dim] == 1
+        return tensor if is_shared else tensor.index_select(dim, index)  # type: ignore[union-attr]
+
+    own: dict[str, Any] = {
+        "value": None,
+        "gate": None,
+        "mixing": None if call.mixing is None else call.mixing[index],
+        "content_bias": None if call.content_bias is None else call.content_bias[:, index],
+        "sinks": None if call.sinks is None else call.sinks[index],
+        "alpha": None if call.alpha is None else call.alpha[index],
+        "bias": chosen(call.bias, 2),
+        "offset_bias": chosen(call.offset_bias, 0),
+        "dense_mask": chosen(call.dense_mask, 1),
+    }
+    if call.mixing is None:
+        own["query"] = call.query[:, index]
+        own["key"] = call.key[:, index // max(call.H // max(call.Hk, 1), 1)]
+    return call._replace(**own)
 
 
 def bias_gradient(dscores: Tensor, grad: Tensor) -> None:

@@ -30,10 +30,33 @@ def test_chosen_heads() -> None:
     assert_alike(left.maps, every[0].maps[3:])
 
 
+def test_a_whole_batch_and_some_rows() -> None:
+    model = use(tiny_models.build("bert"))
+    arguments = tiny_models.batch(model)
+    real = arguments["attention_mask"].bool()
+    [whole] = hk.analysis.maps(model, arguments, {1: [3, 0]}, example=None)
+    assert whole.maps.shape == (3, 2, 9, 9)
+    for example in range(3):
+        [one] = hk.analysis.maps(model, arguments, {1: [3, 0]}, example=example)
+        own = whole.maps[example][:, real[example]][..., real[example]]
+        assert_alike(one.maps, own)
+        assert_alike(one.maps.sum(), whole.maps[example].sum())
+        [some_rows] = hk.analysis.maps(
+            model, arguments, {1: [3, 0]}, example=example, rows=slice(5, 7)
+        )
+        assert_alike(
+            some_rows.maps, one.maps[:, real[example, :5].sum() :][:, : real[example, 5:7].sum()]
+        )
+
+
 BAD: list[tuple[Any, str]] = [
     (lambda model, batch: hk.analysis.maps(model, batch, example=3), "example is 3; .* 0 to 2"),
     (lambda model, batch: hk.analysis.maps(model, batch, example=-1), "example is -1"),
     (lambda model, batch: hk.analysis.maps(model, batch, {0: [9]}), "heads of layer 0 .* head 9"),
+    (
+        lambda *_: hk.analysis.plot_maps([HeadMaps("a", "encoder", (0,), torch.ones(1, 1, 2, 2))]),
+        "found has maps of a whole batch",
+    ),
     (lambda *_: hk.analysis.bertviz([], ["a"]), "found has no maps"),
     (lambda *_: hk.analysis.plot_maps([]), "found has no maps"),
     (lambda *_: hk.analysis.bertviz([some(1)], ["a", "b"]), "tokens are 2 for rows; .* 4 rows"),

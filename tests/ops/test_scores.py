@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.batch import bias_batches, flatten_bias
+from heads_kernels.ops import eager, scores
+from heads_kernels.testing import CASES, ENTMAX, Case
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, tensors
 from tests.support.alike import assert_alike
 
@@ -225,3 +227,20 @@ def test_bad_tables() -> None:
         hk.OffsetBias.t5(torch.zeros(32, 2), max_distance=8)
     with pytest.raises(ValueError, match=f"max_distance is {2**62}; pass at most {2**24}"):
         hk.OffsetBias.t5(torch.zeros(32, 2), max_distance=2**62)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in (*CASES, *ENTMAX)
+        if "nasty" in case.tags and case.B * case.T * case.S < 10_000
+    ],
+    ids=lambda case: f"{case.operator}-{case}",
+)
+def test_calls_of_some_rows_and_heads(case: Case) -> None:
+    whole = case.make(torch.float64).parsed()
+    heads, rows = [case.H - 1, 0], (case.T // 3, case.T)
+    some = scores.of_heads(scores.of_rows(whole, *rows), heads)
+    expected = eager.row_probabilities(whole)[:, heads, rows[0] :]
+    assert_alike(eager.row_probabilities(some), expected)
