@@ -143,7 +143,7 @@ def test_leaving_out_is_cutting_columns_of_the_output_projection(family: str) ->
     squares = importance(ours, [arguments], embeddings, method="leave_one_out")
     with torch.no_grad():
         whole = [objective(stock, arguments) for objective in (losses, embeddings)]
-        for index, layer in enumerate(hk.heads.attention_layers(stock)):
+        for index, layer in enumerate(hk.heads.projected_layers(stock)):
             linear = layer.output.linear
             for head in (0, layer.num_heads - 1):
                 before = linear.weight.clone()

@@ -190,7 +190,7 @@ def test_data_that_do_not_know_their_length(name: str) -> None:
 def test_closed_heads_are_pruned_heads(name: str) -> None:
     """Also all heads of a layer; biases of the output projection would go to its inputs, whose number changes."""
     model, data = model_of(), [batch_of(*SENTENCES)]
-    for layer in hk.heads.attention_layers(model):
+    for layer in hk.heads.projected_layers(model):
         nn.init.zeros_(layer.output.linear.bias)
     hk.heads.close(model, {0: [0, 2], 1: range(4)})
     first, second = (layer.name for layer in hk.heads.attention_layers(model))

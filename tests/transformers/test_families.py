@@ -346,7 +346,7 @@ def test_converted(family: Family, tmp_path: Path) -> None:
     found = family.with_gradients(model)
     scores = {
         id(parameter)
-        for layer in hk.heads.attention_layers(family.stock)
+        for layer in hk.heads.projected_layers(family.stock)
         for projection in (layer.query, layer.key)
         for parameter in projection.linear.parameters()
     }

@@ -149,6 +149,15 @@ OF_A_FORM: Final[tuple[str, ...]] = (
     "voxtral_realtime_encoder", "wav2vec2", "whisper", "xlm-roberta-xl",
 )  # fmt: skip
 
+#: Others whose heads are not known in their weights, because norms, rotations or other projections are over all of
+#: them: tested are outputs under `use`, gates, closed heads and analysis.
+ATTENTION_ALONE: Final[tuple[str, ...]] = (
+    "bitnet", "blip_2_vision_model", "codegen", "ctrl", "deepseek_v2", "diffllama", "esmc", "flex_olmo",
+    "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "instructblip_vision_model", "internvl_vision",
+    "janus_vision_model", "kimi_linear", "minicpm3", "minimax_m2", "mistral4", "mobilebert", "olmo2", "olmo3",
+    "olmo_hybrid", "olmoe", "persimmon", "phi3", "qianfan_ocr_vision", "sam3_vit_model", "wav2vec2-conformer",
+)  # fmt: skip
+
 
 def table() -> str:
     """`TESTED` in Markdown, a line each."""
