@@ -50,10 +50,10 @@ def derivatives(
     model: Any, arguments: dict[str, Tensor], objective: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
     """By factors of 1 before each output projection: `[B, H, T]`, runs one behind the other; padded rows 0."""
-    layers, found = hk.heads.attention_layers(model), {}
+    layers, found = hk.heads.projected_layers(model), {}
     factors: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
-    def multiply(layer: hk.heads.AttentionLayer, x: Tensor) -> Tensor:
+    def multiply(layer: hk.heads.ProjectedLayer, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         ones = torch.ones(B, layer.num_heads, T, dtype=x.dtype, requires_grad=True)
         factors[layer.name].append(ones)
