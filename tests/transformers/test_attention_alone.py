@@ -139,9 +139,13 @@ def test_gates_and_closed_heads(name: str) -> None:
 def maps_of(stock: Any, layers: list[AttentionLayer]) -> list[Tensor]:
     """`[B, H, T, S]` of every layer, from stock eager attention."""
     arguments = batch(stock)
-    if computes_itself(stock, layers):
-        return list(stock(**arguments, output_attentions=True).attentions)
     found: dict[nn.Module, Tensor] = {}
+    if computes_itself(stock, layers):
+        for layer in layers:
+            module = stock.get_submodule(layer.name)
+            module.register_forward_hook(lambda module, _, out: found.update({module: out[1]}))
+        stock(**arguments, output_attentions=True)
+        return list(found.values())
 
     def keep(module: nn.Module, heads: Tensor, maps: Tensor | None) -> Tensor:
         assert maps is not None

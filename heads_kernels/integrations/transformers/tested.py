@@ -155,7 +155,7 @@ OF_A_FORM: Final[tuple[str, ...]] = (
 ATTENTION_ALONE: Final[tuple[str, ...]] = (
     "bitnet", "blip_2_vision_model", "deepseek_v2", "diffllama", "esmc", "flex_olmo",
     "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "instructblip_vision_model", "internvl_vision",
-    "janus_vision_model", "minicpm3", "minimax_m2", "mistral4", "mobilebert", "olmo2", "olmo3",
+    "janus_vision_model", "minicpm3", "minimax_m2", "mistral4", "olmo2", "olmo3",
     "olmo_hybrid", "olmoe", "persimmon", "phi3", "qianfan_ocr_vision", "sam3_vit_model", "wav2vec2-conformer",
 )  # fmt: skip
 
