@@ -23,8 +23,7 @@ from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
@@ -40,6 +39,7 @@ def importance(
     data: Iterable[Any],
     loss: Loss | None = None,
     *,
+    layers: Iterable[int | str] | None = None,
     method: Method = "gradient",
     reduce: Reduce = "example",
     normalise: Literal["l2"] | None = None,
@@ -87,6 +87,8 @@ def importance(
         loss: `loss(model, batch)` returns a scalar, the SUM over the examples of the batch (a mean times B), the losses
             of the examples `[B]`, or outputs `[B, ...]`. Optional for "confidence", for which it runs the model, and
             for "lrp", where it is the `output` of `relevance`.
+        layers: indices or names of the layers whose heads are scored; default all. Those of a tower of a model may be
+            named alone, for one whose towers run on batches of different sizes.
         method: see the table.
         reduce: where "gradient" takes the absolute value.
         normalise: "l2" divides the scores of each layer by their norm (`HeadScores.normalised`).
@@ -103,20 +105,21 @@ def importance(
             heads; the attention function of a transformers model is not this package's.
     """
     _check(loss, method, reduce, normalise, exclude_keys)
-    layers = attention_layers(model)
+    there = attention_layers(model)
+    chosen = choose_layers(there, layers)
     estimator = reduce if method == "gradient" else method
-    task = _Task(model, layers, data, loss, estimator, exclude_keys, progress)
-    if not any(layer.num_heads for layer in layers):
-        was = f"has no heads left in its {len(layers)} attention layer(s)"
+    task = _Task(model, there, chosen, data, loss, estimator, exclude_keys, progress)
+    if not any(layer.num_heads for layer in chosen):
+        was = f"has no heads left in its {len(chosen)} attention layer(s)"
         refuse("model", was, "score heads before all of them are pruned")
     scores = tuple(_METHODS[method](task))
-    for layer, each in zip(layers, scores, strict=True):
+    for layer, each in zip(chosen, scores, strict=True):
         if not bool(each.isfinite().all()):
             was = f"is not finite without a head of {layer}, or its gradient there is not"
             refuse("loss", was, "look for a logarithm or a square root of 0 in it")
     result = HeadScores(
-        layers=tuple(layer.name for layer in layers),
-        kinds=tuple(layer.kind for layer in layers),
+        layers=tuple(layer.name for layer in chosen),
+        kinds=tuple(layer.kind for layer in chosen),
         scores=scores,
         method=f"gradient by {reduce}" if method == "gradient" else method,
     )
@@ -125,9 +128,10 @@ def importance(
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """The validated arguments of `importance`."""
+    """The validated arguments of `importance`; `there` are all layers of the model, `layers` those that are scored."""
 
     model: nn.Module
+    there: list[AttentionLayer]
     layers: list[AttentionLayer]
     data: Iterable[Any]
     loss: Loss | None
@@ -135,8 +139,15 @@ class _Task:
     exclude_keys: ExcludeKeys | None
     progress: bool
 
-    def zeros(self) -> list[Tensor]:
-        return [torch.zeros(layer.num_heads, dtype=torch.float64) for layer in self.layers]
+    @property
+    def names(self) -> list[str]:
+        return [layer.name for layer in self.layers]
+
+    def zeros(self) -> dict[int, Tensor]:
+        """By the index of the layer."""
+        return {
+            layer.index: torch.zeros(layer.num_heads, dtype=torch.float64) for layer in self.layers
+        }
 
     def run(self, batch: Any) -> Any:
         return run(self.model, batch) if self.loss is None else self.loss(self.model, batch)
@@ -159,7 +170,7 @@ def _by_gradients(task: _Task) -> list[Tensor]:
     sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
     with evaluation(task.model), torch.enable_grad():
         for batch in each_batch(task.data, "importance", task.progress):
-            with probed(task.model) as probes:
+            with probed(task.model, task.names) as probes:
                 value = task.run(batch)
                 runs = {index: probe.runs for index, probe in probes.items() if probe.ones}
                 ones = [factor for of_layer in runs.values() for factor, _ in of_layer]
@@ -168,7 +179,7 @@ def _by_gradients(task: _Task) -> list[Tensor]:
             for index, of_layer in runs.items():
                 terms = [torch.where(real[:, None], next(slopes), 0) for _, real in of_layer]
                 sums[index] += _ESTIMATORS[task.estimator](torch.cat(terms, 2)).cpu().double()
-    return [each / examples for each in sums]
+    return [each / examples for each in sums.values()]
 
 
 def _slopes(value: Tensor, ones: list[Tensor], signs: torch.Generator) -> list[Tensor]:
@@ -201,9 +212,9 @@ def _by_leaving_out(task: _Task) -> list[Tensor]:
             for layer, head, change in _changes(task, heads, sizes):
                 sums[layer.index][head] += change
                 advance()
-    if heads and not any(each.any() for each in sums):
+    if heads and not any(each.any() for each in sums.values()):
         refuse("loss", "is the same whichever head is left out", _FROM_MODEL)
-    return [each / sum(sizes) for each in sums]
+    return [each / sum(sizes) for each in sums.values()]
 
 
 def _changes(
@@ -212,7 +223,8 @@ def _changes(
     """For every batch and head, the change of the loss without the head; adds B of each batch to `examples`."""
     for batch in each_batch(task.data, "importance", False):
         seen: list[int] = []  # B of every run of a layer
-        with observe(task.model, lambda layer, call, seen=seen: seen.append(call.B)):  # type: ignore[misc]
+        look = lambda layer, call, seen=seen: seen.append(call.B)  # noqa: E731
+        with observe(task.model, look, task.names):
             whole = task.run(batch)
         examples.append(_check_value(whole, seen))
         for layer, head in heads:
@@ -223,7 +235,7 @@ def _changes(
 
 # ---------------------------------------------------------------------- by confidence and relevance
 def _by_confidence(task: _Task) -> list[Tensor]:
-    sums, rows = task.zeros(), [0] * len(task.layers)
+    sums, rows = task.zeros(), dict.fromkeys(task.zeros(), 0)
     excluded: dict[str, Tensor] = {}
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
@@ -232,17 +244,17 @@ def _by_confidence(task: _Task) -> list[Tensor]:
         sums[layer.index] += torch.where(real[:, None], best, 0).sum((0, 2)).cpu().double()
         rows[layer.index] += int(real.sum())
 
-    with evaluation(task.model), torch.no_grad(), observe(task.model, look):
+    with evaluation(task.model), torch.no_grad(), observe(task.model, look, task.names):
         for batch in each_batch(task.data, "importance", task.progress):
-            excluded = excluded_keys(task.exclude_keys, batch, task.layers)
+            excluded = excluded_keys(task.exclude_keys, batch, task.there)
             task.run(batch)
-    if not any(rows):
+    if not any(rows.values()):
         refuse("data", "has no token that reaches a head", "pass batches with real ones")
-    return [each / max(count, 1) for each, count in zip(sums, rows, strict=True)]
+    return [each / max(rows[index], 1) for index, each in sums.items()]
 
 
 def _by_relevance(task: _Task) -> list[Tensor]:
-    found = relevance(task.model, task.data, task.loss, progress=task.progress)
+    found = relevance(task.model, task.data, task.loss, layers=task.names, progress=task.progress)
     return list(found.scores)
 
 

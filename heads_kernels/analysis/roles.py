@@ -22,8 +22,7 @@ from heads_kernels.analysis.relations import (
     Relations,
 )
 from heads_kernels.checks import check_size, refuse
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
 
@@ -150,6 +149,7 @@ def roles(
     model: nn.Module,
     data: Iterable[Any],
     *,
+    layers: Iterable[int | str] | None = None,
     special: ExcludeKeys | None = None,
     relations: Sequence[Relations] | None = None,
     counts: Counts | None = None,
@@ -159,11 +159,11 @@ def roles(
     """Find roles of heads from the most probable key of each row (`hk.attention_statistics`).
 
     All layers are searched for positional heads. Relations and counts apply to the self-attention of the encoder, or of
-    the decoder if there is no encoder. Padding on either side does not count. Heads have their current numbers. The
-    model runs in evaluation mode.
+    the decoder if there is no encoder among `layers`. Padding on either side does not count. Heads have their current
+    numbers. The model runs in evaluation mode.
 
     Args:
-        model, data, progress: as in `statistics`.
+        model, data, layers, progress: as in `statistics`.
         special: special tokens, such as [CLS], [SEP] or EOS, which count neither as rows nor as the most probable key.
             Token ids, looked up in the batch's `input_ids`, or a function of the batch that returns bool `[B, S]`.
         relations: a mapping `{relation: [(head, dependent), ...]}` for each example of the data, in order, from any
@@ -176,12 +176,14 @@ def roles(
             number of examples; data has no batches, or no token that reaches a layer; the attention function of a
             transformers model is not this package's.
     """
-    layers = attention_layers(model)
-    reader = _Reader(layers, relations, counts, check_size("common", common, 0))
+    there = attention_layers(model)
+    chosen = choose_layers(there, layers)
+    names = [layer.name for layer in chosen]
+    reader = _Reader(chosen, relations, counts, check_size("common", common, 0))
     with torch.no_grad(), evaluation(model):
         for batch in each_batch(data, "roles", progress):
-            reader.next_batch(batch, excluded_keys(special, batch, layers, "special"))
-            with observe(model, reader.look):
+            reader.next_batch(batch, excluded_keys(special, batch, there, "special"))
+            with observe(model, reader.look, names):
                 run(model, batch)
     return reader.result()
 
@@ -245,6 +247,7 @@ class _Reader:
         counts = self.offsets[layer.index].cpu()
         rows = counts.sum(1)
         if not bool(rows.all()):
-            refuse("data", f"has no word that reaches {layer}", "pass batches with real tokens")
+            was = f"has no word that reaches {layer}"
+            refuse("data", was, "pass batches with real tokens, or name the others in layers")
         count, place = counts.max(1)
         return place - counts.shape[1] // 2, count.double() / rows

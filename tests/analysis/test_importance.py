@@ -50,10 +50,10 @@ def derivatives(
     model: Any, arguments: dict[str, Tensor], objective: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
     """By factors of 1 before each output projection: `[B, H, T]`, runs one behind the other; padded rows 0."""
-    layers, found = hk.heads.attention_layers(model), {}
+    layers, found = hk.heads.projected_layers(model), {}
     factors: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
-    def multiply(layer: hk.heads.AttentionLayer, x: Tensor) -> Tensor:
+    def multiply(layer: hk.heads.ProjectedLayer, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         ones = torch.ones(B, layer.num_heads, T, dtype=x.dtype, requires_grad=True)
         factors[layer.name].append(ones)
@@ -143,7 +143,7 @@ def test_leaving_out_is_cutting_columns_of_the_output_projection(family: str) ->
     squares = importance(ours, [arguments], embeddings, method="leave_one_out")
     with torch.no_grad():
         whole = [objective(stock, arguments) for objective in (losses, embeddings)]
-        for index, layer in enumerate(hk.heads.attention_layers(stock)):
+        for index, layer in enumerate(hk.heads.projected_layers(stock)):
             linear = layer.output.linear
             for head in (0, layer.num_heads - 1):
                 before = linear.weight.clone()

@@ -165,7 +165,7 @@ class Observed(House):
 
 
 def test_a_module_of_ones_own_calls_its_observer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads_kernels.heads.layers.LAYOUTS", table := dict(LAYOUTS))
+    monkeypatch.setattr("heads_kernels.heads.projected.LAYOUTS", table := dict(LAYOUTS))
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", table)
     hk.heads.register_layout("Observed", HOUSE, Observed())
     model, x = nn.Sequential(Observed()), torch.randn(2, 6, 32)
