@@ -24,11 +24,12 @@ from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
+from heads_kernels.heads.patching import edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
-Method = Literal["gradient", "fisher", "leave_one_out", "confidence", "lrp"]
+Method = Literal["gradient", "fisher", "patching", "leave_one_out", "confidence", "lrp"]
 Reduce = Literal["token", "example", "batch"]
 _Change: TypeAlias = tuple[AttentionLayer, int, Tensor]
 
@@ -59,6 +60,8 @@ def importance(
     reduce="example"    `|sum_t a_{h,x,t}| = |dL_x/dg_h|`           Michel et al. 2019, eq. 4
     reduce="batch"      `|sum_{x,t} a_{h,x,t}| / B` of a batch      `head_mask.grad` of transformers' run_bertology
     "fisher"            mean over examples of `(dL_x/dg_h)^2`       diagonal of the Fisher information of gates
+    "patching"          mean over examples of `sum_t (z_clean -     attribution patching (Nanda 2023; Syed et al.
+                        z_x) . dL_x/dz_x`, z the head's outputs     2023)
     "leave_one_out"     mean over examples of L_x without the       Michel et al. 2019, section 3.2
                         head minus L_x with it
     "confidence"        mean over rows of the largest probability   Voita et al. 2019, section 4
@@ -74,6 +77,10 @@ def importance(
     then use `L_x = sum(z_x * e_x)` with random signs z, the same in every call ("fisher": its mean is
     `|de_x/dg_h|^2`), and "leave_one_out" the squared change `|e_x without the head - e_x|^2`.
 
+    "patching" estimates the change of the loss of a corrupted input x if the head has the output of the clean one, as
+    `hk.heads.patch` gives it: a batch is a pair of batches (clean, corrupted) of equal sizes, and `loss` is called with
+    each. It takes two passes forward and one backward for all heads.
+
     Existing gates stay in effect: a closed head scores 0 by every method except "confidence". Heads have their current
     numbers. For a layer that runs several times in a pass (ALBERT), derivatives are summed over its runs, and a head is
     left out of all of them. A layer that no pass reaches scores 0. The model runs in evaluation mode with frozen
@@ -82,8 +89,8 @@ def importance(
     Args:
         model: with attention layers (`hk.heads.attention_layers`); a transformers model after
             `hk.integrations.transformers.use(model)`.
-        data: an iterable of batches. Without `loss`, a batch is a mapping of keyword arguments, a tuple or list of
-            arguments, or one argument of the model.
+        data: an iterable of batches, for "patching" of pairs of batches. Without `loss`, a batch is a mapping of
+            keyword arguments, a tuple or list of arguments, or one argument of the model.
         loss: `loss(model, batch)` returns a scalar, the SUM over the examples of the batch (a mean times B), the losses
             of the examples `[B]`, or outputs `[B, ...]`. Optional for "confidence", for which it runs the model, and
             for "lrp", where it is the `output` of `relevance`.
@@ -197,6 +204,51 @@ def _slopes(value: Tensor, ones: list[Tensor], signs: torch.Generator) -> list[T
     ]
 
 
+def _by_patching(task: _Task) -> list[Tensor]:
+    sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
+    with evaluation(task.model):
+        for pair in each_batch(task.data, "importance", task.progress):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                was = f"has a {type(pair).__name__} for a batch"
+                refuse("data", was, "pass pairs of batches: (clean, corrupted)", TypeError)
+            clean, corrupted = pair
+            with torch.no_grad(), outputs(task.model, task.names) as heads:
+                task.run(clean)
+            steps: list[tuple[int, Tensor]] = []  # index of the layer, factor [B, T, H] of each run
+            edits = [
+                (layer, _towards(layer, heads[layer.index], steps))
+                for layer in task.layers
+                if layer.num_heads
+            ]
+            with edited(edits), torch.enable_grad():
+                value = task.run(corrupted)
+            examples += _check_value(value, [len(factor) for _, factor in steps])
+            slopes = _slopes(value, [factor for _, factor in steps], signs)
+            for (index, _), slope in zip(steps, slopes, strict=True):
+                sums[index] += slope.sum((0, 1)).cpu().double()
+    return [each / examples for each in sums.values()]
+
+
+def _towards(
+    layer: AttentionLayer, clean: list[Tensor], steps: list[tuple[int, Tensor]]
+) -> Callable[[Tensor, AttentionCall], Tensor]:
+    """An edit that adds factors of 0 times the way to the clean outputs of each run; they are added to `steps`."""
+    runs = iter(clean)
+
+    def edit(heads: Tensor, call: AttentionCall) -> Tensor:
+        target = next(runs, None)
+        if target is None or target.shape != heads.shape:
+            found = "no output" if target is None else f"outputs {list(target.shape)}"
+            was = f"gives {layer} {found} for the clean batch, but {list(heads.shape)} for the corrupted one"
+            refuse("data", was, "pass pairs of equal sizes")
+        way = torch.where(call.real_queries[..., None, None], target - heads.detach(), 0.0)
+        factor = heads.new_zeros(heads.shape[:3], requires_grad=True)
+        steps.append((layer.index, factor))
+        return heads + factor[..., None] * way
+
+    return edit
+
+
 # ---------------------------------------------------------------------- by leaving heads out
 def _by_leaving_out(task: _Task) -> list[Tensor]:
     sums, sizes = task.zeros(), [0]
@@ -262,6 +314,7 @@ def _by_relevance(task: _Task) -> list[Tensor]:
 _METHODS: Final[dict[str, Callable[[_Task], list[Tensor]]]] = {
     "gradient": _by_gradients,
     "fisher": _by_gradients,
+    "patching": _by_patching,
     "leave_one_out": _by_leaving_out,
     "confidence": _by_confidence,
     "lrp": _by_relevance,

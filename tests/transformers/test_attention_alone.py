@@ -132,8 +132,13 @@ def test_gates_and_closed_heads(name: str) -> None:
         refusal = rf"layer 0 \('{layers[0].name}'\) is a \w+, wh(ich|ose) .*; close heads instead"
         with pytest.raises(ValueError, match=refusal):
             hk.heads.prune(model, closed)
+    without = outputs(model)
     hk.heads.reopen(model)
     assert_alike(outputs(model), expected["outputs"])
+    with hk.heads.patch(
+        model, {name: dict.fromkeys(heads, "zero") for name, heads in closed.items()}
+    ):
+        assert_alike(outputs(model), without)
 
 
 def maps_of(stock: Any, layers: list[AttentionLayer]) -> list[Tensor]:
