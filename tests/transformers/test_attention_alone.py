@@ -192,3 +192,15 @@ def test_analysis(name: str) -> None:
         assert_alike(confidence.scores[layer.index], largest, dtype=torch.float32)
         entropy = -torch.xlogy(of_rows, of_rows).sum(-1).mean(0)
         assert_alike(found.entropy.scores[layer.index], entropy, dtype=torch.float32)
+
+
+def test_stock_attention_of_a_gated_model_is_refused() -> None:
+    """A mask of pairs of tokens makes MPT run its stock attention, which ignores gates."""
+    model = use(build("mpt"))
+    ids = batch(model)["input_ids"]
+    pairs = torch.zeros(len(ids), 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
+    expected = model(ids).logits
+    assert_alike(model(ids, attention_mask=pairs).logits, expected)
+    hk.heads.close(model, {0: [1]})
+    with pytest.raises(ValueError, match=r"attention_mask makes stock MptAttention run, .* gates"):
+        model(ids, attention_mask=pairs)
