@@ -284,25 +284,3 @@ def test_largest_score_under_a_sink_that_takes_all(backend: str) -> None:
     assert not got.max_prob.any()
     assert not got.received.any()
     assert_same_bits(backend, got.max_score, plain_.max_score)
-
-
-@pytest.mark.parametrize(
-    ("received", "kind", "words"),
-    [
-        (1, TypeError, "received is a int; pass True, or float weights"),
-        (torch.ones(5, dtype=torch.bool), TypeError, "received has dtype torch.bool"),
-        (torch.ones(6), ValueError, r"received has shape \[6\]; pass True, or float weights"),
-        (torch.ones(1, 2, 4, 5), ValueError, r"that broadcast to \[..., H, T\] = \[2, 4, 5\]"),
-    ],
-)
-def test_weights_that_do_not_fit(received: Any, kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        hk.attention_statistics(**tensors("attention_statistics"), received=received)
-
-
-def test_flops_of_received() -> None:
-    given = tensors("attention_statistics")
-    without, with_it = (
-        parsed("attention_statistics", **given, received=each) for each in (None, True)
-    )
-    assert with_it.flops() == 2 * without.flops() == 2 * without.flops(dense=True)
