@@ -60,8 +60,11 @@ def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
     given = {name: tensor for name, tensor in inputs.tensors.items() if name != "value"}
     softcap = inputs.options.get("softcap")
     call, _ = parse("attention_statistics", **given, softcap=softcap, is_causal=True)
-    for excluded in (None, torch.zeros(call.B, call.S, dtype=torch.bool)):
-        statistics_op(*call._replace(exclude_keys=excluded), "triton")
+    excluded = torch.zeros(call.B, call.S, dtype=torch.bool)
+    weights = torch.ones(call.B, 1, call.T)
+    more = call._replace(exclude_keys=excluded), call._replace(row_weights=weights)
+    for each in (call, *more):
+        statistics_op(*each, "triton")
 
 
 @dataclass(frozen=True)
