@@ -440,7 +440,7 @@ def op_arguments(shared: bool, backward: bool) -> Tensors:
     c = of_cpu(shared)
     saved = {name: c[name] for name in Saved._fields} if backward else {}
     rest = {"needs": [True] * len(OPERANDS)} if backward else {"save": True}
-    return {**saved, **fields(c)._replace(exclude_keys=None)._asdict(), **rest}
+    return {**saved, **fields(c)._replace(exclude_keys=None, row_weights=None)._asdict(), **rest}
 
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:
