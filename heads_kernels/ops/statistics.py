@@ -46,8 +46,8 @@ class Buffers(NamedTuple):
 def measure(call: Call, backend: str) -> AttentionStatistics:
     """Run a valid call on `backend`."""
     with torch.no_grad():
-        *rows, received = statistics_op(*call, backend)
-    return AttentionStatistics(*rows, received=None if call.row_weights is None else received)
+        found = Buffers(*statistics_op(*call, backend))
+    return AttentionStatistics(*found[:-1], None if call.row_weights is None else found.received)
 
 
 def _prepare(backend: str | None, *fields: Any) -> tuple[Call, Buffers]:
