@@ -242,6 +242,8 @@ STATED: Final = (
     Bound(192, "the words of Philox beside a tile of scores",
         "gated_attention.keys", "sm_90", work="*dropout*"),
     Bound(16, "bounds of loops", "triton.tile_lists", "sm_90"),
+    Bound(64, "keys of 128 features in registers, for products without tensor cores",
+        "triton.statistics", "sm_90", "float32"),
     Bound(256, "the bounds of loops for each width of the query; the loops over tiles spill nothing",
         "triton.forward", "sm_90", work="collaborative_attention: *"),
     Bound(512, "the words of Philox beside a query of 256 features",
