@@ -387,14 +387,11 @@ def attention_statistics(
     )
     part = _part_of(call)
     here = call if part is None else part.call
-    *rows, keys = statistics.measure(here, select(here, backend))
+    found = statistics.measure(here, select(here, backend))
     if part is not None:
-        rows = [part.whole(result) for result in rows]
-        keys = None if keys is None else part.whole_received(keys)
-    return AttentionStatistics(
-        *(unflatten(result, batch) for result in rows),
-        received=None if keys is None else unflatten(keys, batch),
-    )
+        found = part.whole_statistics(found)
+    results = (None if result is None else unflatten(result, batch) for result in found)
+    return AttentionStatistics(*results)  # type: ignore[arg-type]
 
 
 def _attend(

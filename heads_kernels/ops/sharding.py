@@ -24,6 +24,7 @@ from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded, of_first, replicated
+from heads_kernels.ops.statistics import AttentionStatistics
 
 #: The dimensions of operands. `_SHARED` replaces those that differ in collaborative attention.
 _LAYOUTS: Final = {
@@ -98,8 +99,15 @@ class Part:
         sizes = torch.Size((*self._sizes.values(), *result.shape[3:]))
         return self._joined(result, sizes, self._placements(_OUTPUT.split(), sizes))
 
-    def whole_received(self, result: Tensor) -> Tensor:
-        """The same of sums over rows `[B, H, S]`: where rows are split, the processes' sums are to be added."""
+    def whole_statistics(self, found: AttentionStatistics) -> AttentionStatistics:
+        """The same of all statistics of the part."""
+        rows = AttentionStatistics(*map(self.whole, found[:-1]))
+        if found.received is None:
+            return rows
+        return rows._replace(received=self._whole_received(found.received))
+
+    def _whole_received(self, result: Tensor) -> Tensor:
+        """Of sums over rows `[B, H, S]`: where rows are split, the sums of the processes are still to be added."""
         sizes = torch.Size((self._sizes["B"], self._sizes["H"], result.shape[2]))
         placements: list[Placement] = [
             Partial() if split == "T" else placement
