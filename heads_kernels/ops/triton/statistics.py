@@ -292,7 +292,7 @@ def _received_tile(
 
 
 @triton.jit
-def received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
+def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     """A program owns BLOCK_N keys of a head and sums over the tiles of rows that see them, in one order."""
     BLOCK_N: tl.constexpr = TILE.block_n
     H, T, S = sizes.H, sizes.T, sizes.S
@@ -354,7 +354,7 @@ def statistics(call: Call, results: Buffers) -> None:
     # The keys of a program stay on chip as the rows do in the pass by rows, and rows come as keys do.
     tiles = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
     launch(
-        received_kernel, B * H * -(-S // tiles.block_n), query, tiles,
+        _received_kernel, B * H * -(-S // tiles.block_n), query, tiles,
         of._replace(visible=visible_to_tiles(call, terms, visible, tiles, by_keys=True)), shares,
         results.received, sizes, TILE=tile_constants(tiles, width, 0, mixes=mixes),
     )  # fmt: skip
