@@ -6,6 +6,7 @@ from heads_kernels.analysis.importance import importance
 from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.maps import HeadMaps, bertviz, maps, plot_maps
 from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.received import HeadReceived, received
 from heads_kernels.analysis.relations import RareWords, Relation
 from heads_kernels.analysis.roles import HeadRoles, Role, roles
 from heads_kernels.analysis.statistics import HeadStatistics, statistics
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionCall",
     "HeadDistance",
     "HeadMaps",
+    "HeadReceived",
     "HeadRoles",
     "HeadScores",
     "HeadStatistics",
@@ -27,6 +29,7 @@ __all__ = [
     "maps",
     "observe",
     "plot_maps",
+    "received",
     "relevance",
     "roles",
     "statistics",
