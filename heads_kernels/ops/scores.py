@@ -92,6 +92,7 @@ def of_heads(call: Call, heads: Sequence[int]) -> Call:
         "bias": chosen(call.bias, 2),
         "offset_bias": chosen(call.offset_bias, 0),
         "dense_mask": chosen(call.dense_mask, 1),
+        "row_weights": chosen(call.row_weights, 1),
     }
     if call.mixing is None:
         own["query"] = call.query[:, index]
