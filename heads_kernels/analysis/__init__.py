@@ -8,6 +8,7 @@ from heads_kernels.analysis.maps import HeadMaps, bertviz, maps, plot_maps
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.received import HeadReceived, received
 from heads_kernels.analysis.relations import RareWords, Relation
+from heads_kernels.analysis.repeats import Repeats
 from heads_kernels.analysis.roles import HeadRoles, Role, roles
 from heads_kernels.analysis.statistics import HeadStatistics, statistics
 from heads_kernels.nn.attention_call import AttentionCall
@@ -22,6 +23,7 @@ __all__ = [
     "HeadStatistics",
     "RareWords",
     "Relation",
+    "Repeats",
     "Role",
     "bertviz",
     "distance",
