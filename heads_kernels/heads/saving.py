@@ -267,13 +267,17 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
             known attention layer.
     """
     pruned, converted = (record.get(word, {}) for word in _WORDS)
-    named = [layer for layer in find_layers(model) if layer.name in {*pruned, *converted}]
-    _check_known(model, {*pruned, *converted} - {layer.name for layer in named})
+    names = {*pruned, *converted}
+    named = [layer for layer in find_layers(model) if layer.name in names]
+    _check_known(model, names - {layer.name for layer in named})
     for layer in with_projections(model, named):
         if layer.name in converted and not layer.layout.shared:
             check_can_share(model, layer)
             found = converted[layer.name]
             share(model, layer, found["dim"], ragged=False, slots=found.get("slots", 0))
+    named = [
+        layer for layer in find_layers(model) if layer.name in names
+    ]  # `share` replaces modules
     for layer in with_projections(model, named):
         if layer.name in converted:
             layer.module.ragged = converted[layer.name]["ragged"]

@@ -63,7 +63,7 @@ def test_a_model_without_attention_of_the_table_is_refused() -> None:
     class OddAttention(nn.Module):
         pass
 
-    message = r"but OddAttention; known are those of hk.nn .*register_layout adds"
+    message = r"but OddAttention; known are those of hk.nn, .*register_layout adds"
     with pytest.raises(ValueError, match=message):
         hk.heads.attention_layers(nn.Sequential(OddAttention()))
     with pytest.raises(ValueError, match=r"no attention layer that is known; known are"):
