@@ -50,9 +50,7 @@ class Call(NamedTuple):
     key_visible: Tensor | None = None
     dense_mask: Tensor | None = None
     exclude_keys: Tensor | None = None  # bool [B or 1, S]; of statistics
-    row_weights: Tensor | None = (
-        None  # [B or 1, H or 1, T or 1] in the compute dtype; of statistics
-    )
+    row_weights: Tensor | None = None  # [B or 1, H or 1, T or 1], compute dtype; of statistics
     seed: Tensor | None = None  # int64 [SEED_LENGTH]
     band_lo: int = -UNBOUNDED
     band_hi: int = UNBOUNDED
