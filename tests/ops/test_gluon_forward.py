@@ -89,7 +89,11 @@ def rows() -> list[Any]:
                 for order in ORDERS:
                     chosen = order == ORDERS[number // _SHARE % len(ORDERS)]
                     others = [] if chosen else [pytest.mark.release]
-                    found.append(pytest.param(case, dtype, order, id=f"{name}-{order}", marks=marks or others))
+                    found.append(
+                        pytest.param(
+                            case, dtype, order, id=f"{name}-{order}", marks=marks or others
+                        )
+                    )
     return found
 
 

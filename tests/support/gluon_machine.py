@@ -145,7 +145,9 @@ class Shared:
             self._know_of_write(cell, "read")
             if asynchronous:
                 if cell.unfenced is not None:
-                    raise Fault(f"{self.name}: {asynchronous} reads it without a fence_async_shared")
+                    raise Fault(
+                        f"{self.name}: {asynchronous} reads it without a fence_async_shared"
+                    )
                 cell.readers.append(asynchronous)
             else:
                 cell.reads.append(self.machine.now())
@@ -164,7 +166,9 @@ class Shared:
             if cell.readers:
                 raise Fault(f"{self.name}: overwritten while {cell.readers[0]} reads it")
             if not all(self.machine.knows(read) for read in cell.reads):
-                raise Fault(f"{self.name}: overwritten by a partition that has not waited for its readers")
+                raise Fault(
+                    f"{self.name}: overwritten by a partition that has not waited for its readers"
+                )
             cell.reads.clear()
             cell.copy = copy
             cell.written = self.machine.now() if copy is None else None
@@ -175,7 +179,9 @@ class Shared:
         if cell.copy is not None and cell.copy not in self.machine.clock.copies:
             raise Fault(f"{self.name}: {what} before its copy was waited for")
         if cell.written is not None and not self.machine.knows(cell.written):
-            raise Fault(f"{self.name}: {what} by a partition that has not waited for what another stored")
+            raise Fault(
+                f"{self.name}: {what} by a partition that has not waited for what another stored"
+            )
 
 
 class Machine:
@@ -190,9 +196,9 @@ class Machine:
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._giving: set[int] = set()
         self._running: list[int] = []
-        self._turn = 0
+        self._turns: dict[int, threading.Semaphore] = {}
         self._error: BaseException | None = None
-        self._condition, self._own = threading.Condition(), threading.local()
+        self._own = threading.local()
 
     # ------------------------------------------------------------------ who runs, and what it knows
     @property
@@ -233,7 +239,9 @@ class Machine:
         while not ready():
             self._waiting[self.me] = ready, what
             if not (self._giving or any(map(self._can_go_on, self._running))):
-                waits = "; ".join(f"partition {n} for {w[1]}" for n, w in sorted(self._waiting.items()))
+                waits = "; ".join(
+                    f"partition {n} for {w[1]}" for n, w in sorted(self._waiting.items())
+                )
                 raise Fault(f"a deadlock: {waits}")
             self._pass_on()
         self._waiting.pop(self.me, None)
@@ -250,22 +258,19 @@ class Machine:
         return number not in self._giving and (waits is None or waits[0]())
 
     def _pass_on(self) -> None:
+        """Let the next partition run that can go on, or has given way; come back when it is this one's turn."""
         if not (me := self.me):
             return
-        with self._condition:
-            self._next(me)
-            self._until_turn(me)
+        ring = [n for n in self._running if n > me] + [n for n in self._running if n < me]
+        able = [n for n in ring if self._can_go_on(n)] or [n for n in ring if n in self._giving]
+        if able:
+            self._wake(able[0])
+            self._turns[me].acquire()
+            if self._error is not None:
+                raise self._error
 
-    def _next(self, me: int) -> None:
-        later = [n for n in self._running if n > me]
-        self._turn = (later or self._running or [0])[0]
-        self._condition.notify_all()
-
-    def _until_turn(self, me: int) -> None:
-        while self._turn != me and self._error is None:
-            self._condition.wait()
-        if self._error is not None:
-            raise self._error
+    def _wake(self, number: int) -> None:
+        self._turns[number].release()
 
     def specialize(self, parts: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         """Run the partitions to their end."""
@@ -276,26 +281,29 @@ class Machine:
             clock.acquire(start)
             clock.times[number] = 1
             self._clocks.append(clock)
-        self._running, self._turn = list(range(1, count)), 1
+        self._running = list(range(1, count))
+        self._turns = {number: threading.Semaphore(0) for number in self._running}
 
         def run(number: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
             self._own.number = number
+            self._turns[number].acquire()
             try:
-                with self._condition:
-                    self._until_turn(number)
                 with np.errstate(all="ignore"):
-                    function(*arguments)
-                if self.queue or self.stores:
-                    raise Fault(f"partition {number} ends while a product or a copy is under way")
+                    if self._error is None:
+                        function(*arguments)
+                        if self.queue or self.stores:
+                            raise Fault(
+                                f"partition {number} ends while a product or a copy is under way"
+                            )
             except BaseException as error:
-                with self._condition:
-                    self._error = self._error or error
+                self._error = self._error or error
             finally:
-                with self._condition:
-                    self._running.remove(number)
-                    self._waiting.pop(number, None)
-                    self._giving.discard(number)
-                    self._next(number)
+                self._running.remove(number)
+                self._waiting.pop(number, None)
+                self._giving.discard(number)
+                ready = [n for n in self._running if self._error or self._can_go_on(n)]
+                for following in (ready or self._running)[:1]:
+                    self._wake(following)
 
         threads = [
             threading.Thread(target=run, args=(1 + n, *part), daemon=True)
@@ -303,6 +311,7 @@ class Machine:
         ]
         for thread in threads:
             thread.start()
+        self._wake(1)
         for thread in threads:
             thread.join()
         if self._error is not None:

@@ -327,7 +327,9 @@ def _consumer(
                 # ptxas moves the softmax behind the wait for P V unless the weights are among what is waited for and a
                 # wait for something else (the next keys) stands in front of it.
                 mbarrier.wait(
-                    shared.key_ready.index(after % STAGES), (after // STAGES) & 1, pred=after < count
+                    shared.key_ready.index(after % STAGES),
+                    (after // STAGES) & 1,
+                    pred=after < count,
                 )
                 acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))
                 mbarrier.arrive(shared.value_free.index(before), count=1)
@@ -395,7 +397,9 @@ def _specialized_kernel(
     visits = _visits_of(visible, place, taking_part, sizes.S, TILE, ROWS)
 
     query = gl.allocate_shared_memory(dtype, [2, 1, 1, _ROWS, TILE.block_d], query_tiles.layout)
-    key = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout)
+    key = gl.allocate_shared_memory(
+        dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
+    )
     value = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout)  # fmt: skip
     poison = gl.allocate_shared_memory(
         gl.float32, [STAGES, TILE.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0])
