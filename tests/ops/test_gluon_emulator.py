@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "the query is not waited for": (
         (("mbarrier.wait(shared.query_ready.index(WHO), 0)", "pass"),), _UNCOPIED,
     ),
-    "the next keys are not waited for": (((", pred=after < count", ", pred=after < 0"),), _UNCOPIED),
+    "the next keys are not waited for": ((("pred=after < count", "pred=after < 0"),), _UNCOPIED),
     "an inspector does not wait": (((_LANDED, "pass"),), f"{_UNCOPIED}|{_UNSTORED}"),
     "values are free while a product reads them": (
         ((_PV_ENDS + _SPACE + _FREES_V, _FREES_V + _SPACE + _PV_ENDS),), "overwritten",
@@ -120,7 +120,8 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         (("landed = shared.value_landed.index(stage)", "landed = shared.value_ready.index(stage)"),), "a deadlock",
     ),
     "poison is read before it is written": (
-        (("mbarrier.wait(shared.value_ready.index(stage), (index // STAGES) & 1)", "pass"),), f"{_UNSTORED}|overwritten",
+        (("mbarrier.wait(shared.value_ready.index(stage), (index // STAGES) & 1)", "pass"),),
+        f"{_UNSTORED}|overwritten",
     ),
     "finite parts are stored without a fence": (
         (("            fence_async_shared()\n        mbarrier", "        mbarrier"),), "without a fence_async_shared",
@@ -135,7 +136,8 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         ((_OUT_LANDS, _OUT_LANDS.replace("tma.store_wait(0)", "pass")),), "ends while",
     ),
     "keys are asked for beyond the last tile": (
-        (("for index in range(count):", "for index in range(count + 1):"),), "nobody waited|a deadlock|middle of a phase",
+        (("for index in range(count):", "for index in range(count + 1):"),),
+        "nobody waited|a deadlock|middle of a phase",
     ),
     "a barrier is not initialized": (
         (("mbarrier.init(query_ready.index(i), count=1)", "pass"),), "not initialized|arrivals, of 0",

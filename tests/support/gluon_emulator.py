@@ -63,7 +63,7 @@ class Pointer:
         storage = self.tensor.detach().new_empty(0).set_(self.tensor.untyped_storage())
         at, where = np.broadcast_arrays(self.offset, True if mask is None else mask)
         used = at[where]
-        if used.size and not (0 <= used.min() and used.max() < len(storage)):
+        if used.size and not (used.min() >= 0 and used.max() < len(storage)):
             raise Fault(
                 f"an address outside of a tensor: element {used.min()} or {used.max()} of {len(storage)}"
             )
@@ -166,18 +166,26 @@ class _Language:
     def __getattr__(self, name: str) -> Any:
         return getattr(gl, name)
 
-    maximum, minimum = (staticmethod(_extreme(*each)) for each in ((np.fmax, np.maximum), (np.fmin, np.minimum)))  # fmt: skip
+    maximum = staticmethod(_extreme(np.fmax, np.maximum))
+    minimum = staticmethod(_extreme(np.fmin, np.minimum))
     max, min = staticmethod(_reduced(np.fmax)), staticmethod(_reduced(np.fmin))
-    exp, exp2, log, log2, abs = (staticmethod(_elementwise(f)) for f in (np.exp, np.exp2, np.log, np.log2, np.abs))  # fmt: skip
+    exp, exp2 = staticmethod(_elementwise(np.exp)), staticmethod(_elementwise(np.exp2))
+    log, log2 = staticmethod(_elementwise(np.log)), staticmethod(_elementwise(np.log2))
+    abs = staticmethod(_elementwise(np.abs))
     static_range = range = staticmethod(lambda *ends, **_: range(*map(int, ends)))
     cdiv = staticmethod(lambda a, b: -(-a // b))
     sum = staticmethod(lambda x, axis: value(np.sum(x, axis, dtype=x.dtype)))
     arange = staticmethod(lambda start, end, layout=None: value(np.arange(start, end)))
     where = staticmethod(lambda c, a, b: value(np.where(c, a, b)))
     convert_layout = staticmethod(lambda x, layout: x)
-    full = staticmethod(lambda shape, x, dtype, layout=None: value(rounded(np.full(shape, x), dtype)))  # fmt: skip
-    zeros = staticmethod(lambda shape, dtype, layout=None: value(rounded(np.zeros(shape), dtype)))
-    NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(lambda *_, **__: None)  # fmt: skip
+    NVMMADistributedLayout = DotOperandLayout = staticmethod(lambda *_, **__: None)
+    SliceLayout = BlockedLayout = SwizzledSharedLayout = NVMMADistributedLayout
+
+    def full(self, shape: Any, x: Any, dtype: Any, layout: Any = None) -> Value:
+        return value(rounded(np.full(shape, x), dtype))
+
+    def zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Value:
+        return self.full(shape, 0, dtype)
 
     def static_assert(self, condition: Any, words: str = "") -> None:
         assert condition, words
@@ -305,7 +313,9 @@ class _Names:
         if isinstance(each, types.ModuleType):
             if each.__name__ in ("triton.language", gl.__name__):
                 return self._language
-            return self._hardware["mbarrier"] if each is mbarrier else self._hardware["tma"] if each is tma else each  # fmt: skip
+            return {mbarrier: self._hardware["mbarrier"], tma: self._hardware["tma"]}.get(
+                each, each
+            )
         if type(each).__name__ in ("JITFunction", "GluonJITFunction", "InterpretedFunction"):
             return self.function(each)
         if isinstance(each, gl.constexpr):

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton.attend import Attended, SoftmaxSums, normalized, softmax_scale
+from heads_kernels.ops.triton.attend import SoftmaxSums, normalized, softmax_scale
 from heads_kernels.ops.triton.descriptors import outer_strides
 from heads_kernels.ops.triton.gate import activate, open_rows, row_gates
 from heads_kernels.ops.triton.launch import launch
@@ -53,7 +53,6 @@ from heads_kernels.ops.triton.softmax import online_softmax
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
 from heads_kernels.ops.triton.visible import (
-    Visits,
     full_tile,
     listed_tiles,
     ordered,
@@ -191,7 +190,7 @@ def _inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
     """Of partial tiles: 0 for values that are not finite, and NaN as the `poison` of their keys.
 
     The product reads values of keys that a row does not see, and 0 times NaN is NaN. Poison is added to the scores of
-    the rows that do see the key (`softmax.poison`). Most tiles are finite: of those only sums of `0 * value` are formed.
+    the rows that do see the key (`softmax.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
     """
     # Parts of 8 rows and 64 features: 8 numbers a thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
@@ -204,9 +203,9 @@ def _inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
         mbarrier.wait(shared.value_landed.index(stage), ((index - full) // STAGES) & 1)
         tile = shared.value.index(stage).reshape([BLOCK_N, BLOCK_DV])
         poison = shared.poison.index(stage)
-        poison.store(gl.zeros([BLOCK_N], gl.float32, layout=gl.BlockedLayout([1], [32], [2], [0])))
         sums = gl.zeros([8, 64], gl.float32, layout=PART)
         for first in gl.static_range(0, BLOCK_N, 8):
+            poison.slice(first, 8).store(gl.zeros([8], gl.float32, layout=OF_KEYS))
             for column in gl.static_range(0, BLOCK_DV, 64):
                 part = tile.slice(first, 8).slice(column, 64, dim=1)
                 sums += part.load(PART).to(gl.float32) * 0.0
@@ -342,20 +341,29 @@ def _consumer(
     sums = SoftmaxSums(
         acc, gl.convert_layout(row_max, SUM_ROW), gl.convert_layout(row_sum, SUM_ROW)
     )
-    attended = normalized(
-        sums, terms, None, Place(place.b, place.h, place.hk, first_row, at),
-        Sizes(sizes.H, taking_part, sizes.S, sizes.group, sizes.scale),
-    )  # fmt: skip
-    _write(attended, out_tiles, attended_tiles, shared.query.index(WHO), gate, lse, place.b, place.h, first_row, at, sizes, SUMS, TILE)  # fmt: skip
+    own = Place(place.b, place.h, place.hk, first_row, at)
+    opened = Sizes(sizes.H, taking_part, sizes.S, sizes.group, sizes.scale)
+    attended = normalized(sums, terms, None, own, opened)
+    _write(
+        attended,
+        out_tiles,
+        attended_tiles,
+        shared.query.index(WHO),
+        gate,
+        lse,
+        own,
+        sizes,
+        SUMS,
+        TILE,
+    )
 
 
 @gluon.jit
 def _write(
-    attended, out_tiles, attended_tiles, buffer, gate, lse, b, h, first_row, rows, sizes, SUMS: gl.constexpr,
-    TILE: gl.constexpr,
+    attended, out_tiles, attended_tiles, buffer, gate, lse, own, sizes, SUMS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Store the rows of a consumer and their lse; `buffer` is shared memory for a tile of them."""
-    T = sizes.T
+    b, h, first_row, rows, T = own.b, own.h, own.first, own.at, sizes.T
     tile = buffer.reshape([_ROWS, TILE.block_dv])
     if lse.ptr is not None:
         at = (b * sizes.H + h).to(gl.int64) * T + rows
@@ -400,7 +408,9 @@ def _specialized_kernel(
     key = gl.allocate_shared_memory(
         dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
     )
-    value = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout)  # fmt: skip
+    value = gl.allocate_shared_memory(
+        dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout
+    )
     poison = gl.allocate_shared_memory(
         gl.float32, [STAGES, TILE.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
