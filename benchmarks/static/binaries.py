@@ -208,8 +208,17 @@ def _read(name: str, target: str, options: str, compiled: Any, with_loops: bool)
         registers=registers, spilled=spilled, shared=compiled.metadata.shared,
         matrix=tuple(sorted(found.items())),
         narrow_products=_NARROW_PRODUCT.search(source) is not None,
-        serialized=serialized, warps=compiled.metadata.num_warps, loops=tuple(found_loops),
+        serialized=serialized, warps=_multiplying(compiled), loops=tuple(found_loops),
     )  # fmt: skip
+
+
+def _multiplying(compiled: Any) -> int:
+    """The warps of a program that run its loops: of specialized ones those in groups of four, which multiply."""
+    parts = re.findall(r"partition\d+\(.*num_warps\((\d+)\)", compiled.asm.get("ttgir", ""))
+    if not parts:
+        return int(compiled.metadata.num_warps)
+    first = _number(r'"ttg.num-warps" = (\d+)', compiled.asm["ttgir"])
+    return first + sum(int(warps) for warps in parts if int(warps) >= 4)
 
 
 def _number(pattern: str, text: str) -> int:
