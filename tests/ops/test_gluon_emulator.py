@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 from triton.experimental.gluon import language as gl
 
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton import gluon_forward
+from heads_kernels.ops.triton import gluon_forward, gluon_tiles
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import GatedCase, masks
 from tests.support.gluon_emulator import Pointer, emulated, rounded
@@ -41,18 +42,31 @@ def run(module: ModuleType, order: str, poisoned: bool = False) -> Results:
 
 
 def mutated(folder: Path, *changes: tuple[str, str]) -> ModuleType:
-    """The module of the kernel with other lines."""
-    assert gluon_forward.__file__ is not None
-    source = Path(gluon_forward.__file__).read_text(encoding="utf-8")
+    """The module of the kernel with other lines, in it or in `gluon_tiles`."""
+    own = {"heads_kernels.ops.triton.gluon_tiles": f"{folder.name}_tiles"}
+    sources = {}
+    for module in (gluon_tiles, gluon_forward):
+        assert module.__file__ is not None
+        text = Path(module.__file__).read_text(encoding="utf-8")
+        for name, mutant in own.items():
+            text = text.replace(f"from {name} import", f"from {mutant} import")
+        sources[module] = text
     for old, changed in changes:
-        assert source.count(old) >= 1, old
-        source = source.replace(old, changed)
-    path = folder / "mutated.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("heads_kernels.ops.triton.mutated", path)
+        assert any(old in text for text in sources.values()), old
+        sources = {module: text.replace(old, changed) for module, text in sources.items()}
+    for module, text in sources.items():
+        found = load(folder, f"{folder.name}_{module.__name__.rpartition('_')[2]}", text)
+    return found
+
+
+def load(folder: Path, name: str, text: str) -> ModuleType:
+    """A module of this text; the file stays, for Triton reads it."""
+    path = folder / f"{name}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -63,7 +77,7 @@ _FREES_V = "mbarrier.arrive(shared.value_free.index(before), count=1)\n"
 _QK_ENDS = "scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))\n"
 _FREES_K = "mbarrier.arrive(shared.key_free.index(stage), count=1)\n"
 _SPACE = " " * 16
-_OUT_LANDS = "_store(out_tiles, [b, h, first_row, 0], buffer)\n    tma.store_wait(0)"
+_OUT_LANDS = "store_tiles(out_tiles, [b, h, first_row, 0], buffer)\n    tma.store_wait(0)"
 _LANDED = "mbarrier.wait(shared.value_landed.index(stage), ((index - full) // STAGES) & 1)"
 _UNCOPIED = "before its copy was waited for"
 _UNSTORED = "has not waited for what another stored"
@@ -127,7 +141,7 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         (("            fence_async_shared()\n        mbarrier", "        mbarrier"),), "without a fence_async_shared",
     ),
     "the output is stored without a fence": (
-        (("    fence_async_shared()\n    _store(out", "    _store(out"),), "without a fence_async_shared",
+        (("    fence_async_shared()\n    store_tiles(out", "    store_tiles(out"),), "without a fence_async_shared",
     ),
     "the output is written while a copy reads the rows before the gate": (
         (("tma.store_wait(0)\n    gated", "pass\n    gated"),), "while a copy reads it",

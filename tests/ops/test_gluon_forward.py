@@ -9,6 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +26,9 @@ if not TRITON_INTERPRETED:
 
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton import forward, gluon_forward
+from heads_kernels.ops.triton import forward, gluon_forward, tiles
+from heads_kernels.ops.triton.gluon_tiles import place_of
+from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import CASES, GatedCase, check, masks
 from tests.support.gluon_emulator import emulated
@@ -104,3 +108,90 @@ def test_cases(backend: str, gated: GatedCase, dtype: torch.dtype, order: str) -
         report = check(gated, dtype, backend, backward=False)
     assert report.ok, str(report)
     assert launched.called
+
+
+#: Where a NaN or an infinity stands: in a key or in a value, hidden from some rows, from all of them, or in padding.
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", ["triton"])
+def test_hidden_numbers_that_are_not_finite(backend: str, number: float) -> None:
+    case = GatedCase(
+        "poison",
+        2,
+        2,
+        140,
+        200,
+        D=64,
+        Dv=64,
+        mask=masks.padded(140, 70, queries=False, causal=True),
+    )
+    inputs = case.make(torch.bfloat16)
+    tensors = dict(inputs.tensors)
+    for name in ("key", "value"):
+        tensors[name] = tensors[name].clone()
+        tensors[name][1, :, 70:, 5] = number  # beyond the length
+    tensors["value"][:, :, 60, 7] = number  # rows from 60 on see it
+    clean = dict(tensors)
+    clean["value"] = tensors["value"].nan_to_num(0.0, 0.0, 0.0)
+    clean["key"] = tensors["key"].nan_to_num(0.0, 0.0, 0.0)
+    with in_gluon("greedy"), torch.no_grad():
+        out = replace(inputs, tensors=tensors).call(backend)
+        expected = replace(inputs, tensors=clean).call(backend)
+    assert torch.equal(out[:, :, :60], expected[:, :, :60])
+    assert not out[:, :, 60:, 7].isfinite().any()
+
+
+def test_which_calls_it_serves() -> None:
+    """On sm_90, in 16 bits, where descriptors can describe every tensor and no term is missing."""
+
+    def chosen(kind: str = "sm_90", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> bool:
+        options = {"T": 512, "S": 512, "D": 64, "Dv": 64} | changes
+        case = GatedCase("call", 1, 2, options.pop("T"), options.pop("S"), **options)
+        call = case.make(dtype).parsed()
+        if options.get("dropout_p"):
+            call = call._replace(seed=torch.zeros(5, dtype=torch.int64))
+        out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
+        with (
+            mock.patch.object(tiles, "TRITON_INTERPRETED", False),
+            mock.patch.object(tiles, "_kind_of_target", return_value=kind),
+        ):
+            return forward._warp_tiles(call, Results(out, out[:0], out[:0])) is not None
+
+    assert chosen()
+    assert chosen(dtype=torch.float16, is_causal=True, gate="BHTD", sinks=True, softcap=30.0)
+    for width in (40, 96, 128, 200, 256):
+        assert chosen(D=width, Dv=width)
+    assert chosen(mask=masks.dense_blocks, T=600)
+    for kind in ("sm_100", "sm_80", "other"):
+        assert not chosen(kind)
+    assert not chosen(dtype=torch.float32)
+    refused: tuple[dict[str, Any], ...] = (
+        {"T": 16}, {"S": 511}, {"D": 32, "Dv": 32}, {"Dv": 128}, {"D": 100, "Dv": 100}, {"dropout_p": 0.1},
+        {"bias": "HTS"}, {"offsets": 9}, {"layout": "sliced"},
+    )  # fmt: skip
+    for changes in refused:
+        assert not chosen(**changes), changes
+    with mock.patch.object(forward, "_HAS_GLUON", False):
+        assert not chosen()
+
+
+def test_places() -> None:
+    """Programs of `together` heads come one tile of rows after another, the last first; every tile once."""
+    T, H, pairs = 300, 3, 6
+    programs = pairs * 3
+    for together in (1, 2, 4, 6):
+        found = []
+
+        def collect(place: Any) -> None:
+            found.append((int(place.b) * H + int(place.h), int(place.first)))  # noqa: B023 (called at once)
+
+        launch = emulated("greedy")
+        kernel = mock.Mock(fn=_places_kernel)
+        launch(kernel, programs, torch.empty(0), None, Sizes(H, T, 1, 1, 1.0), together, collect)
+        assert sorted(found) == sorted((p, t) for p in range(pairs) for t in (0, 128, 256))
+        first_tiles = [first for _, first in found[: min(together, pairs)]]
+        assert first_tiles == [256] * len(first_tiles)
+
+
+def _places_kernel(sizes: Any, together: Any, collect: Any) -> None:
+    TILE = SimpleNamespace(block_m=128)
+    collect(place_of(sizes, together, TILE, None))

@@ -3,7 +3,7 @@
 Grid     One program computes 128 query rows of one head; of heads whose keys and values share the L2 cache, the tiles
          with the last rows (of a causal mask the longest) come first. A closed head visits no tile.
 Warps    Two consumers of 4 warps have 64 rows each. A producer of 1 warp asks for tiles through tensor descriptors. An
-         inspector of 2 warps reads the values of partial tiles before consumers do (see `_inspector`).
+         inspector of 2 warps reads the values of partial tiles before consumers do (`gluon_tiles`).
 Rings    Of STAGES tiles of keys, and of values. A barrier `ready` completes when a tile has landed, `free` when both
          consumers have read it. Values of partial tiles are `landed` first, and `ready` when they have been inspected.
 Overlap  A consumer issues Q K^T of a tile, then P V of the tile before, and computes the softmax of the one while the
@@ -12,12 +12,12 @@ Memory   The query, and in its place the output, then two rings. Scores, probabi
          a thread of a consumer, 40 of the others: 64,512 for 384 threads.
 
 `forward` decides what comes here (`warp_tiles`). Functions of Triton's kernels that make no tiles of their own run in
-Gluon as they are; tiles have a layout here. `tests/support/gluon_emulator.py` runs this file without a GPU.
+Gluon as they are; tiles have a layout here. `tests/support/gluon_emulator.py` runs both files without a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,6 +36,16 @@ from heads_kernels.ops.attention import Results
 from heads_kernels.ops.triton.attend import SoftmaxSums, normalized, softmax_scale
 from heads_kernels.ops.triton.descriptors import outer_strides
 from heads_kernels.ops.triton.gate import activate, open_rows, row_gates
+from heads_kernels.ops.triton.gluon_tiles import (
+    CONSUMER_ROWS,
+    Shared,
+    first_key,
+    inspector,
+    place_of,
+    producer,
+    store_tiles,
+    visits_of,
+)
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import (
     Pairs,
@@ -52,174 +62,12 @@ from heads_kernels.ops.triton.scores import finish
 from heads_kernels.ops.triton.softmax import online_softmax
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import (
-    full_tile,
-    listed_tiles,
-    ordered,
-    pairs_visible,
-    partial_count,
-    partial_tile,
-    ranges,
-    tiles_of_ranges,
-)
+from heads_kernels.ops.triton.visible import pairs_visible, partial_count, ranges
 
-# Other names until Triton 3.6.
-_load: Final = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_store: Final = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-
-#: Query rows of a consumer: the fewest that four warps multiply.
-_ROWS: gl.constexpr = gl.constexpr(64)
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64
-#: Keys looked at together for a hidden one. Heuristic: 8 a thread, as of `visible`.
-_SCAN: gl.constexpr = gl.constexpr(1024)
 #: Keys and values of heads in work at once: of the 50 MiB of L2, what the output leaves (heuristic).
 _CACHED: Final = 32 << 20
-
-
-class Shared(NamedTuple):
-    """Shared memory, in a kernel: tiles, and barriers."""
-
-    query: Any  # [2, 1, 1, ROWS, BLOCK_D], a tile for each consumer; then its output
-    key: Any  # [STAGES, 1, 1, BLOCK_N, BLOCK_D]
-    value: Any  # [STAGES, 1, 1, BLOCK_N, BLOCK_DV]
-    poison: Any  # float32 [STAGES, BLOCK_N], of partial tiles
-    query_ready: Any  # [2]
-    key_ready: Any  # [STAGES], as the others
-    key_free: Any
-    value_landed: Any
-    value_ready: Any
-    value_free: Any
-    turns: Any  # [2]
-
-
-class OutputTiles(NamedTuple):
-    """Descriptors of the output and of what it is before the gate, in a kernel; None: it is not kept."""
-
-    out: Any
-    attended: Any
-
-
-@gluon.jit
-def _place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
-    """The place of a program among `together` heads that are in work at once; `sizes.T` rows have tiles."""
-    tiles = gl.cdiv(sizes.T, TILE.block_m)
-    heads = gl.num_programs(0) // tiles
-    first = gl.program_id(0) // (together * tiles) * together
-    beside = gl.minimum(heads - first, together)
-    program = gl.program_id(0) - first * tiles
-    pair = first + program % beside
-    b, h = pair // sizes.H, pair % sizes.H
-    first_row = (tiles - 1 - program // beside) * TILE.block_m
-    return Place(
-        b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS)
-    )
-
-
-@gluon.jit
-def _visits_of(visible, place, T, S, TILE: gl.constexpr, ROWS: gl.constexpr):
-    """The tiles of keys that the rows of `place` see; see `visible`."""
-    BLOCK_N: gl.constexpr = TILE.block_n
-    if visible.lists is not None:
-        visits = listed_tiles(visible, place.b, place.h, place.first // TILE.block_m, T)
-    else:
-        lo, hi = ranges(visible, place.b, place.at, T, S)
-        start, full_start, full_end, end = tiles_of_ranges(lo, hi, place.at, T, BLOCK_N)
-        if visible.key_visible is not None:
-            # Full tiles end at the first hidden key.
-            hole = full_end * BLOCK_N
-            at = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys
-            for scan in range(full_start * BLOCK_N, gl.minimum(full_end, end) * BLOCK_N, _SCAN):
-                keys = scan + gl.arange(0, _SCAN, layout=ROWS)
-                seen = gl.load(at + keys, mask=keys < hole, other=1) != 0
-                hole = gl.minimum(hole, gl.min(gl.where(seen, 2147483647, keys), 0))
-            full_end = hole // BLOCK_N
-        visits = ordered(start, full_start, full_end, end)
-    return visits
-
-
-@gluon.jit
-def _first_key(visible, place, index, visits, TILE: gl.constexpr):
-    """The first key of the tile that is visited at `index`: full tiles come first."""
-    own = place.first // TILE.block_m
-    full = visits.full_end - visits.full_start
-    if index < full:
-        number = full_tile(visible, place.b, place.h, own, visits.full_start + index)
-    else:
-        number = partial_tile(visible, place.b, place.h, own, index - full, visits)
-    return number * TILE.block_n
-
-
-@gluon.jit
-def _producer(
-    query_tiles, key_tiles, value_tiles, shared, visible, place, visits, TILE: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Ask for the query, and for the tiles of keys and values as their places become free."""
-    ROWS: gl.constexpr = _ROWS
-    KEY_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_d
-    VALUE_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_dv
-    b, h, hk = place.b, place.h, place.hk
-    full = visits.full_end - visits.full_start
-    count = full + partial_count(visits)
-    if count > 0:
-        for who in gl.static_range(2):
-            ready = shared.query_ready.index(who)
-            mbarrier.expect(ready, 2 * ROWS * TILE.block_d)
-            _load(query_tiles, [b, h, place.first + who * ROWS, 0], ready, shared.query.index(who))
-    for index in range(count):
-        stage = index % STAGES
-        free = (index // STAGES + 1) & 1
-        first = _first_key(visible, place, index, visits, TILE)
-        mbarrier.wait(shared.key_free.index(stage), free)
-        ready = shared.key_ready.index(stage)
-        mbarrier.expect(ready, KEY_BYTES)
-        _load(key_tiles, [b, hk, first, 0], ready, shared.key.index(stage))
-        mbarrier.wait(shared.value_free.index(stage), free)
-        if index < full:
-            ready = shared.value_ready.index(stage)
-            mbarrier.expect(ready, VALUE_BYTES)
-            _load(value_tiles, [b, hk, first, 0], ready, shared.value.index(stage))
-        else:
-            landed = shared.value_landed.index(stage)
-            mbarrier.expect(landed, VALUE_BYTES)
-            _load(value_tiles, [b, hk, first, 0], landed, shared.value.index(stage))
-
-
-@gluon.jit
-def _inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Of partial tiles: 0 for values that are not finite, and NaN as the `poison` of their keys.
-
-    The product reads values of keys that a row does not see, and 0 times NaN is NaN. Poison is added to the scores of
-    the rows that do see the key (`softmax.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
-    """
-    # Parts of 8 rows and 64 features: 8 numbers a thread.
-    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
-    OF_KEYS: gl.constexpr = gl.SliceLayout(1, PART)
-    BLOCK_N: gl.constexpr = TILE.block_n
-    BLOCK_DV: gl.constexpr = TILE.block_dv
-    full = visits.full_end - visits.full_start
-    for index in range(full, full + partial_count(visits)):
-        stage = index % STAGES
-        mbarrier.wait(shared.value_landed.index(stage), ((index - full) // STAGES) & 1)
-        tile = shared.value.index(stage).reshape([BLOCK_N, BLOCK_DV])
-        poison = shared.poison.index(stage)
-        sums = gl.zeros([8, 64], gl.float32, layout=PART)
-        for first in gl.static_range(0, BLOCK_N, 8):
-            poison.slice(first, 8).store(gl.zeros([8], gl.float32, layout=OF_KEYS))
-            for column in gl.static_range(0, BLOCK_DV, 64):
-                part = tile.slice(first, 8).slice(column, 64, dim=1)
-                sums += part.load(PART).to(gl.float32) * 0.0
-        if gl.max(gl.max(gl.where(sums == 0.0, 0, 1), 1), 0) != 0:
-            for first in gl.static_range(0, BLOCK_N, 8):
-                of_keys = gl.zeros([8], gl.float32, layout=OF_KEYS)
-                for column in gl.static_range(0, BLOCK_DV, 64):
-                    part = tile.slice(first, 8).slice(column, 64, dim=1)
-                    values = part.load(PART).to(gl.float32)
-                    of_keys += gl.sum(values - values, 1)
-                    part.store(gl.where((values - values) == 0.0, values, 0.0).to(tile.dtype))
-                poison.slice(first, 8).store(of_keys)
-            fence_async_shared()
-        mbarrier.arrive(shared.value_ready.index(stage), count=1)
 
 
 @gluon.jit
@@ -245,7 +93,7 @@ def _masked(
     stage = index % STAGES
     mbarrier.wait(shared.value_ready.index(stage), (index // STAGES) & 1)
     poison = shared.poison.index(stage).load(COLUMNS)
-    first = _first_key(visible, place, index, visits, TILE)
+    first = first_key(visible, place, index, visits, TILE)
     keys = first + gl.arange(0, TILE.block_n, layout=COLUMNS)
     pairs = Pairs(place.b, place.h, place.at[:, None], keys[None, :])
     seen = pairs_visible(visible, terms, pairs, lo[:, None], hi[:, None], sizes.T, sizes.S, 0.0)
@@ -258,7 +106,7 @@ def _consumer(
     WHO: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a program against all of its tiles, and their output."""
-    ROWS: gl.constexpr = _ROWS
+    ROWS: gl.constexpr = CONSUMER_ROWS
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -364,14 +212,14 @@ def _write(
 ):  # fmt: skip
     """Store the rows of a consumer and their lse; `buffer` is shared memory for a tile of them."""
     b, h, first_row, rows, T = own.b, own.h, own.first, own.at, sizes.T
-    tile = buffer.reshape([_ROWS, TILE.block_dv])
+    tile = buffer.reshape([CONSUMER_ROWS, TILE.block_dv])
     if lse.ptr is not None:
         at = (b * sizes.H + h).to(gl.int64) * T + rows
         gl.store(lse.ptr + at, attended.lse, mask=rows < T)
     if attended_tiles is not None:
         tile.store(attended.rows.to(attended_tiles.dtype))
         fence_async_shared()
-        _store(attended_tiles, [b, h, first_row, 0], buffer)
+        store_tiles(attended_tiles, [b, h, first_row, 0], buffer)
         tma.store_wait(0)
     gated = attended.rows
     if TILE.gate == "elements":
@@ -388,7 +236,7 @@ def _write(
     gated = gl.where(attended.sees[:, None], gated, 0.0)
     tile.store(gated.to(out_tiles.dtype))
     fence_async_shared()
-    _store(out_tiles, [b, h, first_row, 0], buffer)
+    store_tiles(out_tiles, [b, h, first_row, 0], buffer)
     tma.store_wait(0)
 
 
@@ -400,11 +248,13 @@ def _specialized_kernel(
     """A program computes 128 rows of `out` of one head. A closed head writes its zeros and is done."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = query_tiles.dtype
-    place = _place_of(sizes, together, TILE, ROWS)
+    place = place_of(sizes, together, TILE, ROWS)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
-    visits = _visits_of(visible, place, taking_part, sizes.S, TILE, ROWS)
+    visits = visits_of(visible, place, taking_part, sizes.S, TILE, ROWS)
 
-    query = gl.allocate_shared_memory(dtype, [2, 1, 1, _ROWS, TILE.block_d], query_tiles.layout)
+    query = gl.allocate_shared_memory(
+        dtype, [2, 1, 1, CONSUMER_ROWS, TILE.block_d], query_tiles.layout
+    )
     key = gl.allocate_shared_memory(
         dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
     )
@@ -448,8 +298,8 @@ def _specialized_kernel(
                 out_tiles, attended_tiles, shared, visible, terms, gate, lse, place, visits, taking_part, sizes, 1,
                 TILE, STAGES,
             )),
-            (_producer, (query_tiles, key_tiles, value_tiles, shared, visible, place, visits, TILE, STAGES)),
-            (_inspector, (shared, visits, TILE, STAGES)),
+            (producer, (query_tiles, key_tiles, value_tiles, shared, visible, place, visits, TILE, STAGES)),
+            (inspector, (shared, visits, TILE, STAGES)),
         ],
         [4, 1, 2],
         [232, 40, 40],
@@ -466,7 +316,7 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
     constants = tile_constants(
         tiles, call.D, call.Dv, gate=gate_kind(call.gate), activation=call.gate_activation, width=width
     )  # fmt: skip
-    queries, keys = ((block, width) for block in (_ROWS.value, tiles.block_n))
+    queries, keys = ((block, width) for block in (CONSUMER_ROWS.value, tiles.block_n))
     together = _CACHED // (4 * max(S, 1) * width) * sizes.group
     launch(
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
