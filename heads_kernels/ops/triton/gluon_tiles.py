@@ -23,7 +23,7 @@ from heads_kernels.ops.triton.visible import (
     tiles_of_ranges,
 )
 
-# Other names until Triton 3.6.
+# Older names until Triton 3.7.
 load_tiles: Final = (
     tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 )
