@@ -98,7 +98,9 @@ OTHERS_IN_GLUON += works(
     "works", [IN_GLUON, pytest.param(OTHERS_IN_GLUON, marks=pytest.mark.release)]
 )
 def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cache: Path) -> None:
-    """Of specialized warps: in the loops over full and over partial tiles, which spill nothing.
+    """Of specialized warps: in the loops over full and over partial tiles of the first consumer, which spill nothing.
+
+    What leads to the second consumer, a table of jumps, is not followed; its code is that of the first.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
     it. Of 66 for a tile of 128 keys two are those of a row's sums.
