@@ -17,7 +17,8 @@ Gluon as they are; tiles have a layout here. `tests/support/gluon_emulator.py` r
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+from typing import Any, Final
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -330,5 +331,12 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
 def _tiles_in(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
     """`descriptors.tiles_in`, with the layout that products read."""
     shape = [1, 1, block, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, str(rows.dtype).split(".")[1]))
-    return TensorDescriptor(rows, list(rows.shape), [*outer_strides(rows), 1], shape, layout)
+    strides = [*outer_strides(rows), 1]
+    return TensorDescriptor(rows, list(rows.shape), strides, shape, _layout(*shape, rows.dtype))
+
+
+@functools.cache
+def _layout(*shape: Any) -> gl.NVMMASharedLayout:
+    """The layout of a tile in shared memory, of its sizes and dtype."""
+    *sizes, dtype = shape
+    return gl.NVMMASharedLayout.get_default_for(sizes, getattr(gl, str(dtype).split(".")[1]))
