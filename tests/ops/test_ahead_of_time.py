@@ -98,7 +98,9 @@ OTHERS_IN_GLUON += works(
     "works", [IN_GLUON, pytest.param(OTHERS_IN_GLUON, marks=pytest.mark.release)]
 )
 def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cache: Path) -> None:
-    """Of specialized warps: in the loops over full and over partial tiles of the first consumer, which spill nothing.
+    """Of specialized warps: in the loops over full and over partial tiles of the first consumer.
+
+    The first spills nothing, the second at most 4 instructions, of addresses beside the cells of a mask.
 
     What leads to the second consumer, a table of jumps, is not followed; its code is that of the first.
 
@@ -115,10 +117,9 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
         assert not one.broken()
         assert not one.kernel.serialized
         assert one.kernel.warps == 8
-        assert len(one.kernel.loops) == 2, one
-        for loop in one.kernel.loops:
+        for loop, most in zip(one.kernel.loops, (0, 4), strict=True):
             under_way, every = loop.overlap
-            assert loop.spills == 0, one
+            assert loop.spills <= most, one
             assert under_way * 66 >= every * 60, one
 
 
