@@ -118,7 +118,7 @@ struct Statistics {
     const HeadTile at(mixes ? p.mixing.size[0] : p.query.size[1], ceil_div(T_rows, kBlock));
     const int first_row = at.tile * kBlock, warp_row = warp() * 16;
     const Head head = {at.b, at.h, T_rows, S};
-    const Visible visible(p.mask, at.b, T_rows, S);
+    const Visible visible(p.mask, at.b, at.h, T_rows, S);
     HK_ROLLED
     for (int i = thread_index(); i < kBlock; i += kThreads)
       on_chip.ranges[i] = visible.range(first_row + i);

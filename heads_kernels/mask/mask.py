@@ -21,6 +21,7 @@ from heads_kernels.mask.terms import (
     Causal,
     Dense,
     Documents,
+    HeadWindows,
     KeyLengths,
     KeyMask,
     Prefix,
@@ -35,7 +36,7 @@ from heads_kernels.mask.terms import (
 class Mask:
     """Which keys each query row may see. Several arguments, like `a & b`, hide every pair that any of them hides.
 
-    For row i of T, key j of S and batch b:
+    For row i of T, key j of S, batch b and head h:
 
     causal          True or "upper_left": `j <= i`, as in `scaled_dot_product_attention`;
                     "lower_right": `j <= i + S - T`, for decoding with a cache
@@ -44,12 +45,15 @@ class Mask:
     key_mask        bool `[B or 1, S]`, True = real key: padding on either side, holes anywhere
     query_mask      bool `[B or 1, T]`, True = real row: other rows see no key
     window          `(left, right)`, -1 unlimited: `i - left <= j <= i + right`;
-                    with causal="lower_right", i + S - T replaces i
+                    with causal="lower_right", i + S - T replaces i. One for each head: a list of H such pairs, or
+                    integers `[H, 2]`
+    first_keys      an int, a list of H ints or integers `[H]`, only with window: its left side does not hide keys
+                    `j < first_keys[h]`. Other arguments, causal and the right side hide them as they do without it
     document_ids    integers `[S]` or `[B or 1, S]` (T == S), ascending, or a pair `(query_ids, key_ids)`,
                     key_ids ascending: row i sees the keys with its own id
     prefix_lengths  integers `[B]` or `[1]`, only with causal: `j < prefix_lengths[b]` is visible too
 
-    `window` and `prefix_lengths` are aligned by the `causal` of the same Mask: in
+    `window`, `first_keys` and `prefix_lengths` are aligned by the `causal` of the same Mask: in
     `Mask(causal="lower_right") & Mask(window=...)` the window is still upper-left aligned.
 
     Tensors are kept by reference, have no gradient and must be on the device of the query. Lengths may
@@ -65,6 +69,7 @@ class Mask:
 
         hk.Mask(causal=True, key_mask=tokens != pad)
         hk.Mask(causal="lower_right", window=(4095, 0))
+        hk.Mask(causal=True, window=[(-1, 0), (255, 0)], first_keys=[0, 64])
         hk.Mask.from_cu_seqlens(cu_seqlens, total) & hk.Mask(causal=True)
     """
 
@@ -79,9 +84,10 @@ class Mask:
         query_lengths: Tensor | Sequence[int] | None = None,
         key_mask: Tensor | None = None,
         query_mask: Tensor | None = None,
-        window: tuple[int, int] | None = None,
+        window: tuple[int, int] | Sequence[tuple[int, int]] | Tensor | None = None,
         document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
         prefix_lengths: Tensor | Sequence[int] | None = None,
+        first_keys: Tensor | Sequence[int] | int | None = None,
     ) -> None:
         align = _parse_causal(causal)
         terms: tuple[Term, ...] = ()
@@ -93,7 +99,9 @@ class Mask:
         elif align is not None:
             terms += (Causal(align),)
         if window is not None:
-            terms += (Window(_parse_window(window), align or "upper_left"),)
+            terms += (_parse_windows(window, first_keys, align or "upper_left"),)
+        elif first_keys is not None:
+            refuse("first_keys", "is given without window", "pass window=(left, right) too")
         if key_lengths is not None:
             terms += (KeyLengths(_parse_lengths("key_lengths", key_lengths)),)
         if query_lengths is not None:
@@ -214,14 +222,8 @@ class Mask:
         if readable(index) and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < T:
             refuse("positions", f"is from {int(index.min())} to {int(index.max())}", f"T is {T}")
         whole = self.intervals(B, H, T, S, positions.device)
-        lo, hi = (
-            (index + whole.band_lo).clamp(0, S)[None],
-            (index + whole.band_hi).clamp(0, S)[None],
-        )
-        if whole.k_lo is not None and whole.k_hi is not None:
-            lo = torch.maximum(lo, whole.k_lo[:, index])
-            hi = torch.minimum(hi, whole.k_hi[:, index])
-        terms: tuple[Term, ...] = (Bounds(lo, hi),)
+        lo, hi = (x[..., index].clamp(0, S) for x in whole.bounds(T, index.device))
+        terms: tuple[Term, ...] = (Bounds(lo, hi, whole.first_keys),)
         if whole.key_visible is not None:
             terms += (KeyMask(whole.key_visible),)
         if (dense := whole.dense) is not None:
@@ -232,7 +234,11 @@ class Mask:
         """The `Intervals` of the mask, not cached: for a mask that is used once."""
         if not self.terms:
             return Intervals()
-        parts = (term.intervals(B, H, T, S, device) for term in self.terms)
+        parts = [term.intervals(B, H, T, S, device) for term in self.terms]
+        for at, part in enumerate(parts):
+            others = parts[:at] + parts[at + 1 :]
+            if part.first_keys is not None and any(each.limits_first_keys for each in others):
+                parts[at] = Intervals(dense=part.to_dense(T, S, device))
         return reduce(and_, parts).laid_out(T)
 
     def __getstate__(self) -> dict[str, object]:
@@ -319,7 +325,8 @@ def _parse_causal(causal: object) -> Alignment | None:
 
 
 def _parse_window(window: object) -> tuple[int, int]:
-    instead = "pass (left, right), inclusive counts of keys on either side, -1 = unlimited"
+    instead = "pass (left, right), inclusive counts of keys on either side, -1 = unlimited,"
+    instead += " or one for each head: a list of H such pairs or an integer tensor [H, 2]"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         refuse("window", f"is {window!r}", instead)
     if not all(map(_is_int, window)):
@@ -328,6 +335,46 @@ def _parse_window(window: object) -> tuple[int, int]:
     if left < -1 or right < -1:
         refuse("window", f"is {window!r}", instead)
     return (-1 if left >= UNBOUNDED else left), (-1 if right >= UNBOUNDED else right)
+
+
+def _parse_windows(window: object, first_keys: object, align: Alignment) -> Term:
+    nested = isinstance(window, (tuple, list)) and any(map(_is_pair, window))
+    sides: Tensor | tuple[tuple[int, int], ...]
+    if isinstance(window, Tensor):
+        layout = "pass (left, right), or one for each head as an integer tensor [H, 2]"
+        sides = _parse_tensor("window", window, _INTEGERS, (2,), layout)
+        if sides.shape[1] != 2:
+            refuse("window", f"has shape {list(sides.shape)}", layout)
+        if readable(sides) and sides.numel() and int(sides.min()) < -1:
+            refuse("window", f"has {int(sides.min())}", "-1 is unlimited")
+    elif nested:
+        sides = tuple(map(_parse_window, window))
+    elif first_keys is None:
+        return Window(_parse_window(window), align)
+    else:
+        sides = (_parse_window(window),)
+    return HeadWindows(sides, _parse_first_keys(first_keys), align)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+def _parse_first_keys(first_keys: object) -> Tensor | tuple[int, ...] | None:
+    if first_keys is None:
+        return None
+    instead = "pass an int, or one for each head: a list of H ints or an integer tensor [H]"
+    if isinstance(first_keys, Tensor):
+        first_keys = _parse_tensor("first_keys", first_keys, _INTEGERS, (1,), instead)
+        if readable(first_keys) and first_keys.numel() and int(first_keys.min()) < 0:
+            refuse("first_keys", f"has {int(first_keys.min())}", instead)
+        return first_keys
+    counts = tuple(first_keys) if isinstance(first_keys, (tuple, list)) else (first_keys,)
+    if not all(map(_is_int, counts)):
+        refuse("first_keys", f"is {first_keys!r}", instead, TypeError)
+    if any(is_int(count) and not 0 <= count <= UNBOUNDED for count in counts):
+        refuse("first_keys", f"is {first_keys!r}", "counts go from 0 to S")
+    return counts
 
 
 def _parse_lengths(argument: str, lengths: object) -> Tensor | tuple[int, ...]:

@@ -61,8 +61,8 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
         table = table[:, first : first + max(count + S - 1, 1)]
     mask, dense = call.intervals, call.dense_mask
     mask = mask.from_row(start)._replace(
-        k_lo=None if mask.k_lo is None else mask.k_lo[:, rows],
-        k_hi=None if mask.k_hi is None else mask.k_hi[:, rows],
+        k_lo=None if mask.k_lo is None else mask.k_lo[..., rows],
+        k_hi=None if mask.k_hi is None else mask.k_hi[..., rows],
         dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
     )
     return call._replace(query=query, bias=bias, offset_bias=table).under(mask)

@@ -94,7 +94,7 @@ def _gated_kernel(of, written, sizes, TILE: tl.constexpr):
     first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, h // sizes.group, first_row, rows)
-    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
+    lo, hi = ranges(of.visible, b, h, rows, T, S)  # [BLOCK_M]
     own = first_row // BLOCK_M
     visits = tiles_seen(of.visible, place, own, lo, hi, T, BLOCK_N)
     q = load_tile(
@@ -186,7 +186,7 @@ def _collaborative_kernel(of, written, sizes, TILE: tl.constexpr):
     first_row = (tiles - 1 - tl.program_id(0) // H % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, h, first_row, rows)
-    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
+    lo, hi = ranges(of.visible, b, h, rows, T, S)  # [BLOCK_M]
     own = first_row // BLOCK_M
     visits = tiles_seen(of.visible, place, own, lo, hi, T, TILE.block_n)
     chunks = active_chunks(of.mixing, h, TILE)
