@@ -33,7 +33,7 @@ class Term(ABC):
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         """The `Intervals` of this term for a call of these sizes; raises ValueError if it does not fit them.
 
-        Bounds may have any integer dtype, sizes `[B or 1, H or 1, T or 1]` and `k_lo` None for 0: `laid_out` comes later.
+        Bounds may have any integer dtype, sizes `[B or 1, H or 1, T or 1]`, and `k_lo` None for 0: `laid_out` is later.
         Those of int32 share no memory with tensors of the caller.
         """
 
