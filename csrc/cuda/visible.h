@@ -166,7 +166,8 @@ HK_DEVICE TileList tiles_of_ranges(const Visible& visible, There&& there, RangeO
     least_of_block<kThreads>(hole, scratch);
     full_end = hole[0] / kBlockN;
   }
-  return {start, full_start, full_end, end, ceil_div(front, kBlockN)};
+  const int in_front = ceil_div(front, kBlockN);
+  return {start, full_start, full_end, end, in_front};
 }
 
 // The same of rows `first_row` to `first_row + kBlockM - 1` of a head.

@@ -14,7 +14,8 @@ from tests.ops.calls import DIFFERENTIABLE, NAMES, call, tensors
 from tests.support.alike import assert_alike
 
 B, H, Hk, T = 2, 4, 2, 150
-#: Heads 0 and 1 share a key head with mixing; 0 sees all, and the first keys of 2 reach past its window.
+SCALE = 0.3  # the default depends on the number of heads
+#: Heads 0 and 1 share a key head; 0 sees all earlier keys, and the first keys of 2 are more than a tile.
 WINDOWS, FIRST = [(-1, 0), (20, 0), (33, 2), (0, -1)], [0, 3, 70, 1]
 
 
@@ -28,7 +29,8 @@ def head_of(operator: str, given: dict[str, Tensor], h: int) -> dict[str, Tensor
     """What head h reads."""
     own = slice(h, h + 1)
     if operator == "collaborative_attention":
-        return {**given, "mixing": given["mixing"][own], "value": given["value"][:, own]}
+        of_head = {name: given[name][:, own] for name in ("value", "content_bias")}
+        return {**given, **of_head, "mixing": given["mixing"][own]}
     shared = slice(h * Hk // H, h * Hk // H + 1)
     names = {name: own if name == "query" else shared for name in given}
     return {name: given[name][:, heads] for name, heads in names.items()}
@@ -46,7 +48,7 @@ def test_heads_are_calls_of_one_window_each(operator: str, backend: str, rows: i
     real = torch.arange(T) != 7
 
     def attend(mask: hk.Mask, **given: Tensor) -> tuple[Tensor, ...]:
-        results = call(operator, backend, **given, attn_mask=mask, **more)
+        results = call(operator, backend, **given, attn_mask=mask, scale=SCALE, **more)
         return results if more else (results,)
 
     got = attend(mask_of(key_mask=real[None]), **given)
@@ -71,7 +73,7 @@ def test_statistics_of_heads(backend: str, mixing: bool) -> None:
 
     def measure(mask: hk.Mask, given: dict[str, Tensor]) -> AttentionStatistics:
         scored = {name: each for name, each in given.items() if name != "value"}
-        return call("attention_statistics", backend, **scored, attn_mask=mask)
+        return call("attention_statistics", backend, **scored, attn_mask=mask, scale=SCALE)
 
     got = measure(mask_of(), given)
     heads = [measure(mask_of(slice(h, h + 1)), head_of(operator, given, h)) for h in range(H)]
