@@ -6,6 +6,7 @@ intersects the parts that are given, skips tiles outside of them, and needs no m
 not know which mask it serves.
 
 mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
+arguments.py  what its arguments may be
 terms.py      the terms; each gives its `Intervals`
 intervals.py  `Intervals`, as kernels read them
 kept.py       what is cached between calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple, TypeVar
 
@@ -82,12 +83,11 @@ class Intervals(NamedTuple):
         if dense is not None and dense.shape[3] != 1:
             dense = dense[..., positions]
         # Positions ascend, so that those within [lo, hi) are consecutive.
-        limits = (lo, hi) if self.first_keys is None else (lo, hi, self.first_keys)
-        k_lo, k_hi, *first_keys = (
-            torch.searchsorted(positions, each, out_int32=True) for each in limits
-        )
+        # The same of first keys, which begin at key 0.
+        at = functools.partial(torch.searchsorted, positions, out_int32=True)
+        first = None if self.first_keys is None else at(self.first_keys.to(torch.int64))
         return Intervals(
-            -UNBOUNDED, UNBOUNDED, k_lo, k_hi, *(first_keys or (None,)), visible, dense
+            k_lo=at(lo), k_hi=at(hi), first_keys=first, key_visible=visible, dense=dense
         )
 
     def bounds(self, T: int, device: Device) -> tuple[Tensor, Tensor]:

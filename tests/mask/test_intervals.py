@@ -231,7 +231,7 @@ def test_a_key_mask_takes_few_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -
 def seen(query: Tensor, mask: Mask, S: int) -> tuple[Tensor, Tensor]:
     B, H, T, _ = query.shape
     intervals = mask.intervals(B, H, T, S, query.device)
-    return intervals.to_dense(T, S).expand(B, -1, T, S), intervals.visible_pairs(B, T, S)
+    return intervals.to_dense(T, S).expand(B, H, T, S), intervals.visible_pairs(B, T, S)
 
 
 def built_inside(
@@ -247,6 +247,7 @@ def built_inside(
         *seen(query, as_mask(key_mask[:, None, :, None], (2, 1, S, S)), S),
         *seen(query, as_mask(key_mask[0, None] & key_mask[0, :, None], (2, 1, S, S)), S),
         *seen(query, as_mask(None, (2, 1, S, S)) & Mask(key_lengths=[2, 3]), S),
+        *seen(query.expand(2, 2, S, 4), Mask(window=[(-1, 0), (2, 1)], first_keys=lengths), S),
     )
 
 
