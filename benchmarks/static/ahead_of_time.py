@@ -81,6 +81,7 @@ class Work:
 def _works() -> tuple[Work, ...]:
     B, H, T = 2, 4, 512
     lengths = mask.padded(T, T // 2)
+    streaming = mask.by_head(*[(-1, 0), (63, 0)] * 2, first_keys=[0, 4] * 2)
     features: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal, gate of heads": {"is_causal": True, "gate": "H"},
@@ -97,6 +98,7 @@ def _works() -> tuple[Work, ...]:
         "offsets, causal": {"offsets": 129, "is_causal": True},
         "softcap, sinks": {"softcap": 50.0, "sinks": True, "is_causal": True},
         "dense mask": {"mask": mask.dense_blocks},
+        "streaming heads": {"mask": streaming, "gate": "H"},
     }  # fmt: skip
     result = []
     for D, (words, options) in itertools.product((64, 32, 96, 128, 256), features.items()):
@@ -121,6 +123,7 @@ def _works() -> tuple[Work, ...]:
         "decoding, dense mask, dropout, sinks": {
             "mask": mask.dense_rows, "dropout_p": 0.1, "sinks": True, "gate": "BHTD",
         },
+        "decoding, streaming heads": {"mask": streaming},
         "decoding, bias": {"mask": mask.padded(T, T // 2, queries=False), "bias": "1HTS", "gate": "BHT"},
     }  # fmt: skip
     for D, (words, options) in itertools.product((128, 64, 256), decoding.items()):
@@ -139,6 +142,7 @@ def _works() -> tuple[Work, ...]:
         "holes, gate of elements",
         "causal, dropout",
         "bias, gate of elements",
+        "streaming heads",
     )
     for D, words in itertools.product((64, 128, 256), sparse):
         if D == 64 or words.startswith("causal, gate"):
