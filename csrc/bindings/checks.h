@@ -194,11 +194,13 @@ inline void set_intervals(MaskParams& mask, const CallArguments& call, const Siz
   require(static_cast<bool>(call.k_lo) == static_cast<bool>(call.k_hi) &&
               lo.size[0] == hi.size[0] && lo.size[1] == hi.size[1],
           "k_hi", "is not there or shaped as k_lo is");
+  require(static_cast<bool>(call.k_lo) || !call.first_keys, "first_keys",
+          "comes without k_lo and k_hi");
+  if (!call.k_lo) return;
   if (lo.size[0] != 1) mask.interval_stride = lo.size[1] * n.T;
   if (lo.size[1] != 1) mask.interval_head_stride = n.T;
   if (!call.first_keys) return;
   const Tensor& first = call.first_keys.tensor;
-  require(static_cast<bool>(call.k_lo), "first_keys", "comes without k_lo and k_hi");
   require(call.first_keys.element == Element::kInt32 && (is(first, {n.H}) || is(first, {1})) &&
               is_dense(first),
           "first_keys");
