@@ -242,6 +242,8 @@ STATED: Final = (
         "triton.forward", "sm_90", work="gated_attention: *gate of elements*"),
     Bound(192, "the words of Philox beside a tile of scores",
         "gated_attention.keys", "sm_90", work="*dropout*"),
+    Bound(192, "the number of first keys and of their tiles beside the other bounds",
+        "*", "sm_90", work="gated_attention: *streaming heads*"),
     Bound(16, "bounds of loops", "triton.tile_lists", "sm_90"),
     Bound(256, "the bounds of loops for each width of the query; the loops over tiles spill nothing",
         "triton.forward", "sm_90", work="collaborative_attention: *"),
