@@ -216,18 +216,20 @@ def _block_mask(inputs: Inputs) -> Any:
 
     p = inputs.parsed()
     is_open, mask = p.open_heads().contiguous(), p.intervals
-    by_head, by_batch = not bool(is_open.all()), mask.k_lo is not None
-    if mask.key_visible is not None or mask.dense is not None:
+    by_batch = mask.k_lo is not None
+    by_head = not bool(is_open.all()) or (mask.k_lo is not None and mask.k_lo.shape[1] != 1)
+    if any(part is not None for part in (mask.key_visible, mask.dense, mask.first_keys)):
         raise NotRun("its block mask is made of intervals here")
     if not by_head and not by_batch and not inputs.options.get("is_causal"):
         return None
-    lo, hi = mask.k_lo, mask.k_hi
-    rows = None if lo is None else torch.arange(p.B, device=lo.device) % lo.shape[0]
+    bounds = None
+    if mask.k_lo is not None and mask.k_hi is not None:
+        bounds = [bound.expand(p.B, p.H, p.T) for bound in (mask.k_lo, mask.k_hi)]
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j >= i + mask.band_lo) & (j < i + mask.band_hi)
-        if lo is not None and hi is not None and rows is not None:
-            seen = seen & (j >= lo[rows[b], i]) & (j < hi[rows[b], i])
+        if bounds is not None:
+            seen = seen & (j >= bounds[0][b, h, i]) & (j < bounds[1][b, h, i])
         return seen & is_open[b, h] if by_head else seen
 
     # B is 1 unless the batch decides; a closed head is closed in every batch of these workloads.

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.settings import Settings, word
 from heads_kernels.mask import Mask
 from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs, find
-from heads_kernels.testing.masks import Sizes, fixed, lower_right, padded
+from heads_kernels.testing.masks import Sizes, by_head, fixed, lower_right, padded
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward")
@@ -302,11 +302,19 @@ def score_terms(part: int = 1) -> list[Workload]:
         mask=fixed(Mask(window=(L - 1, 0))), layout="transposed")  # fmt: skip
     gpt_oss = GatedCase("gpt_oss", 1, 64, L, L, D=64, Dv=64, Hk=8, sinks=True, is_causal=True,
         mask=fixed(Mask(window=(L // 4 - 1, 0))), layout="transposed")  # fmt: skip
+    heads = GatedCase("head_windows", 1, 8, 8 * L, 8 * L, D=64, Dv=64, layout="transposed",
+        mask=by_head(*4 * [(-1, 0), (L // 2 - 1, 0)]))  # fmt: skip
     table = "bias by offset, cap, sinks in the shapes of models"
     result += [
         Workload("t5_base", table, f"T5-base encoder, B8 H12 T{L} D64", drawn(t5)),
         Workload("gemma_2", table, f"Gemma 2, B1 H8 Hk4 T{2 * L} D256, cap", drawn(gemma)),
         Workload("gpt_oss", table, f"GPT-OSS, B1 H64 Hk8 T{L} D64, sinks", drawn(gpt_oss)),
+        Workload(
+            "head_windows",
+            table,
+            f"window {L // 2} in every other head, B1 H8 T{8 * L} D64",
+            drawn(heads),
+        ),
     ]
     dense = replace(find("gated_attention", "bert_base_512"), T=L, S=L)
     table = f"dense bool masks [B, 1, T, S], B{dense.B} H{dense.H} T{L} D64"

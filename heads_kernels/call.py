@@ -47,6 +47,7 @@ class Call(NamedTuple):
     alpha: Operand = None  # [H] in the compute dtype
     k_lo: Tensor | None = None  # from here to dense_mask, and the band: see `Intervals`
     k_hi: Tensor | None = None
+    first_keys: Tensor | None = None
     key_visible: Tensor | None = None
     dense_mask: Tensor | None = None
     exclude_keys: Tensor | None = None  # bool [B or 1, S]; of statistics
@@ -125,6 +126,7 @@ class Call(NamedTuple):
             band_hi=self.band_hi,
             k_lo=self.k_lo,
             k_hi=self.k_hi,
+            first_keys=self.first_keys,
             key_visible=self.key_visible,
             dense=self.dense_mask,
         )
@@ -136,6 +138,7 @@ class Call(NamedTuple):
             band_hi=mask.band_hi,
             k_lo=mask.k_lo,
             k_hi=mask.k_hi,
+            first_keys=mask.first_keys,
             key_visible=mask.key_visible,
             dense_mask=mask.dense,
         )
@@ -150,11 +153,7 @@ class Call(NamedTuple):
 
     def visible_pairs(self) -> Tensor:
         """`[B, H]` int64: number of visible (query row, key) pairs."""
-        if self.dense_mask is not None and self.dense_mask.shape[1] != 1:
-            pairs = self.intervals.to_dense(self.T, self.S).sum((2, 3))
-        else:
-            pairs = self.intervals.visible_pairs(self.B, self.T, self.S)[:, None]
-        return pairs.expand(self.B, self.H)
+        return self.intervals.visible_pairs(self.B, self.T, self.S).expand(self.B, self.H)
 
     def score_widths(self) -> Tensor:
         """`[H]` int64: features that the scores of each head use, without all-zero mixing chunks."""

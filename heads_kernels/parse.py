@@ -149,6 +149,7 @@ def form(
         alpha=alpha,
         k_lo=mask.k_lo,
         k_hi=mask.k_hi,
+        first_keys=mask.first_keys,
         key_visible=mask.key_visible,
         dense_mask=mask.dense,
         exclude_keys=check_excluded(exclude_keys, query, (B, S)),
@@ -303,9 +304,11 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
         refuse("seed", f"is None, but dropout_p is {call.dropout_p}", "pass int64 [5]", TypeError)
     if (call.k_lo is None) != (call.k_hi is None):
         refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
+    if call.first_keys is not None and call.k_lo is None:
+        refuse("first_keys", "comes without k_lo and k_hi", "pass these too")
     B, H, T, S = call.sizes
     query, key, value = call.query, call.key, call.value
-    heads, rows, keys = (B, H, T, call.Dv), ((1, B), T), ((1, B), S)
+    heads, rows, keys = (B, H, T, call.Dv), ((1, B), (1, H), T), ((1, B), S)
     lse = heads[:3] if call.alpha is None else (2, *heads[:3])
     dtype, compute = query.dtype, compute_dtype(query.dtype)
     exact: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
@@ -314,6 +317,7 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
         ("alpha", call.alpha, (H,), compute),
         ("k_lo", call.k_lo, rows, torch.int32),
         ("k_hi", call.k_hi, rows, torch.int32),
+        ("first_keys", call.first_keys, ((1, H),), torch.int32),
         ("key_visible", call.key_visible, keys, torch.bool),
         ("dense_mask", call.dense_mask, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
         ("exclude_keys", call.exclude_keys, keys, torch.bool),

@@ -84,6 +84,7 @@ class Work:
 def _works() -> tuple[Work, ...]:
     B, H, T = 2, 4, 512
     lengths = mask.padded(T, T // 2)
+    streaming = mask.by_head(*[(-1, 0), (63, 0)] * 2, first_keys=[0, 4] * 2)
     features: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal, gate of heads": {"is_causal": True, "gate": "H"},
@@ -100,6 +101,7 @@ def _works() -> tuple[Work, ...]:
         "offsets, causal": {"offsets": 129, "is_causal": True},
         "softcap, sinks": {"softcap": 50.0, "sinks": True, "is_causal": True},
         "dense mask": {"mask": mask.dense_blocks},
+        "streaming heads": {"mask": streaming, "gate": "H"},
     }  # fmt: skip
     result = []
     for D, (words, options) in itertools.product((64, 32, 96, 128, 256), features.items()):
@@ -124,6 +126,7 @@ def _works() -> tuple[Work, ...]:
         "decoding, dense mask, dropout, sinks": {
             "mask": mask.dense_rows, "dropout_p": 0.1, "sinks": True, "gate": "BHTD",
         },
+        "decoding, streaming heads": {"mask": streaming},
         "decoding, bias": {"mask": mask.padded(T, T // 2, queries=False), "bias": "1HTS", "gate": "BHT"},
     }  # fmt: skip
     for D, (words, options) in itertools.product((128, 64, 256), decoding.items()):
@@ -142,6 +145,7 @@ def _works() -> tuple[Work, ...]:
         "holes, gate of elements",
         "causal, dropout",
         "bias, gate of elements",
+        "streaming heads",
     )
     for D, words in itertools.product((64, 128, 256), sparse):
         if D == 64 or words.startswith("causal, gate"):
@@ -244,6 +248,8 @@ STATED: Final = (
     Bound(128, "the same beside the cells of a mask", "triton.gluon_forward", "sm_90", work="*dense mask*"),
     Bound(192, "the words of Philox beside a tile of scores",
         "gated_attention.keys", "sm_90", work="*dropout*"),
+    Bound(192, "the number of first keys and of their tiles beside the other bounds",
+        "*", "sm_90", work="gated_attention: *streaming heads*"),
     Bound(16, "bounds of loops", "triton.tile_lists", "sm_90"),
     Bound(64, "keys of 128 features in registers, for products without tensor cores",
         "triton.statistics", "sm_90", "float32"),

@@ -51,7 +51,7 @@ struct Required : Given {};
 struct CallArguments {
   Required query, key;
   Given value, mixing, content_bias, gate, bias, offset_bias, sinks, alpha;
-  Given k_lo, k_hi, key_visible, dense_mask, exclude_keys, row_weights, seed;
+  Given k_lo, k_hi, first_keys, key_visible, dense_mask, exclude_keys, row_weights, seed;
   int64_t band_lo = 0, band_hi = 0;
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
   std::string gate_activation;
@@ -63,7 +63,8 @@ struct CallArguments {
     f("query", query), f("key", key), f("value", value), f("mixing", mixing);
     f("content_bias", content_bias), f("gate", gate), f("bias", bias);
     f("offset_bias", offset_bias), f("sinks", sinks), f("alpha", alpha);
-    f("k_lo", k_lo), f("k_hi", k_hi), f("key_visible", key_visible), f("dense_mask", dense_mask);
+    f("k_lo", k_lo), f("k_hi", k_hi), f("first_keys", first_keys);
+    f("key_visible", key_visible), f("dense_mask", dense_mask);
     f("exclude_keys", exclude_keys), f("row_weights", row_weights), f("seed", seed);
     f("band_lo", band_lo), f("band_hi", band_hi);
     f("scale", scale), f("softcap", softcap), f("dropout_p", dropout_p);
@@ -177,12 +178,40 @@ struct Sizes {
   }
 };
 
+// A contiguous int32 tensor [B or 1, H or 1, T].
+inline const int32_t* interval(const Given& given, const char* name, const Sizes& n) {
+  if (!given) return nullptr;
+  const Tensor& t = given.tensor;
+  require(given.element == Element::kInt32 && t.rank == 3 && is_dense(t), name);
+  require((t.size[0] == n.B || t.size[0] == 1) && (t.size[1] == n.H || t.size[1] == 1) &&
+              t.size[2] == n.T,
+          name);
+  return static_cast<const int32_t*>(t.data);
+}
+
+inline void set_intervals(MaskParams& mask, const CallArguments& call, const Sizes& n) {
+  mask.k_lo = interval(call.k_lo, "k_lo", n);
+  mask.k_hi = interval(call.k_hi, "k_hi", n);
+  const Tensor &lo = call.k_lo.tensor, &hi = call.k_hi.tensor;
+  require(static_cast<bool>(call.k_lo) == static_cast<bool>(call.k_hi) &&
+              lo.size[0] == hi.size[0] && lo.size[1] == hi.size[1],
+          "k_hi", "is not there or shaped as k_lo is");
+  require(static_cast<bool>(call.k_lo) || !call.first_keys, "first_keys",
+          "comes without k_lo and k_hi");
+  if (!call.k_lo) return;
+  if (lo.size[0] != 1) mask.interval_stride = lo.size[1] * n.T;
+  if (lo.size[1] != 1) mask.interval_head_stride = n.T;
+  if (!call.first_keys) return;
+  const Tensor& first = call.first_keys.tensor;
+  require(call.first_keys.element == Element::kInt32 && (is(first, {n.H}) || is(first, {1})) &&
+              is_dense(first),
+          "first_keys");
+  mask.first_keys = static_cast<const int32_t*>(first.data);
+  mask.first_stride = first.size[0] == 1 ? 0 : 1;
+}
+
 inline void set_mask(MaskParams& mask, const CallArguments& call, const Sizes& n) {
-  int64_t k_hi_stride = 0;
-  mask.k_lo = batched<int32_t>(call.k_lo, "k_lo", Element::kInt32, n.B, n.T, &mask.interval_stride);
-  mask.k_hi = batched<int32_t>(call.k_hi, "k_hi", Element::kInt32, n.B, n.T, &k_hi_stride);
-  require(!mask.k_lo == !mask.k_hi && mask.interval_stride == k_hi_stride, "k_hi",
-          "is not there or shaped as k_lo is");
+  set_intervals(mask, call, n);
   mask.key_visible = batched<uint8_t>(call.key_visible, "key_visible", Element::kBool, n.B, n.S,
                                       &mask.visible_stride);
   if (call.dense_mask) {

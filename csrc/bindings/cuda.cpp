@@ -251,6 +251,8 @@ void attention_keys(const py::tuple& call, const py::tuple& read, const py::tupl
     check_gradient(params, params.dkey, splits, {parts, n.S, n.D}, "dkey");
     check_gradient(params, params.dvalue, 1, {n.B, Hv, n.S, Dv}, "dvalue");
   } else {
+    require(!params.mask.by_head() || splits >= n.H / std::max<int64_t>(1, Hv), "splits",
+            "is less than the heads of a group, whose intervals differ");
     check_gradient(params, params.dkey, splits, {parts, Hv, n.S, n.D}, "dkey");
     check_gradient(params, params.dvalue, splits, {parts, Hv, n.S, Dv}, "dvalue");
   }

@@ -39,18 +39,25 @@ struct Tensor {
 };
 
 // The mask as data: query row i of head (b, h) sees key j where j is in the band [i + band_lo, i +
-// band_hi), in the interval [k_lo[b][i], k_hi[b][i]), and key_visible[b][j] and dense[b][h][i][j]
-// are not 0. A null pointer hides nothing.
+// band_hi), in the interval [k_lo[b][h][i], k_hi[b][h][i]), and key_visible[b][j] and
+// dense[b][h][i][j] are not 0. The lower limits do not hide keys j < first_keys[h]. A null pointer
+// hides nothing.
 struct MaskParams {
   int64_t band_lo = 0;
   int64_t band_hi = 0;
-  const int32_t* k_lo = nullptr;         // [B or 1, T]
-  const int32_t* k_hi = nullptr;         // [B or 1, T]
+  const int32_t* k_lo = nullptr;         // [B or 1, H or 1, T]
+  const int32_t* k_hi = nullptr;         // [B or 1, H or 1, T]
+  const int32_t* first_keys = nullptr;   // [H or 1], only with k_lo and k_hi
   const uint8_t* key_visible = nullptr;  // [B or 1, S]
   const uint8_t* dense = nullptr;        // [B, H, T, S]; dense_stride is 0 where it broadcasts
   int64_t interval_stride = 0;           // elements between batch entries, 0 if shared
+  int64_t interval_head_stride = 0;      // elements between heads, 0 if shared
+  int64_t first_stride = 0;              // elements between heads, 0 if shared
   int64_t visible_stride = 0;            // elements between batch entries, 0 if shared
   int64_t dense_stride[4] = {};
+
+  // Whether intervals differ between heads.
+  constexpr bool by_head() const { return interval_head_stride != 0 || first_stride != 0; }
 };
 
 // The cap, biases and sinks of scores. Strides are 0 where a tensor broadcasts.

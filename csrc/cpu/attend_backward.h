@@ -167,6 +167,20 @@ inline void store_gate_row(void* dgate, bool elementwise, int64_t i, int64_t Dv,
   for (int64_t w = 0; w < Dv; ++w) row[w] = attended ? dout[w] * attended[w] : Real(0);
 }
 
+// Whether a row sees a key. Its lse does not say so if it is the sink of the row.
+template <typename Real>
+inline bool sees_a_key(const HeadTerms<Real>& terms, const VisibleRows<Real>& visible, int m) {
+  alignas(64) Real bias[BLOCK_N] = {};
+  const int64_t end = visible.hi[m];
+  for (int64_t begin = visible.begin(); begin < end; begin += BLOCK_N) {
+    const int64_t count = std::min<int64_t>(BLOCK_N, end - begin);
+    if (terms.has_bias()) terms.load_bias_row(visible.first + m, begin, count, bias);
+    for (int64_t n = 0; n < count; ++n)
+      if (visible.row_sees_key(m, begin + n) && bias[n] != kHidden<Real>) return true;
+  }
+  return false;
+}
+
 // From one read of dout and attended: delta, the gate's gradient rows, and the gated dout, as it is
 // and transposed. dlse adds dlse * P to dS = P (dP - delta). delta uses the rounded dout, as the
 // products do, so that dP - delta of a row with one key is 0 and not a rounding error.
@@ -185,7 +199,9 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
   for (int m = 0; m < BLOCK_M; ++m) {
     const int64_t i = visible.first + m;
     const Real lse = visible.sees(m) ? static_cast<const Real*>(gradients.lse)[i] : kHidden<Real>;
-    const bool sees = lse != kHidden<Real>;  // masks or bias may hide all its keys
+    const bool sees =
+        lse != kHidden<Real> &&  // masks or bias may hide all its keys
+        (lse != static_cast<Real>(head.terms.sink(i)) || sees_a_key(head.terms, visible, m));
     tile.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse;
     tile.threshold[m] =
         gradients.threshold && sees ? static_cast<const Real*>(gradients.threshold)[i] : Real(0);

@@ -174,8 +174,7 @@ void received_by_keys(const StatisticsParams& params, const Operator& op,
           int64_t count = 0;
           for (int64_t i = first; i < std::min(op.query_tiles, first + size); ++i) {
             const VisibleRows<Real> visible(params.mask, b, h, i * BLOCK_M, op.T, op.S);
-            if (std::max(range.begin, visible.hull_lo) >= std::min(range.end, visible.hull_hi))
-              continue;
+            if (!visible.meets(range)) continue;
             const int64_t row = head * op.T + visible.first;
             auto* tile = new (tiles + count++)
                 SharesTile<Real>{op.head(b, h),

@@ -113,9 +113,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     int64_t count = 0;
     for (const TilePlace& at : places) {
       const VisibleRows<Real> visible(p.mask, at.b, at.h, at.first_row, this->T, this->S);
-      const bool sees_part =
-          std::max(range.begin, visible.hull_lo) < std::min(range.end, visible.hull_hi);
-      if (!with_rows && !sees_part) continue;
+      if (!with_rows && !visible.meets(range)) continue;
       if (with_dquery && !computes(at, visible))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
       const HeadGradients gradients = head_gradients<Real>(*this, p, at.b, at.h, with_rows);

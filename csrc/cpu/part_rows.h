@@ -19,14 +19,15 @@ struct PartRow {
   uint64_t seen[kWords];  // one bit per key, the first the lowest
 };
 
-// Which keys of [first, first + kWord) row i sees, one bit each; its interval is [lo, hi).
+// Which keys of [first, first + kWord) row i sees, one bit each: those of its interval [lo, hi),
+// and those before `front`, which is at most hi.
 inline uint64_t seen_keys(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t lo,
-                          int64_t hi, int64_t first) {
+                          int64_t hi, int64_t front, int64_t first) {
   const auto below = [&](int64_t key) {  // the bits of keys before `key`
     const int64_t n = key - first;
     return n <= 0 ? 0 : n >= kWord ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
   };
-  uint64_t seen = below(hi) & ~below(lo);
+  uint64_t seen = below(hi) & (~below(lo) | below(front));
   if (!seen) return 0;
   const int count = static_cast<int>(std::min(kWord, hi - first));
   if (mask.key_visible)
@@ -57,14 +58,17 @@ inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, 
     for (int64_t i = 0; i < op.T; ++i) {
       int64_t lo = std::max(begin, i + mask.band_lo), hi = std::min(end, i + mask.band_hi);
       if (mask.k_lo) {
-        lo = std::max<int64_t>(lo, mask.k_lo[b * mask.interval_stride + i]);
-        hi = std::min<int64_t>(hi, mask.k_hi[b * mask.interval_stride + i]);
+        const int64_t at = b * mask.interval_stride + h * mask.interval_head_stride + i;
+        lo = std::max<int64_t>(lo, mask.k_lo[at]);
+        hi = std::min<int64_t>(hi, mask.k_hi[at]);
       }
-      if (lo >= hi) continue;
+      int64_t front = 0;
+      if (mask.first_keys) front = std::min<int64_t>(hi, mask.first_keys[h * mask.first_stride]);
+      if (lo >= hi && front <= begin) continue;
       PartRow<Real>& row = rows[count];
       uint64_t any = 0;
       for (int64_t w = 0; w < kWords; ++w)
-        any |= row.seen[w] = seen_keys(mask, b, h, i, lo, hi, begin + w * kWord);
+        any |= row.seen[w] = seen_keys(mask, b, h, i, lo, hi, front, begin + w * kWord);
       if (!any) continue;
       if (!head) head = new (heads + g) Head<Real>(op.head(b, h));
       row.head = head, row.i = i, row.slot = g * op.T + i;

@@ -60,8 +60,8 @@ struct DenseMask {
   }
 };
 
-// Rows [first, first + count) of one head. Rows that see nothing and lanes past `count`
-// have lo = hi = 0.
+// Rows [first, first + count) of one head. Row m sees keys of [lo[m], hi[m]), and those of [0,
+// front) that are below hi[m]. Rows that see nothing and lanes past `count` have lo = hi = 0.
 template <typename Real>
 struct VisibleRows {
   int64_t first = 0;
@@ -69,8 +69,9 @@ struct VisibleRows {
   int columns = 0;   // lanes worth computing: up to the last row that sees a key, in whole vectors
   bool any = false;  // some row sees some key
   bool all_rows = false;             // every lane of `columns` is a row that sees some key
-  int64_t hull_lo = 0, hull_hi = 0;  // contains all keys that some row sees
+  int64_t hull_lo = 0, hull_hi = 0;  // contains all keys that some row sees, but for [0, front)
   int64_t core_lo = 0, core_hi = 0;  // keys that every row (which sees any) sees, holes aside
+  int64_t front = 0;                 // the first keys of the head, at most hull_hi
   const uint8_t* key_visible = nullptr;
   DenseMask dense;
   alignas(64) Int<Real> lo[BLOCK_M];
@@ -91,13 +92,14 @@ struct VisibleRows {
       hi[m] = std::min<Int<Real>>(keys, band_hi + m);
     }
     if (mask.k_lo) {
-      const int32_t* k_lo = mask.k_lo + b * mask.interval_stride + first;
-      const int32_t* k_hi = mask.k_hi + b * mask.interval_stride + first;
+      const int64_t at = b * mask.interval_stride + h * mask.interval_head_stride + first;
+      const int32_t *k_lo = mask.k_lo + at, *k_hi = mask.k_hi + at;
       for (int m = 0; m < count; ++m) {
         lo[m] = std::max<Int<Real>>(lo[m], k_lo[m]);
         hi[m] = std::min<Int<Real>>(hi[m], k_hi[m]);
       }
     }
+    if (mask.first_keys) join_first_keys(mask.first_keys[h * mask.first_stride]);
     Int<Real> hull_begin = keys, hull_end = 0, core_begin = 0, core_end = keys, rows = 0, last = -1;
     for (int m = 0; m < BLOCK_M; ++m) {
       const bool visible = m < count && lo[m] < hi[m];
@@ -114,6 +116,7 @@ struct VisibleRows {
     hull_hi = hull_end;
     core_lo = core_begin;
     core_hi = core_end;
+    front = std::min(front, hull_hi);
     columns = static_cast<int>(round_up(last + 1, kLanes<Real>));
     any = rows > 0;
     all_rows = rows == columns;
@@ -122,20 +125,32 @@ struct VisibleRows {
   bool sees(int m) const { return lo[m] < hi[m]; }
 
   bool row_sees_key(int m, int64_t key) const {
-    return key >= lo[m] && key < hi[m] && (!key_visible || key_visible[key]) &&
+    return (key >= lo[m] || key < front) && key < hi[m] && (!key_visible || key_visible[key]) &&
            (!dense || *dense.at(first + m, key));
+  }
+
+  // No row sees a key before this one.
+  int64_t begin() const { return front > 0 ? 0 : hull_lo; }
+
+  // Whether a row may see one of these keys.
+  bool meets(const KeySpan& keys) const {
+    return keys.begin < front || std::max(keys.begin, hull_lo) < std::min(keys.end, hull_hi);
   }
 
   // The visible part of a window; empty if the rows see none of it. `lanes_that_see` is valid for
   // keys of the last part returned.
   KeySpan part(const KeySpan& window) {
-    const int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
+    int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
+    if (window.begin < front) {
+      if (begin >= end) end = std::min(window.end, front);
+      begin = window.begin;
+    }
     if (begin >= end) return {};
     if (dense) {
       const auto [some, all] = read_bits(begin, static_cast<int>(end - begin));
       return some ? KeySpan{begin, end, all} : KeySpan{};
     }
-    bool full = begin >= core_lo && end <= core_hi;
+    bool full = (begin >= core_lo || end <= front) && end <= core_hi;
     if (key_visible) {
       const int64_t seen = std::count_if(key_visible + begin, key_visible + end,
                                          [](uint8_t visible) { return visible != 0; });
@@ -153,6 +168,7 @@ struct VisibleRows {
     }
     if (key_visible && !key_visible[key]) return IntVec<Real>{};
     const Int<Real> k = static_cast<Int<Real>>(key);
+    if (key < front) return load_int<Real>(hi + m) > k;
     return (load_int<Real>(lo + m) <= k) & (load_int<Real>(hi + m) > k);
   }
 
@@ -168,6 +184,17 @@ struct VisibleRows {
     bool some, all;
   };
 
+  // Rows of which the first keys reach the interval, or have none, have one interval from 0 on.
+  void join_first_keys(int64_t first_keys) {
+    front = first_keys;
+    const Int<Real> last = static_cast<Int<Real>>(front);
+    for (int m = 0; m < BLOCK_M && front > 0; ++m) {
+      const bool empty = lo[m] >= hi[m];
+      hi[m] = empty ? std::min(hi[m], last) : hi[m];
+      lo[m] = empty || lo[m] <= last ? 0 : lo[m];
+    }
+  }
+
   // Fills `bits` for keys [begin, begin + count). Returns whether some row sees a key, and whether
   // all rows with a nonempty interval see all keys.
   Seen read_bits(int64_t begin, int count) {
@@ -181,7 +208,7 @@ struct VisibleRows {
     bits_begin = begin;
     for (int m = 0; m < columns; ++m) {
       const bool row = m < this->count && sees(m);
-      const uint64_t range = row ? below(hi[m]) & ~below(lo[m]) & keys : 0;
+      const uint64_t range = row ? below(hi[m]) & (~below(lo[m]) | below(front)) & keys : 0;
       const uint64_t seen = range ? dense.bits(first + m, begin, count) & range : 0;
       some |= seen;
       all &= row ? seen : every;
@@ -199,7 +226,7 @@ template <typename QueryTile, typename Body>
 inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeySpan& range, Body body) {
   int64_t begin = range.end, end = range.begin;
   for (int64_t i = 0; i < count; ++i) {
-    begin = std::min(begin, std::max(range.begin, tiles[i].visible.hull_lo));
+    begin = std::min(begin, std::max(range.begin, tiles[i].visible.begin()));
     end = std::max(end, std::min(range.end, tiles[i].visible.hull_hi));
   }
   while (begin < end) {

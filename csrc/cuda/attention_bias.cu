@@ -149,7 +149,7 @@ struct BiasGradient {
   HK_DEVICE static void add_tile(const Params& p, const Sizes& n, Memory& on_chip, const Head& at,
                                  int first_row, int first_key, Scores& sums) {
     if (p.dense_cells.data && Terms::shown(p, at, first_row, first_key) == kHidden) return;
-    const Visible visible(p.mask, at.b, n.T_rows, n.S);
+    const Visible visible(p.mask, at.b, at.h, n.T_rows, n.S);
     QueryRows<kBiasTile>& rows = *on_chip.query_rows;
     sync_block();  // no thread reads what the tile before has left
     bool sees = false, cut = false;
@@ -159,7 +159,8 @@ struct BiasGradient {
       rows.template set<true>(thread_index(), term);
       on_chip.content_bias[thread_index()] =
           ContentBias(p.content_bias, at.b, at.h).at(first_key + thread_index());
-      sees = term.range.lo < first_key + kBiasTile && term.range.hi > first_key;
+      const int lo = first_key < visible.front() ? 0 : term.range.lo;
+      sees = lo < first_key + kBiasTile && term.range.hi > first_key;
       cut = term.range.lo > first_key || term.range.hi < first_key + kBiasTile;
     }
     if (!any_in_block(sees)) return;

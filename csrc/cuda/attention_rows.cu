@@ -112,13 +112,17 @@ struct AttentionRows {
   HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row, int own, int across) {
     const Head at = {b, h, static_cast<int>(p.dout.size[2]),
                      static_cast<int>(p.key.size[p.key.rank - 2])};
-    const Visible visible(p.mask, at.b, at.T, at.S);
+    const Visible visible(p.mask, at.b, h, at.T, at.S);
     const Range range = visible.range(row);
     const Addends addends(p, at);
     bool sees = false;
-    HK_ROLLED
-    for (int key = range.lo + own; key < range.hi; key += across)
-      sees |= visible.key(key) && addends.at(row, key, p.mask.dense != nullptr) != -kInfinity;
+    const auto look = [&](int key, int end) {
+      HK_ROLLED
+      for (; key < end; key += across)
+        sees |= visible.key(key) && addends.at(row, key, p.mask.dense != nullptr) != -kInfinity;
+    };
+    look(range.lo + own, range.hi);
+    look(own, min_of(visible.front(), range.hi));
     for (int step = across / 2; step; step /= 2) sees |= shuffle_xor(int{sees}, step) != 0;
     return sees;
   }

@@ -100,7 +100,7 @@ struct CollaborativeForward {
     if (p.stores == Stores::kClosedGradient && !closed) return;
     const auto visible = [&] {
       const int T_rows = static_cast<int>(p.query.size[1]);
-      return Visible(p.mask, at.b, rows_taking_part(p, closed, T_rows),
+      return Visible(p.mask, at.b, at.h, rows_taking_part(p, closed, T_rows),
                      static_cast<int>(p.key.size[1]));
     };
     for (int i = thread_index(); i < kBlockM; i += kThreads)

@@ -101,10 +101,6 @@ struct CollaborativeKeys {
     if (thread_index() == 0) *on_chip.at = BlockCoord(p);
     sync_block();
     const BlockCoord& at = *on_chip.at;
-    const TileList seen_by = tiles_that_see<kThreads, kBlockM, kBlockN>(
-        visible_of(p, at), at.first_key, on_chip.scratch);
-    if (thread_index() == 0) *on_chip.list = seen_by;
-    sync_block();
     const TileList& list = *on_chip.list;
     const int warp_row = warp() * kGroups * 16;
     Sums sums;
@@ -113,6 +109,12 @@ struct CollaborativeKeys {
     for (int h = at.first_head; h < at.last_head; ++h) {
       if (h % group == 0) sums.dvalue.clear();
       for (auto& of_group : sums.dbias) of_group[0] = of_group[1] = 0.0f;
+      if (h == at.first_head || p.mask.by_head()) {
+        const TileList seen_by = tiles_that_see<kThreads, kBlockM, kBlockN>(
+            visible_of(p, at, h), at.first_key, on_chip.scratch);
+        if (thread_index() == 0) *on_chip.list = seen_by;
+        sync_block();
+      }
       add_head(p, list, on_chip, at, h, sums);
       if (!at.is_first_slice()) continue;
       if (p.dvalue && (h + 1) % group == 0)
@@ -130,8 +132,8 @@ struct CollaborativeKeys {
   }
 
  private:
-  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at) {
-    return {p.mask, at.b, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at, int h) {
+    return {p.mask, at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
   }
 
   // All tiles of query rows of a head; none of a closed one, nor of one that does not use the slice
@@ -186,7 +188,7 @@ struct CollaborativeKeys {
     };
     const auto row_of_tile = [&](const Step& step) {
       const int row = list[step.tile] * kBlockM + thread_index();
-      return QueryRow(p, sources.gate, visible_of(p, at), at.b, h, H, row);
+      return QueryRow(p, sources.gate, visible_of(p, at, h), at.b, h, H, row);
     };
 
     copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)),
@@ -232,7 +234,7 @@ struct CollaborativeKeys {
     probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
     dscores.clear();
-    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at), query_rows.range,
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at, h), query_rows.range,
                                                       partial, terms, hides, at.b, h, first_row,
                                                       first_key);
     const auto to_dp = [&] {

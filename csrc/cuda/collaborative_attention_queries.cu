@@ -87,10 +87,12 @@ struct CollaborativeQueries {
     if (thread_index() == 0) *on_chip.at = BlockCoord(p);
     sync_block();
     const BlockCoord& at = *on_chip.at;
-    const TileList list =
-        tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at), at.first_row(), on_chip.scratch);
+    TileList list = {0, 0, 0, 0};
     Features& features = on_chip.features;
     for (int h = at.first_head; h < at.last_head; ++h) {
+      if (h == at.first_head || p.mask.by_head())
+        list = tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at, h), at.first_row(),
+                                                      on_chip.scratch);
       features.set<kThreads>(p.mixing, h);
       Slice slice = features.slice<kSlice>(at.column, p.dmixing.rank > 0 && p.closed_grad);
       if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) slice.used = 0;
@@ -107,8 +109,8 @@ struct CollaborativeQueries {
   HK_DEVICE static int tiles_of(const Params& p) {
     return ceil_div(static_cast<int>(p.query.size[1]), kBlockM);
   }
-  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at) {
-    return {p.mask, at.b, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at, int h) {
+    return {p.mask, at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
   }
 
   // dmixed of a head: all tiles of keys.
@@ -163,7 +165,7 @@ struct CollaborativeQueries {
     for (int i = thread_index(); i < kBlockM; i += kThreads) {
       const Gate gate(p.gate, p.activation);
       on_chip.query_rows->template set<kTerms>(
-          i, QueryRow(p, gate, visible_of(p, at), at.b, h, H, at.first_row() + i));
+          i, QueryRow(p, gate, visible_of(p, at, h), at.b, h, H, at.first_row() + i));
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Scores scores;
@@ -206,7 +208,7 @@ struct CollaborativeQueries {
     dscores.clear();
     multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
     const LeftOut<kLayout, kGroups, kBlockN> left_out(
-        p, visible_of(p, at), query_rows.range + warp_row, partial, terms, hides, at.b, h,
+        p, visible_of(p, at, h), query_rows.range + warp_row, partial, terms, hides, at.b, h,
         at.first_row() + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));

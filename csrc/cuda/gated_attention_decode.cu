@@ -79,10 +79,16 @@ struct GatedDecode {
       const HeadRow row = rows(thread_index());
       open = rows.has(thread_index()) && !Gate(p.gate, p.activation).closes(b, row.h);
       head_rows[thread_index()] = row;
-      ranges[thread_index()] = open ? Visible(p.mask, b, T_rows, S).range(row.i) : Range{0, 0};
+      ranges[thread_index()] =
+          open ? Visible(p.mask, b, row.h, T_rows, S).range(row.i) : Range{0, 0};
     }
-    const Visible visible(p.mask, b, any_in_block(open) ? T_rows : 0, S);
-    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, 0, memory.scratch)
+    const Visible visible(p.mask, b, 0, T_rows, S);
+    int front = 0;
+    for (int h = rows.first_head; p.mask.first_keys && h < rows.first_head + group; ++h)
+      front = max_of(front, visible.front_of(h));
+    const TileList list = tiles_of_ranges<kThreads, kBlockM, kBlockN>(
+                              visible, [&](int) { return open; },
+                              [&](int row) { return ranges[row]; }, front, memory.scratch)
                               .share(at.split, p.splits.count);
     const Rows<T> keys = rows_of<T>(p.key, b, at.h), values = rows_of<T>(p.value, b, at.h);
     const float scale = static_cast<float>(p.scale), scale_log2 = softmax_scale(p.scale, kTerms);
@@ -129,7 +135,9 @@ struct GatedDecode {
       }
       if (!list.is_full(i) || hides) {
         Pairs<1, kOwn> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, ranges, first_key + own);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, ranges, first_key + own, [&](int row) {
+          return ranges[row].empty() ? 0 : visible.front_of(head_rows[row].h);
+        });
         if (hides) {
           addends.each([&](float& addend, int m, int n, int e) {
             if (addend == -kInfinity) hidden.add(m, n, e);

@@ -58,7 +58,9 @@ struct GatedForward {
     const bool closed = Gate(p.gate, p.activation).closes(b, h);
     if (p.stores == Stores::kClosedGradient && !closed) return;
     // Made where it is used, as the gate is: its pointers take no registers in between.
-    const auto visible = [&](const Head& head) { return Visible(p.mask, head.b, head.T, head.S); };
+    const auto visible = [&](const Head& head) {
+      return Visible(p.mask, head.b, head.h, head.T, head.S);
+    };
     const Head own = {b, h, rows_taking_part(p, closed, T_rows), S};
 
     const Memory memory;

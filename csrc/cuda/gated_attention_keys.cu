@@ -64,7 +64,7 @@ struct GatedKeys {
     const int last_head = min_of(first_head + heads, (hk + 1) * group);
     // Made where they are used: their pointers take no registers in between.
     const auto gate = [&] { return Gate(p.gate, p.activation); };
-    const auto visible = [&] { return Visible(p.mask, b, T_rows, S); };
+    const auto visible = [&](int h) { return Visible(p.mask, b, h, T_rows, S); };
 
     const Memory memory;
     const KeyTile key = memory.key[0], value = memory.value[0];
@@ -72,8 +72,9 @@ struct GatedKeys {
     QueryRows<kBlockM>& rows = *memory.rows;
     const Terms& terms = memory.terms;
 
+    // Of all heads: where intervals differ, a block has one head.
     const TileList list =
-        tiles_that_see<kThreads, kBlockM, kBlockN>(visible(), first_key, memory.scratch);
+        tiles_that_see<kThreads, kBlockM, kBlockN>(visible(first_head), first_key, memory.scratch);
     const auto head_of = [&](int h) { return Head{b, h, T_rows, S}; };
     const auto open_from = [&](int h) {  // the first tile of the first open head
       while (h < last_head && (list.count() == 0 || gate().closes(b, h))) ++h;
@@ -96,7 +97,7 @@ struct GatedKeys {
     };
     const auto row_of_tile = [&](const Step& step) {
       const int row = list[step.index] * kBlockM + thread_index();
-      return QueryRow(p, gate(), visible(), b, step.h, H, row);
+      return QueryRow(p, gate(), visible(step.h), b, step.h, H, row);
     };
 
     Sum dkey, dvalue;
@@ -130,7 +131,7 @@ struct GatedKeys {
         sync_block();
       const bool partial = !list.is_full(step.index) || hides;
       if (partial) leave_out_non_finite<kThreads>(rows, query[stage], dout[stage]);
-      add_tile(p, visible(), memory, query[stage], dout[stage], partial, hides, b, step.h,
+      add_tile(p, visible(step.h), memory, query[stage], dout[stage], partial, hides, b, step.h,
                first_key, first_row, dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
       if (next.h < last_head && thread_index() < kBlockM)

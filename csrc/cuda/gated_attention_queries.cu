@@ -43,7 +43,7 @@ struct GatedQueries {
     const int b = at.b, h = at.h, hk = h / (at.H / static_cast<int>(p.key.size[1]));
     const int first_row = at.tile * kBlockM;
     const Gate gate(p.gate, p.activation);
-    const Visible visible(p.mask, b, gate.closes(b, h) ? 0 : T_rows, S);
+    const Visible visible(p.mask, b, h, gate.closes(b, h) ? 0 : T_rows, S);
 
     const Memory memory;
     const RowTile query = memory.query[0], dout = memory.dout[0];

@@ -82,7 +82,8 @@ struct GradientParams : AttentionParams {
   Tensor dattended;   // [B, H, T, Dv]
   Tensor lse, delta;  // [B, H, T] float
   // Over how many blocks of threads the heads are spread that one would sum over; every one of them
-  // writes a part of its own, float, [splits * B, ...], where there is more than one.
+  // writes a part of its own, float, [splits * B, ...], where there is more than one. By keys of
+  // gated attention a block has one list of tiles, so one head where intervals differ by head.
   int splits = 1;
 };
 

@@ -57,10 +57,10 @@ HK_DEVICE void each_row(F&& f) {
 }
 
 // Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first
-// key.
-template <ScoreLayout kLayout, int kGroups, int kColumns>
+// key. The first front_of(row) keys do not have to be in the range of a row.
+template <ScoreLayout kLayout, int kGroups, int kColumns, typename FrontOf>
 HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible,
-                          const Range* ranges, int first_key) {
+                          const Range* ranges, int first_key, FrontOf&& front_of) {
   using Set = Pairs<kGroups, kColumns>;
   using Word = typename Set::Word;
   if constexpr (kLayout == ScoreLayout::kRowsFirst) {
@@ -74,20 +74,31 @@ HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visibl
     const int first = first_key + column_of(0, 0);  // of the lane's columns
     each_row<kGroups>([&](int m, int half, int row) {
       const Range range = ranges[row];
-      const Word seen = Set::below(range.hi - first) & ~Set::below(range.lo - first) & shown;
+      const Word above = ~Set::below(range.lo - first) | Set::below(front_of(row) - first);
+      const Word seen = Set::below(range.hi - first) & above & shown;
       pairs.word(m, half) |= ~seen;
     });
   } else {
     each_column<kColumns>([&](int bit, int column) {
       const Range range = ranges[column];
+      const int front = min_of(front_of(column), range.hi);
       each_row<kGroups>([&](int m, int half, int row) {
-        if (!range.holds(first_key + row)) pairs.word(m, half) |= Word{1} << bit;
+        const int key = first_key + row;
+        if (!range.holds(key) && key >= front) pairs.word(m, half) |= Word{1} << bit;
       });
     });
     each_row<kGroups>([&](int m, int half, int row) {
       if (!visible.key(first_key + row)) pairs.word(m, half) = ~Word{0};
     });
   }
+}
+
+// The same of rows of one head.
+template <ScoreLayout kLayout, int kGroups, int kColumns>
+HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible,
+                          const Range* ranges, int first_key) {
+  const int front = visible.front();
+  add_hidden<kLayout>(pairs, visible, ranges, first_key, [&](int) { return front; });
 }
 
 // Query row i of head h.

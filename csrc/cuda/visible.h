@@ -1,9 +1,9 @@
 // Which keys a tile of query rows sees, and which query rows see a tile of keys.
 //
-// A query row sees the keys of one half-open range, less those that `key_visible` hides. Tiles
-// outside of every range are never visited; tiles inside of the ranges of all their rows take no
-// mask arithmetic. A kernel goes through the full tiles first and through the partial ones then,
-// which it masks pair by pair.
+// A query row sees the keys of one half-open range and first keys of its head before that, less
+// those that `key_visible` hides. Tiles outside of every range are never visited; tiles inside of
+// the ranges of all their rows take no mask arithmetic. A kernel goes through the full tiles first
+// and through the partial ones then, which it masks pair by pair.
 #pragma once
 
 #include <climits>
@@ -19,15 +19,16 @@ struct Range {
   HK_DEVICE bool holds(int key) const { return key >= lo && key < hi; }
 };
 
-// The mask of one batch.
+// The mask of one head.
 class Visible {
  public:
   // A head whose rows take no part has T 0.
-  HK_DEVICE Visible(const MaskParams& mask, int b, int T, int S)
-      : mask_(mask), T_(T), S_(S), k_lo_(nullptr), k_hi_(nullptr), keys_(nullptr) {
+  HK_DEVICE Visible(const MaskParams& mask, int b, int h, int T, int S)
+      : mask_(mask), h_(h), T_(T), S_(S), k_lo_(nullptr), k_hi_(nullptr), keys_(nullptr) {
     if (mask.k_lo) {
-      k_lo_ = mask.k_lo + b * mask.interval_stride;
-      k_hi_ = mask.k_hi + b * mask.interval_stride;
+      const int64_t at = b * mask.interval_stride + h * mask.interval_head_stride;
+      k_lo_ = mask.k_lo + at;
+      k_hi_ = mask.k_hi + at;
     }
     if (mask.key_visible) keys_ = mask.key_visible + b * mask.visible_stride;
   }
@@ -37,13 +38,25 @@ class Visible {
   HK_DEVICE bool by_data() const { return k_lo_ != nullptr; }
   HK_DEVICE bool hides_keys() const { return keys_ != nullptr; }
 
-  // {0, 0} where the row sees nothing or is not there.
+  // The keys before this one are seen by rows whose range ends behind them.
+  HK_DEVICE int front() const { return front_of(h_); }
+  HK_DEVICE int front_of(int h) const {
+    return mask_.first_keys ? mask_.first_keys[h * mask_.first_stride] : 0;
+  }
+
+  // {0, 0} where the row sees nothing or is not there. A row whose range the first keys reach, or
+  // that has none, has one range from 0 on.
   HK_DEVICE Range range(int row) const {
     if (row >= T_) return {0, 0};
     int lo = clamp(row + mask_.band_lo, S_), hi = clamp(row + mask_.band_hi, S_);
     if (k_lo_) {
       lo = max_of(lo, k_lo_[row]);
       hi = min_of(hi, k_hi_[row]);
+    }
+    if (mask_.first_keys) {
+      const int first = front();
+      if (lo >= hi) hi = min_of(hi, first);
+      if (lo >= hi || lo <= first) lo = 0;
     }
     return lo < hi ? Range{lo, hi} : Range{0, 0};
   }
@@ -64,7 +77,7 @@ class Visible {
   }
 
   const MaskParams& mask_;
-  int T_, S_;
+  int h_, T_, S_;
   const int32_t *k_lo_, *k_hi_;
   const uint8_t* keys_;
 };
@@ -92,43 +105,49 @@ HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
   sync_block();
 }
 
-// Tiles [full_start, full_end) are full, those of [start, full_start) and [full_end, end) partial.
+// Tiles [full_start, full_end) are full, those of [start, full_start), [full_end, end) and [0,
+// front) partial.
 class TileList {
  public:
-  HK_DEVICE TileList(int start, int full_start, int full_end, int end)
+  HK_DEVICE TileList(int start, int full_start, int full_end, int end, int front = 0)
       : start_(min_of(start, end)),
         full_start_(min_of(max_of(full_start, start_), end)),
         full_end_(max_of(min_of(full_end, end), full_start_)),
-        end_(end) {}
+        end_(end),
+        front_(min_of(front, start_)) {}
 
   // Share `split` of `splits`: neighbours, as many in each share, fewer or none in the last ones.
+  // The tiles in front are in the first one.
   HK_DEVICE TileList share(int split, int splits) const {
     const int each = static_cast<int>(ceil_div(end_ - start_, splits));
     const int first = min_of(start_ + split * each, end_);
-    return {first, full_start_, full_end_, min_of(first + each, end_)};
+    return {first, full_start_, full_end_, min_of(first + each, end_), split ? 0 : front_};
   }
 
-  HK_DEVICE int count() const { return end_ - start_; }
+  HK_DEVICE int count() const { return end_ - start_ + front_; }
   HK_DEVICE bool is_full(int index) const { return index < full_end_ - full_start_; }
   HK_DEVICE int operator[](int index) const {
     const int full = full_end_ - full_start_, before = full_start_ - start_;
     if (index < full) return full_start_ + index;
-    return index - full < before ? start_ + index - full : full_end_ + index - full - before;
+    if (index - full < before) return start_ + index - full;
+    const int number = full_end_ + index - full - before;
+    return number < end_ ? number : number - end_;
   }
 
  private:
-  int start_, full_start_, full_end_, end_;
+  int start_, full_start_, full_end_, end_, front_;
 };
 
-// The tiles of `kBlockN` keys that rows `first_row` to `first_row + kBlockM - 1` see. Rows that are
-// not there are not stored: they need no mask.
-template <int kThreads, int kBlockM, int kBlockN>
-HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratch) {
+// The tiles of `kBlockN` keys that kBlockM rows see: row i has range_of(i) if there(i), and before
+// it at most the first `front` keys. Rows that are not there are not stored: they need no mask.
+template <int kThreads, int kBlockM, int kBlockN, typename There, typename RangeOf>
+HK_DEVICE TileList tiles_of_ranges(const Visible& visible, There&& there, RangeOf&& range_of,
+                                   int front, int* scratch) {
   // least lo and -hi of rows that see, -lo and hi of rows that are there
   int least[4] = {INT_MAX, 0, 0, INT_MAX};
   HK_ROLLED
-  for (int i = thread_index(); i < kBlockM && first_row + i < visible.T(); i += kThreads) {
-    const Range range = visible.range(first_row + i);
+  for (int i = thread_index(); i < kBlockM && there(i); i += kThreads) {
+    const Range range = range_of(i);
     if (!range.empty()) least[0] = min_of(least[0], range.lo);
     least[1] = min_of(least[1], -range.hi);
     least[2] = min_of(least[2], -range.lo);
@@ -147,7 +166,16 @@ HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratc
     least_of_block<kThreads>(hole, scratch);
     full_end = hole[0] / kBlockN;
   }
-  return {start, full_start, full_end, end};
+  const int in_front = ceil_div(front, kBlockN);
+  return {start, full_start, full_end, end, in_front};
+}
+
+// The same of rows `first_row` to `first_row + kBlockM - 1` of a head.
+template <int kThreads, int kBlockM, int kBlockN>
+HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratch) {
+  return tiles_of_ranges<kThreads, kBlockM, kBlockN>(
+      visible, [&](int i) { return first_row + i < visible.T(); },
+      [&](int i) { return visible.range(first_row + i); }, visible.front(), scratch);
 }
 
 // The tiles of `kBlockM` query rows that see keys `first_key` to `first_key + kBlockN - 1`. Where
@@ -160,15 +188,16 @@ HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* sc
   Range all = visible.rows_of_all(first_key, last_key);
   bool whole = true;
   if (visible.by_data()) {
+    const int front = visible.front();
     int least[4] = {INT_MAX, 0, INT_MAX, 0}, count = 0;
     HK_UNROLL_BY(4)
     for (int row = thread_index(); row < visible.T(); row += kThreads) {
       const Range range = visible.range(row);
-      if (range.lo < last_key && range.hi > first_key) {
+      if ((range.lo < last_key || first_key < front) && range.hi > first_key) {
         least[0] = min_of(least[0], row);
         least[1] = min_of(least[1], -row - 1);
       }
-      if (range.lo <= first_key && range.hi >= last_key) {
+      if ((range.lo <= first_key || last_key <= front) && range.hi >= last_key) {
         least[2] = min_of(least[2], row);
         least[3] = min_of(least[3], -row - 1);
         ++count;

@@ -79,7 +79,8 @@ class _Within(Term):
     argument: str = "band"
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        return Intervals(k_lo=self.band.lo.clamp(0, S), k_hi=self.band.hi.clamp(0, S))
+        k_lo, k_hi = (x.clamp(0, S)[:, None] for x in (self.band.lo, self.band.hi))
+        return Intervals(k_lo=k_lo, k_hi=k_hi)
 
 
 def attended(call: AttentionCall, lse: Tensor, bands: list[Band]) -> list[Tensor]:

@@ -1,11 +1,12 @@
-"""Masks are data: one half-open interval of visible keys per query row.
+"""Masks are data: one half-open interval of visible keys per query row, and of some heads their first keys.
 
-Causal masks and windows are two integers (a band), masks that depend on data (lengths, documents, prefixes) two int32
-vectors, a key mask with holes one more byte per key, and any other bool mask one byte per pair. A kernel intersects the
-parts that are given, skips tiles outside of them, and needs no mask arithmetic in tiles inside. It does not know which
-mask it serves.
+Causal masks and windows are two integers (a band), masks that depend on data (lengths, documents, prefixes) or on the
+head two int32 vectors, a key mask with holes one more byte per key, and any other bool mask one byte per pair. A kernel
+intersects the parts that are given, skips tiles outside of them, and needs no mask arithmetic in tiles inside. It does
+not know which mask it serves.
 
 mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
+arguments.py  what its arguments may be
 terms.py      the terms; each gives its `Intervals`
 intervals.py  `Intervals`, as kernels read them
 kept.py       what is cached between calls

@@ -1,7 +1,8 @@
-"""A mask as kernels read it: two integers, two int32 vectors, one byte per key and one per pair."""
+"""A mask as kernels read it: two integers, int32 vectors, one byte per key and one per pair."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple, TypeVar
 
@@ -24,11 +25,13 @@ def by_identity(record: type[Record]) -> type[Record]:
 
 @by_identity
 class Intervals(NamedTuple):
-    """The pair (query row i, key j) of batch b is visible if it is visible in every part that is present.
+    """The pair (query row i, key j) of batch b and head h is visible if it is visible in every part that is present.
 
     band_lo, band_hi  integers: `i + band_lo <= j < i + band_hi`; unlimited: -/+ `UNBOUNDED`
-    k_lo, k_hi        int32 `[B or 1, T]`, contiguous, within [0, S], both or neither:
-                      `k_lo[b, i] <= j < k_hi[b, i]`; a row with `k_lo >= k_hi` is fully masked
+    k_lo, k_hi        int32 `[B or 1, H or 1, T]`, contiguous, within [0, S], both or neither:
+                      `k_lo[b, h, i] <= j < k_hi[b, h, i]`; a row with `k_lo >= k_hi` sees at most first keys
+    first_keys        int32 `[H or 1]`, contiguous, within [0, S], only with k_lo and k_hi: the lower limits `band_lo`
+                      and `k_lo` do not hide keys `j < first_keys[h]`
     key_visible       bool `[B or 1, S]`, contiguous: False hides key j from every row
     dense             bool `[B|1, H|1, T|1, S|1]`: False hides the pair
     """
@@ -37,16 +40,21 @@ class Intervals(NamedTuple):
     band_hi: int = UNBOUNDED
     k_lo: Tensor | None = None
     k_hi: Tensor | None = None
+    first_keys: Tensor | None = None
     key_visible: Tensor | None = None
     dense: Tensor | None = None
 
     def __and__(self, other: Intervals) -> Intervals:
-        """The pairs visible in both. Bounds may have any integer dtype and be `[B or 1, T or 1]` here."""
+        """The pairs visible in both. Bounds may have any integer dtype and be `[B or 1, H or 1, T or 1]` here.
+
+        If one has first keys, the other must not limit them (`limits_first_keys`).
+        """
         return Intervals(
             band_lo=max(self.band_lo, other.band_lo),
             band_hi=min(self.band_hi, other.band_hi),
             k_lo=_both(torch.maximum, self.k_lo, other.k_lo),
             k_hi=_both(torch.minimum, self.k_hi, other.k_hi),
+            first_keys=other.first_keys if self.first_keys is None else self.first_keys,
             key_visible=_both(torch.logical_and, self.key_visible, other.key_visible),
             dense=_both(torch.logical_and, self.dense, other.dense),
         )
@@ -55,7 +63,7 @@ class Intervals(NamedTuple):
         """The same with bounds in the form that kernels read; `k_lo` is 0 if it is missing."""
         if self.k_hi is None:
             return self
-        k_hi = _vectors(self.k_hi.expand(-1, T))
+        k_hi = _vectors(self.k_hi.expand(-1, -1, T))
         k_lo = torch.zeros_like(k_hi) if self.k_lo is None else _vectors(self.k_lo.expand_as(k_hi))
         return self._replace(k_lo=k_lo, k_hi=k_hi)
 
@@ -68,18 +76,39 @@ class Intervals(NamedTuple):
 
     def at_keys(self, T: int, positions: Tensor) -> Intervals:
         """The intervals of a call with the same T rows and only the keys at `positions` (int64, ascending)."""
-        i = torch.arange(T, device=positions.device)[None]  # [1, T]
-        lo, hi = i + self.band_lo, i + self.band_hi
-        if self.k_lo is not None and self.k_hi is not None:
-            lo, hi = torch.maximum(lo, self.k_lo), torch.minimum(hi, self.k_hi)
+        lo, hi = self.bounds(T, positions.device)
         visible, dense = self.key_visible, self.dense
         if visible is not None:
             visible = visible[:, positions]
         if dense is not None and dense.shape[3] != 1:
             dense = dense[..., positions]
         # Positions ascend, so that those within [lo, hi) are consecutive.
-        k_lo, k_hi = (torch.searchsorted(positions, each, out_int32=True) for each in (lo, hi))
-        return Intervals(k_lo=k_lo, k_hi=k_hi, key_visible=visible, dense=dense)
+        # The same of first keys, which begin at key 0.
+        at = functools.partial(torch.searchsorted, positions, out_int32=True)
+        first = None if self.first_keys is None else at(self.first_keys.to(torch.int64))
+        return Intervals(
+            k_lo=at(lo), k_hi=at(hi), first_keys=first, key_visible=visible, dense=dense
+        )
+
+    def bounds(self, T: int, device: Device) -> tuple[Tensor, Tensor]:
+        """Band and vectors together, each `[B or 1, H or 1, T]`, not clamped: `lo <= j < hi`, first keys aside."""
+        i = torch.arange(T, device=device)[None, None]  # [1, 1, T]
+        lo, hi = i + self.band_lo, i + self.band_hi
+        if self.k_lo is None or self.k_hi is None:
+            return lo, hi
+        return torch.maximum(lo, self.k_lo), torch.minimum(hi, self.k_hi)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether `k_lo` and `k_hi`, or `first_keys`, differ between heads."""
+        several = self.first_keys is not None and self.first_keys.shape[0] != 1
+        return several or (self.k_lo is not None and self.k_lo.shape[1] != 1)
+
+    @property
+    def limits_first_keys(self) -> bool:
+        """Whether its lower limits hide keys that `key_visible` does not: it is not joined with first keys then."""
+        limited = self.k_lo is not None and self.key_visible is None
+        return limited or self.band_lo > -UNBOUNDED or self.first_keys is not None
 
     @property
     def hides(self) -> bool:
@@ -98,34 +127,40 @@ class Intervals(NamedTuple):
         device = self.device if device is None else device
         i = torch.arange(T, device=device)[:, None]  # [T, 1]
         j = torch.arange(S, device=device)  # [S]
-        visible = ((j >= i + self.band_lo) & (j < i + self.band_hi))[None, None]  # [1, 1, T, S]
+        above = (j >= i + self.band_lo)[None, None]  # [1, 1, T, S]
+        below = (j < i + self.band_hi)[None, None]
         if self.k_lo is not None and self.k_hi is not None:
-            k_lo, k_hi = self.k_lo[:, None, :, None], self.k_hi[:, None, :, None]
-            visible = visible & (j >= k_lo) & (j < k_hi)
+            above = above & (j >= self.k_lo[..., None])
+            below = below & (j < self.k_hi[..., None])
+        if self.first_keys is not None:
+            above = above | (j < self.first_keys[:, None, None])
+        visible = above & below
         if self.key_visible is not None:
             visible = visible & self.key_visible[:, None, None, :]
         return visible if self.dense is None else visible & self.dense
 
     def visible_pairs(self, B: int, T: int, S: int) -> Tensor:
-        """Number of visible pairs (i, j) in every batch, exact: int64 `[B]`, on `self.device`.
+        """Number of visible pairs (i, j) in every batch and head, exact: int64 `[B, H or 1]`, on `self.device`.
 
-        This is `to_dense(T, S).sum((1, 2, 3))`, expanded to B: if `dense` differs between heads, it counts the
-        pairs of all heads. Without `dense`, memory is O(B (T + S)).
+        This is `to_dense(T, S).sum((2, 3))`, expanded to B. Without `dense`, memory is O(B H (T + S)), or O(B (T + S))
+        where all heads see the same.
         """
         if self.dense is not None:
-            return self.to_dense(T, S).sum((1, 2, 3)).expand(B)
-        i = torch.arange(T, device=self.device)[None]  # [1, T]
-        lo, hi = i + self.band_lo, i + self.band_hi
-        if self.k_lo is not None and self.k_hi is not None:
-            lo, hi = torch.maximum(lo, self.k_lo), torch.minimum(hi, self.k_hi)
-        lo = lo.clamp(0, S)  # [B or 1, T]
-        hi = torch.maximum(hi.clamp(0, S), lo)
+            return self.to_dense(T, S).sum((2, 3)).expand(B, -1)
+        lo, hi = (each.clamp(0, S) for each in self.bounds(T, self.device))  # [B or 1, H or 1, T]
+        counted = self._keys_below(torch.maximum(hi, lo), B) - self._keys_below(lo, B)
+        if self.first_keys is not None:
+            first = torch.minimum(torch.minimum(lo, hi), self.first_keys[:, None])
+            counted = counted + self._keys_below(first, B)
+        return counted.sum(2).expand(B, -1)
+
+    def _keys_below(self, limits: Tensor, B: int) -> Tensor:
+        """How many keys `key_visible` shows before each of `limits` `[B or 1, H or 1, T]`."""
         if self.key_visible is None:
-            return (hi - lo).sum(1).expand(B)
-        # before[b, j]: number of visible keys before key j, [B, S + 1]
-        before = torch.nn.functional.pad(self.key_visible.cumsum(1), (1, 0)).expand(B, -1)
-        lo, hi = lo.expand(B, -1), hi.expand(B, -1)
-        return (before.gather(1, hi) - before.gather(1, lo)).sum(1)
+            return limits
+        before = torch.nn.functional.pad(self.key_visible.cumsum(1), (1, 0))  # [B or 1, S + 1]
+        limits = limits.expand(B, -1, -1)
+        return before[:, None].expand(B, limits.shape[1], -1).gather(2, limits)
 
 
 def _vectors(bounds: Tensor) -> Tensor:

@@ -11,16 +11,24 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, refuse, shown
-from heads_kernels.dtensor import is_sharded
-from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals, device_of
+from heads_kernels.checks import MAX_LENGTH, is_int, refuse, shown
+from heads_kernels.mask.arguments import (
+    INTEGERS,
+    is_any_int,
+    parse_causal,
+    parse_documents,
+    parse_lengths,
+    parse_real,
+    parse_tensor,
+    parse_windows,
+)
+from heads_kernels.mask.intervals import Device, Intervals, device_of
 from heads_kernels.mask.kept import capturing, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
     Alignment,
     Bounds,
     Causal,
     Dense,
-    Documents,
     KeyLengths,
     KeyMask,
     Prefix,
@@ -35,7 +43,7 @@ from heads_kernels.mask.terms import (
 class Mask:
     """Which keys each query row may see. Several arguments, like `a & b`, hide every pair that any of them hides.
 
-    For row i of T, key j of S and batch b:
+    For row i of T, key j of S, batch b and head h:
 
     causal          True or "upper_left": `j <= i`, as in `scaled_dot_product_attention`;
                     "lower_right": `j <= i + S - T`, for decoding with a cache
@@ -44,12 +52,15 @@ class Mask:
     key_mask        bool `[B or 1, S]`, True = real key: padding on either side, holes anywhere
     query_mask      bool `[B or 1, T]`, True = real row: other rows see no key
     window          `(left, right)`, -1 unlimited: `i - left <= j <= i + right`;
-                    with causal="lower_right", i + S - T replaces i
+                    with causal="lower_right", i + S - T replaces i. One for each head: a list of H such pairs, or
+                    integers `[H, 2]`
+    first_keys      an int, a list of H ints or integers `[H]`, only with window: its left side does not hide keys
+                    `j < first_keys[h]`. Other arguments, causal and the right side hide them as they do without it
     document_ids    integers `[S]` or `[B or 1, S]` (T == S), ascending, or a pair `(query_ids, key_ids)`,
                     key_ids ascending: row i sees the keys with its own id
     prefix_lengths  integers `[B]` or `[1]`, only with causal: `j < prefix_lengths[b]` is visible too
 
-    `window` and `prefix_lengths` are aligned by the `causal` of the same Mask: in
+    `window`, `first_keys` and `prefix_lengths` are aligned by the `causal` of the same Mask: in
     `Mask(causal="lower_right") & Mask(window=...)` the window is still upper-left aligned.
 
     Tensors are kept by reference, have no gradient and must be on the device of the query. Lengths may
@@ -65,6 +76,7 @@ class Mask:
 
         hk.Mask(causal=True, key_mask=tokens != pad)
         hk.Mask(causal="lower_right", window=(4095, 0))
+        hk.Mask(causal=True, window=[(-1, 0), (255, 0)], first_keys=[0, 64])
         hk.Mask.from_cu_seqlens(cu_seqlens, total) & hk.Mask(causal=True)
     """
 
@@ -79,31 +91,34 @@ class Mask:
         query_lengths: Tensor | Sequence[int] | None = None,
         key_mask: Tensor | None = None,
         query_mask: Tensor | None = None,
-        window: tuple[int, int] | None = None,
+        window: tuple[int, int] | Sequence[tuple[int, int]] | Tensor | None = None,
         document_ids: Tensor | tuple[Tensor, Tensor] | None = None,
         prefix_lengths: Tensor | Sequence[int] | None = None,
+        first_keys: Tensor | Sequence[int] | int | None = None,
     ) -> None:
-        align = _parse_causal(causal)
+        align = parse_causal(causal)
         terms: tuple[Term, ...] = ()
         if prefix_lengths is not None:
             if align is None:
                 instead = "pass causal=True or causal='lower_right' too"
                 refuse("prefix_lengths", "is given without causal", instead)
-            terms += (Prefix(_parse_lengths("prefix_lengths", prefix_lengths), align),)
+            terms += (Prefix(parse_lengths("prefix_lengths", prefix_lengths), align),)
         elif align is not None:
             terms += (Causal(align),)
         if window is not None:
-            terms += (Window(_parse_window(window), align or "upper_left"),)
+            terms += (parse_windows(window, first_keys, align or "upper_left"),)
+        elif first_keys is not None:
+            refuse("first_keys", "is given without window", "pass window=(left, right) too")
         if key_lengths is not None:
-            terms += (KeyLengths(_parse_lengths("key_lengths", key_lengths)),)
+            terms += (KeyLengths(parse_lengths("key_lengths", key_lengths)),)
         if query_lengths is not None:
-            terms += (QueryLengths(_parse_lengths("query_lengths", query_lengths)),)
+            terms += (QueryLengths(parse_lengths("query_lengths", query_lengths)),)
         if key_mask is not None:
-            terms += (KeyMask(_parse_real("key_mask", key_mask, "[B, S], True = real key")),)
+            terms += (KeyMask(parse_real("key_mask", key_mask, "[B, S], True = real key")),)
         if query_mask is not None:
-            terms += (QueryMask(_parse_real("query_mask", query_mask, "[B, T], True = real row")),)
+            terms += (QueryMask(parse_real("query_mask", query_mask, "[B, T], True = real row")),)
         if document_ids is not None:
-            terms += (_parse_documents(document_ids),)
+            terms += (parse_documents(document_ids),)
         self._terms = terms
 
     @property
@@ -140,8 +155,8 @@ class Mask:
         `cu_seqlens[-1]` to `total` is one more document.
         """
         layout = "pass an integer tensor [documents + 1]"
-        cu_seqlens = _parse_tensor("cu_seqlens", cu_seqlens, _INTEGERS, (1,), layout)
-        if not _is_int(total):
+        cu_seqlens = parse_tensor("cu_seqlens", cu_seqlens, INTEGERS, (1,), layout)
+        if not is_any_int(total):
             instead = "pass the packed length as an int"
             refuse("total", f"is a {type(total).__name__}", instead, TypeError)
         if is_int(total) and not 0 <= total <= MAX_LENGTH:
@@ -210,18 +225,12 @@ class Mask:
             B, H, T, S: sizes of the whole call.
         """
         layout = "pass an integer tensor [rows]"
-        index = _parse_tensor("positions", positions, _INTEGERS, (1,), layout).to(torch.int64)
+        index = parse_tensor("positions", positions, INTEGERS, (1,), layout).to(torch.int64)
         if readable(index) and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < T:
             refuse("positions", f"is from {int(index.min())} to {int(index.max())}", f"T is {T}")
         whole = self.intervals(B, H, T, S, positions.device)
-        lo, hi = (
-            (index + whole.band_lo).clamp(0, S)[None],
-            (index + whole.band_hi).clamp(0, S)[None],
-        )
-        if whole.k_lo is not None and whole.k_hi is not None:
-            lo = torch.maximum(lo, whole.k_lo[:, index])
-            hi = torch.minimum(hi, whole.k_hi[:, index])
-        terms: tuple[Term, ...] = (Bounds(lo, hi),)
+        lo, hi = (x[..., index].clamp(0, S) for x in whole.bounds(T, index.device))
+        terms: tuple[Term, ...] = (Bounds(lo, hi, whole.first_keys),)
         if whole.key_visible is not None:
             terms += (KeyMask(whole.key_visible),)
         if (dense := whole.dense) is not None:
@@ -232,7 +241,11 @@ class Mask:
         """The `Intervals` of the mask, not cached: for a mask that is used once."""
         if not self.terms:
             return Intervals()
-        parts = (term.intervals(B, H, T, S, device) for term in self.terms)
+        parts = [term.intervals(B, H, T, S, device) for term in self.terms]
+        for at, part in enumerate(parts):
+            others = parts[:at] + parts[at + 1 :]
+            if part.first_keys is not None and any(each.limits_first_keys for each in others):
+                parts[at] = Intervals(dense=part.to_dense(T, S, device))
         return reduce(and_, parts).laid_out(T)
 
     def __getstate__(self) -> dict[str, object]:
@@ -263,7 +276,7 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
     if isinstance(attn_mask, Mask):
         return attn_mask
     instead = "pass a hk.Mask, or a bool tensor with True = may attend (a float tensor is a bias)"
-    _parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
+    parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
     check_broadcast(attn_mask, shape)
     for dim, stride in enumerate(attn_mask.stride()):
         if stride == 0:
@@ -274,90 +287,6 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
     if h == 1 and s == 1:
         return Mask.of((QueryMask(attn_mask.reshape(b, t), "attn_mask"),))
     return Mask.of((Dense(attn_mask.reshape(b, h, t, s)),))
-
-
-# ---------------------------------------------------------------------- type checks
-_INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _parse_tensor(
-    argument: str,
-    tensor: object,
-    dtypes: Sequence[torch.dtype],
-    ranks: Sequence[int],
-    instead: str,
-) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
-    if is_sharded(tensor):
-        refuse(
-            argument,
-            "is a DTensor",
-            "pass full_tensor(): masks are those of the whole call",
-            TypeError,
-        )
-    check_dense(argument, tensor, f"{instead}, dense")
-    if tensor.dtype not in dtypes:
-        refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
-    if tensor.dim() not in ranks:
-        refuse(argument, f"has shape {list(tensor.shape)}", instead)
-    return tensor
-
-
-def _parse_causal(causal: object) -> Alignment | None:
-    if causal is True or causal == "upper_left":
-        return "upper_left"
-    if causal == "lower_right":
-        return "lower_right"
-    if causal is not False:
-        refuse("causal", f"is {causal!r}", "use False, True (= 'upper_left') or 'lower_right'")
-    return None
-
-
-def _parse_window(window: object) -> tuple[int, int]:
-    instead = "pass (left, right), inclusive counts of keys on either side, -1 = unlimited"
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        refuse("window", f"is {window!r}", instead)
-    if not all(map(_is_int, window)):
-        refuse("window", f"is {window!r}", instead, TypeError)
-    left, right = window
-    if left < -1 or right < -1:
-        refuse("window", f"is {window!r}", instead)
-    return (-1 if left >= UNBOUNDED else left), (-1 if right >= UNBOUNDED else right)
-
-
-def _parse_lengths(argument: str, lengths: object) -> Tensor | tuple[int, ...]:
-    instead = "pass an integer tensor [B] or a list of B ints"
-    if not isinstance(lengths, (tuple, list)):
-        return _parse_tensor(argument, lengths, _INTEGERS, (1,), instead)
-    if not all(map(_is_int, lengths)):
-        refuse(argument, f"is {lengths!r}", instead, TypeError)
-    for length in lengths:
-        if is_int(length) and abs(length) > MAX_LENGTH:
-            instead = f"lengths go from 0 to T or S, at most {MAX_LENGTH}"
-            refuse(argument, f"has {shown(length)}", instead)
-    return tuple(lengths)
-
-
-def _parse_real(argument: str, real: object, layout: str) -> Tensor:
-    return _parse_tensor(argument, real, (torch.bool,), (2,), f"pass a bool tensor {layout}")
-
-
-def _parse_documents(document_ids: object) -> Documents:
-    instead = "pass an integer tensor [S] or [B, S], or a pair (query_ids, key_ids)"
-    given = document_ids if isinstance(document_ids, (tuple, list)) else (document_ids,)
-    if isinstance(document_ids, (tuple, list)) and len(given) != 2:
-        refuse("document_ids", f"has {len(given)} parts", instead)
-    ids = [_parse_tensor("document_ids", each, _INTEGERS, (1, 2), instead) for each in given]
-    keys = ids[-1]
-    if readable(keys) and not bool((keys[..., 1:] >= keys[..., :-1]).all()):
-        instead = "number the documents in the order of their keys"
-        refuse("document_ids", "does not ascend along the keys", instead)
-    return Documents(ids[0], ids[1] if len(ids) == 2 else None)
 
 
 # ---------------------------------------------------------------------- a pytree, so that torch.export takes one

@@ -33,8 +33,8 @@ class Term(ABC):
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         """The `Intervals` of this term for a call of these sizes; raises ValueError if it does not fit them.
 
-        Bounds may have any integer dtype, sizes `[B or 1, T or 1]` and `k_lo` None for 0: `laid_out` comes later. Those
-        of int32 share no memory with tensors of the caller.
+        Bounds may have any integer dtype, sizes `[B or 1, H or 1, T or 1]`, and `k_lo` None for 0: `laid_out` is later.
+        Those of int32 share no memory with tensors of the caller.
         """
 
     def values(self) -> list[Any]:
@@ -74,6 +74,32 @@ class Window(Term):
 
     def __str__(self) -> str:
         return f"window={self.sides}{'' if self.align == 'upper_left' else ' ' + self.align}"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWindows(Term):
+    """A `Window` for each head, `[H or 1, 2]`, whose left side does not hide keys `< first_keys[h]`; None: no key."""
+
+    sides: Tensor | tuple[tuple[int, int], ...]
+    first_keys: Tensor | tuple[int, ...] | None
+    align: Alignment
+    argument: str = "window"
+
+    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+        sides = _of_heads(self.argument, self.sides, H, device).clamp(-1, UNBOUNDED)
+        left, right = sides.reshape(-1, 2, 1).unbind(1)  # [H or 1, 1]
+        i = torch.arange(T, device=device) + _offset(self.align, T, S)
+        k_lo = torch.where(left < 0, 0, i - left)
+        k_hi = torch.where(right < 0, S, i + right + 1)
+        first = self.first_keys
+        if first is not None:
+            first = _of_heads("first_keys", first, H, device).clamp(0, S).to(torch.int32)
+        return Intervals(k_lo=k_lo.clamp(0, S)[None], k_hi=k_hi.clamp(0, S)[None], first_keys=first)
+
+    def __str__(self) -> str:
+        first = "" if self.first_keys is None else f", first_keys={describe(self.first_keys)}"
+        where = "" if self.align == "upper_left" else " " + self.align
+        return f"{super().__str__()}{where}{first}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +154,9 @@ class KeyMask(Term):
         if S == 0:  # no key to take a maximum over, and none to hide
             return Intervals()
         distances = distances_on(torch.device(device), S)
-        # [B or 1, T] each, a view of [B or 1, 1]; 0 if all are hidden
-        from_end, end = (self.real * distances).amax(2, keepdim=True).expand(-1, -1, T).unbind()
+        # [B or 1, 1, T] each, a view of [B or 1, 1, 1]; 0 if all are hidden
+        spans = (self.real * distances).amax(2, keepdim=True)[..., None]
+        from_end, end = spans.expand(-1, -1, -1, T).unbind()
         return Intervals(k_lo=S - from_end, k_hi=end, key_visible=self.real.contiguous())
 
 
@@ -142,7 +169,7 @@ class QueryMask(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         _check_rows(self.argument, self.real, B, T, "T", device)
-        return Intervals(k_hi=torch.where(self.real, S, 0))
+        return Intervals(k_hi=torch.where(self.real, S, 0).unsqueeze(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +195,8 @@ class Documents(Term):
             queries, keys = queries.expand(B, -1), keys.expand(B, -1)
         queries, keys = queries.contiguous(), keys.contiguous()
         return Intervals(
-            k_lo=torch.searchsorted(keys, queries, out_int32=True),
-            k_hi=torch.searchsorted(keys, queries, out_int32=True, right=True),
+            k_lo=torch.searchsorted(keys, queries, out_int32=True)[:, None],
+            k_hi=torch.searchsorted(keys, queries, out_int32=True, right=True)[:, None],
         )
 
     def __str__(self) -> str:
@@ -193,15 +220,21 @@ class Dense(Term):
 
 @dataclass(frozen=True, eq=False)
 class Bounds(Term):
-    """Row i sees keys `k_lo[b, i] <= j < k_hi[b, i]`; both `[B or 1, T]`."""
+    """`k_lo`, `k_hi` `[B or 1, H or 1, T]` and `first_keys` `[H or 1]` of `Intervals`."""
 
     k_lo: Tensor
     k_hi: Tensor
+    first_keys: Tensor | None = None
     argument: str = "rows"
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        _check_rows(self.argument, self.k_lo, B, T, "T", device)
-        return Intervals(k_lo=self.k_lo.clamp(0, S), k_hi=self.k_hi.clamp(0, S))
+        batch, heads, rows = self.k_lo.shape
+        if batch not in (1, B) or heads not in (1, H) or rows != T:
+            was = f"has shape {[batch, heads, rows]}, but B is {B}, H is {H} and T is {T}"
+            refuse(self.argument, was, "call it with as many batches, heads and positions")
+        _check_device(self.argument, self.k_lo, device)
+        k_lo, k_hi = self.k_lo.clamp(0, S), self.k_hi.clamp(0, S)
+        return Intervals(k_lo=k_lo, k_hi=k_hi, first_keys=self.first_keys)
 
 
 def _offset(align: Alignment, T: int, S: int) -> int:
@@ -253,6 +286,23 @@ def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None
         refuse("attn_mask", f"has shape {got}, but [B, H, T, S] is {list(shape)}", instead)
 
 
+def _of_heads(
+    argument: str,
+    given: Tensor | tuple[int, ...] | tuple[tuple[int, int], ...],
+    H: int,
+    device: Device,
+) -> Tensor:
+    """Numbers of heads, `[H or 1]` or more, as int64 on `device`."""
+    if len(given) not in (1, H):
+        was = f"is of {len(given)} heads, but H is {H}"
+        refuse(argument, was, f"pass {H}, or one for all heads")
+    if isinstance(given, Tensor):
+        _check_device(argument, given, device)
+        return given.to(torch.int64)
+    flat = tuple(n for each in given for n in (each if isinstance(each, tuple) else (each,)))
+    return lengths_on(torch.device(device), flat)
+
+
 def _lengths(
     argument: str,
     lengths: Tensor | tuple[int, ...],
@@ -261,7 +311,7 @@ def _lengths(
     letter: str,
     device: Device,
 ) -> Tensor:
-    """`lengths` as integers `[B or 1, 1]` on `device`, within [0, limit]."""
+    """`lengths` as integers `[B or 1, 1, 1]` on `device`, within [0, limit]."""
     count = lengths.shape[0] if isinstance(lengths, Tensor) else len(lengths)
     if count != 1 and count != B:
         refuse(argument, f"holds {count} lengths, but B is {B}", f"pass {B}, or 1 for all")
@@ -277,4 +327,4 @@ def _lengths(
         lengths = lengths.clamp(0, limit)
     elif not 0 <= min(values) <= max(values) <= limit:
         refuse(argument, f"is {list(values)}", f"lengths go from 0 to {letter} = {limit}")
-    return lengths[:, None]
+    return lengths[:, None, None]

@@ -86,8 +86,8 @@ class AttentionCall:
             return self.rows
         if self.self_attention:
             return self._sees_itself
-        lo, hi = self._bounds
-        some = hi > lo
+        lo, hi, first = self._bounds
+        some = ((hi > lo) | (hi > 0) & (first > 0)).any(1)
         if self._dense is not None:
             some = some & self._dense.any(-1).any(1)
         return some.expand(self.B, self.T)
@@ -98,12 +98,13 @@ class AttentionCall:
         those that some row sees."""
         if self.self_attention and self.T == self.S:
             return self._sees_itself
-        lo, hi = self._bounds
+        lo, hi, first = self._bounds
         j = torch.arange(self.S, device=lo.device)
         some = hi > lo
-        first = torch.where(some, lo, self.S).amin(1, keepdim=True)
-        last = torch.where(some, hi, 0).amax(1, keepdim=True)
-        seen = (j >= first) & (j < last)
+        begin = torch.where(some, lo, self.S).amin(2, keepdim=True)
+        end = torch.where(some, hi, 0).amax(2, keepdim=True)
+        in_front = torch.minimum(hi, first).amax(2, keepdim=True)
+        seen = ((j >= begin) & (j < end) | (j < in_front)).any(1)
         if self._intervals.key_visible is not None:
             seen = seen & self._intervals.key_visible
         if self._dense is not None:
@@ -161,20 +162,21 @@ class AttentionCall:
         return visible if dense is None else visible & dense
 
     @cached_property
-    def _bounds(self) -> tuple[Tensor, Tensor]:
-        """`[B or 1, T]` each: the half-open key range of every row, without `dense` and `key_visible`."""
-        i = torch.arange(self.T, device=self.query.device)[None]
+    def _bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The half-open key range of every row, `[B or 1, H or 1, T]` each, and the first keys, `[H or 1, 1]`.
+
+        Without `dense` and `key_visible`.
+        """
         mask = self._intervals
-        lo, hi = (i + mask.band_lo).clamp(0, self.S), (i + mask.band_hi).clamp(0, self.S)
-        if mask.k_lo is not None and mask.k_hi is not None:
-            lo, hi = torch.maximum(lo, mask.k_lo), torch.minimum(hi, mask.k_hi)
-        return lo, hi
+        lo, hi = (x.clamp(0, self.S) for x in mask.bounds(self.T, self.query.device))
+        first = mask.first_keys
+        return lo, hi, lo.new_zeros(1, 1) if first is None else first[:, None]
 
     @cached_property
     def _sees_itself(self) -> Tensor:
         own = torch.arange(self.T, device=self.query.device) + (self.S - self.T)
-        lo, hi = self._bounds
-        sees = (lo <= own) & (own < hi)
+        lo, hi, first = self._bounds
+        sees = (((lo <= own) | (own < first)) & (own < hi)).any(1)
         if self._intervals.key_visible is not None:
             sees = sees & self._intervals.key_visible[:, own]
         if self._dense is not None:

@@ -68,7 +68,7 @@ def _real_rows(mask: Mask, query: Tensor) -> Tensor | None:
         if isinstance(term, (QueryMask, QueryLengths)):
             visible = term.intervals(B, 1, T, 1, query.device).k_hi  # of a call with one key
             assert visible is not None
-            rows = visible > 0
+            rows = visible[:, 0] > 0
         elif isinstance(term, (Documents, Bounds)):
             was = f"has {term.argument}, but the average is over all earlier rows"
             refuse("mask", was, "pass sequences as [B, T, embed_dim] with padding masks")

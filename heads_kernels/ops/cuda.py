@@ -117,7 +117,10 @@ def _keys_pass(call: Call, read: _Read, cells: Tensor | None, gradients: Gradien
     tiles = _tiles(call, "keys")
     if call.mixing is None:
         Hk = call.key.shape[1]
-        splits = splits_of(H // max(Hk, 1), B * Hk * -(-S // tiles.block_n), call.key)
+        group = H // max(Hk, 1)
+        splits = splits_of(group, B * Hk * -(-S // tiles.block_n), call.key)
+        if call.intervals.by_head:  # a block has one list of tiles, of one head
+            splits = max(group, 1)
         dvalue_parts = split_parts(dvalue, splits)
     else:
         slices = -(-width // tiles.slice) if dkey.numel() else 1

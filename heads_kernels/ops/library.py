@@ -86,10 +86,10 @@ def check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> 
         return
     check_op(call, **saved)
     if backend == "triton":  # its kernels compute addresses from these strides
-        of_rows = saved.get("lse"), saved.get("dlse"), call.k_lo, call.k_hi
+        of_rows = saved.get("lse"), saved.get("dlse"), call.k_lo, call.k_hi, call.first_keys
         dense = *of_rows, call.key_visible, call.exclude_keys
         if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
-            names = "lse, dlse, k_lo, k_hi, key_visible or exclude_keys"
+            names = "lse, dlse, k_lo, k_hi, first_keys, key_visible or exclude_keys"
             refuse(names, "is not contiguous", "copy it")
         attended = saved.get("attended")
         for name, tensor in (

@@ -67,8 +67,8 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
         weights = weights[:, :, rows]
     mask, dense = call.intervals, call.dense_mask
     mask = mask.from_row(start)._replace(
-        k_lo=None if mask.k_lo is None else mask.k_lo[:, rows],
-        k_hi=None if mask.k_hi is None else mask.k_hi[:, rows],
+        k_lo=None if mask.k_lo is None else mask.k_lo[..., rows],
+        k_hi=None if mask.k_hi is None else mask.k_hi[..., rows],
         dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
     )
     return call._replace(query=query, bias=bias, offset_bias=table, row_weights=weights).under(mask)
@@ -91,6 +91,9 @@ def of_heads(call: Call, heads: Sequence[int]) -> Call:
         "alpha": None if call.alpha is None else call.alpha[index],
         "bias": chosen(call.bias, 2),
         "offset_bias": chosen(call.offset_bias, 0),
+        "k_lo": chosen(call.k_lo, 1),
+        "k_hi": chosen(call.k_hi, 1),
+        "first_keys": chosen(call.first_keys, 0),
         "dense_mask": chosen(call.dense_mask, 1),
         "row_weights": chosen(call.row_weights, 1),
     }

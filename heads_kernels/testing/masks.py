@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,6 +71,22 @@ def window_over_holes(sizes: Sizes, device: torch.device) -> Mask:
     """Each row sees only its own key, and a run of keys is hidden: whole tiles of rows see no key."""
     j = torch.arange(sizes.S, device=device)[None]
     return Mask(window=(0, 0), key_mask=(j < 9) | (j > 66))
+
+
+def streaming_over_holes(sizes: Sizes, device: torch.device) -> Mask:
+    """Windows and first keys by head, over keys with holes; batch b begins with 3 b + 2 padded ones."""
+    heads = torch.arange(sizes.H, device=device)
+    sides = torch.stack((9 * heads - 1, heads * 0), 1)  # the first is unlimited
+    b = torch.arange(sizes.B, device=device)[:, None]
+    j = torch.arange(sizes.S, device=device)
+    keys = ((j + b) % 7 != 0) & (j >= 3 * b + 2)
+    first_keys = 7 * heads % 12
+    return Mask(causal="lower_right", window=sides, first_keys=first_keys, key_mask=keys)
+
+
+def by_head(*windows: tuple[int, int], first_keys: Sequence[int] | None = None) -> MaskBuilder:
+    """A window for each head, causal with the last row at the last key."""
+    return fixed(Mask(causal="lower_right", window=list(windows), first_keys=first_keys))
 
 
 def packed(*documents: int, causal: bool = False) -> MaskBuilder:

@@ -31,6 +31,9 @@ MASKS = {
     "window": hk.Mask(causal=True, window=(5, 0)),
     "documents": hk.Mask(document_ids=torch.arange(T) // 7) & hk.Mask(causal=True),
     "prefix": hk.Mask(causal=True, prefix_lengths=[7, 12]),
+    "windows by head": hk.Mask(
+        causal=True, window=[(-1, 0), (5, 0), (0, 0), (9, -1)], first_keys=[0, 2, 7, 1]
+    ),
     "dense": torch.arange(T)[:, None] % 5 != torch.arange(T) % 3,
     "dense by head": torch.arange(H)[:, None, None] % 3
     != (torch.arange(T) % 5)[:, None] - torch.arange(T) % 3,

@@ -84,7 +84,7 @@ def test_the_same_bytes_in_another_dtype_are_read_again() -> None:
 
 def bound(intervals: Intervals) -> Tensor:
     assert intervals.k_hi is not None
-    return intervals.k_hi
+    return intervals.k_hi.squeeze(1)  # of all heads
 
 
 def test_intervals_are_equal_to_themselves_alone() -> None:
@@ -223,7 +223,7 @@ def test_a_key_mask_takes_few_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -
     assert kernels.count <= 4
     places = [[j for j in range(6) if row[j]] for row in real.tolist()]
     assert intervals.k_lo is not None
-    assert intervals.k_lo.tolist() == [[min(row, default=6)] * T for row in places]
+    assert intervals.k_lo.tolist() == [[[min(row, default=6)] * T] for row in places]
     assert bound(intervals).tolist() == [[max(row, default=-1) + 1] * T for row in places]
 
 
@@ -231,7 +231,7 @@ def test_a_key_mask_takes_few_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -
 def seen(query: Tensor, mask: Mask, S: int) -> tuple[Tensor, Tensor]:
     B, H, T, _ = query.shape
     intervals = mask.intervals(B, H, T, S, query.device)
-    return intervals.to_dense(T, S).expand(B, -1, T, S), intervals.visible_pairs(B, T, S)
+    return intervals.to_dense(T, S).expand(B, H, T, S), intervals.visible_pairs(B, T, S)
 
 
 def built_inside(
@@ -247,6 +247,7 @@ def built_inside(
         *seen(query, as_mask(key_mask[:, None, :, None], (2, 1, S, S)), S),
         *seen(query, as_mask(key_mask[0, None] & key_mask[0, :, None], (2, 1, S, S)), S),
         *seen(query, as_mask(None, (2, 1, S, S)) & Mask(key_lengths=[2, 3]), S),
+        *seen(query.expand(2, 2, S, 4), Mask(window=[(-1, 0), (2, 1)], first_keys=lengths), S),
     )
 
 

@@ -24,14 +24,19 @@ Arguments = dict[str, Any]  # what Mask takes, with nested lists for tensors
 
 LENGTHS = ("key_lengths", "query_lengths", "prefix_lengths")
 #: What reads `causal` stays in one Mask with it; everything else may be composed with & instead.
-ALIGNED = ("causal", "window", "prefix_lengths")
+ALIGNED = ("causal", "window", "first_keys", "prefix_lengths")
+#: What may differ by head, and the heads of these tests.
+BY_HEAD, HEADS = ("window", "first_keys"), 3
 ARGUMENTS = (*ALIGNED, "key_lengths", "query_lengths", "key_mask", "query_mask", "document_ids")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 # ---------------------------------------------------------------------- the oracle
-def sees(arguments: Arguments, T: int, S: int, b: int, i: int, j: int) -> bool:
-    """Whether row i of batch b sees key j, from the docstring of Mask."""
+def sees(arguments: Arguments, T: int, S: int, b: int, h: int, i: int, j: int) -> bool:
+    """Whether row i of batch b and head h sees key j, from the docstring of Mask."""
+
+    def of_head(numbers: Any) -> Any:
+        return numbers[h if len(numbers) > 1 else 0]
 
     def of_batch(rows: list[Any]) -> Any:
         return rows[b if len(rows) > 1 else 0]
@@ -43,8 +48,9 @@ def sees(arguments: Arguments, T: int, S: int, b: int, i: int, j: int) -> bool:
         if j >= prefix:
             return False
     if "window" in arguments:
-        left, right = arguments["window"]
-        if (left != -1 and j < at - left) or (right != -1 and j > at + right):
+        left, right = of_head(arguments["window"])
+        stays = "first_keys" in arguments and j < of_head(arguments["first_keys"])
+        if (left != -1 and j < at - left and not stays) or (right != -1 and j > at + right):
             return False
     if "key_lengths" in arguments and j >= of_batch(arguments["key_lengths"]):
         return False
@@ -61,25 +67,32 @@ def sees(arguments: Arguments, T: int, S: int, b: int, i: int, j: int) -> bool:
 
 
 def oracle(arguments: Arguments, B: int, T: int, S: int) -> Tensor:
-    visible = torch.zeros(B, T, S, dtype=torch.bool)
-    for b, i, j in itertools.product(range(B), range(T), range(S)):
-        visible[b, i, j] = sees(arguments, T, S, b, i, j)
+    """`[B, H, T, S]`; H is 1 if all heads see the same."""
+    H = HEADS if any(len(arguments.get(name, [0])) > 1 for name in BY_HEAD) else 1
+    visible = torch.zeros(B, H, T, S, dtype=torch.bool)
+    for b, h, i, j in itertools.product(range(B), range(H), range(T), range(S)):
+        visible[b, h, i, j] = sees(arguments, T, S, b, h, i, j)
     return visible
 
 
-def check(mask: Mask, expected: Tensor) -> None:
-    """`mask` shows `expected` ([B, T, S]), counts it, and its intervals are what kernels expect."""
-    B, T, S = expected.shape
-    dense = mask.to_dense(B, 3, T, S)
+def check(mask: Mask, expected: Tensor, may_be_dense: bool = False) -> None:
+    """`mask` shows `expected` ([B, H, T, S]), counts it, and its intervals are what kernels expect."""
+    B, _, T, S = expected.shape
+    dense = mask.to_dense(B, HEADS, T, S)
     assert dense.dtype == torch.bool
-    assert torch.equal(dense.expand(B, 1, T, S)[:, 0], expected)
+    assert torch.equal(*(x.expand(B, HEADS, T, S) for x in (dense, expected)))
 
-    intervals = mask.intervals(B, 3, T, S)
+    intervals = mask.intervals(B, HEADS, T, S)
     pairs = intervals.visible_pairs(B, T, S)
     assert pairs.dtype == torch.int64
-    assert pairs.tolist() == expected.sum((1, 2)).tolist()
+    assert torch.equal(*(x.expand(B, HEADS) for x in (pairs, expected.sum((2, 3)))))
 
-    assert intervals.dense is None
+    assert intervals.dense is None or may_be_dense
+    if intervals.first_keys is not None:
+        assert intervals.first_keys.dtype == torch.int32
+        assert intervals.first_keys.is_contiguous()
+        assert intervals.first_keys.shape in ((1,), (HEADS,))
+        assert intervals.k_lo is not None
     assert isinstance(intervals.band_lo, int)
     assert isinstance(intervals.band_hi, int)
     assert (intervals.k_lo is None) == (intervals.k_hi is None)
@@ -87,7 +100,9 @@ def check(mask: Mask, expected: Tensor) -> None:
         if vector is not None:
             assert vector.dtype == torch.int32
             assert vector.is_contiguous()
-            assert vector.shape in ((1, T), (B, T))
+            assert vector.shape[0] in (1, B)
+            assert vector.shape[1] in (1, HEADS)
+            assert vector.shape[2] == T
             assert bool(((vector >= 0) & (vector <= S)).all())
     if intervals.key_visible is not None:
         assert intervals.key_visible.dtype == torch.bool
@@ -113,8 +128,10 @@ def values(name: str, B: int, T: int, S: int) -> st.SearchStrategy[Any]:
         return st.tuples(*(each.map(lambda rows: [sorted(row) for row in rows]) for each in ids))
     if name == "causal":
         return st.sampled_from([True, "upper_left", "lower_right"])
-    if name == "window":
-        return st.tuples(side, side)
+    if name in BY_HEAD:
+        of_head = st.tuples(side, side) if name == "window" else st.integers(0, S + 2)
+        numbers = st.sampled_from([1, HEADS])
+        return numbers.flatmap(lambda n: st.lists(of_head, min_size=n, max_size=n))
     return rows_of(st.booleans(), B, sizes[name])
 
 
@@ -122,6 +139,7 @@ def draw_arguments(data: st.DataObject, B: int, T: int, S: int, name: str) -> Ar
     """`name` and any others."""
     names = {name, *data.draw(st.sets(st.sampled_from(ARGUMENTS)), label="names")}
     names |= {"causal"} if "prefix_lengths" in names else set()
+    names |= {"window"} if "first_keys" in names else set()
     return {each: data.draw(values(each, B, T, S), label=each) for each in sorted(names)}
 
 
@@ -136,6 +154,12 @@ def given_as(data: st.DataObject, arguments: Arguments, T: int, S: int) -> Argum
     for name, value in arguments.items():
         if name in LENGTHS and data.draw(st.booleans(), label="tensor"):
             made[name] = integers(value)
+        elif name in BY_HEAD:
+            form = data.draw(st.sampled_from(["tensor", "list", "one"]), label="form")
+            if form == "tensor":
+                made[name] = torch.tensor(value)
+            elif form == "one" and len(value) == 1:
+                made[name] = value[0]
         elif name in ("key_mask", "query_mask"):
             size = S if name == "key_mask" else T
             rows = torch.tensor(value, dtype=torch.bool).reshape(len(value), size)
@@ -154,20 +178,22 @@ def test_any_mask_means_its_arguments(name: str, data: st.DataObject) -> None:
     expected = oracle(arguments, B, T, S)
     made = given_as(data, arguments, T, S)
     mask = Mask(**made)
-    check(mask, expected)
+    limited = "first_keys" in made  # and another lower limit: together they are a dense mask
+    check(mask, expected, limited)
 
     composed = Mask(**{each: made[each] for each in made if each in ALIGNED})
     for each in data.draw(st.permutations(sorted(made)), label="order"):
         if each not in ALIGNED:
             composed = Mask(**{each: made[each]}) & composed
-    check(composed, expected)
+    check(composed, expected, limited)
 
     more = draw_arguments(data, B, T, S, "window")
-    check(mask & Mask(**given_as(data, more, T, S)), expected & oracle(more, B, T, S))
+    limited = limited or "first_keys" in more
+    check(mask & Mask(**given_as(data, more, T, S)), expected & oracle(more, B, T, S), limited)
 
     chosen = data.draw(st.lists(st.integers(0, T - 1), max_size=T) if T else st.just([]))
     rows = torch.tensor(chosen, dtype=torch.int64)
-    check(mask.rows(rows, B, 1, T, S), expected[:, rows])
+    check(mask.rows(rows, B, HEADS, T, S), expected[:, :, rows], limited)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +204,8 @@ def test_any_mask_means_its_arguments(name: str, data: st.DataObject) -> None:
         (Mask(causal="lower_right"), ["..", "x.", "xx"]),
         (Mask(window=(1, 1)), ["xx..", "xxx.", ".xxx", "..xx"]),
         (Mask(causal="lower_right", window=(1, 0)), [".xx.", "..xx"]),
+        (Mask(causal=True, window=(1, 0), first_keys=1), ["x...", "xx..", "xxx.", "x.xx"]),
+        (Mask(causal="lower_right", window=(0, 0), first_keys=[2]), ["xxx..", "xx.x.", "xx..x"]),
         (Mask(document_ids=longs(0, 0, 7)), ["xx.", "xx.", "..x"]),
         (Mask(document_ids=(longs(1, 5, 0), longs(0, 1, 1))), [".xx", "...", "x.."]),
         (Mask(causal=True, prefix_lengths=[2]), ["xx..", "xx..", "xxx.", "xxxx"]),
@@ -219,7 +247,7 @@ def test_bool_tensors_mean_what_they_mean_to_sdpa(shape: tuple[int, int, int, in
     """Of any rank and with any dimensions of size 1, alone and joined with other masks."""
     B, _, T, S = shape
     lengths = [S, S // 2][:B]
-    causal = oracle({"causal": True, "key_lengths": lengths}, B, T, S)[:, None]
+    causal = oracle({"causal": True, "key_lengths": lengths}, B, T, S)
     for rank in range(5):
         for sizes in itertools.product(*({1, size} for size in shape[4 - rank :])):
             attn_mask = torch.rand(sizes) > 0.4
@@ -232,8 +260,8 @@ def test_bool_tensors_mean_what_they_mean_to_sdpa(shape: tuple[int, int, int, in
             intervals = joined.intervals(*shape)
             padded = (1,) * (4 - rank) + sizes
             heads = padded[1] if intervals.dense is not None else 1
-            pairs = [int(both[b, :heads].sum()) for b in range(B)]
-            assert intervals.visible_pairs(B, T, S).tolist() == pairs
+            pairs = both[:, :heads].sum((2, 3))
+            assert torch.equal(intervals.visible_pairs(B, T, S), pairs)
             # only what differs by head, or by row and key at once, is dense
             fused = padded[1] == 1 and (padded[2] == 1 or padded[3] == 1)
             assert (mask.intervals(*shape).dense is None) == fused
@@ -248,7 +276,9 @@ def test_as_mask_of_none_and_of_a_mask() -> None:
 @pytest.mark.parametrize("positions", [[0, 1], [1, 4], [], [0, 1, 2, 3, 4]])
 def test_intervals_at_some_keys(positions: list[int]) -> None:
     dense = torch.rand(2, 3, 5, 5) < 0.7
-    for mask in (every_kind(), every_kind() & as_mask(dense, (2, 3, 5, 5)), Mask(window=(1, 1))):
+    by_head = Mask(causal=True, window=[(-1, 0), (1, 0), (0, 1)], first_keys=[0, 2, 1])
+    joined = every_kind() & as_mask(dense, (2, 3, 5, 5))
+    for mask in (every_kind(), joined, Mask(window=(1, 1)), by_head):
         whole = mask.intervals(2, 3, 5, 5)
         some = whole.at_keys(5, longs(*positions))
         assert torch.equal(some.to_dense(5, len(positions)), whole.to_dense(5, 5)[..., positions])
@@ -280,6 +310,7 @@ def test_repr() -> None:
 
 def test_copies_show_the_same() -> None:
     mask = every_kind() & as_mask(torch.rand(2, 3, 5, 5) > 0.2, (2, 3, 5, 5))
+    mask = mask & Mask(window=[(-1, 0), (1, 1), (2, 0)], first_keys=longs(0, 1, 2))
     expected = mask.to_dense(2, 3, 5, 5)
     assert 0 < int(expected.sum()) < expected.numel()
     stored = io.BytesIO()

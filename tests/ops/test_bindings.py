@@ -45,8 +45,9 @@ def call(shared: bool, splits: int = 2) -> Tensors:
         "value": empty(B, H if shared else Hk, S, Dv),
         "mixing": empty(H, D) if shared else None,
         "content_bias": empty(B, H, S) if shared else None,
-        "k_lo": torch.zeros(B, T, dtype=torch.int32),
-        "k_hi": torch.full((B, T), S, dtype=torch.int32),
+        "k_lo": torch.zeros(B, H, T, dtype=torch.int32),
+        "k_hi": torch.full((B, H, T), S, dtype=torch.int32),
+        "first_keys": torch.zeros(H, dtype=torch.int32),
         "key_visible": torch.ones(1, S, dtype=torch.bool),
         "dense_mask": torch.ones(1, H, T, S, dtype=torch.bool),
         "dense_cells": torch.full((1, H, 1, 1), 2, dtype=torch.uint8),
@@ -185,6 +186,7 @@ _SCORES = (
     *_TERMS,
     "k_lo",
     "k_hi",
+    "first_keys",
     "key_visible",
     "dense_mask",
 )
@@ -225,6 +227,7 @@ if cuda is not None:
 #: What may be absent.
 OPTIONAL = {
     "content_bias",
+    "first_keys",
     "key_visible",
     "dense_mask",
     "exclude_keys",
@@ -445,7 +448,8 @@ def op_arguments(shared: bool, backward: bool) -> Tensors:
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:
     if how == "None":
-        return name in ("content_bias", "key_visible", "dense_mask", "gate", "dlse", *_TERMS)
+        optional = "content_bias", "first_keys", "key_visible", "dense_mask", "gate", "dlse"
+        return name in (*optional, *_TERMS)
     if how == "double":
         return name in ("gate", "mixing", "content_bias", *_TERMS) or (
             backend == "cpu" and name in ("dout", "attended")

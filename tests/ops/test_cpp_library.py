@@ -142,7 +142,7 @@ op(*good.values())
 wrong = [
     ("backend", "eager"), ("gate_activation", "relu"), ("key", torch.zeros(2, 3, 7, 8)), ("gate", torch.ones(5)),
     ("value", torch.zeros(2, 2, 7)), ("gate", torch.ones(4, dtype=torch.int8)), ("dropout_p", 0.5), ("softcap", -1.0),
-    ("k_lo", torch.zeros(2, 5, dtype=torch.int32)), ("key_visible", torch.ones(2, 7)), ("band_hi", 1 << 40),
+    ("k_lo", torch.zeros(2, 1, 5, dtype=torch.int32)), ("key_visible", torch.ones(2, 7)), ("band_hi", 1 << 40),
     ("query", torch.zeros(2, 4, 5, 8, dtype=torch.int64)), ("query", torch.zeros(2, 4, 8, 5).mT),
     ("value", None), ("alpha", torch.ones(4)), ("alpha", torch.full((3,), 1.5)), ("mixing", torch.ones(4, 8)),
 ]

@@ -34,7 +34,10 @@ def masks(draw: st.DrawFn) -> MaskBuilder:
     parts = draw(
         st.lists(
             st.sampled_from(
-                ["causal", "window", "lengths", "key_mask", "query_mask", "documents", "dense"]
+                [
+                    *("causal", "window", "head_windows", "first_keys"),
+                    *("lengths", "key_mask", "query_mask", "documents", "dense"),
+                ]
             ),
             unique=True,
         )
@@ -58,6 +61,10 @@ def masks(draw: st.DrawFn) -> MaskBuilder:
         arguments: dict[str, Any] = {"causal": causal}
         if "window" in parts:
             arguments["window"] = window
+        if "head_windows" in parts:
+            arguments["window"] = torch.randint(-1, 40, (sizes.H, 2), **drawn).to(device)
+        if "first_keys" in parts and "window" in arguments:
+            arguments["first_keys"] = torch.randint(0, 40, (sizes.H,), **drawn).to(device)
         if "lengths" in parts:
             arguments |= {"key_lengths": lengths(sizes.S), "query_lengths": lengths(sizes.T)}
         if "key_mask" in parts:

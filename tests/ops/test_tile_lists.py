@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.backends import TRITON_INTERPRETED
+from heads_kernels.mask import Mask, as_mask
 from heads_kernels.testing import check, find, masks
 from tests.ops.calls import parsed
 
@@ -37,6 +38,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "shared": {"attn_mask": blocks(1, 1, T, S)},
     "keys": {"attn_mask": blocks(B, H, 1, S).clone(), "is_causal": True},
     "causal": {"attn_mask": blocks(B, 1, T, S), "is_causal": True},
+    "windows": {
+        "attn_mask": as_mask(blocks(B, 1, T, S), (B, H, T, S))
+        & Mask(causal=True, window=[(-1, 0), (40, 0), (9, 0)], first_keys=[0, 4, 70])
+    },
     "hidden whole": {"attn_mask": torch.zeros(T, S, dtype=torch.bool)},
     "visible whole": {"attn_mask": torch.ones(T, S, dtype=torch.bool)},
 }

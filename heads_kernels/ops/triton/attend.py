@@ -184,21 +184,24 @@ def _stream(of, tiles, query, place, split, sizes, TILE: tl.constexpr):
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     b, h = place.b, place.h
-    lo, hi = ranges(of.visible, b, place.at, sizes.T, sizes.S)  # [BLOCK_M]
+    lo, hi = ranges(of.visible, b, h, place.at, sizes.T, sizes.S)  # [BLOCK_M]
     own = place.first // BLOCK_M
-    start, full_start, full_end, end = tiles_seen(of.visible, place, own, lo, hi, sizes.T, BLOCK_N)
+    start, full_start, full_end, end, front = tiles_seen(
+        of.visible, place, own, lo, hi, sizes.T, BLOCK_N
+    )
     if (of.visible.lists is None) and (
         (of.visible.dense is not None) or (of.terms.bias is not None)
     ):
         full_end = full_start  # pairs may be hidden one by one
-    visits = Visits(start, full_start, full_end, end)
+    visits = Visits(start, full_start, full_end, end, front)
     if split is not None:
         visits = tiles_of_split(visits, split.number, split.shares)
     STEP_N: tl.constexpr = BLOCK_N if tiles.key is None else tiles.key.block_shape[2]
     STEP: tl.constexpr = STEP_N // BLOCK_N
     # Full tiles that do not fill a step are visited as partial ones.
     full = (visits.full_end - visits.full_start) // STEP * STEP
-    visits = Visits(visits.start, visits.full_start, visits.full_start + full, visits.end)
+    full_end = visits.full_start + full
+    visits = Visits(visits.start, visits.full_start, full_end, visits.end, visits.front)
     sums = no_sums(BLOCK_M, TILE)
     for number in range(visits.full_start, visits.full_end, STEP):
         first = full_tile(of.visible, b, h, own, number) * BLOCK_N

@@ -50,7 +50,7 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
     T, S = sizes.T, sizes.S
     rows = first_row + tl.arange(0, BLOCK)
     keys = first_key + tl.arange(0, BLOCK)
-    lo, hi = ranges(of.visible, b, rows, open_rows(reads.gate, b, h, T, TILE), S)
+    lo, hi = ranges(of.visible, b, h, rows, open_rows(reads.gate, b, h, T, TILE), S)
     pairs = Pairs(b, h, rows[:, None], keys[None, :])
     bias = load_bias(of.terms, pairs, T, S)
     seen = pairs_visible(

@@ -133,7 +133,7 @@ def _rows_tile(
     )  # [BLOCK_N, BLOCK_M]
     seen = None
     if PARTIAL:
-        lo, hi = ranges(of.visible, b, rows, T, S)
+        lo, hi = ranges(of.visible, b, h, rows, T, S)
         seen = pairs_visible(of.visible, of.terms, pairs, lo[None, :], hi[None, :], T, S, bias)
     row_terms = as_rows(row_terms)
     p, slope = weigh(scores, row_terms, seen, of.terms, h, sizes.scale)
@@ -201,8 +201,8 @@ def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     b = tl.program_id(0) // tiles % splits.batches
     split = tl.program_id(0) // (tiles * splits.batches)
     at = first_key + tl.arange(0, BLOCK_N)
-    if of.visible.lists is None:
-        visits = tiles_that_see(of.visible, b, first_key, T, S, BLOCK_N, TILE.block_m)
+    if (of.visible.lists is None) and (of.visible.by_head is None):
+        visits = tiles_that_see(of.visible, b, b * 0, first_key, T, S, BLOCK_N, TILE.block_m)
     dvalue = tl.zeros((BLOCK_N, TILE.block_dv), tl.float32)  # of the heads of a group so far
     heads = tl.cdiv(H // group, splits.shares) * group
     # Addresses that are the same for all heads are not hoisted: they would take registers from the loops over tiles.
@@ -211,6 +211,8 @@ def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
         place = Place(b, h, h // group, first_key, at)
         if of.visible.lists is not None:
             visits = listed_tiles(of.visible, b, h, own, T)
+        elif of.visible.by_head is not None:
+            visits = tiles_that_see(of.visible, b, h, first_key, T, S, BLOCK_N, TILE.block_m)
         chunks = active_chunks(of.mixing, h, TILE)
         # A closed head has no chunks, and so takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, chunks.length)

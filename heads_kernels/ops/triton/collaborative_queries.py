@@ -227,14 +227,19 @@ def _queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE: tl.constexpr
     split = tl.program_id(0) // (tiles * splits.batches)
     first_row = own * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
-    if of.visible.lists is None:
-        visits = tiles_in_ranges(of.visible, b, lo, hi, rows, T, TILE.block_n)
+    if of.visible.by_head is None:
+        lo, hi = ranges(of.visible, b, b * 0, rows, T, S)  # [BLOCK_M]
+        if of.visible.lists is None:
+            visits = tiles_in_ranges(of.visible, b, b * 0, lo, hi, rows, T, TILE.block_n)
     heads = tl.cdiv(H, splits.shares)
     # Addresses that are the same for all heads are not hoisted: they would take registers from the loops over tiles.
     for index in tl.range(0, tl.minimum(heads, H - split * heads), disable_licm=True):
         h = split * heads + index
         place = Place(b, h, h // sizes.group, first_row, rows)
+        if of.visible.by_head is not None:
+            lo, hi = ranges(of.visible, b, h, rows, T, S)
+            if of.visible.lists is None:
+                visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, T, TILE.block_n)
         if of.visible.lists is not None:
             visits = listed_tiles(of.visible, b, h, own, T)
         active = active_chunks(of.mixing, h, TILE)

@@ -32,7 +32,7 @@ from heads_kernels.ops.triton.operands import Place, Support, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
 from heads_kernels.ops.triton.softmax import kept, product
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import ranges, tiles_in_ranges
+from heads_kernels.ops.triton.visible import ranges, tile_at, tile_count, tiles_in_ranges
 
 
 class CentersWritten(NamedTuple):
@@ -59,8 +59,8 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, h // sizes.group, first_row, rows)
     taking_part = open_rows(reads.gate, b, h, T, TILE)
-    lo, hi = ranges(of.visible, b, rows, taking_part, S)  # [BLOCK_M]
-    visits = tiles_in_ranges(of.visible, b, lo, hi, rows, taking_part, BLOCK_N)
+    lo, hi = ranges(of.visible, b, h, rows, taking_part, S)  # [BLOCK_M]
+    visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, taking_part, BLOCK_N)
     order = load_order(of.terms, h)
     q = load_tile(of.query, b, h, first_row, rows < taking_part, TILE.d, BLOCK_M, TILE.block_d)
     do = load_tile(
@@ -80,8 +80,8 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
         first_differences = tl.zeros((BLOCK_M,), tl.float32)
         second_differences = tl.zeros((BLOCK_M,), tl.float32)
     at = written.support.ptr + (pair.to(tl.int64) * tiles + own) * tl.cdiv(S, BLOCK_N)
-    for number in range(visits.end - visits.start):
-        tile = visits.start + number
+    for number in range(tile_count(visits)):
+        tile = tile_at(visits, number)
         first = tile * BLOCK_N
         scores = masked_scores(of, q, lo, hi, first, place, sizes, TILE)
         y = above_threshold(scores, columns.lse, columns.above, order)

@@ -16,7 +16,13 @@ from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Pairs
 from heads_kernels.ops.triton.scores import finish, load_bias, natural
 from heads_kernels.ops.triton.softmax import LOG2E, finite_part, kept, poison, product
-from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
+from heads_kernels.ops.triton.visible import (
+    pairs_visible,
+    ranges,
+    tile_at,
+    tile_count,
+    tiles_in_ranges,
+)
 
 #: About 4 are taken.
 _MOST_STEPS: tl.constexpr = tl.constexpr(32)
@@ -70,17 +76,17 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     b, h, rows, T, S = place.b, place.h, place.at, sizes.T, sizes.S
-    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
-    visits = tiles_in_ranges(of.visible, b, lo, hi, rows, T, BLOCK_N)
+    lo, hi = ranges(of.visible, b, h, rows, T, S)  # [BLOCK_M]
+    visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, T, BLOCK_N)
     in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
     order = load_order(of.terms, h)
     q = load_tile(
         of.query, b, h, place.first, rows < T, TILE.d, BLOCK_M, TILE.block_d
     )  # [BLOCK_M, BLOCK_D]
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
-    count = visits.end - visits.start
+    count = tile_count(visits)
     for number in range(count):
-        tile = visits.start + number
+        tile = tile_at(visits, number)
         scores = masked_scores(of, q, lo, hi, tile * BLOCK_N, place, sizes, TILE)
         top = tl.maximum(top, tl.max(scores, 1))
         tl.store(in_reach + number, tile)

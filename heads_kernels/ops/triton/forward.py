@@ -347,9 +347,9 @@ def _descriptors(
 def served_by_warps(call: Call, outputs: Results) -> bool:
     """Whether the kernel in Gluon can serve the call; see `gluon_forward`.
 
-    It has no biases, dropout, mixing or entmax, and descriptors must be able to describe all tensors.
+    It has no biases, dropout, mixing, entmax or first keys, and descriptors must be able to describe all tensors.
     """
-    others = call.mixing, call.alpha, call.bias, call.offset_bias
+    others = call.mixing, call.alpha, call.bias, call.offset_bias, call.first_keys
     tensors = [call.query, call.key, call.value, outputs.out]
     if outputs.attended.numel():
         tensors.append(outputs.attended)

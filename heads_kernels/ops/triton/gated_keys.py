@@ -96,7 +96,7 @@ def _rows_tile(
     )  # [BLOCK_N, BLOCK_M]
     seen = None
     if PARTIAL:
-        lo, hi = ranges(of.visible, b, rows, sizes.T, sizes.S)
+        lo, hi = ranges(of.visible, b, h, rows, sizes.T, sizes.S)
         seen = pairs_visible(
             of.visible, of.terms, pairs, lo[None, :], hi[None, :], sizes.T, sizes.S, bias
         )
@@ -141,14 +141,18 @@ def _keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
         tl.zeros((BLOCK_N, TILE.block_dv), tl.float32),
     )
     own = first_key // BLOCK_N
-    if of.visible.lists is None:
-        visits = tiles_that_see(of.visible, b, first_key, sizes.T, S, BLOCK_N, TILE.block_m)
+    if (of.visible.lists is None) and (of.visible.by_head is None):
+        visits = tiles_that_see(
+            of.visible, b, hk * group, first_key, sizes.T, S, BLOCK_N, TILE.block_m
+        )
     heads = tl.cdiv(group, splits.shares)
     for index in range(tl.minimum(heads, group - split * heads)):
         h = hk * group + split * heads + index
         place = Place(b, h, hk, first_key, at)
         if of.visible.lists is not None:
             visits = listed_tiles(of.visible, b, h, own, sizes.T)
+        elif of.visible.by_head is not None:
+            visits = tiles_that_see(of.visible, b, h, first_key, sizes.T, S, BLOCK_N, TILE.block_m)
         of_head = head_gate(reads.gate, b, h, TILE)
         # A closed head has no tiles.
         taking_part = tl.minimum(open_rows(reads.gate, b, h, sizes.T, TILE), 1)

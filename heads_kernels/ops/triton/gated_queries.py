@@ -94,7 +94,7 @@ def _queries_kernel(of, reads, dquery_out, sizes, TILE: tl.constexpr):
     rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, h // sizes.group, first_row, rows)
     taking_part = open_rows(reads.gate, b, h, sizes.T, TILE)
-    lo, hi = ranges(of.visible, b, rows, taking_part, sizes.S)  # [BLOCK_M]
+    lo, hi = ranges(of.visible, b, h, rows, taking_part, sizes.S)  # [BLOCK_M]
     own = first_row // BLOCK_M
     visits = tiles_seen(of.visible, place, own, lo, hi, taking_part, TILE.block_n)
     row_terms = load_row_terms(reads, head_gate(reads.gate, b, h, TILE), b, h, rows, sizes, TILE)

@@ -123,7 +123,7 @@ def _consumer(
     dtype: gl.constexpr = out_tiles.dtype
     first_row = place.first + WHO * ROWS
     own = Place(place.b, place.h, place.hk, place.first, first_row + gl.arange(0, ROWS, layout=ROW))
-    lo, hi = ranges(visible, own.b, own.at, taking_part, sizes.S)
+    lo, hi = ranges(visible, own.b, own.h, own.at, taking_part, sizes.S)
     scale_log2 = softmax_scale(sizes.scale, terms)
     full = visits.full_end - visits.full_start
     count = full + partial_count(visits)

@@ -76,7 +76,7 @@ def visits_of(visible, place, T, S, TILE: gl.constexpr, ROWS: gl.constexpr):
     if visible.lists is not None:
         visits = listed_tiles(visible, place.b, place.h, place.first // TILE.block_m, T)
     else:
-        lo, hi = ranges(visible, place.b, place.at, T, S)
+        lo, hi = ranges(visible, place.b, place.h, place.at, T, S)
         start, full_start, full_end, end = tiles_of_ranges(lo, hi, place.at, T, BLOCK_N)
         if visible.key_visible is not None:
             # Full tiles end at the first hidden key.
@@ -87,7 +87,7 @@ def visits_of(visible, place, T, S, TILE: gl.constexpr, ROWS: gl.constexpr):
                 seen = gl.load(at + keys, mask=keys < hole, other=1) != 0
                 hole = gl.minimum(hole, gl.min(gl.where(seen, 2147483647, keys), 0))
             full_end = hole // BLOCK_N
-        visits = ordered(start, full_start, full_end, end)
+        visits = ordered(start, full_start, full_end, end, end * 0)  # no first keys
     return visits
 
 

@@ -132,15 +132,19 @@ class Support(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """The parts of `Intervals` that kernels read; batches share a row of `k_lo` or `key_visible` by stride 0."""
+    """The parts of `Intervals` that kernels read; batches and heads share a row by stride 0."""
 
     band_lo: int
     band_hi: int
     k_lo: Tensor | None
     k_hi: Tensor | None
+    first_keys: Tensor | None
     key_visible: Tensor | None  # uint8
     stride_rows: int
+    stride_rows_h: int
+    stride_first: int
     stride_keys: int
+    by_head: int | None  # not None: `k_lo`, `k_hi` or `first_keys` differ between heads
     dense: Dense | None
     lists: TileLists | None  # of a call whose intervals do not say which tiles are full
     far_dense: int | None  # as of a bias
@@ -319,9 +323,13 @@ def visible_of(intervals: Intervals) -> Visible:
         band_hi=i.band_hi,
         k_lo=i.k_lo,
         k_hi=i.k_hi,
+        first_keys=i.first_keys,
         key_visible=bytes_of(i.key_visible)[0],
         stride_rows=_batch_stride(i.k_lo),
+        stride_rows_h=0 if i.k_lo is None or i.k_lo.shape[1] == 1 else i.k_lo.stride(1),
+        stride_first=_batch_stride(i.first_keys),
         stride_keys=_batch_stride(i.key_visible),
+        by_head=1 if i.by_head else None,
         dense=None if i.dense is None else _dense_of(i.dense),
         lists=None,
         far_dense=_far(i.dense),

@@ -40,7 +40,13 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.scores import load_bias, prepared
 from heads_kernels.ops.triton.tile_lists import varying_pairs
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges
+from heads_kernels.ops.triton.visible import (
+    pairs_visible,
+    ranges,
+    tile_at,
+    tile_count,
+    tiles_in_ranges,
+)
 
 
 class Reads(NamedTuple):
@@ -101,11 +107,11 @@ def _seeing_kernel(
     pair = tl.program_id(0) // tiles
     b, h = pair // H, pair % H
     rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    lo, hi = ranges(visible, b, rows, T, S)
-    visits = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
+    lo, hi = ranges(visible, b, h, rows, T, S)
+    visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
     sees = tl.zeros((BLOCK_M,), tl.int32)
-    for tile in range(visits.start, visits.end):
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    for number in range(tile_count(visits)):
+        keys = tile_at(visits, number) * BLOCK_N + tl.arange(0, BLOCK_N)
         pairs = Pairs(b, h, rows[:, None], keys[None, :])
         bias = load_bias(terms, pairs, T, S)
         seen = pairs_visible(

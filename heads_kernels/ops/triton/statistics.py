@@ -133,7 +133,7 @@ def _gated_kernel(of, written, sizes, TILE: tl.constexpr):
     first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, h // sizes.group, first_row, rows)
-    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
+    lo, hi = ranges(of.visible, b, h, rows, T, S)  # [BLOCK_M]
     own = first_row // BLOCK_M
     visits = tiles_seen(of.visible, place, own, lo, hi, T, BLOCK_N)
     q = load_tile(
@@ -224,7 +224,7 @@ def _collaborative_kernel(of, written, sizes, TILE: tl.constexpr):
     first_row = (tiles - 1 - tl.program_id(0) // H % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, h, first_row, rows)
-    lo, hi = ranges(of.visible, b, rows, T, S)  # [BLOCK_M]
+    lo, hi = ranges(of.visible, b, h, rows, T, S)  # [BLOCK_M]
     own = first_row // BLOCK_M
     visits = tiles_seen(of.visible, place, own, lo, hi, T, TILE.block_n)
     chunks = active_chunks(of.mixing, h, TILE)
@@ -285,7 +285,7 @@ def _received_tile(
     p = weights_over(scores, row_max, scale_log2, of.terms)
     p = tl.where(share == 0.0, 0.0, p * share)
     if PARTIAL:
-        lo, hi = ranges(of.visible, b, rows, T, S)
+        lo, hi = ranges(of.visible, b, h, rows, T, S)
         seen = pairs_visible(of.visible, of.terms, pairs, lo[None, :], hi[None, :], T, S, bias)
         p = tl.where(seen, p, 0.0)
     return tl.sum(p, 1)
@@ -304,7 +304,7 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     at = first_key + tl.arange(0, BLOCK_N)
     place = Place(b, h, h // sizes.group, first_key, at)
     if of.visible.lists is None:
-        visits = tiles_that_see(of.visible, b, first_key, T, S, BLOCK_N, TILE.block_m)
+        visits = tiles_that_see(of.visible, b, h, first_key, T, S, BLOCK_N, TILE.block_m)
     else:
         visits = listed_tiles(of.visible, b, h, own, T)
     scale_log2 = tl.maximum(scale_log2_of(sizes.scale, of.terms), SMALLEST)

@@ -19,7 +19,14 @@ from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import Pairs, Support, Terms, TileLists, Visible
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
-from heads_kernels.ops.triton.visible import pairs_visible, ranges, tiles_in_ranges, tiles_that_see
+from heads_kernels.ops.triton.visible import (
+    pairs_visible,
+    ranges,
+    tile_at,
+    tile_count,
+    tiles_in_ranges,
+    tiles_that_see,
+)
 
 
 @triton.jit
@@ -36,21 +43,22 @@ def _lists_kernel(
     h = tl.program_id(0) // owners % H
     b = tl.program_id(0) // (owners * H)
     if BY_KEYS:
-        visits = tiles_that_see(visible, b, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
+        visits = tiles_that_see(visible, b, h, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
     else:
         rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
-        lo, hi = ranges(visible, b, rows, T, S)
-        visits = tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK_N)
+        lo, hi = ranges(visible, b, h, rows, T, S)
+        visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
     at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
-    for tile in range(visits.start, visits.end):
+    for number in range(tile_count(visits)):
+        tile = tile_at(visits, number)
         if BY_KEYS:
             row_tile, key_tile = tile, owner
         else:
             row_tile, key_tile = owner, tile
         rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        lo, hi = ranges(visible, b, rows, T, S)
+        lo, hi = ranges(visible, b, h, rows, T, S)
         pairs = Pairs(b, h, rows[:, None], keys[None, :])
         bias = load_bias(terms, pairs, T, S)
         seen = pairs_visible(
@@ -119,6 +127,7 @@ def varying_pairs(call: Call) -> tuple[int, int]:
     i, bias, table = call.intervals, call.bias, call.offset_bias
     of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense) if part is not None]
     of_heads = [] if i.dense is None else [i.dense.shape[1]]
+    of_heads.append(2 if i.by_head else 1)
     if bias is not None:
         of_batches += bias.shape[:2]
         of_heads.append(bias.shape[2])

@@ -1,11 +1,11 @@
 """Which keys a tile of query rows sees, and which query rows see a tile of keys.
 
-A query row i sees the keys j of one half-open range, less those that `key_visible` hides (see
-`heads_kernels.mask.Intervals`). Tiles outside of every range are never visited; tiles inside of the ranges of all their
-rows take no mask arithmetic. So a loop runs over two lists of tiles, in this order:
+A query row i sees the keys j of one half-open range and the first keys of its head before that, less those that
+`key_visible` hides (see `heads_kernels.mask.Intervals`). Tiles outside of these are never visited; tiles inside of the
+ranges of all their rows take no mask arithmetic. So a loop runs over two lists of tiles, in this order:
 
     full      the tiles [full_start, full_end), where every row sees every key
-    partial   those of [start, full_start) and [full_end, end), which are masked element by element
+    partial   those of [start, full_start), [full_end, end) and [0, front), which are masked element by element
 
 Where intervals do not say which tiles are full, `tile_lists` has written the lists before: the four numbers of `Visits`
 then are places in them, and `full_tile` and `partial_tile` read the numbers of tiles there.
@@ -25,27 +25,41 @@ _SCAN: tl.constexpr = tl.constexpr(1024)
 
 
 class Visits(NamedTuple):
-    """The tiles of a loop, in a kernel: start <= full_start <= full_end <= end."""
+    """The tiles of a loop, in a kernel: front <= start <= full_start <= full_end <= end."""
 
     start: Any
     full_start: Any
     full_end: Any
     end: Any
+    front: Any
 
 
 @triton.jit
-def ranges(visible, b, rows, T, S):
+def first_keys_of(visible, h):
+    """How many first keys a head `h` (or each of a tensor of heads) sees before the ranges of its rows."""
+    return tl.load(visible.first_keys + h * visible.stride_first)
+
+
+@triton.jit
+def ranges(visible, b, h, rows, T, S):
     """`lo`, `hi` of query `rows` (a tensor of any shape): `lo == hi == 0` where they see nothing.
 
-    So do rows that are not there (`>= T`); a closed head has T 0.
+    So do rows that are not there (`>= T`); a closed head has T 0. `h` is their head, or broadcasts with `rows`. A row
+    whose range the first keys reach, or that has none, has one range from 0 on.
     """
     lo = tl.maximum(rows + visible.band_lo, 0)
     hi = tl.minimum(rows + visible.band_hi, S)
     there = rows < T
     if visible.k_lo is not None:
-        at = b.to(tl.int64) * visible.stride_rows + rows
+        of_head = b.to(tl.int64) * visible.stride_rows + h.to(tl.int64) * visible.stride_rows_h
+        at = of_head + rows
         lo = tl.maximum(lo, tl.load(visible.k_lo + at, mask=there, other=0))
         hi = tl.minimum(hi, tl.load(visible.k_hi + at, mask=there, other=0))
+    if visible.first_keys is not None:
+        front = first_keys_of(visible, h)
+        none = lo >= hi
+        hi = tl.where(none, tl.minimum(hi, front), hi)
+        lo = tl.where(none | (lo <= front), 0, lo)
     sees = there & (lo < hi)
     return tl.where(sees, lo, 0), tl.where(sees, hi, 0)
 
@@ -54,15 +68,15 @@ def ranges(visible, b, rows, T, S):
 def tiles_seen(visible, place, tile, lo, hi, T, BLOCK: tl.constexpr):
     """Tiles of keys for the query rows of `tile` with ranges `lo`, `hi`."""
     if visible.lists is None:
-        visits = tiles_in_ranges(visible, place.b, lo, hi, place.at, T, BLOCK)
+        visits = tiles_in_ranges(visible, place.b, place.h, lo, hi, place.at, T, BLOCK)
     else:
         visits = listed_tiles(visible, place.b, place.h, tile, T)
     return visits
 
 
 @triton.jit
-def tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
-    """The same by intervals alone."""
+def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr):
+    """The same by intervals alone, of rows of head `h`, or each of its own."""
     start, full_start, full_end, end = tiles_of_ranges(lo, hi, rows, T, BLOCK)
     if visible.key_visible is not None:
         # Full tiles end at the first hidden key.
@@ -73,7 +87,11 @@ def tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
             seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
             hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys)))
         full_end = hole // BLOCK
-    return ordered(start, full_start, full_end, end)
+    front = end * 0
+    if visible.first_keys is not None:
+        keys = first_keys_of(visible, h)
+        front = tl.cdiv(tl.max(tl.where(lo < hi, tl.minimum(keys, hi), 0)), BLOCK)
+    return ordered(start, full_start, full_end, end, front)
 
 
 @triton.jit
@@ -90,8 +108,8 @@ def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of query rows for the keys `[first_key, first_key + BLOCK_N)`, as `tiles_in_ranges`.
+def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of query rows of head `h` for the keys `[first_key, first_key + BLOCK_N)`, as `tiles_in_ranges`.
 
     Where data decides (`k_lo`), rows between the first and the last that see a key count as partial unless all rows
     from the first to the last that see every key do see every key.
@@ -112,11 +130,15 @@ def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl
         count = first_key * 0
         for scan in range(0, T, _SCAN):
             i = scan + tl.arange(0, _SCAN)
-            lo, hi = ranges(visible, b, i, T, S)
-            sees = (lo < last_key) & (hi > first_key)
+            lo, hi = ranges(visible, b, h, i, T, S)
+            below, above = lo < last_key, lo <= first_key
+            if visible.first_keys is not None:
+                front = first_keys_of(visible, h)
+                below, above = below | (first_key < front), above | (last_key <= front)
+            sees = below & (hi > first_key)
             first = tl.minimum(first, tl.min(tl.where(sees, i, 2147483647)))
             stop = tl.maximum(stop, tl.max(tl.where(sees, i + 1, 0)))
-            every = (lo <= first_key) & (hi >= last_key)
+            every = above & (hi >= last_key)
             full_first = tl.minimum(full_first, tl.min(tl.where(every, i, 2147483647)))
             full_stop = tl.maximum(full_stop, tl.max(tl.where(every, i + 1, 0)))
             count += tl.sum(every.to(tl.int32))
@@ -128,24 +150,28 @@ def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl
     end = tl.cdiv(tl.maximum(stop, 0), BLOCK)
     start = tl.minimum(first // BLOCK, end)
     full_end = tl.where(whole, tl.maximum(full_stop, 0) // BLOCK, 0)
-    return ordered(start, tl.cdiv(full_first, BLOCK), full_end, end)
+    return ordered(start, tl.cdiv(full_first, BLOCK), full_end, end, end * 0)
 
 
 @triton.jit
-def ordered(start, full_start, full_end, end):
-    """The same with `start <= full_start <= full_end <= end`; no full tile is left where they cross."""
+def ordered(start, full_start, full_end, end, front):
+    """The same with `front <= start <= full_start <= full_end <= end`; no full tile is left where they cross."""
     full_start = tl.minimum(tl.maximum(full_start, start), end)
     full_end = tl.maximum(tl.minimum(full_end, end), full_start)
-    return Visits(start, full_start, full_end, end)
+    return Visits(start, full_start, full_end, end, tl.minimum(front, start))
 
 
 @triton.jit
 def tiles_of_split(visits, split, splits):
-    """Share `split` of `splits` of these tiles: neighbours, as many in each share, fewer or none in the last ones."""
+    """Share `split` of `splits` of these tiles: neighbours, as many in each share, fewer or none in the last ones.
+
+    The tiles in front are in the first one.
+    """
     share = tl.cdiv(visits.end - visits.start, splits)
     first = tl.minimum(visits.start + split * share, visits.end)
     end = tl.minimum(first + share, visits.end)
-    return ordered(first, visits.full_start, visits.full_end, end)
+    front = tl.where(split == 0, visits.front, 0)
+    return ordered(first, visits.full_start, visits.full_end, end, front)
 
 
 @triton.jit
@@ -154,7 +180,7 @@ def listed_tiles(visible, b, h, tile, T):
     counts = visible.lists.counts + _number_of_list(visible, b, h, tile) * 2
     taking_part = tl.minimum(T, 1)
     full = tl.load(counts) * taking_part
-    return Visits(full * 0, full * 0, full, full + tl.load(counts + 1) * taking_part)
+    return Visits(full * 0, full * 0, full, full + tl.load(counts + 1) * taking_part, full * 0)
 
 
 @triton.jit
@@ -172,9 +198,21 @@ def full_tile(visible, b, h, tile, place):
 
 
 @triton.jit
+def tile_count(visits):
+    """How many tiles there are, full and partial."""
+    return visits.front + visits.end - visits.start
+
+
+@triton.jit
+def tile_at(visits, index):
+    """The tile at `index` of all of them, in ascending order."""
+    return tl.where(index < visits.front, index, visits.start + index - visits.front)
+
+
+@triton.jit
 def partial_count(visits):
     """How many partial tiles there are."""
-    return visits.full_start - visits.start + visits.end - visits.full_end
+    return visits.full_start - visits.start + visits.end - visits.full_end + visits.front
 
 
 @triton.jit
@@ -183,6 +221,8 @@ def partial_tile(visible, b, h, tile, index, visits):
     if visible.lists is None:
         before = visits.full_start - visits.start
         number = tl.where(index < before, visits.start + index, visits.full_end + index - before)
+        if visible.first_keys is not None:
+            number = tl.where(number < visits.end, number, number - visits.end)
     else:
         at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
         number = tl.load(visible.lists.tiles + at + visible.lists.length + index)
@@ -196,7 +236,10 @@ def pairs_visible(visible, terms, pairs, lo, hi, T, S, bias):
     `bias` is that of their scores: where it is -inf, the key is hidden.
     """
     keys = pairs.keys
-    seen = (keys >= lo) & (keys < hi)
+    seen = keys >= lo
+    if visible.first_keys is not None:
+        seen = seen | (keys < first_keys_of(visible, pairs.h))
+    seen = seen & (keys < hi)
     if visible.key_visible is not None:
         at = pairs.b.to(tl.int64) * visible.stride_keys + keys
         seen = seen & (tl.load(visible.key_visible + at, mask=keys < S, other=0) != 0)
